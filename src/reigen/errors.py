@@ -1,0 +1,141 @@
+"""Every error that Reigen raises on purpose.
+
+::
+
+    ReigenError
+    +-- NotInitializedError (ValueError)        init() has not been called, or shutdown() has
+    +-- ArgumentError (ValueError)              one rank's own argument is wrong; nothing was sent
+    |   +-- DuplicateNameError                  the name is still in flight on this rank
+    +-- UnsupportedTypeError (ValueError, TypeError)   the dtype or kind of tensor is not supported
+    +-- ConfigError (ValueError)                an environment variable or option has a wrong value
+    +-- CollectiveError (RuntimeError)          a collective failed; also named HorovodInternalError
+    |   +-- MismatchError                       ranks disagree; every rank that submitted gets it, the job carries on
+    |   +-- DeadlineError                       somebody did not come in time
+    |   +-- PeerLostError                       a rank died, left or was stopped by its launcher
+    |   +-- SharedMemoryError                   the machine has not enough memory for a segment
+    +-- LaunchError                             the launcher could not do what it was asked
+    +-- AuthenticationError                     the other end of a connection does not know the job's secret
+
+Facts are fields; the message is made from them, so that programs never parse English.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+class ReigenError(Exception):
+    """Base of everything that Reigen raises on purpose."""
+
+
+class NotInitializedError(ReigenError, ValueError):
+    """A function that needs the job was called before ``init()`` or after ``shutdown()``."""
+
+    def __init__(self, message: str = "Reigen has not been initialized; use hvd.init().") -> None:
+        super().__init__(message)
+
+
+class ArgumentError(ReigenError, ValueError):
+    """An argument is wrong on this rank alone. Nothing was sent; other ranks see nothing."""
+
+
+class DuplicateNameError(ArgumentError):
+    """A tensor of this name is still being processed on this rank.
+
+    Attributes:
+        tensor: the name.
+    """
+
+    def __init__(self, tensor: str) -> None:
+        self.tensor = tensor
+        super().__init__(
+            f"a tensor named {tensor!r} is still being processed on this rank; "
+            "wait for it (synchronize) or give this one another name"
+        )
+
+
+class UnsupportedTypeError(ReigenError, ValueError, TypeError):
+    """A dtype, or a kind of object, that cannot be communicated."""
+
+
+class ConfigError(ReigenError, ValueError):
+    """An option, environment variable or configuration file holds a value that makes no sense."""
+
+
+class CollectiveError(ReigenError, RuntimeError):
+    """A collective operation failed.
+
+    Attributes:
+        tensor: name of the tensor or operation, or None where the failure concerns them all.
+        ranks: the ranks at fault, in ascending order.
+        details: one line per rank where ranks differ (rank -> what it said).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        tensor: str | None = None,
+        ranks: Sequence[int] = (),
+        details: Mapping[int, str] | None = None,
+    ) -> None:
+        self.reason = message
+        self.tensor = tensor
+        self.ranks = tuple(sorted(ranks))
+        self.details = dict(details or {})
+        lines = [message if tensor is None else f"{tensor}: {message}"]
+        lines += [f"  rank {rank}: {text}" for rank, text in sorted(self.details.items())]
+        super().__init__("\n".join(lines))
+
+    def of(self, tensor: str) -> CollectiveError:
+        """The same error, told of one tensor."""
+        if self.tensor is not None:
+            return self
+        return type(self)(self.reason, tensor=tensor, ranks=self.ranks, details=self.details)
+
+
+class MismatchError(CollectiveError):
+    """The ranks submitted different things under one name. Later collectives work."""
+
+
+class DeadlineError(CollectiveError):
+    """Not every rank came before the deadline; ``ranks`` are the ones that did not."""
+
+
+class PeerLostError(CollectiveError):
+    """A rank died or left; ``ranks`` names it. Nothing works until ``shutdown()`` and ``init()``."""
+
+
+class SharedMemoryError(CollectiveError):
+    """Not enough memory for a shared segment.
+
+    Attributes:
+        needed_bytes: what this rank asked for.
+        available_bytes: what the machine (or its cgroup) had left, or None where it did not say.
+    """
+
+    needed_bytes: int = 0
+    available_bytes: int | None = None
+
+    @classmethod
+    def for_request(cls, needed_bytes: int, available_bytes: int | None, what: str) -> SharedMemoryError:
+        """An error that says how much is needed and how much there is."""
+        mib = 1 << 20
+        have = "unknown" if available_bytes is None else f"{available_bytes / mib:.1f} MiB"
+        error = cls(
+            f"not enough shared memory for {what}: {needed_bytes / mib:.1f} MiB needed on this rank, {have} available; "
+            "use a machine or container with more memory, or fewer ranks"
+        )
+        error.needed_bytes, error.available_bytes = needed_bytes, available_bytes
+        return error
+
+
+HorovodInternalError = CollectiveError
+
+
+class LaunchError(ReigenError):
+    """The launcher could not start or keep the job."""
+
+
+class AuthenticationError(ReigenError):
+    """The other end of a connection did not prove that it knows the job's secret."""
