@@ -1,0 +1,241 @@
+"""Reduce one block: n equally long arrays, one of each rank, to one array.
+
+The result is ``postscale * op(prescale * x)``. Every element is combined strictly in rank order,
+``((x0 + x1) + x2) + ...``, so its bits do not depend on how a tensor was cut into blocks or which rank did the work.
+
+How each type computes:
+
+============================ ==========================================================================================
+float32, float64             in their own precision, factors too. AVERAGE divides the sum by the count; a count that is
+                             a power of two is folded into the factor, which is as exact and saves a pass.
+float16, bfloat16            ``prescale * x`` is rounded to the type; all else is float32, rounded once to nearest even.
+integers                     sums and products wrap around. A factor applies in float64 and the product is truncated
+                             toward zero (at the ends of the type, it saturates). AVERAGE truncates toward zero.
+bool                         SUM and MAX are "or", PRODUCT and MIN are "and". There is no AVERAGE and no factor: neither
+                             "all" nor "any" is what everybody would expect of it.
+============================ ==========================================================================================
+
+MIN and MAX propagate NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.kernels import half
+from reigen.types import DType, ReduceOp
+
+_UFUNCS: dict[ReduceOp, np.ufunc] = {
+    ReduceOp.AVERAGE: np.add,
+    ReduceOp.SUM: np.add,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.PRODUCT: np.multiply,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What to compute.
+
+    Attributes:
+        dtype: element type of every input and of the result.
+        op: how elements of the same index are combined.
+        count: how many ranks contribute; AVERAGE divides by it. At least 1.
+        prescale: factor of every input.
+        postscale: factor of the result.
+
+    Raises:
+        UnsupportedTypeError: AVERAGE or a factor with bool.
+        ArgumentError: an operator that does not work element by element (ADASUM), ``count`` < 1, or a factor of an
+            integer type that is infinite or NaN.
+    """
+
+    dtype: DType
+    op: ReduceOp
+    count: int
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.op not in _UFUNCS:
+            raise ArgumentError(f"{self.op.name} does not work element by element; use another operator")
+        if self.count < 1:
+            raise ArgumentError(f"a reduction needs at least 1 rank, not {self.count}")
+        scaled = self.prescale != 1.0 or self.postscale != 1.0
+        if self.dtype.name == "bool" and (scaled or self.op is ReduceOp.AVERAGE):
+            what = "scaled" if scaled else "averaged"
+            raise UnsupportedTypeError(f"bool cannot be {what}; use SUM (or), PRODUCT (and), or convert to float32")
+        finite = math.isfinite(self.prescale) and math.isfinite(self.postscale)
+        if not (self.dtype.is_floating or finite):
+            raise ArgumentError(f"{self.dtype.name} cannot be scaled by {self.prescale} and {self.postscale}")
+
+
+class Reducer:
+    """Computes one :class:`Reduction` on block after block. Keeps scratch between calls; not for two threads at once.
+
+    Example:
+        >>> from reigen.types import dtype_named
+        >>> x, y = np.array([1, 2], np.float32), np.array([3, 6], np.float32)
+        >>> Reducer(Reduction(dtype_named("float32"), ReduceOp.AVERAGE, count=2)).reduce([x, y], out=x)
+        >>> x
+        array([2., 4.], dtype=float32)
+    """
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.reduction = reduction
+        self._ufunc = _UFUNCS[reduction.op]
+        self._scratch: dict[str, NDArray[Any]] = {}
+        is_half = reduction.dtype.is_floating and reduction.dtype.itemsize == 2
+        #: In what the elements are combined.
+        self._working: np.dtype[Any] = np.dtype(np.float32) if is_half else reduction.dtype.storage
+        #: How an input gets into the working type, where it is not combined as it is.
+        self._load: half.Convert | None = None
+        #: How the combined elements get into the result, where they are not the result.
+        self._store: half.Convert | None = None
+        if is_half:
+            self._load, self._store = self._load_half, self._store_half
+            self._widen, self._narrow = half.converters(reduction.dtype.name)
+        elif reduction.dtype.is_floating:
+            self._load = self._scale_float if reduction.prescale != 1.0 else None
+        elif reduction.prescale != 1.0:
+            self._load = self._scale_integer
+        self._finish = self._choose_finish()
+
+    def reduce(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        """Combine ``inputs`` into ``out``.
+
+        Args:
+            inputs: one flat array per rank, in rank order, at least one; all of one length and of the dtype's storage
+                type (bfloat16 is uint16).
+            out: receives the result; like the inputs, and either apart from all of them or exactly one of them.
+        """
+        if not self.reduction.dtype.is_floating and self._load is None and self._finish is None:
+            self._combine(inputs, out)  # NumPy's integers wrap around silently
+            return
+        with np.errstate(all="ignore"):
+            if self._store is None:
+                self._combine(inputs, out)
+                if self._finish is not None:
+                    self._finish(out)
+            else:
+                total = self._take("total", len(out), self._working)
+                self._combine(inputs, total)
+                if self._finish is not None:
+                    self._finish(total)
+                self._store(total, out)
+
+    def _combine(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        """Fold ``inputs``, loaded, in rank order. ``out`` is written by the last step alone: it may be any input."""
+        if self._load is None:
+            self._combine_raw(inputs, out)
+        else:
+            self._combine_loaded(self._load, inputs, out)
+
+    def _combine_raw(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        first, *rest = inputs
+        if not rest:
+            np.copyto(out, first)
+            return
+        last = rest.pop()
+        if rest:
+            total = self._take("fold", len(out), self._working)
+            for other in rest:
+                first = self._ufunc(first, other, out=total)
+        self._ufunc(first, last, out=out)
+
+    def _combine_loaded(self, load: half.Convert, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        first, *rest = inputs
+        if not rest:
+            load(first, out)
+            return
+        total = self._take("fold", len(out), self._working)
+        loaded = self._take("loaded", len(out), self._working)
+        load(first, total)
+        last = rest.pop()
+        for other in rest:
+            load(other, loaded)
+            self._ufunc(total, loaded, out=total)
+        load(last, loaded)
+        self._ufunc(total, loaded, out=out)
+
+    def _take(self, slot: str, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Scratch of ``length`` elements, its content undefined. Each slot is always asked for in one dtype."""
+        array = self._scratch.get(slot)
+        if array is None or len(array) < length:
+            array = self._scratch[slot] = np.empty(length, dtype)
+        return array[:length]
+
+    # Loading.
+
+    def _scale_float(self, source: NDArray[Any], target: NDArray[Any]) -> None:
+        np.multiply(source, self._working.type(self.reduction.prescale), out=target)
+
+    def _scale_integer(self, source: NDArray[Any], target: NDArray[Any]) -> None:
+        values = self._take("float64", len(source), np.dtype(np.float64))
+        np.multiply(source, self.reduction.prescale, out=values)
+        _truncate(values, target)
+
+    def _load_half(self, source: NDArray[Any], target: NDArray[Any]) -> None:
+        self._widen(source, target)
+        if self.reduction.prescale != 1.0:
+            np.multiply(target, np.float32(self.reduction.prescale), out=target)
+            rounded = self._take("half", len(source), self.reduction.dtype.storage)
+            self._narrow(target, rounded)
+            self._widen(rounded, target)
+
+    def _store_half(self, source: NDArray[Any], target: NDArray[Any]) -> None:
+        self._narrow(source, target)
+
+    # What follows the last combination, in place.
+
+    def _choose_finish(self) -> Callable[[NDArray[Any]], None] | None:
+        reduction = self.reduction
+        divisor = reduction.count if reduction.op is ReduceOp.AVERAGE else 1
+        if divisor == 1 and reduction.postscale == 1.0:
+            return None
+        if not reduction.dtype.is_floating:
+            return lambda total: self._finish_integer(total, divisor)
+        # In the working precision: a quotient by a power of two is the product with its reciprocal.
+        real = self._working.type
+        factor, quotient = real(reduction.postscale), real(divisor)
+        with np.errstate(all="ignore"):
+            folded = factor / quotient
+            if divisor & (divisor - 1) == 0 and folded * quotient == factor:
+                factor, quotient = folded, real(1.0)
+
+        def finish(total: NDArray[Any]) -> None:
+            if quotient != 1.0:
+                np.divide(total, quotient, out=total)
+            if factor != 1.0:
+                np.multiply(total, factor, out=total)
+
+        return finish
+
+    def _finish_integer(self, total: NDArray[Any], divisor: int) -> None:
+        if self.reduction.postscale == 1.0 and total.dtype == np.int64:
+            # float64 would lose bits beyond 2**53. NumPy's // rounds down: exact once the remainder (of the dividend's
+            # sign, as in C) is gone.
+            np.subtract(total, np.fmod(total, divisor), out=total)
+            np.floor_divide(total, divisor, out=total)
+            return
+        values = self._take("float64", len(total), np.dtype(np.float64))
+        np.divide(total, float(divisor), out=values)
+        np.multiply(values, self.reduction.postscale, out=values)
+        _truncate(values, total)
+
+
+def _truncate(values: NDArray[np.float64], target: NDArray[Any]) -> None:
+    """Write ``values`` toward zero into the integers ``target``. ``values`` is used up."""
+    limits = np.iinfo(target.dtype)
+    # 2**63 - 1 is no float64; the one below fits.
+    highest = float(limits.max) if target.dtype.itemsize < 8 else math.nextafter(2.0**63, 0.0)
+    np.clip(values, float(limits.min), highest, out=values)
+    np.copyto(target, values, casting="unsafe")
