@@ -1,0 +1,50 @@
+# Habits of this project. Needs Python 3.11, pip, git and make; everything else comes from PyPI into .venv.
+#   make demo       train a small network on real images with two processes
+#   make test       lint, types, import contracts, size report and every test
+#   make test-fast  tests that are not marked slow
+#   make lint       everything that reads the code without running it
+#   make bench      Reigen and its peers, alternately, in one run
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+NP ?= 2
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
+
+.PHONY: demo test test-fast lint bench clean
+.DELETE_ON_ERROR:
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp for each set of packages: a repeated call installs nothing.
+$(VENV)/.stamp-demo: $(STAMP_PARTS) | $(BIN)/python
+	$(PIP_INSTALL) -e '.[torch]' scikit-learn
+	@touch $@
+
+$(VENV)/.stamp-dev: $(STAMP_PARTS) | $(BIN)/python
+	$(PIP_INSTALL) -e '.[torch,dev]'
+	@touch $@ $(VENV)/.stamp-demo
+
+demo: $(VENV)/.stamp-demo
+	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch_digits.py
+
+lint: $(VENV)/.stamp-dev
+	$(BIN)/ruff check src tests tools $(wildcard examples benchmarks)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/size_report.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -m "not slow" -q
+
+bench: $(VENV)/.stamp-dev
+	$(BIN)/reigen bench allreduce
+	$(BIN)/reigen bench train-step
+
+clean:
+	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
