@@ -6,6 +6,7 @@
     +-- NotInitializedError (ValueError)        init() has not been called, or shutdown() has
     +-- ArgumentError (ValueError)              one rank's own argument is wrong; nothing was sent
     |   +-- DuplicateNameError                  the name is still in flight on this rank
+    +-- StepOrderError (AssertionError)         backward, zero_grad and step came in an order that would lose gradients
     +-- UnsupportedTypeError (ValueError, TypeError)   the dtype or kind of tensor is not supported
     +-- ConfigError (ValueError)                an environment variable or option has a wrong value
     +-- CollectiveError (RuntimeError)          a collective failed; also named HorovodInternalError
@@ -15,6 +16,7 @@
     |   +-- SharedMemoryError                   the machine has not enough memory for a segment
     +-- LaunchError                             the launcher could not do what it was asked
     +-- AuthenticationError                     the other end of a connection does not know the job's secret
+    +-- WireError                               bytes of another process are no message, or too many
 
 Facts are fields; the message is made from them, so that programs never parse English.
 """
@@ -52,6 +54,10 @@ class DuplicateNameError(ArgumentError):
             f"a tensor named {tensor!r} is still being processed on this rank; "
             "wait for it (synchronize) or give this one another name"
         )
+
+
+class StepOrderError(ReigenError, AssertionError):
+    """An optimizer's methods were called in an order that would lose or corrupt gradients that are on their way."""
 
 
 class UnsupportedTypeError(ReigenError, ValueError, TypeError):
@@ -134,8 +140,20 @@ HorovodInternalError = CollectiveError
 
 
 class LaunchError(ReigenError):
-    """The launcher could not start or keep the job."""
+    """The launcher could not start or keep the job.
+
+    Attributes:
+        exit_code: what the launcher exits with; a shell's numbers: 127 for no such command, 126 for not executable.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        self.exit_code = exit_code
+        super().__init__(message)
 
 
 class AuthenticationError(ReigenError):
     """The other end of a connection did not prove that it knows the job's secret."""
+
+
+class WireError(ReigenError):
+    """Bytes between two processes are not a message of the protocol, or larger than it allows."""

@@ -1,0 +1,189 @@
+"""Which gradients have come and what is to be done about it: the optimizer's logic as a pure state machine.
+
+Parameters and buckets are numbers. The executor (in the framework's package) tells what happened and does what the
+answer says; the machine holds no tensor, no memory and no handle.
+
+A *pass* lasts from the end of one :meth:`GradientTracker.finish` to the end of the next:
+
+a. ``gradient(p)`` for each gradient that backward produced. A parameter is *complete* when it has had
+   ``backward_passes_per_step`` of them; one more is an error, because the sum that is on its way would be overwritten.
+b. A complete gradient is collected into its bucket; the last one of a bucket submits the bucket.
+c. ``finish()`` names every gradient that was not collected (the executor contributes what it has, or zeros, so that
+   ranks whose models ran differently still agree) and every bucket that was not submitted.
+
+In the first pass there is no plan: nothing is collected, and the order of arrival is recorded. The executor agrees on one
+order with the other ranks, makes a plan and calls :meth:`GradientTracker.adopt` before that pass's ``finish()``. From the
+second pass on, buckets are submitted while backward runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reigen.errors import ArgumentError, StepOrderError
+from reigen.frontends.buckets import BucketPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What to do with a gradient that came: ``collect`` it into its bucket; then ``submit`` that bucket, if any."""
+
+    collect: bool
+    submit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What is left to do at the end of a pass.
+
+    Attributes:
+        missing: parameters of the plan whose gradients were not collected, in bucket order.
+        submit: buckets that were not submitted, in plan order.
+    """
+
+    missing: tuple[int, ...]
+    submit: tuple[int, ...]
+
+
+_LATER = Arrival(collect=False, submit=None)
+_COLLECT = Arrival(collect=True, submit=None)
+
+
+class GradientTracker:
+    """Counts gradients and decides when a bucket is complete.
+
+    Args:
+        num_parameters: the parameters are 0 .. num_parameters - 1.
+        backward_passes_per_step: gradients that a parameter gets before its sum is communicated.
+    """
+
+    def __init__(self, num_parameters: int, backward_passes_per_step: int = 1) -> None:
+        #: the plan, or None in the first pass
+        self.plan: BucketPlan | None = None
+        #: gradients that came in this pass; 0 means that the pass has not begun
+        self.num_arrived = 0
+        #: complete parameters of this pass in order of completion; each once
+        self.order: list[int] = []
+        self._passes = check_passes(backward_passes_per_step)
+        #: gradients per parameter in this pass; never above _passes
+        self._counts = [0] * num_parameters
+        #: parameters collected in this pass; a subset of order
+        self._collected: set[int] = set()
+        #: gradients that each bucket still waits for; 0 exactly when it may be submitted
+        self._waiting: list[int] = []
+        #: buckets submitted in this pass
+        self._submitted: set[int] = set()
+        self._submissions: list[Arrival] = []
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether complete gradients wait for ``finish()``: touching them now would corrupt or lose them."""
+        return bool(self.order)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Gradients that a parameter gets before its sum is communicated."""
+        return self._passes
+
+    def gradient(self, parameter: int) -> Arrival:
+        """Backward has produced one more gradient of ``parameter``.
+
+        Raises:
+            StepOrderError: it already had as many as it may have before ``finish()``.
+        """
+        count = self._counts[parameter] + 1
+        if count > self._passes:
+            raise StepOrderError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                f"It is {self._passes} now; increase backward_passes_per_step to accumulate gradients locally."
+            )
+        self._counts[parameter] = count
+        self.num_arrived += 1
+        if count < self._passes:
+            return _LATER
+        self.order.append(parameter)
+        if self.plan is None:
+            return _LATER
+        bucket = self.plan.bucket_of.get(parameter)
+        if bucket is None:
+            return _LATER
+        self._collected.add(parameter)
+        self._waiting[bucket] -= 1
+        if self._waiting[bucket]:
+            return _COLLECT
+        self._submitted.add(bucket)
+        return self._submissions[bucket]
+
+    def failed(self, bucket: int) -> None:
+        """The bucket could not be submitted: ``finish()`` names it again."""
+        self._submitted.discard(bucket)
+
+    def adopt(self, plan: BucketPlan) -> None:
+        """Use this plan from now on. Nothing has been collected yet, so all of it is missing from the running pass."""
+        self.plan = plan
+        self._submissions = [Arrival(collect=True, submit=bucket) for bucket in range(len(plan.buckets))]
+        self._forget_buckets()
+
+    def finish(self) -> Finish:
+        """The pass ends: what is still to be contributed and submitted. Call :meth:`reset` once that is done.
+
+        Raises:
+            StepOrderError: there is no plan yet; the executor must adopt one first.
+        """
+        if self.plan is None:
+            raise StepOrderError("the gradients of the first pass have no plan yet")
+        missing = (place.parameter for bucket in self.plan.buckets for place in bucket.places)
+        buckets = range(len(self.plan.buckets))
+        return Finish(
+            tuple(parameter for parameter in missing if parameter not in self._collected),
+            tuple(bucket for bucket in buckets if bucket not in self._submitted),
+        )
+
+    def reset(self) -> None:
+        """A new pass begins: forget what came in this one. The plan stays."""
+        self.num_arrived = 0
+        self.order.clear()
+        self._counts = [0] * len(self._counts)
+        self._forget_buckets()
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many gradients a parameter gets before its sum is communicated; counting starts anew.
+
+        Raises:
+            ArgumentError: ``passes`` is not a positive integer.
+            StepOrderError: complete gradients are waiting for ``step()`` or ``synchronize()``.
+        """
+        check_passes(passes)
+        if self.outstanding:
+            raise StepOrderError("backward_passes_per_step cannot change between backward() and step() or synchronize()")
+        self._passes = passes
+        self.reset()
+
+    def validate(self) -> None:
+        """Check the invariants; for tests."""
+        assert len(set(self.order)) == len(self.order)
+        assert self._collected <= set(self.order)
+        assert all(0 <= count <= self._passes for count in self._counts)
+        assert {p for p, count in enumerate(self._counts) if count == self._passes} == set(self.order)
+        assert self.num_arrived == sum(self._counts)
+        if self.plan is not None:
+            for index, bucket in enumerate(self.plan.buckets):
+                collected = sum(place.parameter in self._collected for place in bucket.places)
+                assert self._waiting[index] == len(bucket.places) - collected
+                assert index not in self._submitted or not self._waiting[index]
+
+    def _forget_buckets(self) -> None:
+        self._collected.clear()
+        self._submitted.clear()
+        self._waiting = [len(bucket.places) for bucket in self.plan.buckets] if self.plan else []
+
+
+def check_passes(passes: int) -> int:
+    """``passes`` itself, if it can be a ``backward_passes_per_step``.
+
+    Raises:
+        ArgumentError: it is not a positive integer.
+    """
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes <= 0:
+        raise ArgumentError(f"backward_passes_per_step must be a positive integer, got {passes!r}")
+    return passes
