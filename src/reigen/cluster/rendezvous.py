@@ -1,0 +1,186 @@
+"""The rendezvous: where the ranks of a job tell each other how to be found.
+
+A key-value service in the launcher, for the few hundred bytes that a rank must know of the others before they can talk
+directly. `cluster.service` is the service and states its protocol; here are the ranks' ends of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+from reigen.cluster.service import (
+    MAX_MESSAGE_BYTES,
+    REPLIES,
+    REQUESTS,
+    Forget,
+    Get,
+    Put,
+    Refused,
+    RendezvousServer,
+    Reply,
+    Request,
+    Value,
+    check_entry,
+)
+from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
+from reigen.wire.auth import Identity, Role
+from reigen.wire.stream import Stream, connect
+
+__all__ = ["LocalRendezvous", "Rendezvous", "RendezvousClient", "RendezvousServer", "split_address"]
+
+
+class Rendezvous(Protocol):
+    """What a rank uses."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key``; a later value replaces it."""
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key``, waited for.
+
+        Raises:
+            TimeoutError: nobody put it in time; the message names the key.
+        """
+
+    def close(self) -> None:
+        """Leave. What was put stays."""
+
+
+class LocalRendezvous:
+    """The service in memory, for ranks that are threads of one process. All of them share one object."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key``; a later value replaces it."""
+        check_entry(key, value)
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key``, waited for; raises TimeoutError."""
+        check_entry(key, b"")
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
+                raise _too_late(key, timeout_seconds)
+            return self._values[key]
+
+    def close(self) -> None:
+        """Nothing to leave: the others may still need it."""
+
+
+class RendezvousClient:
+    """A rank's authenticated connection to the launcher's service. Threads that share one take turns.
+
+    Args:
+        address: ``host:port``.
+        secret: the job's 32 bytes.
+        rank: who connects.
+        timeout_seconds: how long connecting, and each later ``put``, may take.
+
+    Raises:
+        AuthenticationError: whoever listens there does not know the secret.
+        PeerLostError: nobody listens there any more. Later calls raise it when the launcher has gone.
+        TimeoutError: it did not answer in time.
+    """
+
+    def __init__(self, address: str, secret: bytes, rank: int, timeout_seconds: float) -> None:
+        self._address = address
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._num_requests = 0
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._stream: Stream = connect(
+                split_address(address), secret, Identity(Role.RANK, rank), MAX_MESSAGE_BYTES, deadline
+            )
+        except TimeoutError:
+            raise TimeoutError(f"the rendezvous at {address} did not answer within {timeout_seconds:g} s") from None
+        except OSError as error:
+            raise self._lost(error) from None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key``; a later value replaces it.
+
+        Raises:
+            ArgumentError: key or value are too large, or the service is full.
+            PeerLostError: the launcher has gone.
+            TimeoutError: it did not answer in time.
+        """
+        check_entry(key, value)
+        with self._lock:
+            request = self._next_request()
+            self._call(Put(request, key, value), request, key, self._timeout_seconds)
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key``, waited for.
+
+        Raises:
+            TimeoutError: nobody put it within ``timeout_seconds``.
+            PeerLostError: the launcher has gone.
+        """
+        check_entry(key, b"")
+        with self._lock:
+            request = self._next_request()
+            reply = self._call(Get(request, key), request, key, timeout_seconds)
+        if not isinstance(reply, Value):
+            raise WireError(f"the rendezvous answered a Get with {type(reply).__name__}")
+        return reply.value
+
+    def close(self) -> None:
+        """Leave. What was put stays. May be called twice."""
+        self._stream.close()
+
+    def _next_request(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def _call(self, message: Request, request: int, key: str, timeout_seconds: float) -> Reply:
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._stream.send(REQUESTS.encode(message), deadline)
+            while True:
+                reply = REPLIES.decode(self._stream.receive(deadline))
+                if reply.request == request:
+                    break
+        except TimeoutError:
+            self._give_up(request)
+            raise _too_late(key, timeout_seconds) from None
+        except OSError as error:
+            raise self._lost(error) from None
+        if isinstance(reply, Refused):
+            raise ArgumentError(f"rendezvous key {key!r}: {reply.reason}")
+        return reply
+
+    def _give_up(self, request: int) -> None:
+        try:
+            self._stream.send(REQUESTS.encode(Forget(request)), time.monotonic() + 1.0)
+        except (OSError, AuthenticationError, WireError):
+            self._stream.close()
+
+    def _lost(self, error: OSError) -> PeerLostError:
+        return PeerLostError(
+            f"the launcher's rendezvous at {self._address} has gone ({error.strerror or error}): "
+            "`reigen run` has ended or was killed"
+        )
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port``.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"the rendezvous address {address!r} is not host:port")
+    return host, int(port)
+
+
+def _too_late(key: str, timeout_seconds: float) -> TimeoutError:
+    return TimeoutError(f"nobody put {key!r} at the rendezvous within {timeout_seconds:g} s")
