@@ -25,7 +25,8 @@ def widen_bfloat16(source: NDArray[np.uint16], target: NDArray[np.float32]) -> N
 
 def narrow_bfloat16(source: NDArray[np.float32], target: NDArray[np.uint16]) -> None:
     """Round ``source`` to bfloat16 into ``target`` of the same length. ``source`` is used up as scratch."""
-    is_nan = np.isnan(source)
+    # The largest is NaN when any is; looking for them one by one would cost another pass.
+    is_nan = np.isnan(source) if np.isnan(source.max(initial=0.0)) else None
     bits = source.view(np.uint32)
     # Adding 0x7fff, and one more where the last kept bit is odd, carries into that bit exactly when nearest-even rounds
     # up. A carry out of the mantissa raises the exponent, up to infinity; NaN alone could wrap: it is written apart.
@@ -35,7 +36,7 @@ def narrow_bfloat16(source: NDArray[np.float32], target: NDArray[np.uint16]) -> 
     np.add(bits, 0x7FFF, out=bits)
     np.right_shift(bits, 16, out=bits)
     np.copyto(target, bits, casting="same_kind")
-    if is_nan.any():
+    if is_nan is not None:
         np.copyto(target, np.uint16(0x7FC0), where=is_nan)
 
 

@@ -133,38 +133,42 @@ class Reducer:
                 self._store(total, out)
 
     def _combine(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        """Fold ``inputs``, loaded, in rank order. ``out`` is written by the last step alone: it may be any input."""
-        if self._load is None:
+        """Fold ``inputs``, loaded, in rank order; ``out`` may be one of them."""
+        if len(inputs) == 1:
+            (self._load or _copy)(inputs[0], out)
+        elif self._load is None:
             self._combine_raw(inputs, out)
         else:
             self._combine_loaded(self._load, inputs, out)
 
     def _combine_raw(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        first, *rest = inputs
+        first, second, *rest = inputs
         if not rest:
-            np.copyto(out, first)
+            self._ufunc(first, second, out=out)
             return
         last = rest.pop()
-        if rest:
-            total = self._take("fold", len(out), self._working)
-            for other in rest:
-                first = self._ufunc(first, other, out=total)
-        self._ufunc(first, last, out=out)
+        total = self._ufunc(first, second, out=self._accumulator(out, inputs[2:]))
+        for other in rest:
+            self._ufunc(total, other, out=total)
+        self._ufunc(total, last, out=out)
 
     def _combine_loaded(self, load: half.Convert, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         first, *rest = inputs
-        if not rest:
-            load(first, out)
-            return
-        total = self._take("fold", len(out), self._working)
+        last = rest.pop()
+        total = self._accumulator(out, inputs[1:])
         loaded = self._take("loaded", len(out), self._working)
         load(first, total)
-        last = rest.pop()
         for other in rest:
             load(other, loaded)
             self._ufunc(total, loaded, out=total)
         load(last, loaded)
         self._ufunc(total, loaded, out=out)
+
+    def _accumulator(self, out: NDArray[Any], pending: Sequence[NDArray[Any]]) -> NDArray[Any]:
+        """``out``, which saves cache, unless it holds an input that is still to be read; then scratch."""
+        if any(np.may_share_memory(out, source) for source in pending):
+            return self._take("accumulator", len(out), self._working)
+        return out
 
     def _take(self, slot: str, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """Scratch of ``length`` elements, its content undefined. Each slot is always asked for in one dtype."""
@@ -180,7 +184,7 @@ class Reducer:
 
     def _scale_integer(self, source: NDArray[Any], target: NDArray[Any]) -> None:
         values = self._take("float64", len(source), np.dtype(np.float64))
-        np.multiply(source, self.reduction.prescale, out=values)
+        np.multiply(source, self.reduction.prescale, out=values, dtype=np.float64)
         _truncate(values, target)
 
     def _load_half(self, source: NDArray[Any], target: NDArray[Any]) -> None:
@@ -227,9 +231,13 @@ class Reducer:
             np.floor_divide(total, divisor, out=total)
             return
         values = self._take("float64", len(total), np.dtype(np.float64))
-        np.divide(total, float(divisor), out=values)
+        np.divide(total, float(divisor), out=values, dtype=np.float64)
         np.multiply(values, self.reduction.postscale, out=values)
         _truncate(values, total)
+
+
+def _copy(source: NDArray[Any], target: NDArray[Any]) -> None:
+    np.copyto(target, source)
 
 
 def _truncate(values: NDArray[np.float64], target: NDArray[Any]) -> None:
