@@ -2,6 +2,7 @@
 
 The result is ``postscale * op(prescale * x)``. Every element is combined strictly in rank order,
 ``((x0 + x1) + x2) + ...``, so its bits do not depend on how a tensor was cut into blocks or which rank did the work.
+(Where two NaN meet, NumPy's vector and scalar loops may keep different ones: that it is NaN is certain, which is not.)
 
 How each type computes:
 
