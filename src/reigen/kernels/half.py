@@ -4,7 +4,7 @@ Widening is exact. Narrowing rounds once, to nearest even; NaN stays NaN, infini
 becomes infinity. bfloat16 is the upper half of a float32 and is stored as uint16.
 
 float16 is left to NumPy's own casts. Shifting the bits and scaling by a float32 product would be vectorised, but
-numbers below 2**-14, which gradients are full of, are float32 subnormals on the way: they multiply some 40 times slower.
+numbers below 2**-14, which gradients are full of, are float32 subnormals on the way: they multiply 40 times slower.
 """
 
 from __future__ import annotations
