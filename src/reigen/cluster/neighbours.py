@@ -1,0 +1,269 @@
+"""The ranks of this host: everybody's segment mapped here, and who of them still lives.
+
+How they meet: each rank creates its segment, tells (process id, descriptor, which machine) at the rendezvous, waits for
+everybody's, maps them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however it
+ends, and cannot be confused by a process id that is used again. Whoever has mapped everything says so at the
+rendezvous and waits for the others, so that nobody leaves before all have opened what they need.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.cluster.rendezvous import Rendezvous
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.wire.futex import Word, fences
+from reigen.wire.segment import Segment, round_up
+
+_HEADER_BYTES = 4096
+_STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
+_MAX_REASON_CHARACTERS = 900  # at most four bytes each, and room to spare
+
+
+class Status(IntEnum):
+    """What a rank says of itself in the first word of its segment."""
+
+    RUNNING = 0
+    LEFT = 1
+    ABORTED = 2
+
+
+_ERRORS: dict[str, type[CollectiveError]] = {
+    kind.__name__: kind for kind in (CollectiveError, DeadlineError, PeerLostError)
+}
+
+
+class _Abort(msgspec.Struct, array_like=True, frozen=True):
+    """Why a rank gave up: the error that it raised."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    reason: str
+
+
+class _Card(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank tells at the rendezvous."""
+
+    pid: int
+    fd: int
+    machine: str
+
+
+def _machine() -> str:
+    """The same for two processes exactly when one can open the other's /proc/PID/fd: one kernel, one process namespace."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """The same range of every rank's segment.
+
+    Attributes:
+        offset: where it begins in each segment, bytes.
+        arrays: for each rank, the range as uint8; all of one length.
+    """
+
+    offset: int
+    arrays: tuple[NDArray[np.uint8], ...]
+
+
+class Neighbours:
+    """Segments and lives of all ranks of this host."""
+
+    def __init__(self, rank: int, segments: Sequence[Segment], pidfds: Sequence[int], header: Mapped) -> None:
+        self.rank = rank
+        self.size = len(segments)
+        self._segments = list(segments)
+        self._pidfds = list(pidfds)
+        self._ranks = {fd: r for r, fd in enumerate(pidfds) if r != rank}
+        self._poll = select.poll()
+        for fd in self._ranks:
+            self._poll.register(fd, select.POLLIN)
+        self._headers = header.arrays
+        self._publish, _ = fences()
+        self._status = [Word(array, _STATUS) for array in header.arrays]
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
+        self._segments[self.rank].grow(nbytes, what, sharers=self.size)
+
+    def map(self, offset: int, nbytes: int) -> Mapped:
+        """Map a range that every rank has reserved; the second half."""
+        return Mapped(offset, tuple(segment.map(offset, nbytes) for segment in self._segments))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The size of this rank's own segment."""
+        return self._segments[self.rank].size
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what was reserved beyond ``nbytes`` and not mapped by anybody."""
+        self._segments[self.rank].shrink(nbytes)
+
+    def status(self, rank: int) -> Status:
+        """What ``rank`` says of itself."""
+        return Status(self._status[rank].load())
+
+    def leave(self) -> None:
+        """Tell the others that this rank is going in good order."""
+        if self.status(self.rank) is Status.RUNNING:
+            self._status[self.rank].store(Status.LEFT)
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        if self.status(self.rank) is not Status.RUNNING:
+            return
+        kind = type(error).__name__ if type(error).__name__ in _ERRORS else CollectiveError.__name__
+        told = _Abort(kind, error.ranks or (self.rank,), error.reason[:_MAX_REASON_CHARACTERS])
+        data = msgspec.msgpack.encode(told)
+        header = self._headers[self.rank]
+        header[_REASON : _REASON + len(data)] = np.frombuffer(data, np.uint8)
+        Word(header, _REASON_LENGTH).store(len(data))
+        self._publish()
+        self._status[self.rank].store(Status.ABORTED)
+
+    def dead(self) -> tuple[int, ...]:
+        """Ranks whose process has ended, in ascending order. Costs one poll(2)."""
+        return tuple(sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)))
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why what waits for the ranks ``needed`` will never succeed, or None while it may."""
+        dead = [rank for rank in self.dead() if rank in needed]
+        if dead:
+            left = all(self._status[r].load() == Status.LEFT for r in dead)
+            what = "left the job (shutdown, or the end of the script)" if left else "died"
+            return PeerLostError(f"rank(s) {listed(dead)} {what} while others wait for them", ranks=dead)
+        for rank in range(self.size):
+            if rank != self.rank and self._status[rank].load() == Status.ABORTED:
+                return self._told_by(rank)
+        return None
+
+    def _told_by(self, rank: int) -> CollectiveError:
+        header = self._headers[rank]
+        length = min(_HEADER_BYTES - _REASON, Word(header, _REASON_LENGTH).load())
+        try:
+            told = msgspec.msgpack.decode(header[_REASON : _REASON + length].tobytes(), type=_Abort)
+        except msgspec.DecodeError:
+            return CollectiveError(f"rank {rank} gave up", ranks=(rank,))
+        kind = _ERRORS.get(told.kind, CollectiveError)
+        return kind(f"{told.reason} (told by rank {rank})", ranks=told.ranks)
+
+    def close(self) -> None:
+        """Give up all descriptors; views of the memory stay valid."""
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds.clear()
+        for segment in self._segments:
+            segment.close()
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``1, 4, 5``."""
+    return ", ".join(map(str, ranks))
+
+
+def meet(
+    rendezvous: Rendezvous, rank: int, size: int, generation: int, timeout_seconds: float, parts: Sequence[int] = ()
+) -> tuple[Neighbours, list[Mapped]]:
+    """Find the other ranks of the job, all on this host, and map their segments. Collective.
+
+    Args:
+        rendezvous: where cards are exchanged.
+        rank: this rank.
+        size: how many ranks there are.
+        generation: how often this process has met before in this job; the same on all ranks.
+        timeout_seconds: how long to wait for the slowest rank.
+        parts: sizes, in bytes, of zeroed ranges that every segment has from the start; the same on all ranks.
+
+    Returns:
+        The neighbours, and every part mapped.
+
+    Raises:
+        DeadlineError: ranks did not come; names them.
+        PeerLostError: a rank died while they met.
+        CollectiveError: ranks run on different machines or in different process namespaces.
+        SharedMemoryError: no memory for the parts.
+    """
+    own = Segment.create(f"reigen-{rank}")
+    sizes = [round_up(nbytes) for nbytes in (_HEADER_BYTES, *parts)]
+    segments: list[Segment] = []
+    pidfds: list[int] = []
+    try:
+        own.grow(sum(sizes), "staging and control messages", sharers=size)
+        card = _Card(os.getpid(), own.fd, _machine())
+        rendezvous.put(f"{generation}/card/{rank}", msgspec.msgpack.encode(card))
+        for peer, data in enumerate(_collect(rendezvous, f"{generation}/card", size, timeout_seconds)):
+            theirs = msgspec.msgpack.decode(data, type=_Card)
+            _check_machine(peer, card, theirs)
+            segments.append(own if peer == rank else _open(peer, theirs))
+            pidfds.append(_pidfd(peer, theirs.pid))
+        whole = [segment.map(0, sum(sizes)) for segment in segments]
+        rendezvous.put(f"{generation}/mapped/{rank}", b"")
+        _collect(rendezvous, f"{generation}/mapped", size, timeout_seconds)
+    except BaseException:
+        for segment in {id(s): s for s in [own, *segments]}.values():
+            segment.close()
+        for fd in pidfds:
+            os.close(fd)
+        raise
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    header, *mapped = (
+        Mapped(offset, tuple(a[offset : offset + nbytes] for a in whole)) for offset, nbytes in zip(offsets, sizes, strict=True)
+    )
+    return Neighbours(rank, segments, pidfds, header), mapped
+
+
+def _collect(rendezvous: Rendezvous, prefix: str, size: int, timeout_seconds: float) -> list[bytes]:
+    """The values of ``prefix/0`` to ``prefix/size-1``."""
+    found: dict[int, bytes] = {}
+    wait = timeout_seconds
+    for peer in range(size):
+        try:
+            found[peer] = rendezvous.get(f"{prefix}/{peer}", wait)
+        except TimeoutError:
+            wait = 0.0  # who else is missing?
+    missing = [peer for peer in range(size) if peer not in found]
+    if missing:
+        raise DeadlineError(
+            f"rank(s) {listed(missing)} did not call init() within {timeout_seconds:g} s "
+            "(REIGEN_START_TIMEOUT sets how long to wait)",
+            ranks=missing,
+        )
+    return [found[peer] for peer in range(size)]
+
+
+def _check_machine(peer: int, card: _Card, theirs: _Card) -> None:
+    if theirs.machine != card.machine:
+        raise CollectiveError(
+            "the ranks do not share one machine and one process namespace, which shared memory needs",
+            ranks=(peer,),
+            details={peer: theirs.machine},
+        )
+
+
+def _open(peer: int, card: _Card) -> Segment:
+    try:
+        return Segment.open(card.pid, card.fd)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise PeerLostError(f"rank {peer} (process {card.pid}) died during init()", ranks=(peer,)) from error
+    except PermissionError as error:
+        raise CollectiveError(
+            f"may not open the shared memory of rank {peer} (process {card.pid}): all ranks of a host must run as one user",
+            ranks=(peer,),
+        ) from error
+
+
+def _pidfd(peer: int, pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError as error:
+        raise PeerLostError(f"rank {peer} (process {pid}) died during init()", ranks=(peer,)) from error

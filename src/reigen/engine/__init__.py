@@ -1,0 +1,1 @@
+"""Negotiation, response cache, fusion, handles, and the loop that drives them."""

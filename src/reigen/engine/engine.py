@@ -1,0 +1,360 @@
+"""The loop that turns submissions into collectives.
+
+Who does the work
+-----------------
+Exactly one thread *drives* at a time: it holds ``_driver``, feeds the state machines, executes batches and sleeps on the
+doorbell. A thread that waits for its own operation while nobody drives does so itself, so a blocking collective
+changes threads not once. Otherwise the engine's thread drives: it is woken by asynchronous submissions and by messages,
+drives until nothing is outstanding, and parks.
+
+Whom a ring of the doorbell wakes (`Sleeper`) is written only by the thread that holds ``_driver``. A caller that has
+finished driving hands the doorbell back to the parked thread, and wakes it if work has come in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from reigen.engine.execution import Member, execute
+from reigen.engine.handles import Handle, Outcome
+from reigen.engine.messages import (
+    Announcement,
+    Operation,
+    Report,
+    decode_announcements,
+    decode_reports,
+    encode,
+)
+from reigen.engine.negotiation import Coordinator, Execute, Instruction, Participant
+from reigen.engine.transport import Transport, Watch
+from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, SharedMemoryError
+from reigen.planes.base import DataPlane
+from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
+
+#: A sleep while something is outstanding: deaths and deadlines are looked at this often.
+SLICE_SECONDS = 0.1
+#: A sleep while nothing is.
+IDLE_SECONDS = 5.0
+#: A sleep while a ring is full.
+_BACKLOG_SECONDS = 0.001
+#: How much longer than the coordinator a rank waits for an answer, before it says that the coordinator is stuck.
+_GRACE_SECONDS = 2.0
+
+_SHUT_DOWN = (
+    "Reigen has been shut down. This was caused by an exception on one of the ranks or an attempt to run a collective "
+    "after one of the ranks finished execution."
+)
+
+
+class Engine:
+    """One rank's engine.
+
+    Args:
+        plane: moves the data; the engine owns it.
+        transport: carries control messages; used by the driving thread alone, except ``wake``.
+        watch: tells of lost ranks.
+        coordinator: on rank 0.
+        deadline_seconds: for each operation.
+        looks: how often a waiting caller looks for a message before it sleeps; 0 with more ranks than cores.
+    """
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        transport: Transport,
+        watch: Watch,
+        coordinator: Coordinator | None,
+        deadline_seconds: float,
+        looks: int,
+    ) -> None:
+        self._plane = plane
+        self._transport = transport
+        self._watch = watch
+        self._coordinator = coordinator
+        self._participant = Participant(plane.rank)
+        self._deadline_seconds = deadline_seconds
+        self._looks = looks
+        self._driver = threading.Lock()
+        #: guards _inbox's order, _handles and _closed
+        self._mutex = threading.Lock()
+        self._inbox: deque[Operation] = deque()
+        #: every operation of this rank that is not complete
+        self._handles: dict[str, Handle] = {}
+        #: when an answer is overdue even if the coordinator is slow; in order of submission, like _handles
+        self._overdue: dict[str, float] = {}
+        self._completed = threading.Condition()
+        self._waiters = 0
+        #: when to look for dead ranks next
+        self._look_next = 0.0
+        self._closed = False
+        self._broken: CollectiveError | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the engine's thread. A job of one rank does without: whoever submits completes."""
+        self._thread = threading.Thread(target=self._run, name=f"reigen-engine-{self._plane.rank}", daemon=True)
+        self._thread.start()
+
+    # -- callers ----------------------------------------------------------------------------------------------------------
+
+    def submit(self, operation: Operation, handle: Handle, *, blocking: bool) -> None:
+        """Hand in an operation. Any thread.
+
+        Args:
+            operation: what is wanted.
+            handle: its memory; completed in time.
+            blocking: the caller waits for the handle at once, so the engine's thread need not wake up for it.
+
+        Raises:
+            DuplicateNameError: an operation of this name is outstanding.
+            CollectiveError: a rank was lost, or the engine is shut down.
+        """
+        with self._mutex:
+            if self._closed:
+                raise CollectiveError(_SHUT_DOWN, tensor=operation.name)
+            if self._broken is not None:
+                raise self._broken.of(operation.name)
+            if operation.name in self._handles:
+                raise DuplicateNameError(operation.name)
+            self._handles[operation.name] = handle
+            self._inbox.append(operation)
+        if self._thread is None:
+            self.wait_for(handle)
+        elif not blocking:
+            self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
+
+    def wait_for(self, handle: Handle) -> None:
+        """Return when the handle is done; drive if nobody does."""
+        while not handle.done:
+            if self._driver.acquire(blocking=False):
+                try:
+                    self._transport.take_over(Sleeper.NOBODY)
+                    self._drive(Sleeper.CALLER, handle)
+                finally:
+                    self._transport.take_over(Sleeper.ENGINE)
+                    self._driver.release()
+                    if self._has_work():
+                        self._transport.wake(Sleeper.ENGINE)
+                continue
+            with self._completed:
+                self._waiters += 1
+                try:
+                    if not handle.done:
+                        self._completed.wait(SLICE_SECONDS)
+                finally:
+                    self._waiters -= 1
+
+    def close(self) -> None:
+        """Leave the job: fail what is outstanding, tell the others, end the thread. Idempotent."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+        self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
+        with self._driver:
+            self._fail_all(CollectiveError(_SHUT_DOWN))
+            if self._broken is None:
+                self._say_goodbye()
+        self._transport.wake(Sleeper.ENGINE)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    # -- the engine's thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._driver:
+                if self._closed:
+                    return
+                self._transport.take_over(Sleeper.NOBODY)
+                with contextlib.suppress(Exception):  # told to those who wait, with its cause, by _drive
+                    self._drive(Sleeper.ENGINE, None)
+                token = self._transport.token()
+                self._transport.take_over(Sleeper.ENGINE)
+                if self._has_work():
+                    continue
+                nap = self._nap(IDLE_SECONDS)
+            if not self._closed:
+                self._transport.sleep(token, Sleeper.ENGINE, nap)
+
+    def _has_work(self) -> bool:
+        return self._broken is None and not self._closed and bool(self._inbox or self._handles or self._transport.pending())
+
+    # -- driving ----------------------------------------------------------------------------------------------------------
+
+    def _drive(self, who: Sleeper, handle: Handle | None) -> None:
+        """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
+        try:
+            while not self._closed and self._broken is None:
+                token = self._transport.token()
+                worked = self._step()
+                if handle.done if handle is not None else not (self._handles or self._inbox):
+                    return
+                if not worked:
+                    self._rest(token, who)
+        except CollectiveError as error:
+            self._give_up(error)  # whoever waits for an operation is told by its handle
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _step(self) -> bool:
+        """Take in what has come and carry out what follows; False when there was nothing."""
+        worked = self._take_submissions()
+        for rank, data in self._transport.receive():
+            worked = True
+            if self._coordinator is None:
+                self._follow_all(decode_announcements(data))
+            else:
+                now = time.monotonic()
+                for report in decode_reports(data):
+                    self._coordinator.hear(rank, report, now)
+        self._report()
+        if self._coordinator is not None:
+            worked |= self._announce(self._coordinator)
+        if self._transport.backlog:
+            self._transport.flush()
+        return worked
+
+    def _take_submissions(self) -> bool:
+        if not self._inbox:
+            return False
+        overdue = time.monotonic() + self._deadline_seconds + _GRACE_SECONDS
+        while self._inbox:
+            operation = self._inbox.popleft()
+            self._overdue[operation.name] = overdue
+            self._participant.submit(operation)
+        return True
+
+    def _report(self) -> None:
+        """Tell the coordinator what the participant has to say."""
+        reports = self._participant.outgoing
+        if not reports:
+            return
+        self._participant.outgoing = []
+        if self._coordinator is None:
+            self._send(reports)
+            return
+        now = time.monotonic()
+        for report in reports:
+            self._coordinator.hear(self._plane.rank, report, now)
+
+    def _announce(self, coordinator: Coordinator) -> bool:
+        said = coordinator.announce(time.monotonic())
+        if not said:
+            return False
+        self._send(said)
+        self._follow_all(said)
+        self._report()
+        return True
+
+    def _send(self, messages: list[Report] | list[Announcement]) -> None:
+        data = encode(messages)
+        if len(data) <= MAX_MESSAGE_BYTES:
+            self._transport.send(data)
+            return
+        middle = len(messages) // 2
+        self._send(messages[:middle])
+        self._send(messages[middle:])
+
+    def _follow_all(self, announcements: Sequence[Announcement]) -> None:
+        for announcement in announcements:
+            self._carry_out(self._participant.hear(announcement))
+
+    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Execute):
+                self._execute([(o, r, self._handles[o.name]) for o, r in instruction.batch])
+            else:
+                self._finish([(instruction.name, instruction.error)])
+        if self._participant.broken is not None and self._broken is None:
+            self._break(self._participant.broken)
+
+    def _break(self, error: CollectiveError) -> None:
+        """From now on nothing works; fail all that is outstanding, taken in or not."""
+        with self._mutex:
+            self._broken = error
+        self._participant.lose(error)
+        self._fail_all(error)
+
+    def _execute(self, batch: Sequence[Member]) -> None:
+        deadline = time.monotonic() + self._deadline_seconds
+        try:
+            outcomes = execute(self._plane, batch, deadline)
+        except SharedMemoryError as error:
+            self._finish([(operation.name, error.of(operation.name)) for operation, _, _ in batch])
+            return
+        self._finish([(operation.name, outcome) for (operation, _, _), outcome in zip(batch, outcomes, strict=True)])
+
+    def _finish(self, results: Sequence[tuple[str, Outcome | CollectiveError]]) -> None:
+        """These operations are over; wake who waits for them. A name is free again before its handle is done."""
+        for name, result in results:
+            with self._mutex:
+                handle = self._handles.pop(name, None)
+            self._overdue.pop(name, None)
+            if handle is not None:
+                handle.complete(result)
+        if self._waiters:
+            with self._completed:
+                self._completed.notify_all()
+
+    # -- waiting and ending -------------------------------------------------------------------------------------------------
+
+    def _rest(self, token: int, who: Sleeper) -> None:
+        """Nothing to do: look for a message a few times, then sleep."""
+        if who is Sleeper.CALLER:
+            for _ in range(self._looks):
+                if self._transport.pending():
+                    return
+        self._transport.take_over(who)
+        self._transport.sleep(token, who, self._nap(SLICE_SECONDS))
+        self._transport.take_over(Sleeper.NOBODY)
+        if time.monotonic() >= self._look_next and not self._transport.pending():
+            self._look_next = time.monotonic() + SLICE_SECONDS
+            self._look_around()
+
+    def _nap(self, longest: float) -> float:
+        if self._transport.backlog:
+            return _BACKLOG_SECONDS
+        expiry = self._coordinator.next_expiry() if self._coordinator is not None else None
+        return longest if expiry is None else max(0.0, min(longest, expiry - time.monotonic()))
+
+    def _look_around(self) -> None:
+        """Nobody said anything: is somebody dead, or the coordinator stuck?"""
+        error = self._watch.failure(range(self._plane.size))
+        if error is None and self._overdue:
+            since = next(iter(self._overdue.values()))
+            if time.monotonic() >= since:
+                error = DeadlineError("rank 0, which coordinates, does not answer", ranks=(0,))
+        if error is not None:
+            self._break(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Something went wrong in the middle: the ranks may have lost step, so nothing can go on."""
+        known = error
+        if not isinstance(known, CollectiveError):
+            what = "an unreadable control message" if isinstance(error, msgspec.DecodeError) else repr(error)
+            known = CollectiveError(f"rank {self._plane.rank} was interrupted: {what}", ranks=(self._plane.rank,))
+            known.__cause__ = error
+        self._plane.abort(known)
+        self._break(known)
+
+    def _fail_all(self, error: CollectiveError) -> None:
+        self._inbox.clear()
+        self._finish([(name, error.of(name)) for name in list(self._handles)])
+
+    def _say_goodbye(self) -> None:
+        self._participant.leave()
+        self._report()
+        if self._coordinator is not None:
+            self._send(self._coordinator.announce(time.monotonic()))
+        until = time.monotonic() + _GRACE_SECONDS
+        while self._transport.backlog and time.monotonic() < until:
+            self._transport.sleep(self._transport.token(), Sleeper.CALLER, _BACKLOG_SECONDS)
+            self._transport.flush()

@@ -1,0 +1,89 @@
+"""What a caller holds while a collective is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from reigen.errors import CollectiveError
+from reigen.planes.base import Array, Region
+
+if TYPE_CHECKING:
+    from reigen.engine.engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of a collective.
+
+    Attributes:
+        array: the output, of the output's shape, storage dtype; None for a barrier.
+        received_splits: for alltoall, how many rows came from each rank.
+        region: for an allocation.
+    """
+
+    array: NDArray[Any] | None = None
+    received_splits: tuple[int, ...] = ()
+    region: Region | None = None
+
+
+@dataclass(slots=True)
+class Task:
+    """The memory of one submission.
+
+    Attributes:
+        source: flat input, or None where this rank contributes nothing.
+        target: flat output where its size is known beforehand.
+        make_output: gives an array of a shape where it is not.
+    """
+
+    source: Array | None = None
+    target: Array | None = None
+    make_output: Callable[[tuple[int, ...]], NDArray[Any]] | None = None
+
+
+class Handle:
+    """A collective that was submitted. Any thread may poll or wait, any number of times."""
+
+    __slots__ = ("_engine", "_error", "_outcome", "done", "name", "output", "task")
+
+    def __init__(self, engine: Engine, name: str, task: Task, output: NDArray[Any] | None) -> None:
+        self._engine = engine
+        self.name = name
+        self.task = task
+        #: the shaped output, where the caller gave it
+        self.output = output
+        self.done = False
+        self._outcome: Outcome | None = None
+        self._error: CollectiveError | None = None
+
+    def poll(self) -> bool:
+        """True when `wait` would not block."""
+        return self.done
+
+    def wait(self) -> Outcome:
+        """Wait for the end of the operation.
+
+        Raises:
+            MismatchError: the ranks submitted different things under this name; they all get this error.
+            DeadlineError: some rank did not submit it in time.
+            PeerLostError: a rank died or left.
+            CollectiveError: the job was shut down, or a rank gave up.
+        """
+        if not self.done:
+            self._engine.wait_for(self)
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
+
+    def complete(self, result: Outcome | CollectiveError) -> None:
+        """For the engine: the operation is over."""
+        if isinstance(result, CollectiveError):
+            self._error = result
+        else:
+            self._outcome = result
+        self.done = True

@@ -1,0 +1,98 @@
+"""How control messages travel between the engines of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from reigen.errors import CollectiveError
+from reigen.wire.mailbox import Sleeper
+
+
+class Transport(Protocol):
+    """One rank's end. Rank 0's `send` reaches every other rank, the others' reach rank 0; in order, never blocking.
+
+    `reigen.wire.mailbox.Mailbox` is one.
+    """
+
+    @property
+    def backlog(self) -> int:
+        """Messages that could not leave yet; `flush` tries again."""
+        ...
+
+    def send(self, message: bytes) -> None:
+        """Send at most `MAX_MESSAGE_BYTES`."""
+        ...
+
+    def flush(self) -> None:
+        """Send what was kept back."""
+        ...
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """What has come, with its senders."""
+        ...
+
+    def pending(self) -> bool:
+        """Whether `receive` would give something."""
+        ...
+
+    def token(self) -> int:
+        """Read this, then look for work, then sleep on it."""
+        ...
+
+    def sleep(self, token: int, who: Sleeper, timeout_seconds: float) -> None:
+        """Sleep until something has happened since ``token``."""
+        ...
+
+    def take_over(self, who: Sleeper) -> None:
+        """From now on wake ``who`` when something happens."""
+        ...
+
+    def wake(self, who: Sleeper) -> None:
+        """Wake a thread of this rank; from any thread."""
+        ...
+
+
+class Watch(Protocol):
+    """Who is asked about the other ranks. `reigen.cluster.neighbours.Neighbours` is one."""
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why waiting for these ranks is in vain, or None."""
+        ...
+
+
+class Solitude:
+    """Transport and watch of a job of one rank."""
+
+    backlog = 0
+
+    def send(self, message: bytes) -> None:
+        """Nobody listens."""
+
+    def flush(self) -> None:
+        """Nothing was kept back."""
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Nobody speaks."""
+        return []
+
+    def pending(self) -> bool:
+        """Never."""
+        return False
+
+    def token(self) -> int:
+        """Nothing ever happens."""
+        return 0
+
+    def sleep(self, token: int, who: Sleeper, timeout_seconds: float) -> None:
+        """There is nothing to wait for: a rank that is alone completes what it submits."""
+
+    def take_over(self, who: Sleeper) -> None:
+        """Nobody sleeps."""
+
+    def wake(self, who: Sleeper) -> None:
+        """Nobody sleeps."""
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Nobody can be lost."""
+        return None

@@ -1,0 +1,1 @@
+"""Data planes: what moves and reduces the bytes of a group of ranks."""

@@ -1,0 +1,129 @@
+"""What a data plane is: the thing that moves and reduces the bytes of a group of ranks.
+
+A plane knows nothing of names, negotiation, fusion or frameworks. Its caller makes sure that every rank of the group calls
+the same operations, with the same sizes, dtype and reduction, in the same order; one call at a time.
+
+Arrays are flat, C-contiguous and of the dtype's storage type (bfloat16 is uint16). ``deadline`` is a value of
+``time.monotonic()``. Every call returns when this rank's outputs are complete and its inputs may be overwritten, or raises
+
+* `PeerLostError` - a rank died; within a second of its death;
+* `DeadlineError` - ranks did not come by the deadline; names them;
+* `CollectiveError` - a rank gave up (``abort``).
+
+After such an error the plane is broken for every rank of the group: only ``close`` may follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import CollectiveError
+from reigen.kernels.reduce import Reduction
+
+#: A flat array in a storage dtype.
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Registered memory: the same range of every local rank's segment.
+
+    Attributes:
+        offset: where it begins; the same on every rank, so it serves as its name.
+        nbytes: its length.
+        array: this rank's copy, uint8, ``nbytes`` long, zeroed when fresh and 64-byte aligned.
+    """
+
+    offset: int
+    nbytes: int
+    array: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """One tensor of an allreduce.
+
+    Attributes:
+        source: what this rank contributes.
+        target: where the result goes, of the same size; may be ``source``.
+        offset: position in registered memory if source and target are that memory, on every rank; else -1.
+    """
+
+    source: Array
+    target: Array
+    offset: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a plane can do beyond the methods that all have.
+
+    Attributes:
+        registered_memory: allocate() gives memory that is reduced in place, without copies.
+        ordered_sums: floating-point sums are taken in rank order for every element, whatever the sizes.
+        abortable: abort() ends the waiting of the other ranks.
+    """
+
+    registered_memory: bool
+    ordered_sums: bool
+    abortable: bool
+
+
+class DataPlane(Protocol):
+    """The operations of a group of ``size`` ranks, seen from ``rank``."""
+
+    name: str
+    rank: int
+    size: int
+    capabilities: Capabilities
+
+    def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
+        """Reduce each buffer over all ranks; every rank gets the result. All or none of the buffers are registered memory."""
+        ...
+
+    def reducescatter(
+        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
+    ) -> None:
+        """Reduce ``source`` (sum(counts) elements); rank r gets the r-th part, of ``counts[r]`` elements."""
+        ...
+
+    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
+        """Concatenate the ranks' sources (``counts[r]`` elements each) in rank order into every target."""
+        ...
+
+    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+        """Copy the root's source into every target, the root's own too. ``source`` is None except on the root."""
+        ...
+
+    def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
+        """``counts[i][j]`` elements go from rank i to rank j; targets hold them in the order of senders."""
+        ...
+
+    def barrier(self, deadline: float) -> None:
+        """Return when every rank has called it."""
+        ...
+
+    def allocate(self, nbytes: int, deadline: float) -> Region:
+        """Registered memory, on every rank at the same offset.
+
+        Raises:
+            SharedMemoryError: on every rank, when one has not enough; the plane stays usable.
+        """
+        ...
+
+    def free(self, offset: int) -> None:
+        """Give a region back for later allocations. Views of it must not be used any more."""
+        ...
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the other ranks that this one cannot go on, so that they stop waiting."""
+        ...
+
+    def close(self) -> None:
+        """Release descriptors. Existing views of registered memory stay valid."""
+        ...

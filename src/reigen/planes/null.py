@@ -1,0 +1,70 @@
+"""The data plane of a job of one rank: nothing travels, but scaling, copying and sizes are as everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from reigen.errors import CollectiveError
+from reigen.kernels.reduce import Reducer, Reduction
+from reigen.planes.base import Array, Buffer, Capabilities, Region
+
+_ALIGNMENT = 64
+
+
+class NullPlane:
+    """`reigen.planes.base.DataPlane` for one rank."""
+
+    name = "null"
+    rank = 0
+    size = 1
+    capabilities = Capabilities(registered_memory=True, ordered_sums=True, abortable=True)
+
+    def __init__(self) -> None:
+        self._next_offset = 0
+
+    def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.allreduce`."""
+        reducer = Reducer(reduction)
+        for buffer in buffers:
+            reducer.reduce([buffer.source], buffer.target)
+
+    def reducescatter(
+        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
+    ) -> None:
+        """See `DataPlane.reducescatter`."""
+        Reducer(reduction).reduce([source], target)
+
+    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
+        """See `DataPlane.allgather`."""
+        target[:] = source
+
+    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+        """See `DataPlane.broadcast`."""
+        if source is not None and source is not target:
+            target[:] = source
+
+    def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
+        """See `DataPlane.alltoall`."""
+        target[:] = source[: counts[0][0]]
+
+    def barrier(self, deadline: float) -> None:
+        """See `DataPlane.barrier`."""
+
+    def allocate(self, nbytes: int, deadline: float) -> Region:
+        """Ordinary memory, aligned as everywhere."""
+        raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        begin = -raw.ctypes.data % _ALIGNMENT
+        offset = self._next_offset
+        self._next_offset += nbytes + _ALIGNMENT
+        return Region(offset, nbytes, raw[begin : begin + nbytes])
+
+    def free(self, offset: int) -> None:
+        """Nothing to do: the memory goes with its last view."""
+
+    def abort(self, error: CollectiveError) -> None:
+        """Nobody else waits."""
+
+    def close(self) -> None:
+        """Nothing to release."""

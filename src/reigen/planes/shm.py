@@ -1,0 +1,352 @@
+"""The data plane of the ranks of one host: shared memory.
+
+Registered memory (a `Region`) is reduced where it lies. Rank r owns slice r of every buffer: block by block, small
+enough for its cache, it adds that slice of all copies in rank order and writes the sum into all copies. Each rank
+reads S and writes S bytes for a buffer of S bytes, whatever the number of ranks. One barrier at the end: that everybody's data is
+there is known before the call (engine: it was announced because all ranks had submitted it).
+
+Ordinary arrays are staged: every rank has three slots in its segment, used in turn. Chunk by chunk the ranks fill a slot,
+reduce their slice of it, and collect the slices of the others. What fits one small chunk is not cut: every rank adds all
+of it, in rank order too, so that one barrier is enough.
+
+Why three slots: slot k % 3 is filled again for chunk k + 3. With `_filled` and `_reduced` as the two turnstiles:
+
+a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for filled(k) (so copying overlaps with waiting).
+b. It posts reduced(k) after reducing k, which it does after having collected k - 1.
+c. Filling k + 2 comes after waiting for reduced(k) of all ranks: by (b) all have collected k - 1, which used that very slot.
+d. In a chunk without the reduced step (`_rounds`), k + 1 is filled after collecting k; others that have posted filled(k)
+   have collected k - 1, so k + 2 and even k + 1 find their slots unread. Mixed sequences follow from c and d.
+
+Every element's sum is taken in rank order wherever it is cut, so results have the same bits for all sizes of chunk and fusion.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.cluster.neighbours import Mapped, Neighbours
+from reigen.errors import CollectiveError, SharedMemoryError
+from reigen.kernels.reduce import Reducer, Reduction
+from reigen.planes.base import Array, Buffer, Capabilities, Region
+from reigen.planes.turnstile import Turnstile
+from reigen.wire.futex import Word
+
+_LINE = 64
+_WORDS_BYTES = 4096
+_NUM_SLOTS = 3
+SLOT_BYTES = 1 << 20
+#: Up to here every rank reduces the whole message: the second barrier would cost more than the extra reading.
+SMALL_BYTES = 1 << 15
+#: A slice is reduced in blocks of so many bytes: two or three of them fit the L2 cache of a core.
+BLOCK_BYTES = 1 << 17
+
+
+def shm_plane_bytes() -> int:
+    """Size of one rank's part of the segment: counters, then slots."""
+    return _WORDS_BYTES + _NUM_SLOTS * SLOT_BYTES
+
+
+def slice_of(count: int, rank: int, size: int, itemsize: int) -> tuple[int, int]:
+    """Rank ``rank``'s slice of ``count`` elements: equal parts that begin at cache lines; the last ones may be short or empty."""
+    step = -(-count // size)
+    line = max(1, _LINE // itemsize)
+    step = -(-step // line) * line
+    return min(count, rank * step), min(count, (rank + 1) * step)
+
+
+class _Strung:
+    """Several flat arrays as one, without copying."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = arrays
+        self._starts = list(itertools.accumulate((a.size for a in arrays), initial=0))
+        self.size = self._starts[-1]
+
+    def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
+        """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
+        found = []
+        i = bisect.bisect_right(self._starts, begin) - 1
+        while begin < end:
+            start, stop = self._starts[i], min(end, self._starts[i + 1])
+            found.append((begin, self._arrays[i][begin - start : stop - start]))
+            begin = stop
+            i += 1
+        return found
+
+    def read(self, begin: int, end: int, into: Array) -> None:
+        """Copy elements ``begin`` to ``end`` into an array of that length."""
+        for place, piece in self.pieces(begin, end):
+            into[place - begin : place - begin + piece.size] = piece
+
+    def write(self, begin: int, data: Array) -> None:
+        """Copy an array to the elements from ``begin`` on."""
+        for place, piece in self.pieces(begin, begin + data.size):
+            piece[:] = data[place - begin : place - begin + piece.size]
+
+
+class ShmPlane:
+    """`reigen.planes.base.DataPlane` over the segments of this host's ranks.
+
+    Args:
+        neighbours: the ranks.
+        part: `shm_plane_bytes` of every rank's segment.
+        looks: how often to look for the others before sleeping; 0 with more ranks than cores.
+    """
+
+    name = "shm"
+    capabilities = Capabilities(registered_memory=True, ordered_sums=True, abortable=True)
+
+    def __init__(self, neighbours: Neighbours, part: Mapped, looks: int) -> None:
+        self.rank, self.size = neighbours.rank, neighbours.size
+        self._neighbours = neighbours
+        words = [[Word(array, line * _LINE) for array in part.arrays] for line in range(2)]
+        self._filled, self._reduced = (Turnstile(w, neighbours, looks) for w in words)
+        self._slots = [
+            [array[_WORDS_BYTES + k * SLOT_BYTES :][:SLOT_BYTES] for array in part.arrays] for k in range(_NUM_SLOTS)
+        ]
+        #: registered memory in use and, after free(), waiting to be used again; by offset
+        self._regions: dict[int, Mapped] = {}
+        self._free: dict[int, Mapped] = {}
+
+    # -- allreduce ------------------------------------------------------------------------------------------------------
+
+    def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.allreduce`."""
+        reducer = Reducer(reduction)
+        if buffers and buffers[0].offset >= 0:
+            for buffer in buffers:
+                self._reduce_in_place(buffer, reducer, reduction)
+            self._reduced.wait(self._reduced.post(), deadline)
+            return
+        source = _Strung([b.source for b in buffers])
+        target = _Strung([b.target for b in buffers])
+        if source.size * reduction.dtype.itemsize <= SMALL_BYTES:
+            self._reduce_small(source, target, reducer, reduction, deadline)
+        else:
+            self._reduce_staged(source, target, reducer, reduction, deadline)
+
+    def _reduce_in_place(self, buffer: Buffer, reducer: Reducer, reduction: Reduction) -> None:
+        storage = reduction.dtype.storage
+        copies = self._copies(buffer.offset, buffer.target.nbytes, storage)
+        low, high = slice_of(buffer.target.size, self.rank, self.size, storage.itemsize)
+        own = copies[self.rank]
+        others = [copy for rank, copy in enumerate(copies) if rank != self.rank]
+        block = BLOCK_BYTES // storage.itemsize
+        for begin in range(low, high, block):
+            end = min(high, begin + block)
+            total = own[begin:end]
+            reducer.reduce([copy[begin:end] for copy in copies], total)
+            for other in others:
+                other[begin:end] = total
+
+    def _copies(self, offset: int, nbytes: int, storage: np.dtype[np.generic]) -> list[Array]:
+        for start, mapped in self._regions.items():
+            if start <= offset and offset + nbytes <= start + mapped.arrays[0].size:
+                begin = offset - start
+                return [array[begin : begin + nbytes].view(storage) for array in mapped.arrays]
+        raise AssertionError(f"no registered memory at offset {offset}, {nbytes} bytes")
+
+    def _reduce_small(
+        self, source: _Strung, target: _Strung, reducer: Reducer, reduction: Reduction, deadline: float
+    ) -> None:
+        storage = reduction.dtype.storage
+
+        def fill(_: int, slot: NDArray[np.uint8]) -> None:
+            source.read(0, source.size, self._typed(slot, storage, source.size))
+
+        def collect(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            total = np.empty(source.size, storage)
+            reducer.reduce([self._typed(slot, storage, source.size) for slot in slots], total)
+            target.write(0, total)
+
+        self._rounds(1, fill, collect, deadline)
+
+    def _reduce_staged(
+        self, source: _Strung, target: _Strung, reducer: Reducer, reduction: Reduction, deadline: float
+    ) -> None:
+        storage = reduction.dtype.storage
+        chunk = SLOT_BYTES // storage.itemsize
+        bounds = [(b, min(source.size, b + chunk)) for b in range(0, source.size, chunk)]
+        steps: list[tuple[int, list[Array]]] = []
+
+        def fill(index: int) -> None:
+            begin, end = bounds[index]
+            slots = self._slots[self._filled.count % _NUM_SLOTS]
+            views = [self._typed(slot, storage, end - begin) for slot in slots]
+            source.read(begin, end, views[self.rank])
+            steps.append((self._filled.post(), views))
+
+        fill(0)
+        for index, (begin, end) in enumerate(bounds):
+            if index + 1 < len(bounds):
+                fill(index + 1)
+            step, views = steps[index]
+            self._filled.wait(step, deadline)
+            slices = [slice(*slice_of(end - begin, rank, self.size, storage.itemsize)) for rank in range(self.size)]
+            self._reduce_slice(views, slices[self.rank], reducer)
+            self._reduced.wait(self._reduced.post(), deadline)
+            for view, part in zip(views, slices, strict=True):
+                target.write(begin + part.start, view[part])
+
+    def _reduce_slice(self, views: Sequence[Array], part: slice, reducer: Reducer) -> None:
+        block = BLOCK_BYTES // views[0].itemsize
+        for begin in range(part.start, part.stop, block):
+            inputs = [view[begin : min(part.stop, begin + block)] for view in views]
+            reducer.reduce(inputs, inputs[self.rank])
+
+    # -- collectives that are one exchange per chunk ----------------------------------------------------------------------
+
+    def reducescatter(
+        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
+    ) -> None:
+        """See `DataPlane.reducescatter`."""
+        reducer, storage = Reducer(reduction), reduction.dtype.storage
+        part = max(1, SLOT_BYTES // storage.itemsize // self.size)
+        starts = list(itertools.accumulate(counts, initial=0))
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            places = slot.view(storage)
+            for rank, count in enumerate(counts):
+                piece = source[starts[rank] :][:count][index * part : (index + 1) * part]
+                places[rank * part : rank * part + piece.size] = piece
+
+        def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            out = target[index * part : (index + 1) * part]
+            begin = self.rank * part
+            reducer.reduce([slot.view(storage)[begin : begin + out.size] for slot in slots], out)
+
+        self._rounds(-(-max(counts, default=0) // part), fill, collect, deadline)
+
+    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
+        """See `DataPlane.allgather`."""
+        chunk = SLOT_BYTES // target.itemsize
+        starts = list(itertools.accumulate(counts, initial=0))
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            piece = source[index * chunk : (index + 1) * chunk]
+            self._typed(slot, target.dtype, piece.size)[:] = piece
+
+        def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            for rank, slot in enumerate(slots):
+                out = target[starts[rank] :][: counts[rank]][index * chunk : (index + 1) * chunk]
+                out[:] = self._typed(slot, target.dtype, out.size)
+
+        self._rounds(-(-max(counts, default=0) // chunk), fill, collect, deadline)
+
+    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+        """See `DataPlane.broadcast`."""
+        chunk = SLOT_BYTES // target.itemsize
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            if source is not None:
+                piece = source[index * chunk : (index + 1) * chunk]
+                self._typed(slot, target.dtype, piece.size)[:] = piece
+
+        def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            out = target[index * chunk : (index + 1) * chunk]
+            if source is None:
+                out[:] = self._typed(slots[root], target.dtype, out.size)
+            elif target is not source:
+                out[:] = source[index * chunk : (index + 1) * chunk]
+
+        self._rounds(-(-target.size // chunk), fill, collect, deadline)
+
+    def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
+        """See `DataPlane.alltoall`."""
+        part = max(1, SLOT_BYTES // target.itemsize // self.size)
+        sent = list(itertools.accumulate(counts[self.rank], initial=0))
+        received = [row[self.rank] for row in counts]
+        starts = list(itertools.accumulate(received, initial=0))
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            places = slot.view(target.dtype)
+            for rank, count in enumerate(counts[self.rank]):
+                piece = source[sent[rank] :][:count][index * part : (index + 1) * part]
+                places[rank * part : rank * part + piece.size] = piece
+
+        def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            begin = self.rank * part
+            for rank, slot in enumerate(slots):
+                out = target[starts[rank] :][: received[rank]][index * part : (index + 1) * part]
+                out[:] = slot.view(target.dtype)[begin : begin + out.size]
+
+        self._rounds(-(-max(map(max, counts), default=0) // part), fill, collect, deadline)
+
+    def barrier(self, deadline: float) -> None:
+        """See `DataPlane.barrier`."""
+        self._rounds(1, lambda *_: None, lambda *_: None, deadline)
+
+    def _rounds(
+        self,
+        count: int,
+        fill: Callable[[int, NDArray[np.uint8]], None],
+        collect: Callable[[int, Sequence[NDArray[np.uint8]]], None],
+        deadline: float,
+    ) -> None:
+        """``count`` times: ``fill(i, own slot)``, wait for all, ``collect(i, everybody's slots)``."""
+        for index in range(count):
+            slots = self._slots[self._filled.count % _NUM_SLOTS]
+            fill(index, slots[self.rank])
+            self._filled.wait(self._filled.post(), deadline)
+            collect(index, slots)
+
+    @staticmethod
+    def _typed(slot: NDArray[np.uint8], storage: np.dtype[np.generic], count: int) -> Array:
+        return slot[: count * storage.itemsize].view(storage)
+
+    # -- registered memory -------------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate`. A freed range of at most twice the size is used again before the segments grow."""
+        fitting = [(m.arrays[0].size, offset) for offset, m in self._free.items() if nbytes <= m.arrays[0].size <= 2 * nbytes]
+        if fitting:
+            offset = min(fitting)[1]
+            mapped = self._free.pop(offset)
+        else:
+            mapped = self._grow(nbytes, deadline)
+            offset = mapped.offset
+        self._regions[offset] = mapped
+        return Region(offset, nbytes, mapped.arrays[self.rank][:nbytes])
+
+    def _grow(self, nbytes: int, deadline: float) -> Mapped:
+        offset = self._neighbours.reserved_bytes
+        failure: SharedMemoryError | None = None
+        try:
+            self._neighbours.reserve(nbytes, "registered memory (gradient buckets)")
+        except SharedMemoryError as error:
+            failure = error
+        failed: list[int] = []
+
+        def fill(_: int, slot: NDArray[np.uint8]) -> None:
+            slot[0] = failure is not None
+
+        def collect(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            failed.extend(rank for rank, slot in enumerate(slots) if slot[0])
+
+        self._rounds(1, fill, collect, deadline)
+        if not failed:
+            return self._neighbours.map(offset, self._neighbours.reserved_bytes - offset)
+        self._neighbours.shrink(offset)
+        self.barrier(deadline)  # nobody grows again before all have shrunk
+        raise failure or SharedMemoryError.for_request(nbytes, None, f"registered memory on rank(s) {failed}")
+
+    def free(self, offset: int) -> None:
+        """See `DataPlane.free`."""
+        self._free[offset] = self._regions.pop(offset)
+
+    # -- ends ----------------------------------------------------------------------------------------------------------------
+
+    def abort(self, error: CollectiveError) -> None:
+        """See `DataPlane.abort`."""
+        self._neighbours.abort(error)
+
+    def close(self) -> None:
+        """See `DataPlane.close`."""
+        self._regions.clear()
+        self._free.clear()
+        self._slots.clear()

@@ -1,0 +1,76 @@
+"""Counters through which the ranks of one host wait for each other.
+
+A turnstile has one word per rank, each in its own cache line, written by that rank alone. `post` adds one to the own word;
+`wait` returns when every other word has come as far as the given number. A barrier is a post and a wait for it.
+
+Waiting looks a few times, for the case that the others are just about to come, and then sleeps in the kernel on the word of
+a rank that has not come. With more ranks than cores looking again is a waste of the very core that the others need, so
+then it sleeps at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from reigen.cluster.neighbours import Neighbours, listed
+from reigen.errors import DeadlineError
+from reigen.wire.futex import Word, fences, reached
+
+#: How long a sleep may last before deaths and the deadline are looked at again: a death is seen this much later at most.
+SLICE_SECONDS = 0.1
+
+
+class Turnstile:
+    """One counter per rank.
+
+    Args:
+        words: the counters in rank order, zero at first.
+        neighbours: who is asked whether the others still live.
+        looks: how often to look before sleeping.
+    """
+
+    def __init__(self, words: Sequence[Word], neighbours: Neighbours, looks: int) -> None:
+        self._own = words[neighbours.rank]
+        self._others = [(rank, word) for rank, word in enumerate(words) if rank != neighbours.rank]
+        self._neighbours = neighbours
+        self._looks = looks
+        self._publish, _ = fences()
+        #: how often this rank has posted
+        self.count = 0
+
+    def post(self) -> int:
+        """Say that this rank has come one step further; returns the number of the step."""
+        self.count += 1
+        self._publish()
+        self._own.store(self.count)
+        self._own.wake()
+        return self.count
+
+    def wait(self, step: int, deadline: float) -> None:
+        """Return when every rank has posted ``step``.
+
+        Raises:
+            PeerLostError, DeadlineError, CollectiveError: as told in `reigen.planes.base`.
+        """
+        for _, word in self._others:
+            looks = self._looks
+            while not reached(word.load(), step):
+                if looks:
+                    looks -= 1
+                    continue
+                self._sleep(word, step, deadline)
+
+    def _sleep(self, word: Word, step: int, deadline: float) -> None:
+        value = word.load()
+        if reached(value, step):
+            return
+        word.wait(value, max(0.0, min(SLICE_SECONDS, deadline - time.monotonic())))
+        if reached(word.load(), step):
+            return
+        missing = [rank for rank, other in self._others if not reached(other.load(), step)]
+        error = self._neighbours.failure(missing)
+        if error is not None:
+            raise error
+        if missing and time.monotonic() >= deadline:
+            raise DeadlineError(f"rank(s) {listed(missing)} did not take their part in time", ranks=missing)

@@ -1,0 +1,107 @@
+"""A rank's shared memory: one anonymous file (memfd) that the other ranks of the host map too.
+
+A memfd has no name: it is gone when its last user is, however that user ended, so a crash leaves nothing behind, and the
+size of /dev/shm (64 MB in a plain container) does not limit it. Another process of the same user opens it through
+``/proc/PID/fd/FD``; nobody else can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import SharedMemoryError
+
+PAGE_BYTES = mmap.PAGESIZE
+_KEEP_FREE_BYTES = 16 << 20
+
+
+def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
+    """``nbytes`` rounded up to a multiple of ``unit``."""
+    return -(-nbytes // unit) * unit
+
+
+def available_memory_bytes() -> int | None:
+    """What the machine, or the cgroup of this process if that is less, still has; None where the system does not say."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) << 10)
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+    return min(found) if found else None
+
+
+class Segment:
+    """A growable anonymous file and the mappings of it in this process.
+
+    Mappings are never unmapped by hand: a NumPy or torch view keeps its mapping alive, and the last view to die
+    releases it. ``close()`` only gives up the descriptor.
+    """
+
+    def __init__(self, fd: int, owner: bool) -> None:
+        self.fd = fd
+        self.owner = owner
+        #: bytes that the file has; only the owner's copy is kept up to date by grow()
+        self.size = os.fstat(fd).st_size
+
+    @classmethod
+    def create(cls, name: str) -> Segment:
+        """A new, empty segment of this process. ``name`` is for /proc/PID/maps alone."""
+        return cls(os.memfd_create(name, os.MFD_CLOEXEC), owner=True)
+
+    @classmethod
+    def open(cls, pid: int, fd: int) -> Segment:
+        """The segment that process ``pid`` holds as descriptor ``fd``."""
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), owner=False)
+
+    def grow(self, nbytes: int, what: str, *, sharers: int = 1) -> int:
+        """Append ``nbytes`` zeroed bytes, already backed by memory, and return the offset at which they begin.
+
+        Args:
+            nbytes: how many, rounded up to whole pages.
+            what: what they are for, told in the error.
+            sharers: how many ranks of this host grow at the same time; all of it must fit.
+
+        Raises:
+            SharedMemoryError: the machine has not that much left; nothing was changed.
+        """
+        offset, nbytes = self.size, round_up(nbytes)
+        available = available_memory_bytes()
+        if available is not None and nbytes * sharers + _KEEP_FREE_BYTES > available:
+            raise SharedMemoryError.for_request(nbytes * sharers, available, f"{what} ({sharers} rank(s) of this host)")
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except (OSError, MemoryError) as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, offset)
+            raise SharedMemoryError.for_request(nbytes, available, f"{what} ({error})") from error
+        self.size = offset + nbytes
+        return offset
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back everything beyond ``nbytes``, which nobody may have mapped."""
+        os.ftruncate(self.fd, nbytes)
+        self.size = nbytes
+
+    def map(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes ``[offset, offset + nbytes)`` as a writable uint8 array; ``offset`` is a multiple of the page size."""
+        memory = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
+        with contextlib.suppress(OSError, AttributeError):  # fewer page-table walks where the kernel allows huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return np.frombuffer(memory, dtype=np.uint8)
+
+    def close(self) -> None:
+        """Give up the descriptor; mappings live on while something views them."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
