@@ -1,0 +1,18 @@
+"""For tests of what is built on Reigen, and of Reigen: ranks, leak checks, the conformance suite of data planes."""
+
+from reigen.testing.failures import RankError, RankFailure
+from reigen.testing.leaks import LeakCheck, LeakError, Resources
+from reigen.testing.pool import PoolCache, RankPool, run_ranks
+from reigen.testing.threads import run_threads
+
+__all__ = [
+    "LeakCheck",
+    "LeakError",
+    "PoolCache",
+    "RankError",
+    "RankFailure",
+    "RankPool",
+    "Resources",
+    "run_ranks",
+    "run_threads",
+]

@@ -1,0 +1,261 @@
+"""Real rank processes that tests share: starting Python and importing a framework once is enough."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import wait
+from types import TracebackType
+from typing import Any, Self
+
+from reigen.cluster.environ import RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.service import RendezvousServer
+from reigen.testing.channel import Reply, Task, dump, load
+from reigen.testing.failures import RankError, RankFailure
+from reigen.testing.leaks import Resources
+from reigen.testing.process import RankProcess
+
+_LAUNCHERS = ("REIGEN_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class RankPool:
+    """``size`` rank processes that run one function after another, all at the same time.
+
+    The processes are new interpreters, never forks of the test. Each call has a rendezvous, a secret and an environment
+    of its own (docs/design.md names the variables), and what it changes of environment, directory and module path is
+    undone after it. After a call that failed, the processes are replaced: whatever they were in the middle of is gone.
+    For one thread at a time, and the processes end with the thread that started them.
+
+    Args:
+        size: how many ranks.
+        env: variables for all calls, on top of the test's own environment without its launcher's variables.
+
+    Example::
+
+        def places() -> tuple[int, int]:
+            return reigen.rank(), reigen.size()
+
+        with RankPool(2) as pool:
+            assert pool.run(places, init=True) == [(0, 2), (1, 2)]
+    """
+
+    def __init__(self, size: int, *, env: Mapping[str, str] | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"a pool needs at least 1 rank, not {size}")
+        self.size = size
+        self._environment = {**_clean_environment(), **(env or {})}
+        self._processes: list[RankProcess] = []
+        self._outputs: list[tuple[str, str]] = [("", "")] * size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def resources(self) -> Resources:
+        """Descriptors and processes that the pool keeps between calls; for :class:`LeakCheck`."""
+        kept = Resources()
+        for process in self._processes:
+            kept |= process.resources
+        return kept
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The process ids by rank; empty before the first call and after one that failed."""
+        return tuple(process.pid for process in self._processes)
+
+    def output(self, rank: int) -> tuple[str, str]:
+        """What a rank wrote to stdout and stderr during the last call."""
+        return self._outputs[rank]
+
+    def run(
+        self,
+        func: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        init: bool = False,
+        check_leaks: bool = False,
+        env: Mapping[str, str] | None = None,
+    ) -> list[Any]:
+        """Calls ``func(*args)`` in every rank at the same time.
+
+        Args:
+            func: a function of a module that can be imported; with cloudpickle installed, any function.
+            args: what it is called with, the same everywhere.
+            timeout: seconds that all ranks together may take. Once a rank has died, the others get five.
+            init: call Reigen's init before and shutdown after it. Without, ``func`` does, or does not.
+            check_leaks: fail the ranks where the call leaves threads, descriptors, children or shared memory.
+            env: variables for this call alone.
+
+        Returns:
+            What the ranks returned, by rank.
+
+        Raises:
+            RankError: ranks raised, died or were late; it tells of each of them.
+        """
+        self.start()
+        call = dump((func, args))
+        with _job(self.size) as environments:
+            for process, environment in zip(self._processes, environments, strict=True):
+                task = Task(call, {**environment, **(env or {})}, list(sys.path), init, check_leaks)
+                with contextlib.suppress(OSError):  # it is gone: _collect sees that
+                    process.begin(task)
+            results, failures = self._collect(time.monotonic() + timeout, timeout)
+            self._outputs = [process.output() for process in self._processes]
+            if failures:
+                self.close(kill=True)
+        if failures:
+            raise RankError(failures, results, self.size)
+        return [results[rank] for rank in range(self.size)]
+
+    def start(self) -> None:
+        """Starts the processes if there are none. ``run`` does it, too."""
+        while len(self._processes) < self.size:
+            self._processes.append(RankProcess(len(self._processes), self._environment))
+
+    def close(self, *, kill: bool = False) -> None:
+        """Ends the processes; waits until they are gone. A later ``run`` starts new ones.
+
+        Args:
+            kill: by SIGKILL, instead of waiting for them to finish.
+        """
+        for process in self._processes:
+            process.connection.close()  # all of them learn at once
+        for process in self._processes:
+            process.close(kill=kill)
+        self._processes = []
+
+    def _collect(self, deadline: float, timeout: float) -> tuple[dict[int, Any], list[RankFailure]]:
+        """Results and failures by rank, as soon as all ranks have one or the deadline has passed."""
+        results: dict[int, Any] = {}
+        failures: list[RankFailure] = []
+        waiting = set(self._processes)
+        while waiting:
+            ready = wait(
+                [p.connection for p in waiting] + [p.pidfd for p in waiting], max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                failures += [_late(process, timeout) for process in waiting]
+                break
+            for process in [p for p in waiting if p.connection in ready or p.pidfd in ready]:
+                waiting.remove(process)
+                try:
+                    reply = process.reply()
+                except EOFError:
+                    failures.append(_died(process))
+                    deadline = min(deadline, time.monotonic() + 5.0)
+                    continue
+                if reply.result is not None:
+                    results[process.rank] = load(reply.result)
+                else:
+                    failures.append(_raised(process, reply))
+        return results, failures
+
+
+def run_ranks(
+    func: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    init: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Calls ``func(*args)`` in ``size`` new rank processes; see :meth:`RankPool.run`.
+
+    Returns:
+        What the ranks returned, by rank.
+
+    Raises:
+        RankError: ranks raised, died or were late.
+    """
+    with RankPool(size, env=env) as pool:
+        return pool.run(func, *args, timeout=timeout, init=init)
+
+
+class PoolCache:
+    """Pools that live as long as a test session, one for each size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def get(self, size: int) -> RankPool:
+        """The pool of ``size`` ranks, made when it is first asked for."""
+        return self._pools.setdefault(size, RankPool(size))
+
+    @property
+    def resources(self) -> Resources:
+        """Everything that the pools keep between calls."""
+        kept = Resources()
+        for pool in self._pools.values():
+            kept |= pool.resources
+        return kept
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+
+def _clean_environment() -> dict[str, str]:
+    """The environment of this process without what a launcher may have put there."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _TORCHRUN
+    }
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept
+
+
+@contextlib.contextmanager
+def _job(size: int) -> Iterator[list[dict[str, str]]]:
+    """A rendezvous service of its own for one call, and the environment of each rank."""
+    secret = secrets.token_bytes(32)
+    server = RendezvousServer(secret)
+    with socket.socket() as reserved:  # bound and not listening: nobody else gets the port, rank 0's own server can
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        server.start()
+        try:
+            port = reserved.getsockname()[1]
+            yield [_rank_environment(rank, size, server.address, secret, port) for rank in range(size)]
+        finally:
+            server.close()
+
+
+def _rank_environment(rank: int, size: int, rendezvous: str, secret: bytes, port: int) -> dict[str, str]:
+    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
+    environment = {f"{prefix}_{key}": str(value) for prefix in ("REIGEN", "HOROVOD") for key, value in place.items()}
+    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    environment |= {key: str(value) for key, value in torchrun.items()}
+    return environment | {"MASTER_ADDR": "127.0.0.1", RENDEZVOUS_VARIABLE: rendezvous, SECRET_VARIABLE: secret.hex()}
+
+
+def _raised(process: RankProcess, reply: Reply) -> RankFailure:
+    error: BaseException | None = None
+    if reply.error is not None:
+        with contextlib.suppress(Exception):  # somebody's exception that cannot be rebuilt: the traceback tells enough
+            error = load(reply.error)
+    return RankFailure(process.rank, "raised", reply.traceback, error=error, stderr=process.stderr_tail())
+
+
+def _died(process: RankProcess) -> RankFailure:
+    code = process.wait()
+    text = f"exited with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return RankFailure(process.rank, "died", text, exit_code=code, stderr=process.stderr_tail())
+
+
+def _late(process: RankProcess, timeout: float) -> RankFailure:
+    stderr = process.stderr_tail()
+    text = f"had not finished (allowed: {timeout:g} s); it was here:\n{process.stack()}"
+    return RankFailure(process.rank, "late", text, stderr=stderr)
