@@ -1,0 +1,272 @@
+"""The rendezvous: what ranks rely on, checked on the service and on its twin, and what an enemy may try."""
+
+import os
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+
+import pytest
+
+from reigen.cluster.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer
+from reigen.cluster.service import MAX_KEYS, MAX_STRANGERS, Done, Get, Put, Refused, Store, Value
+from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
+from reigen.wire.auth import Identity, Role
+from reigen.wire.stream import connect
+
+SECRET = b"s" * 32
+
+
+@pytest.fixture
+def server():
+    service = RendezvousServer(SECRET, handshake_seconds=0.2)
+    service.start()
+    yield service
+    service.close()
+
+
+@pytest.fixture(params=["service", "local"])
+def ranks(request, server):
+    """Two ranks' ends of one rendezvous."""
+    with ExitStack() as stack:
+        if request.param == "local":
+            shared = LocalRendezvous()
+            yield shared, shared
+        else:
+            clients = [RendezvousClient(server.address, SECRET, rank, 10.0) for rank in range(2)]
+            for client in clients:
+                stack.callback(client.close)
+            yield clients
+
+
+def raw(server):
+    host, port = server.address.split(":")
+    return socket.create_connection((host, int(port)), timeout=10)
+
+
+def closed_by_peer(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def still_works(server):
+    client = RendezvousClient(server.address, SECRET, 0, 10.0)
+    client.put("alive", b"yes")
+    assert client.get("alive", 10.0) == b"yes"
+    client.close()
+
+
+def test_what_one_puts_the_other_gets(ranks):
+    ranks[0].put("key", b"value")
+    assert ranks[1].get("key", 10.0) == b"value"
+    assert ranks[0].get("key", 10.0) == b"value"
+    ranks[0].put("empty", b"")
+    assert ranks[1].get("empty", 10.0) == b""
+
+
+def test_a_later_value_replaces_the_first(ranks):
+    ranks[0].put("key", b"one")
+    ranks[1].put("key", b"two")
+    assert ranks[0].get("key", 10.0) == b"two"
+
+
+def test_get_waits_for_put(ranks):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(ranks[1].get("later", 10.0)))
+    thread.start()
+    ranks[0].put("other", b"no")
+    ranks[0].put("later", b"yes")
+    thread.join()
+    assert found == [b"yes"]
+
+
+def test_a_wait_ends_and_names_the_key(ranks):
+    with pytest.raises(TimeoutError, match=r"'missing' .* within 0.02 s"):
+        ranks[0].get("missing", 0.02)
+    ranks[1].put("missing", b"late")
+    assert ranks[0].get("missing", 10.0) == b"late"
+
+
+def test_bounds_of_keys_and_values(ranks):
+    large = os.urandom(1 << 20)
+    ranks[0].put("k" * 256, large)
+    assert ranks[1].get("k" * 256, 10.0) == large
+    for key, value in (("", b""), ("k" * 257, b""), ("ü" * 129, b""), ("k", large + b"x")):
+        with pytest.raises(ArgumentError):
+            ranks[0].put(key, value)
+    with pytest.raises(ArgumentError):
+        ranks[0].get("k" * 257, 1.0)
+
+
+def test_many_ranks_exchange_everything_with_everybody(server):
+    size, failures = 12, []
+
+    def run(rank):
+        client = RendezvousClient(server.address, SECRET, rank, 20.0)
+        client.put(f"card/{rank}", f"I am {rank}".encode())
+        failures.extend(p for p in range(size) if client.get(f"card/{p}", 20.0) != f"I am {p}".encode())
+        client.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_the_service_can_be_reached_before_it_starts():
+    service = RendezvousServer(SECRET)
+    done = []
+    thread = threading.Thread(target=lambda: done.append(RendezvousClient(service.address, SECRET, 0, 10.0)))
+    thread.start()
+    service.start()
+    thread.join()
+    done[0].close()
+    service.close()
+    service.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost", "192.0.2.1"])
+def test_only_loopback_is_listened_on(host):
+    with pytest.raises(ConfigError, match="loopback"):
+        RendezvousServer(SECRET, host)
+
+
+def test_the_wrong_secret(server):
+    with pytest.raises(AuthenticationError):
+        RendezvousClient(server.address, b"x" * 32, 0, 10.0)
+    still_works(server)
+
+
+def test_a_launcher_that_has_gone():
+    service = RendezvousServer(SECRET)
+    service.start()
+    client = RendezvousClient(service.address, SECRET, 0, 10.0)
+    service.close()
+    for call in (lambda: client.get("key", 10.0), lambda: client.put("key", b"")):
+        with pytest.raises(PeerLostError, match="rendezvous at 127.0.0.1"):
+            call()
+    client.close()
+    with pytest.raises(PeerLostError):
+        RendezvousClient(service.address, SECRET, 0, 10.0)
+
+
+def test_a_waiting_rank_learns_at_once_that_the_launcher_has_gone():
+    service = RendezvousServer(SECRET)
+    service.start()
+    client = RendezvousClient(service.address, SECRET, 0, 10.0)
+    caught = []
+
+    def wait():
+        try:
+            client.get("never", 30.0)
+        except PeerLostError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    service.close()
+    thread.join(10)
+    assert len(caught) == 1
+    client.close()
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\0" * 200, b"\xff" * 100_000])
+def test_garbage_closes_its_own_connection_only(server, noise):
+    with raw(server) as connection:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.sendall(noise)
+        assert closed_by_peer(connection)
+    still_works(server)
+
+
+def test_slow_strangers_are_closed_at_their_deadline(server):
+    with raw(server) as silent, raw(server) as slow:
+        slow.sendall(b"RGN1")
+        still_works(server)
+        assert closed_by_peer(silent)
+        assert closed_by_peer(slow)
+
+
+def test_a_crowd_of_strangers_does_not_keep_ranks_out():
+    service = RendezvousServer(SECRET, handshake_seconds=60.0)
+    service.start()
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(raw(service)) for _ in range(MAX_STRANGERS + 20)]
+        still_works(service)
+        assert closed_by_peer(crowd[0])
+    service.close()
+
+
+def authenticated(server):
+    host, port = server.address.split(":")
+    deadline = time.monotonic() + 10
+    return connect((host, int(port)), SECRET, Identity(Role.RANK, 0), 1 << 24, deadline), deadline
+
+
+def test_an_authenticated_client_that_sends_nonsense_is_closed(server):
+    stream, deadline = authenticated(server)
+    stream.send(b"nonsense", deadline)
+    with pytest.raises(ConnectionError):
+        stream.receive(deadline)
+    stream.close()
+    still_works(server)
+
+
+def test_an_authenticated_client_that_announces_too_much_is_closed(server):
+    stream, deadline = authenticated(server)
+
+    def flood():
+        for _ in range(100):
+            stream.send(b"x" * (1 << 23), deadline)
+
+    with pytest.raises(ConnectionError):
+        flood()
+    stream.close()
+    still_works(server)
+
+
+def test_closing_leaves_no_thread():
+    before = threading.active_count()
+    service = RendezvousServer(SECRET)
+    service.start()
+    service.close()
+    assert threading.active_count() == before
+
+
+def test_the_store_serves_waiters_when_the_value_comes():
+    store = Store()
+    assert store.handle("a", Get(1, "key")) == []
+    assert store.handle("b", Get(7, "key")) == []
+    store.forget_all("b")
+    assert store.handle("c", Put(3, "key", b"v")) == [("c", Done(3)), ("a", Value(1, b"v"))]
+    assert store.handle("b", Get(8, "key")) == [("b", Value(8, b"v"))]
+
+
+def test_the_store_is_bounded():
+    store = Store()
+    for number in range(64):
+        assert store.handle("a", Put(number, f"k{number}", b"x" * (1 << 20))) == [("a", Done(number))]
+    [(_, reply)] = store.handle("a", Put(99, "one more", b"x"))
+    assert isinstance(reply, Refused)
+    assert "full" in reply.reason
+    assert store.handle("a", Put(100, "k0", b"")) == [("a", Done(100))]
+    assert store.handle("a", Put(101, "one more", b"x")) == [("a", Done(101))]
+
+
+def test_the_number_of_keys_is_bounded():
+    store = Store()
+    replies = [store.handle("a", Put(number, str(number), b"")) for number in range(MAX_KEYS + 1)]
+    assert replies[-2] == [("a", Done(MAX_KEYS - 1))]
+    assert isinstance(replies[-1][0][1], Refused)
+
+
+def test_a_reply_of_the_wrong_kind_is_an_error(server, monkeypatch):
+    client = RendezvousClient(server.address, SECRET, 0, 10.0)
+    monkeypatch.setattr(client, "_call", lambda *_: Done(1))
+    with pytest.raises(WireError):
+        client.get("key", 1.0)
+    client.close()
