@@ -42,8 +42,8 @@ _NUM_SLOTS = 3
 SLOT_BYTES = 1 << 20
 #: Up to here every rank reduces the whole message: the second barrier would cost more than the extra reading.
 SMALL_BYTES = 1 << 15
-#: A slice is reduced in blocks of so many bytes: two or three of them fit the L2 cache of a core.
-BLOCK_BYTES = 1 << 17
+#: A slice is reduced in blocks of so many bytes: a few of them fit the L2 cache of a core.
+BLOCK_BYTES = 3 << 17
 
 
 def shm_plane_bytes() -> int:
