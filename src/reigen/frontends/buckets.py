@@ -94,18 +94,17 @@ def plan_buckets(parameters: Sequence[ParameterSpec], order: Iterable[int], buck
             each element type is smaller (see :data:`FIRST_BUCKET_DIVISOR`).
     """
     filling: dict[str, list[int]] = {}
-    opened: set[str] = set()
+    held: dict[str, int] = {}
+    caps: dict[str, int] = {}
     closed: list[list[int]] = []
     for number in order:
         spec = parameters[number]
-        members = filling.setdefault(spec.dtype, [])
-        cap = bucket_bytes if spec.dtype in opened else bucket_bytes // FIRST_BUCKET_DIVISOR
-        held = sum(_aligned(parameters[member].nbytes) for member in members)
-        if members and held + spec.nbytes > cap:
+        cap = caps.get(spec.dtype, bucket_bytes // FIRST_BUCKET_DIVISOR)
+        if spec.dtype in filling and held[spec.dtype] + spec.nbytes > cap:
             closed.append(filling.pop(spec.dtype))
-            opened.add(spec.dtype)
-            members = filling.setdefault(spec.dtype, [])
-        members.append(number)
+            caps[spec.dtype], held[spec.dtype] = bucket_bytes, 0
+        filling.setdefault(spec.dtype, []).append(number)
+        held[spec.dtype] = held.get(spec.dtype, 0) + _aligned(spec.nbytes)
     closed.extend(filling.values())
     return _placed(parameters, closed)
 

@@ -1,0 +1,60 @@
+"""What a framework must give so that everything in :mod:`reigen.frontends` works for its tensors."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.types import DType
+
+#: An array in the storage type of a dtype (bfloat16 is stored as uint16).
+Array = NDArray[Any]
+
+Tensor = TypeVar("Tensor")
+
+
+class TensorAdapter(Protocol[Tensor]):
+    """Tensors of one framework, seen as NumPy arrays.
+
+    Arrays are C-contiguous, in host memory, of the tensor's shape, in ``dtype(tensor).storage``.
+    """
+
+    def dtype(self, tensor: Tensor) -> DType:
+        """The element type.
+
+        Raises:
+            UnsupportedTypeError: it, or the kind of tensor, cannot be communicated.
+        """
+
+    def shape(self, tensor: Tensor) -> tuple[int, ...]:
+        """The shape; () for a scalar."""
+
+    def array(self, tensor: Tensor) -> tuple[Array, bool]:
+        """The contents, and whether the array *is* the tensor's memory.
+
+        It is wherever that is possible without copying; otherwise (other layout, other device) it is a private copy.
+        """
+
+    def wrap(self, array: Array, like: Tensor) -> Tensor:
+        """A new tensor with the contents of ``array``, and the dtype and device of ``like``.
+
+        The array is given away: the tensor may use its memory.
+        """
+
+    def write(self, tensor: Tensor, array: Array) -> None:
+        """Copy ``array`` (of the same shape) into the tensor, whatever its layout and device."""
+
+    def modified(self, tensor: Tensor) -> None:
+        """Told after the tensor's memory was changed behind the framework's back, through ``array``."""
+
+
+def as_rows(array: Array) -> Array:
+    """The array itself, or a scalar as an array of one element: for operations along dimension 0."""
+    return array.reshape(1) if array.ndim == 0 else array
+
+
+def empty_like(array: Array) -> Array:
+    """An uninitialised C-contiguous array of the same shape and storage type."""
+    return np.empty(array.shape, array.dtype)

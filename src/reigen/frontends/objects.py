@@ -1,0 +1,69 @@
+"""Python objects between ranks, as pickles: their size first, then their bytes.
+
+A pickle can run code when it is loaded. These come over connections and memory of the job itself, whose peers have proved
+that they know its secret; nothing else is ever loaded.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reigen.frontends.collectives import check_root
+from reigen.types import dtype_named
+
+if TYPE_CHECKING:
+    from reigen.context import Context
+
+_BYTES = dtype_named("uint8")
+_COUNT = dtype_named("int64")
+
+
+def dumps(obj: object) -> bytes:
+    """A pickle of ``obj``: by cloudpickle, which knows lambdas and local classes, if it is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    data: bytes = cloudpickle.dumps(obj)
+    return data
+
+
+def broadcast_bytes(context: Context, data: bytes | None, root_rank: int, name: str | None) -> bytes:
+    """The root's bytes, on every rank. ``data`` is read on the root alone."""
+    check_root(root_rank, context.size)
+    payload = np.frombuffer(data or b"", np.uint8)
+    size = np.array([payload.size], np.int64)
+    context.broadcast(size, size, _COUNT, root_rank=root_rank, name=_part(name, "size")).wait()
+    target = np.empty(int(size[0]), np.uint8)
+    source = payload if context.rank == root_rank else target
+    context.broadcast(source, target, _BYTES, root_rank=root_rank, name=_part(name, "bytes")).wait()
+    return target.tobytes()
+
+
+def allgather_bytes(context: Context, data: bytes, name: str | None) -> list[bytes]:
+    """Every rank's bytes, by rank."""
+    payload = np.frombuffer(data, np.uint8)
+    sizes = context.allgather(np.array([payload.size], np.int64), _COUNT, name=_part(name, "size")).wait().array
+    joined = context.allgather(payload, _BYTES, name=_part(name, "bytes")).wait().array
+    assert sizes is not None and joined is not None
+    ends = np.cumsum(sizes)
+    return [joined[end - size : end].tobytes() for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
+
+
+def broadcast_object(context: Context, obj: Any, root_rank: int, name: str | None) -> Any:
+    """The root's object, on every rank; the root gets ``obj`` itself, the others a copy."""
+    is_root = context.rank == root_rank
+    data = broadcast_bytes(context, dumps(obj) if is_root else None, root_rank, name)
+    return obj if is_root else pickle.loads(data)
+
+
+def allgather_object(context: Context, obj: object, name: str | None) -> list[Any]:
+    """Every rank's object, by rank."""
+    return [pickle.loads(data) for data in allgather_bytes(context, dumps(obj), name)]
+
+
+def _part(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"

@@ -1,0 +1,71 @@
+"""torch tensors, seen as NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from reigen.errors import UnsupportedTypeError
+from reigen.frontends.adapter import Array
+from reigen.types import DTYPES, DType, dtype_named
+
+_DTYPE_OF: dict[torch.dtype, DType] = {getattr(torch, name): dtype for name, dtype in DTYPES.items()}
+_BFLOAT16 = DTYPES["bfloat16"]
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The element type that travels for torch's ``dtype``.
+
+    Raises:
+        UnsupportedTypeError: there is none.
+    """
+    return _DTYPE_OF.get(dtype) or dtype_named(str(dtype).removeprefix("torch."))
+
+
+def tensor_over(array: Array, dtype: DType) -> torch.Tensor:
+    """A tensor of ``dtype`` over the array's memory; the array holds the storage type."""
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if dtype is _BFLOAT16 else tensor
+
+
+class TorchAdapter:
+    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense tensors. Tensors of a device are staged through the host."""
+
+    def dtype(self, tensor: torch.Tensor) -> DType:
+        """The element type.
+
+        Raises:
+            UnsupportedTypeError: it cannot be communicated, or this is no dense tensor.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedTypeError(f"a torch.Tensor is needed, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise UnsupportedTypeError(f"Tensor layout {tensor.layout} is not supported; use to_dense()")
+        return dtype_of(tensor.dtype)
+
+    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape; () for a scalar."""
+        return tuple(tensor.shape)
+
+    def array(self, tensor: torch.Tensor) -> tuple[Array, bool]:
+        """The contents, and whether the array is the tensor's memory."""
+        tensor = tensor.detach()
+        aliases = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_neg()
+        if not aliases:
+            tensor = tensor.cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
+        if tensor.dtype is torch.bfloat16:
+            # NumPy has no bfloat16; its bits travel as uint16.
+            return tensor.view(torch.int16).numpy().view(np.uint16), aliases
+        return tensor.numpy(), aliases
+
+    def wrap(self, array: Array, like: torch.Tensor) -> torch.Tensor:
+        """A tensor over ``array`` (on the host: without a copy) with the dtype and device of ``like``."""
+        return tensor_over(array, dtype_of(like.dtype)).to(like.device)
+
+    def write(self, tensor: torch.Tensor, array: Array) -> None:
+        """Copy ``array`` into the tensor, whatever its layout and device."""
+        tensor.detach().copy_(tensor_over(array, dtype_of(tensor.dtype)))
+
+    def modified(self, tensor: torch.Tensor) -> None:
+        """Let autograd know, so that backward through an overwritten value is an error and not a wrong gradient."""
+        torch.autograd.graph.increment_version(tensor)

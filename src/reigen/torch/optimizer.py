@@ -1,0 +1,275 @@
+"""DistributedOptimizer: any torch optimizer, fed with gradients that all ranks agree on."""
+
+from __future__ import annotations
+
+import copyreg
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from reigen.errors import ArgumentError
+from reigen.frontends.collectives import check_op, check_process_set
+from reigen.frontends.compression import Cast
+from reigen.torch.averager import Finished, GradientAverager, release
+from reigen.torch.compression import Compression, Compressor
+from reigen.torch.ops import Average, allreduce, global_process_set
+from reigen.torch.reducer import ReduceOptions, check_finished
+from reigen.types import ProcessSet, ReduceOp
+
+_Closure = Callable[[], Any]
+
+
+def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it returns is an optimizer
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Wrap an optimizer so that ``step()`` uses gradients reduced over all ranks.
+
+    The result is an instance of a subclass of the optimizer's class, which shares its parameter groups and state: learning
+    rate schedulers, ``state_dict`` and ``isinstance`` work. Gradients lie in shared memory and are reduced, bucket by
+    bucket, while backward still runs. The buckets' memory is registered in the first ``step()`` or ``synchronize()``, and
+    given back when the optimizer is garbage-collected.
+
+    Parameters without a gradient contribute zeros, so models may run partly, and differently on different ranks.
+    Parameters that are added or become trainable later are found at the next step; all ranks must do it at the same one.
+    In a job of one rank this is the plain optimizer.
+
+    Args:
+        optimizer: any optimizer of torch.optim, or another subclass of its ``Optimizer``. For LBFGS the closure's loss is
+            averaged too, so that its line search decides the same on all ranks.
+        named_parameters: what ``model.named_parameters()`` gives; the names are used in messages.
+        compression: the element type in which gradients travel.
+        backward_passes_per_step: gradients that are summed up (not averaged) locally before they are reduced.
+        op: Average, Sum, Min, Max or Product.
+        gradient_predivide_factor: with Average, gradients are divided by it before they are added, and multiplied after.
+        num_groups: deprecated; use ``groups``.
+        groups: how to fuse gradients: a number, or lists of parameters. Checked, and otherwise left to the buckets.
+        sparse_as_dense: make sparse gradients dense. Otherwise their indices and values are gathered.
+        process_set: only ``global_process_set``.
+
+    Returns:
+        The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step()`` in addition.
+
+    Raises:
+        ArgumentError: an argument makes no sense; the names do not cover the parameters, or are not unique.
+        UnsupportedTypeError: a parameter's dtype cannot be communicated.
+        NotInitializedError: ``init()`` has not been called.
+
+    Example:
+        Clip gradients after they have been averaged::
+
+            loss.backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+    """
+    check_process_set(process_set)
+    if isinstance(optimizer, AveragingOptimizer):
+        raise ArgumentError("this optimizer is a DistributedOptimizer already")
+    _check_groups(groups, num_groups)
+    options = _options(compression, op, gradient_predivide_factor, sparse_as_dense)
+    named = _named(optimizer, named_parameters)
+    averager = GradientAverager(named, options, backward_passes_per_step)
+    base = type(optimizer)
+    cls = type(base.__name__, (AveragingOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    wrapped = cast(AveragingOptimizer, cls.__new__(cls))
+    # A scheduler made before has put a bound `step` of the plain optimizer here; it would bypass the averaging.
+    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped.attach(averager)
+    return wrapped
+
+
+class AveragingOptimizer(torch.optim.Optimizer):
+    """What :func:`DistributedOptimizer` puts in front of an optimizer's own class."""
+
+    _averager: GradientAverager
+    _skips: bool
+
+    def attach(self, averager: GradientAverager) -> None:
+        """Use this averager from now on, and free its memory with this object."""
+        self._averager = averager
+        self._skips = False
+        weakref.finalize(self, release, averager.reducers).atexit = False
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
+        """The parameter groups.
+
+        GradScaler reads the gradients through this list before it calls ``step()``. They must be the averaged ones by then:
+        it changes them in place, and all ranks must come to the same answer about infinities.
+        """
+        if sys._getframe(1).f_code.co_name == "_unscale_grads_" and self._averager.finished is Finished.NOBODY:
+            self._finish(Finished.READER)
+        return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Gradients that are summed up locally before they are communicated."""
+        return self._averager.backward_passes_per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many gradients are summed up locally; not between ``backward()`` and ``step()``."""
+        self._averager.set_backward_passes_per_step(passes)
+
+    def synchronize(self) -> None:
+        """Wait until every ``p.grad`` is the reduced gradient. Follow it with ``skip_synchronize()`` around ``step()``.
+
+        Raises:
+            CollectiveError: a reduction failed; gradients are undefined then.
+        """
+        self._finish(Finished.USER)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, ``step()`` takes the gradients as they are, because ``synchronize()`` has been called."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def step(self, closure: _Closure | None = None) -> Any:  # type: ignore[override]  # the base class has overloads
+        """Reduce the gradients if that has not been done, then let the wrapped class update the parameters.
+
+        Args:
+            closure: computes the loss anew, with its gradients; they are reduced after each call.
+
+        Raises:
+            StepOrderError: within ``skip_synchronize()`` although gradients are on their way.
+            CollectiveError: a reduction failed; no parameter has been changed.
+        """
+        averager = self._averager
+        if self._skips:
+            check_finished(averager.reducers, "optimizer.step() within skip_synchronize()")
+        elif averager.finished is Finished.USER:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "The gradients are not reduced a second time.",
+                stacklevel=2,
+            )
+        elif averager.finished is Finished.NOBODY and (closure is None or averager.outstanding):
+            self._finish(Finished.READER)
+        try:
+            return super().step() if closure is None else super().step(self._reduced(closure))
+        finally:
+            averager.stepped()
+
+    # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            StepOrderError: complete gradients are on their way (an AssertionError, as in Horovod).
+        """
+        self._averager.discard()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their gradients are reduced from the next step on. All ranks must do it at the same step."""
+        super().add_param_group(param_group)
+        self._averager.adopt(param_group["params"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state; what is on its way is completed first."""
+        if self._averager.outstanding:
+            self._finish(Finished.NOBODY)
+        super().load_state_dict(state_dict)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are plain optimizers: the averaging belongs to this process and this object."""
+        plain = type(self).__mro__[2]
+        return copyreg.__newobj__, (plain,), self.__getstate__()  # type: ignore[attr-defined]  # missing in its stub
+
+    def _finish(self, by: Finished) -> None:
+        groups = self.__dict__["param_groups"]
+        self._averager.finish([parameter for group in groups for parameter in group["params"]], by)
+
+    def _reduced(self, closure: _Closure) -> _Closure:
+        """The closure, followed by the reduction of the gradients that it computed."""
+
+        def call() -> Any:
+            loss = closure()
+            if self._averager.finished is Finished.NOBODY:
+                self._finish(Finished.READER)
+            if isinstance(self, torch.optim.LBFGS):
+                self._averager.stepped()
+                return allreduce(torch.as_tensor(loss).detach())
+            return loss
+
+        return call
+
+
+def _options(compression: Compressor, op: int, predivide: float, sparse_as_dense: bool) -> ReduceOptions:
+    chosen = check_op(op)
+    if not isinstance(compression, Cast):
+        raise ArgumentError(f"compression must be Compression.none, .fp16 or .bf16, got {compression!r}")
+    if predivide != 1.0 and chosen is not ReduceOp.AVERAGE:
+        raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
+    if not predivide > 0:
+        raise ArgumentError(f"gradient_predivide_factor must be positive, got {predivide!r}")
+    return ReduceOptions(chosen, 1.0 / predivide, float(predivide), compression, sparse_as_dense)
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
+    """The optimizer's parameters in their order, with names."""
+    owned = [(group, p) for group, options in enumerate(optimizer.param_groups) for p in options["params"]]
+    if named_parameters is None:
+        return [(f"group{group}.parameter{index}", parameter) for index, (group, parameter) in enumerate(owned)]
+    named = list(named_parameters)
+    if any(not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) for item in named):
+        raise ArgumentError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
+        )
+    names = [name for name, _ in named]
+    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if repeated:
+        raise ArgumentError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}")
+    name_of = {parameter: name for name, parameter in named}
+    unnamed = [index for index, (_, parameter) in enumerate(owned) if parameter not in name_of]
+    if unnamed:
+        raise ArgumentError(
+            "named_parameters was specified, but one or more parameters of the optimizer were not named: "
+            f"numbers {unnamed}, of shapes {[tuple(owned[index][1].shape) for index in unnamed]}"
+        )
+    return [(name_of[parameter], parameter) for _, parameter in owned]
+
+
+def _check_groups(groups: int | list[list[torch.Tensor]] | None, num_groups: int) -> None:
+    if num_groups:
+        warnings.warn("Parameter `num_groups` is deprecated; use `groups`", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        return
+    if not isinstance(groups, list):
+        raise ArgumentError(f"groups should be a positive integer or a list of lists of torch.Tensor, got {groups!r}")
+    members = [member for group in groups for member in (group if isinstance(group, (list, tuple)) else [group, None])]
+    if any(not isinstance(member, torch.Tensor) for member in members):
+        raise ArgumentError("groups should be a list of lists of torch.Tensor")
+    if len(set(members)) < len(members):
+        raise ArgumentError("a parameter can be in one of the groups only")
+
+

@@ -1,0 +1,164 @@
+"""Start from the same state everywhere: parameters, optimizer state, objects."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from reigen import context
+from reigen.errors import ArgumentError
+from reigen.frontends import objects
+from reigen.frontends.agreement import check_digests, digest_of
+from reigen.frontends.collectives import check_process_set, check_root
+from reigen.torch.ops import broadcast_async_, global_process_set, synchronize
+from reigen.types import ProcessSet
+
+
+def broadcast_parameters(params: Any, root_rank: int) -> None:
+    """Overwrite parameters in place with those of the root.
+
+    Args:
+        params: ``model.state_dict()``, or a list of tensors or of ``(name, tensor)``.
+        root_rank: whose values all get.
+
+    Raises:
+        ArgumentError: ``params`` is something else.
+        UnsupportedTypeError: an entry is no tensor, or of a dtype that cannot be communicated.
+        CollectiveError: the ranks' tensors differ in shape or dtype, or the job is broken.
+    """
+    if isinstance(params, Mapping):
+        items: list[Any] = sorted(params.items())
+    elif isinstance(params, list):
+        items = [item if isinstance(item, tuple) else (None, item) for item in params]
+    else:
+        raise ArgumentError(f"invalid params of type: {type(params)}")
+    check_root(root_rank, context.current().size)
+    handles = [
+        broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}") for name, tensor in items
+    ]
+    for handle in handles:
+        synchronize(handle)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give every rank the root's optimizer state and options (learning rate, ...). The root's are not changed.
+
+    It makes no difference whether the others have state already: what the root has is what all have afterwards.
+
+    Args:
+        optimizer: with the same parameter groups on every rank.
+        root_rank: whose state all get.
+        model: accepted for Horovod's sake.
+
+    Raises:
+        ArgumentError: LBFGS, whose state cannot be told apart by parameter.
+        MismatchError: the ranks' parameter groups differ.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ArgumentError("cannot broadcast torch.optim.LBFGS state")
+    current = context.current()
+    check_root(root_rank, current.size)
+    shapes = tuple(
+        f"group {index}: {[(tuple(p.shape), str(p.dtype)) for p in group['params']]}"
+        for index, group in enumerate(optimizer.param_groups)
+    )
+    digests = objects.allgather_bytes(current, digest_of(shapes), "optimizer_state.groups")
+    check_digests(current, digests, shapes, "optimizer_state")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    is_root = current.rank == root_rank
+    data, tensors = _packed(optimizer, parameters) if is_root else (None, [])
+    received = objects.broadcast_bytes(current, data, root_rank, "optimizer_state")
+    if not is_root:
+        snapshot, tensors = _unpacked(received, parameters)
+    handles = [broadcast_async_(tensor, root_rank, f"optimizer_state.{i}") for i, tensor in enumerate(tensors)]
+    for handle in handles:
+        synchronize(handle)
+    if not is_root:
+        _install(optimizer, parameters, snapshot)
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object, on every rank.
+
+    Args:
+        obj: read on the root alone; anything that pickle (or cloudpickle, if it is installed) can write.
+        root_rank: whose object all get.
+        name: matches the ranks' calls.
+        process_set: only ``global_process_set``.
+    """
+    check_process_set(process_set)
+    return objects.broadcast_object(context.current(), obj, root_rank, name)
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, as a list by rank."""
+    return objects.allgather_object(context.current(), obj, name)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes what a tensor is like, and its number, in place of the tensor."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        """(number, shape, dtype, device type) of a tensor; None for everything else."""
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._numbers[id(obj)], tuple(obj.shape), str(obj.dtype).removeprefix("torch."), obj.device.type
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes an empty tensor for each one that the root has."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._device = device
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        """The tensor of that number."""
+        number, shape, dtype, device_type = pid
+        if number not in self.tensors:
+            device = torch.device("cpu") if device_type == "cpu" else self._device
+            self.tensors[number] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        return self.tensors[number]
+
+
+def _packed(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+    states = {index: dict(optimizer.state[p]) for index, p in enumerate(parameters) if p in optimizer.state}
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump((states, options))
+    return file.getvalue(), pickler.tensors
+
+
+def _unpacked(data: bytes, parameters: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+    device = parameters[0].device if parameters else torch.device("cpu")
+    unpickler = _Unpickler(io.BytesIO(data), device)
+    snapshot = unpickler.load()
+    return snapshot, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]
+
+
+def _install(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], snapshot: Any) -> None:
+    # Not through load_state_dict(): that would cast the state to the parameters' dtype.
+    states, options = snapshot
+    optimizer.state.clear()
+    for index, state in states.items():
+        optimizer.state[parameters[index]] = state
+    for group, received in zip(optimizer.param_groups, options, strict=True):
+        group.update(received)
