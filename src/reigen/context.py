@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from reigen.cluster.environ import Job, detect
@@ -44,8 +43,8 @@ class Context:
     """A job of which this process is one rank.
 
     Every collective submits and returns a `Handle` at once. Arrays are C-contiguous and of the dtype's *storage* type
-    (bfloat16 is uint16). With ``blocking=True`` the caller promises to wait for the handle next; that spares waking another thread.
-    Unnamed operations must be submitted in the same order on every rank; named ones in any order.
+    (bfloat16 is uint16). With ``blocking=True`` the caller promises to wait for the handle next; that spares waking
+    another thread. Unnamed operations must be submitted in the same order on every rank; named ones in any order.
 
     Args:
         topology: this process's place.
@@ -71,7 +70,8 @@ class Context:
             self._engine, self._release = _engine_on_host(topology, config, rendezvous, generation)
             self._engine.start()
 
-    # -- collectives ------------------------------------------------------------------------------------------------------
+    # -- collectives
+    # ------------------------------------------------------------------------------------------------------
 
     def allreduce(
         self,
@@ -106,7 +106,14 @@ class Context:
         reduction_of(dtype.name, op, self.size, prescale, postscale)
         offset = -1 if region is None else _offset_in(region, target)
         operation = Operation(
-            Kind.ALLREDUCE, self._named(name, "allreduce"), dtype.name, source.shape, op, prescale, postscale, offset=offset
+            Kind.ALLREDUCE,
+            self._named(name, "allreduce"),
+            dtype.name,
+            source.shape,
+            op,
+            prescale,
+            postscale,
+            offset=offset,
         )
         task = Task(source.reshape(-1), target.reshape(-1))
         return self._submit(operation, task, target, blocking)
@@ -157,9 +164,9 @@ class Context:
         make_output: MakeOutput | None = None,
         blocking: bool = False,
     ) -> Handle:
-        """Send ``splits[r]`` rows to each rank r; the result holds what came, in rank order, with `Outcome.received_splits`.
+        """Send ``splits[r]`` rows to each rank r; the result holds what came, in rank order.
 
-        Without ``splits`` the rows are divided equally. Rows beyond the sum of the splits are not sent.
+        `Outcome.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are divided equally. Rows beyond the sum of the splits are not sent.
         """
         rows = self._splits(source, splits)
         operation = Operation(Kind.ALLTOALL, self._named(name, "alltoall"), dtype.name, source.shape, splits=rows)
@@ -190,7 +197,8 @@ class Context:
         """Done when every rank has submitted it. Other outstanding operations need not be."""
         return self._submit(Operation(Kind.BARRIER, self._named(name, "barrier")), Task(), None, blocking)
 
-    # -- registered memory --------------------------------------------------------------------------------------------------
+    # -- registered memory
+    # --------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, name: str) -> Region:
         """Registered memory of ``nbytes`` bytes at the same offset on every rank. Collective; waits.
@@ -213,10 +221,11 @@ class Context:
         except CollectiveError:
             return  # the memory goes with the job
 
-    # -- ends -----------------------------------------------------------------------------------------------------------------
+    # -- ends
+    # -----------------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave the job. What is outstanding on this rank fails; other ranks that wait for this one get PeerLostError."""
+        """Leave the job. What is outstanding here fails; ranks that wait for this one get PeerLostError."""
         self._engine.close()
         self._release()
 
@@ -238,7 +247,9 @@ class Context:
         rows = source.shape[0]
         if splits is None:
             if rows % self.size:
-                raise ArgumentError(f"alltoall without splits: {rows} rows cannot be divided equally among {self.size} ranks")
+                raise ArgumentError(
+                    f"alltoall without splits: {rows} rows cannot be divided equally among {self.size} ranks"
+                )
             return (rows // self.size,) * self.size
         if len(splits) != self.size or min(splits) < 0 or sum(splits) > rows:
             raise ArgumentError(
@@ -282,7 +293,7 @@ def _engine_on_host(
     return Engine(plane, mailbox, neighbours, coordinator, config.deadline_seconds, looks), release
 
 
-# -- the one context of this process -----------------------------------------------------------------------------------------
+# -- the one context of this process ----------------------------------------------------------------
 
 _lock = threading.Lock()
 _current: Context | None = None
@@ -297,7 +308,7 @@ def init(environ: Mapping[str, str] | None = None) -> Context:
         DeadlineError: other ranks did not come; names them.
         AuthenticationError: the launcher's rendezvous knows another secret.
     """
-    global _current
+    global _current  # noqa: PLW0603  # the one global of the package
     with _lock:
         if _current is None:
             environ = os.environ if environ is None else environ
@@ -319,7 +330,7 @@ def _join(job: Job, config: Config) -> Context:
 
 def shutdown() -> None:
     """Leave the job. Does nothing outside one; `init` joins again."""
-    global _current
+    global _current  # noqa: PLW0603  # the one global of the package
     with _lock:
         context, _current = _current, None
     if context is not None:

@@ -1,7 +1,8 @@
 """The collectives on NumPy arrays: what `import reigen` offers.
 
-Arrays may be of any shape and layout; scalars and whatever ``numpy.asarray`` takes are accepted too, except by the in-place forms. Element types: uint8,
-int8, uint16, int16, int32, int64, float16, float32, float64 and bool. The rules and errors are those of `reigen.torch`; nothing here is differentiable.
+Arrays may be of any shape and layout; scalars and whatever ``numpy.asarray`` takes are accepted too, except by the
+in-place forms. Element types: uint8, int8, uint16, int16, int32, int64, float16, float32, float64 and bool. The rules
+and errors are those of `reigen.torch`; nothing here is differentiable.
 
 Example, in a job of one rank:
     >>> import numpy as np
@@ -250,7 +251,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array | tuple[Array, Array]:
-    """Rows ``splits[r]`` of the array go to rank r; what came, in rank order and, if ``splits`` were given, how many rows from each rank."""
+    """``splits[r]`` rows go to rank r. Returns what came; if ``splits`` were given, with the rows from each rank."""
     output, received = _sure(alltoall_async(tensor, splits, name, process_set).wait())
     return output if splits is None else (output, received)
 

@@ -62,7 +62,8 @@ def dtype_named(name: str) -> DType:
     try:
         return DTYPES[name]
     except KeyError:
-        raise UnsupportedTypeError(f"Tensor type {name} is not supported. Supported: {', '.join(sorted(DTYPES))}.") from None
+        supported = ", ".join(sorted(DTYPES))
+        raise UnsupportedTypeError(f"Tensor type {name} is not supported. Supported: {supported}.") from None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The ranks of this host: everybody's segment mapped here, and who of them still lives.
 
 How they meet: each rank creates its segment, tells (process id, descriptor, which machine) at the rendezvous, waits for
-everybody's, maps them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however it
-ends, and cannot be confused by a process id that is used again. Whoever has mapped everything says so at the
+everybody's, maps them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however
+it ends, and cannot be confused by a process id that is used again. Whoever has mapped everything says so at the
 rendezvous and waits for the others, so that nobody leaves before all have opened what they need.
 """
 
@@ -59,7 +59,7 @@ class _Card(msgspec.Struct, array_like=True, frozen=True):
 
 
 def _machine() -> str:
-    """The same for two processes exactly when one can open the other's /proc/PID/fd: one kernel, one process namespace."""
+    """Equal for two processes that can open each other's /proc/PID/fd: one kernel, one process namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -217,7 +217,8 @@ def meet(
         raise
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     header, *mapped = (
-        Mapped(offset, tuple(a[offset : offset + nbytes] for a in whole)) for offset, nbytes in zip(offsets, sizes, strict=True)
+        Mapped(offset, tuple(array[offset : offset + nbytes] for array in whole))
+        for offset, nbytes in zip(offsets, sizes, strict=True)
     )
     return Neighbours(rank, segments, pidfds, header), mapped
 
@@ -257,7 +258,8 @@ def _open(peer: int, card: _Card) -> Segment:
         raise PeerLostError(f"rank {peer} (process {card.pid}) died during init()", ranks=(peer,)) from error
     except PermissionError as error:
         raise CollectiveError(
-            f"may not open the shared memory of rank {peer} (process {card.pid}): all ranks of a host must run as one user",
+            f"may not open the shared memory of rank {peer} (process {card.pid}): "
+            "all ranks of a host must run as one user",
             ranks=(peer,),
         ) from error
 

@@ -2,10 +2,10 @@
 
 Who does the work
 -----------------
-Exactly one thread *drives* at a time: it holds ``_driver``, feeds the state machines, executes batches and sleeps on the
-doorbell. A thread that waits for its own operation while nobody drives does so itself, so a blocking collective
-changes threads not once. Otherwise the engine's thread drives: it is woken by asynchronous submissions and by messages,
-drives until nothing is outstanding, and parks.
+Exactly one thread *drives* at a time: it holds ``_driver``, feeds the state machines, executes batches and sleeps on
+the doorbell. A thread that waits for its own operation while nobody drives does so itself, so a blocking collective
+changes threads not once. Otherwise the engine's thread drives: it is woken by asynchronous submissions and by
+messages, drives until nothing is outstanding, and parks.
 
 Whom a ring of the doorbell wakes (`Sleeper`) is written only by the thread that holds ``_driver``. A caller that has
 finished driving hands the doorbell back to the parked thread, and wakes it if work has come in between.
@@ -101,7 +101,8 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name=f"reigen-engine-{self._plane.rank}", daemon=True)
         self._thread.start()
 
-    # -- callers ----------------------------------------------------------------------------------------------------------
+    # -- callers
+    # ----------------------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation, handle: Handle, *, blocking: bool) -> None:
         """Hand in an operation. Any thread.
@@ -165,7 +166,8 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
-    # -- the engine's thread ----------------------------------------------------------------------------------------------
+    # -- the engine's thread
+    # ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -184,9 +186,14 @@ class Engine:
                 self._transport.sleep(token, Sleeper.ENGINE, nap)
 
     def _has_work(self) -> bool:
-        return self._broken is None and not self._closed and bool(self._inbox or self._handles or self._transport.pending())
+        return (
+            self._broken is None
+            and not self._closed
+            and bool(self._inbox or self._handles or self._transport.pending())
+        )
 
-    # -- driving ----------------------------------------------------------------------------------------------------------
+    # -- driving
+    # ----------------------------------------------------------------------------------------------------------
 
     def _drive(self, who: Sleeper, handle: Handle | None) -> None:
         """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
@@ -304,7 +311,8 @@ class Engine:
             with self._completed:
                 self._completed.notify_all()
 
-    # -- waiting and ending -------------------------------------------------------------------------------------------------
+    # -- waiting and ending
+    # -------------------------------------------------------------------------------------------------
 
     def _rest(self, token: int, who: Sleeper) -> None:
         """Nothing to do: look for a message a few times, then sleep."""

@@ -48,7 +48,8 @@ def _allreduce(plane: DataPlane, batch: Sequence[Member], deadline: float) -> li
     buffers = []
     for operation, response, handle in batch:
         source, target = handle.task.source, handle.task.target
-        assert source is not None and target is not None
+        assert source is not None
+        assert target is not None
         buffers.append(Buffer(source, target, operation.offset if response.in_place else -1))
     plane.allreduce(buffers, reduction, deadline)
     return [Outcome(handle.output) for _, _, handle in batch]
@@ -93,7 +94,9 @@ def _alltoall(plane: DataPlane, operation: Operation, response: Response, handle
     return Outcome(output, received)
 
 
-def _reducescatter(plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float) -> Outcome:
+def _reducescatter(
+    plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float
+) -> Outcome:
     rows = rows_of(operation.shape[0], plane.size)
     width = _row_elements(operation)
     output = _make(handle, (rows[plane.rank], *operation.shape[1:]), operation)

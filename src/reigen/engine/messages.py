@@ -69,7 +69,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         name: the operation's.
         slot: number in the response cache, or -1 when it is not cached.
-        sizes: ALLGATHER: ``((rows of rank 0, rows of rank 1, ...),)``. ALLTOALL: row i is what rank i sends to each rank. Else empty.
+        sizes: ALLGATHER: ``((rows of rank 0, rows of rank 1, ...),)``. ALLTOALL: row i is what rank i sends to each
+            rank. Else empty.
         in_place: all ranks gave the same registered memory.
     """
 
@@ -79,7 +80,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     in_place: bool = False
 
 
-# -- rank to coordinator -------------------------------------------------------------------------------------------------------
+# -- rank to coordinator
+# -------------------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -100,11 +102,12 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 Report = Submit | Ready | Leave
 
-# -- coordinator to all ranks ----------------------------------------------------------------------------------------------------
+# -- coordinator to all ranks
+# ----------------------------------------------------------------------------------------------------
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """Execute these, batch after batch; what is in one batch travels together. A number stands for a cached response."""
+    """Execute these, batch after batch; a batch travels together. A number stands for a cached response."""
 
     batches: tuple[tuple[int | Response, ...], ...]
 

@@ -5,27 +5,29 @@ Messages of one sender to one receiver arrive in order; nothing else is assumed 
 
 The protocol
 ------------
-A. A rank that has a tensor ready tells the coordinator: `Submit` with everything about it or, when the response cache knows
-   the name with the very same operation, `Ready` with the small number of its slot. Until the name has been answered the
-   rank does not submit it again (a second one is refused on the spot: `DuplicateNameError`).
+A. A rank that has a tensor ready tells the coordinator: `Submit` with everything about it or, when the response cache
+   knows the name with the very same operation, `Ready` with the small number of its slot. Until the name has been
+   answered the rank does not submit it again (a second one is refused on the spot: `DuplicateNameError`).
 B. The coordinator collects by name. When every rank has told of a name, it compares what they said. If they
-   agree, the name becomes ready; if not, it announces `Refuse` with what each said, to be raised on every rank that submitted it
-   (which is all), and forgets the name. Later operations are not touched.
+   agree, the name becomes ready; if not, it announces `Refuse` with what each said, to be raised on every rank that
+   submitted it (which is all), and forgets the name. Later operations are not touched.
 C. When the coordinator has read all that lay before it, it announces what became ready as one `Run`: batches
    that travel together (fusion), in an order. All ranks read the same announcements in the same order and execute
-   them as they read them, so no two ranks wait in different collectives. That every rank submitted is known by then, so no
-   further "are you there" is needed before the data is touched.
-D. A ready operation gets a slot in the response cache (least recently used out first; names made up for unnamed operations
-   never: they do not come again). Its `Response` carries the number, and each rank keeps it with its own operation. When all ranks
-   say `Ready` for one slot, `Run` holds its number alone. When a rank says something new about a cached name while others say
-   `Ready`, their cached operations stand for them in (B); what is then agreed takes a new slot and the old one is forgotten by all. Numbers
-   are never used again.
-E. What leaves the cache is announced (`Forget`); a slot that some rank has said `Ready` for does not leave. A `Ready` that crosses the `Forget`
-   on its way is ignored by the coordinator; the rank knows, when it reads `Forget`, that this has happened, and submits in full.
-F. A name that not all ranks have told of by the deadline, counted from the first, is refused as late, naming the ranks that are missing. The refusal is for
-   the ranks that it lists: one that submits later waits for the others anew.
-G. A rank that shuts down says `Leave`, as its last word. The coordinator announces `Left` and nothing ever after, since nothing can be
-   complete without that rank. On `Left` every rank fails what it has outstanding, and whatever it submits later.
+   them as they read them, so no two ranks wait in different collectives. That every rank submitted is known by then,
+   so no further "are you there" is needed before the data is touched.
+D. A ready operation gets a slot in the response cache (least recently used out first; names made up for unnamed
+   operations never: they do not come again). Its `Response` carries the number, and each rank keeps it with its own
+   operation. When all ranks say `Ready` for one slot, `Run` holds its number alone. When a rank says something new
+   about a cached name while others say `Ready`, their cached operations stand for them in (B); what is then agreed
+   takes a new slot and the old one is forgotten by all. Numbers are never used again.
+E. What leaves the cache is announced (`Forget`); a slot that some rank has said `Ready` for does not leave. A `Ready`
+   that crosses the `Forget` on its way is ignored by the coordinator; the rank knows, when it reads `Forget`, that
+   this has happened, and submits in full.
+F. A name that not all ranks have told of by the deadline, counted from the first, is refused as late, naming the ranks
+   that are missing. The refusal is for the ranks that it lists: one that submits later waits for the others anew.
+G. A rank that shuts down says `Leave`, as its last word. The coordinator announces `Left` and nothing ever after,
+   since nothing can be complete without that rank. On `Left` every rank fails what it has outstanding, and whatever it
+   submits later.
 H. A rank that dies says nothing. Whoever notices tells its own participant (`lose`), with the same effect as `Left`.
 """
 
@@ -57,7 +59,8 @@ from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, Mi
 UNNAMED = ".noname."
 _UNCACHED = (Kind.ALLOCATE, Kind.FREE)
 
-# -- a rank ------------------------------------------------------------------------------------------------------------------
+# -- a rank
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,11 @@ class Participant:
                     self._forget(slot)
             case Left(rank):
                 if rank != self.rank:
-                    return self.lose(PeerLostError(f"rank {rank} has left the job (shutdown, or the end of the script)", ranks=(rank,)))
+                    return self.lose(
+                        PeerLostError(
+                            f"rank {rank} has left the job (shutdown, or the end of the script)", ranks=(rank,)
+                        )
+                    )
         return []
 
     def lose(self, error: CollectiveError) -> list[Instruction]:
@@ -197,7 +204,8 @@ class Participant:
         assert self.broken is None or not (self.pending or self.outgoing)
 
 
-# -- the coordinator ------------------------------------------------------------------------------------------------------------
+# -- the coordinator
+# ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -1,10 +1,11 @@
 """What a data plane is: the thing that moves and reduces the bytes of a group of ranks.
 
-A plane knows nothing of names, negotiation, fusion or frameworks. Its caller makes sure that every rank of the group calls
-the same operations, with the same sizes, dtype and reduction, in the same order; one call at a time.
+A plane knows nothing of names, negotiation, fusion or frameworks. Its caller makes sure that every rank of the group
+calls the same operations, with the same sizes, dtype and reduction, in the same order; one call at a time.
 
 Arrays are flat, C-contiguous and of the dtype's storage type (bfloat16 is uint16). ``deadline`` is a value of
-``time.monotonic()``. Every call returns when this rank's outputs are complete and its inputs may be overwritten, or raises
+``time.monotonic()``. Every call returns when this rank's outputs are complete and its inputs may be overwritten, or
+raises
 
 * `PeerLostError` - a rank died; within a second of its death;
 * `DeadlineError` - ranks did not come by the deadline; names them;
@@ -83,7 +84,7 @@ class DataPlane(Protocol):
     capabilities: Capabilities
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
-        """Reduce each buffer over all ranks; every rank gets the result. All or none of the buffers are registered memory."""
+        """Reduce each buffer over all ranks; every rank gets the result. All or no buffers are registered memory."""
         ...
 
     def reducescatter(

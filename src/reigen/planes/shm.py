@@ -2,22 +2,27 @@
 
 Registered memory (a `Region`) is reduced where it lies. Rank r owns slice r of every buffer: block by block, small
 enough for its cache, it adds that slice of all copies in rank order and writes the sum into all copies. Each rank
-reads S and writes S bytes for a buffer of S bytes, whatever the number of ranks. One barrier at the end: that everybody's data is
-there is known before the call (engine: it was announced because all ranks had submitted it).
+reads S and writes S bytes for a buffer of S bytes, whatever the number of ranks. One barrier at the end: that
+everybody's data is there is known before the call (engine: it was announced because all ranks had submitted it).
 
-Ordinary arrays are staged: every rank has three slots in its segment, used in turn. Chunk by chunk the ranks fill a slot,
-reduce their slice of it, and collect the slices of the others. What fits one small chunk is not cut: every rank adds all
-of it, in rank order too, so that one barrier is enough.
+Ordinary arrays are staged: every rank has three slots in its segment, used in turn. Chunk by chunk the ranks put what
+others will reduce into a slot, reduce their own slice (their own contribution to it stays where it is), and collect
+the slices of the others. What fits one small chunk is not cut: every rank adds all of it, in rank order too, so that
+one barrier is enough.
 
 Why three slots: slot k % 3 is filled again for chunk k + 3. With `_filled` and `_reduced` as the two turnstiles:
 
-a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for filled(k) (so copying overlaps with waiting).
+a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for filled(k) (so copying overlaps with
+   waiting).
 b. It posts reduced(k) after reducing k, which it does after having collected k - 1.
-c. Filling k + 2 comes after waiting for reduced(k) of all ranks: by (b) all have collected k - 1, which used that very slot.
-d. In a chunk without the reduced step (`_rounds`), k + 1 is filled after collecting k; others that have posted filled(k)
-   have collected k - 1, so k + 2 and even k + 1 find their slots unread. Mixed sequences follow from c and d.
+c. Filling k + 2 comes after waiting for reduced(k) of all ranks: by (b) all have collected k - 1, which used that very
+   slot.
+d. In a chunk without the reduced step (`_rounds`), k + 1 is filled after collecting k; others that have posted
+   filled(k) have collected k - 1, so k + 2 and even k + 1 find their slots unread. Mixed sequences follow from c and
+   d.
 
-Every element's sum is taken in rank order wherever it is cut, so results have the same bits for all sizes of chunk and fusion.
+Every element's sum is taken in rank order wherever it is cut, so results have the same bits for all sizes of chunk and
+fusion.
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ def shm_plane_bytes() -> int:
 
 
 def slice_of(count: int, rank: int, size: int, itemsize: int) -> tuple[int, int]:
-    """Rank ``rank``'s slice of ``count`` elements: equal parts that begin at cache lines; the last ones may be short or empty."""
+    """Rank ``rank``'s slice of ``count`` elements: equal, from cache line to cache line; the last may be short."""
     step = -(-count // size)
     line = max(1, _LINE // itemsize)
     step = -(-step // line) * line
@@ -69,7 +74,7 @@ class _Strung:
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
         """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
-        found = []
+        found: list[tuple[int, Array]] = []
         i = bisect.bisect_right(self._starts, begin) - 1
         while begin < end:
             start, stop = self._starts[i], min(end, self._starts[i + 1])
@@ -113,7 +118,8 @@ class ShmPlane:
         self._regions: dict[int, Mapped] = {}
         self._free: dict[int, Mapped] = {}
 
-    # -- allreduce ------------------------------------------------------------------------------------------------------
+    # -- allreduce
+    # ------------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
         """See `DataPlane.allreduce`."""
@@ -178,7 +184,9 @@ class ShmPlane:
             begin, end = bounds[index]
             slots = self._slots[self._filled.count % _NUM_SLOTS]
             views = [self._typed(slot, storage, end - begin) for slot in slots]
-            source.read(begin, end, views[self.rank])
+            low, high = slice_of(end - begin, self.rank, self.size, storage.itemsize)
+            source.read(begin, begin + low, views[self.rank][:low])
+            source.read(begin + high, end, views[self.rank][high:])
             steps.append((self._filled.post(), views))
 
         fill(0)
@@ -187,19 +195,37 @@ class ShmPlane:
                 fill(index + 1)
             step, views = steps[index]
             self._filled.wait(step, deadline)
-            slices = [slice(*slice_of(end - begin, rank, self.size, storage.itemsize)) for rank in range(self.size)]
-            self._reduce_slice(views, slices[self.rank], reducer)
+            slices = [slice_of(end - begin, rank, self.size, storage.itemsize) for rank in range(self.size)]
+            self._reduce_slice(source, target, views, begin, slices[self.rank], reducer)
             self._reduced.wait(self._reduced.post(), deadline)
-            for view, part in zip(views, slices, strict=True):
-                target.write(begin + part.start, view[part])
+            for rank, (low, high) in enumerate(slices):
+                if rank != self.rank:
+                    target.write(begin + low, views[rank][low:high])
 
-    def _reduce_slice(self, views: Sequence[Array], part: slice, reducer: Reducer) -> None:
+    def _reduce_slice(
+        self,
+        source: _Strung,
+        target: _Strung,
+        views: Sequence[Array],
+        begin: int,
+        own: tuple[int, int],
+        reducer: Reducer,
+    ) -> None:
+        """Reduce this rank's slice of a chunk, taking its own contribution from where it is, into target and slot."""
         block = BLOCK_BYTES // views[0].itemsize
-        for begin in range(part.start, part.stop, block):
-            inputs = [view[begin : min(part.stop, begin + block)] for view in views]
-            reducer.reduce(inputs, inputs[self.rank])
+        low, high = begin + own[0], begin + own[1]
+        pairs = zip(source.pieces(low, high), target.pieces(low, high), strict=True)
+        for (place, contribution), (_, result) in pairs:
+            for first in range(0, result.size, block):
+                here = slice(first, min(result.size, first + block))
+                there = slice(place - begin + here.start, place - begin + here.stop)
+                inputs = [view[there] for view in views]
+                inputs[self.rank] = contribution[here]
+                reducer.reduce(inputs, result[here])
+                views[self.rank][there] = result[here]
 
-    # -- collectives that are one exchange per chunk ----------------------------------------------------------------------
+    # -- collectives that are one exchange per chunk
+    # ----------------------------------------------------------------------
 
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
@@ -299,11 +325,14 @@ class ShmPlane:
     def _typed(slot: NDArray[np.uint8], storage: np.dtype[np.generic], count: int) -> Array:
         return slot[: count * storage.itemsize].view(storage)
 
-    # -- registered memory -------------------------------------------------------------------------------------------------
+    # -- registered memory
+    # -------------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> Region:
         """See `DataPlane.allocate`. A freed range of at most twice the size is used again before the segments grow."""
-        fitting = [(m.arrays[0].size, offset) for offset, m in self._free.items() if nbytes <= m.arrays[0].size <= 2 * nbytes]
+        fitting = [
+            (m.arrays[0].size, offset) for offset, m in self._free.items() if nbytes <= m.arrays[0].size <= 2 * nbytes
+        ]
         if fitting:
             offset = min(fitting)[1]
             mapped = self._free.pop(offset)
@@ -339,7 +368,8 @@ class ShmPlane:
         """See `DataPlane.free`."""
         self._free[offset] = self._regions.pop(offset)
 
-    # -- ends ----------------------------------------------------------------------------------------------------------------
+    # -- ends
+    # ----------------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
         """See `DataPlane.abort`."""

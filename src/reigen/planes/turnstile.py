@@ -1,11 +1,11 @@
 """Counters through which the ranks of one host wait for each other.
 
-A turnstile has one word per rank, each in its own cache line, written by that rank alone. `post` adds one to the own word;
-`wait` returns when every other word has come as far as the given number. A barrier is a post and a wait for it.
+A turnstile has one word per rank, each in its own cache line, written by that rank alone. `post` adds one to the own
+word; `wait` returns when every other word has come as far as the given number. A barrier is a post and a wait for it.
 
-Waiting looks a few times, for the case that the others are just about to come, and then sleeps in the kernel on the word of
-a rank that has not come. With more ranks than cores looking again is a waste of the very core that the others need, so
-then it sleeps at once.
+Waiting looks a few times, for the case that the others are just about to come, and then sleeps in the kernel on the
+word of a rank that has not come. With more ranks than cores looking again is a waste of the very core that the others
+need, so then it sleeps at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from reigen.cluster.neighbours import Neighbours, listed
 from reigen.errors import DeadlineError
 from reigen.wire.futex import Word, fences, reached
 
-#: How long a sleep may last before deaths and the deadline are looked at again: a death is seen this much later at most.
+#: How long a sleep may last before deaths and the deadline are looked at again: a death is seen this much later at
+#: most.
 SLICE_SECONDS = 0.1
 
 

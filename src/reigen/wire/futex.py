@@ -7,15 +7,15 @@ format ``I`` copies exactly four aligned bytes). Three things are relied on:
 
 1. *Publish*: data is written before the flag that announces it, and read after that flag was seen. On x86-64 stores
    become visible in program order and loads are performed in program order (TSO), so ``publish()`` does nothing there.
-   Elsewhere (aarch64) the publisher calls membarrier(2), GLOBAL_EXPEDITED: every thread of every registered process passes a
-   full barrier between the data and the flag, so a reader that sees the flag cannot have read the data before that point.
-   The readers need no barrier of their own.
+   Elsewhere (aarch64) the publisher calls membarrier(2), GLOBAL_EXPEDITED: every thread of every registered process
+   passes a full barrier between the data and the flag, so a reader that sees the flag cannot have read the data before
+   that point. The readers need no barrier of their own.
 2. *Sleep*: a sleeper stores "I sleep" and then checks the flag; a waker stores the flag and then reads "does anybody
-   sleep?". Each may overtake its own store even on x86-64, so the waker calls ``fence()`` in between (a locked instruction:
-   taking an uncontended lock; membarrier elsewhere). The sleeper's check is made by the kernel, inside futex_wait, behind a
-   full barrier.
-3. *Causality*: what rank A wrote before telling rank B is visible to rank C once B has told C. Both x86-64 and ARMv8 are
-   multi-copy atomic, so this follows from 1.
+   sleep?". Each may overtake its own store even on x86-64, so the waker calls ``fence()`` in between (a locked
+   instruction: taking an uncontended lock; membarrier elsewhere). The sleeper's check is made by the kernel, inside
+   futex_wait, behind a full barrier.
+3. *Causality*: what rank A wrote before telling rank B is visible to rank C once B has told C. Both x86-64 and ARMv8
+   are multi-copy atomic, so this follows from 1.
 
 Every wait is bounded, so even a lost wake-up would cost time and not progress.
 """
@@ -52,7 +52,8 @@ def _futex() -> tuple[Callable[..., int], int]:
     syscall = ctypes.CDLL(None, use_errno=True).syscall
     syscall.restype = ctypes.c_long
     syscall.argtypes = (
-        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32,
+        ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p,
+        ctypes.c_uint32,
     )  # fmt: skip
     return syscall, _SYSCALLS[machine][0]
 
@@ -95,7 +96,7 @@ class Word:
         if offset % 4:
             raise AssertionError(f"offset {offset} is not aligned")
         cell = memory[offset : offset + 4]
-        self._memory = memoryview(cell).cast("I")
+        self._memory = cell.data.cast("I")
         self._address = cell.ctypes.data
         self._syscall, self._number = _futex()
 
@@ -108,7 +109,7 @@ class Word:
         self._memory[0] = value & _MASK
 
     def wait(self, expected: int, timeout_seconds: float, bits: int = EVERYBODY) -> None:
-        """Sleep while the word is ``expected``, until a wake with a common bit, or for the time given; may return early."""
+        """Sleep while the word is ``expected``: until a wake with a common bit, or for so long; may return early."""
         until = time.monotonic() + timeout_seconds
         seconds = int(until)
         timeout = _Timespec(seconds, int((until - seconds) * 1e9))

@@ -3,10 +3,12 @@
 Every rank has one outbox: a ring of bytes in its own segment that it alone writes, and that every other rank may read.
 Each reader keeps its own place in its own segment, so every word of shared memory has one writer, except the doorbell.
 
-A. A message is written to the ring as 4 bytes of length and the bytes; then the write cursor is moved; then the doorbells
-   of its readers are rung. A ring that is full keeps messages back, in order, until its readers have moved on.
-B. Ringing stores a value into the doorbell that it never had and wakes whoever sleeps on it. The value differs with every ring and ringer,
-   so a sleeper who read the doorbell, looked at the rings and found nothing sleeps only while nobody has rung since.
+A. A message is written to the ring as 4 bytes of length and the bytes; then the write cursor is moved; then the
+   doorbells of its readers are rung. A ring that is full keeps messages back, in order, until its readers have moved
+   on.
+B. Ringing stores a value into the doorbell that it never had and wakes whoever sleeps on it. The value differs with
+   every ring and ringer, so a sleeper who read the doorbell, looked at the rings and found nothing sleeps only while
+   nobody has rung since.
 C. A rank says which kind of thread may sleep on its doorbell (`Sleeper`), so that a ring does not wake a thread of
    which another one has taken over the work.
 
@@ -84,7 +86,9 @@ class Mailbox:
         writers: the ranks that it hears.
     """
 
-    def __init__(self, memories: Sequence[NDArray[np.uint8]], rank: int, readers: Sequence[int], writers: Sequence[int]) -> None:
+    def __init__(
+        self, memories: Sequence[NDArray[np.uint8]], rank: int, readers: Sequence[int], writers: Sequence[int]
+    ) -> None:
         n = len(memories)
         self._publish, self._fence = fences()
         self._rank = rank

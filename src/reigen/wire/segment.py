@@ -1,7 +1,7 @@
 """A rank's shared memory: one anonymous file (memfd) that the other ranks of the host map too.
 
-A memfd has no name: it is gone when its last user is, however that user ended, so a crash leaves nothing behind, and the
-size of /dev/shm (64 MB in a plain container) does not limit it. Another process of the same user opens it through
+A memfd has no name: it is gone when its last user is, however that user ended, so a crash leaves nothing behind, and
+the size of /dev/shm (64 MB in a plain container) does not limit it. Another process of the same user opens it through
 ``/proc/PID/fd/FD``; nobody else can.
 """
 
@@ -27,7 +27,7 @@ def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
 
 
 def available_memory_bytes() -> int | None:
-    """What the machine, or the cgroup of this process if that is less, still has; None where the system does not say."""
+    """What the machine, or the cgroup of this process if less, still has; None where nobody says."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         line = next(x for x in Path("/proc/meminfo").read_text().splitlines() if x.startswith("MemAvailable:"))
