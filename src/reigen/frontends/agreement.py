@@ -21,7 +21,7 @@ _numbers: WeakKeyDictionary[Context, Iterator[int]] = WeakKeyDictionary()
 
 
 def next_number(context: Context) -> int:
-    """0, 1, 2 ... for each set of gradients of one context: the same on every rank that makes them in the same order."""
+    """0, 1, 2 ... for each set of gradients of one context; the same on all ranks that make them in the same order."""
     return next(_numbers.setdefault(context, itertools.count()))
 
 

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 #: Every place starts on a cache line: no two gradients, so no two threads that write them, share one.
 ALIGNMENT_BYTES = 64
 
-#: Used where the configuration does not say how large a bucket may be.
-DEFAULT_BUCKET_BYTES = 4 << 20
-
 #: The first bucket may hold this part of the others' bytes, so that communication starts early in backward.
 FIRST_BUCKET_DIVISOR = 4
 

@@ -1,6 +1,7 @@
 """Every collective, for the tensors of any framework: argument rules, then adapter and context.
 
-All of them submit and return a :class:`Pending` at once. Wrong arguments raise :class:`~reigen.errors.ArgumentError` (or
+All of them submit and return a :class:`Pending` at once; ``blocking=True`` promises that the caller waits for it next,
+which saves waking another thread. Wrong arguments raise :class:`~reigen.errors.ArgumentError` (or
 :class:`~reigen.errors.UnsupportedTypeError`) on the calling rank alone, before anything is sent.
 """
 
@@ -106,64 +107,90 @@ class Collectives(Generic[Tensor]):
         self._current = current
 
     def allreduce(
-        self, tensor: Tensor, op: ReduceOp, name: str | None, prescale: float, postscale: float, *, in_place: bool = False
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        *,
+        in_place: bool = False,
+        blocking: bool = False,
     ) -> Pending[Tensor]:
         """``postscale * op(prescale * tensor)`` over all ranks, into the tensor itself or a new one."""
         context, dtype = self._current(), self._adapter.dtype(tensor)
         source, aliases = self._adapter.array(tensor)
         # A private copy may as well receive the result.
         target = source if in_place or not aliases else empty_like(source)
-        scales = {"prescale": float(prescale), "postscale": float(postscale)}
-        handle = context.allreduce(source, target, dtype, op=op, name=name, **scales)
+        handle = context.allreduce(
+            source,
+            target,
+            dtype,
+            op=op,
+            name=name,
+            prescale=float(prescale),
+            postscale=float(postscale),
+            blocking=blocking,
+        )
         if in_place:
             return Pending(handle, self._into(tensor, target, aliases))
         return Pending(handle, lambda _: self._adapter.wrap(target, tensor))
 
-    def broadcast(self, tensor: Tensor, root_rank: int, name: str | None, *, in_place: bool = False) -> Pending[Tensor]:
+    def broadcast(
+        self, tensor: Tensor, root_rank: int, name: str | None, *, in_place: bool = False, blocking: bool = False
+    ) -> Pending[Tensor]:
         """The root's contents, into the tensor itself or a new one."""
         context, dtype = self._current(), self._adapter.dtype(tensor)
         check_root(root_rank, context.size)
         source, aliases = self._adapter.array(tensor)
         target = source if in_place or not aliases else empty_like(source)
-        handle = context.broadcast(source, target, dtype, root_rank=root_rank, name=name)
+        handle = context.broadcast(source, target, dtype, root_rank=root_rank, name=name, blocking=blocking)
         if in_place:
             return Pending(handle, self._into(tensor, target, aliases))
         return Pending(handle, lambda _: self._adapter.wrap(target, tensor))
 
-    def allgather(self, tensor: Tensor, name: str | None) -> Pending[Tensor]:
+    def allgather(self, tensor: Tensor, name: str | None, *, blocking: bool = False) -> Pending[Tensor]:
         """All tensors concatenated along dimension 0 in rank order; scalars become a vector of ``size`` elements."""
         context, dtype = self._current(), self._adapter.dtype(tensor)
         source, _ = self._adapter.array(tensor)
-        handle = context.allgather(as_rows(source), dtype, name=name)
+        handle = context.allgather(as_rows(source), dtype, name=name, blocking=blocking)
         return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), tensor))
 
     def alltoall(
-        self, tensor: Tensor, splits: Sequence[int] | None, name: str | None
+        self, tensor: Tensor, splits: Sequence[int] | None, name: str | None, *, blocking: bool = False
     ) -> Pending[tuple[Tensor, tuple[int, ...]]]:
         """Row block i goes to rank i: what this rank received in rank order, and the rows that came from each rank."""
         context, dtype = self._current(), self._adapter.dtype(tensor)
         rows = check_splits(splits, self._adapter.shape(tensor), context.size)
         source, _ = self._adapter.array(tensor)
-        handle = context.alltoall(source[: sum(rows)], dtype, splits=rows, name=name)
+        handle = context.alltoall(source[: sum(rows)], dtype, splits=rows, name=name, blocking=blocking)
         return Pending(
             handle, lambda outcome: (self._adapter.wrap(_array_of(outcome), tensor), tuple(outcome.received_splits))
         )
 
     def reducescatter(
-        self, tensor: Tensor, op: ReduceOp, name: str | None, prescale: float, postscale: float
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        name: str | None,
+        prescale: float,
+        postscale: float,
+        *,
+        blocking: bool = False,
     ) -> Pending[Tensor]:
         """This rank's rows of the reduced tensor; the first ``rows % size`` ranks get one row more."""
         context, dtype = self._current(), self._adapter.dtype(tensor)
         if not self._adapter.shape(tensor):
             raise ArgumentError("reducescatter needs a tensor with at least one dimension, got a scalar")
         source, _ = self._adapter.array(tensor)
-        scales = {"prescale": float(prescale), "postscale": float(postscale)}
-        handle = context.reducescatter(source, dtype, op=op, name=name, **scales)
+        handle = context.reducescatter(
+            source, dtype, op=op, name=name, prescale=float(prescale), postscale=float(postscale), blocking=blocking
+        )
         return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), tensor))
 
     def barrier(self, name: str | None = None) -> None:
         """Return when every rank has come here."""
-        self._current().barrier(name=name).wait()
+        self._current().barrier(name=name, blocking=True).wait()
 
     def _into(self, tensor: Tensor, array: Array, aliases: bool) -> Callable[[Outcome], Tensor]:
         def deliver(_: Outcome) -> Tensor:
@@ -176,7 +203,7 @@ class Collectives(Generic[Tensor]):
         return deliver
 
 
-def check_root(root_rank: int, size: int) -> None:
+def check_root(root_rank: object, size: int) -> None:
     """Accept a rank of the job.
 
     Raises:
@@ -207,7 +234,9 @@ def check_splits(splits: Sequence[int] | None, shape: tuple[int, ...], size: int
     if len(rows) != size:
         raise ArgumentError(f"alltoall splits must have one entry a rank: {size}, got {len(rows)}")
     if min(rows) < 0 or sum(rows) > shape[0]:
-        raise ArgumentError(f"alltoall splits {rows} must not be negative, nor add up to more than dimension 0 ({shape[0]})")
+        raise ArgumentError(
+            f"alltoall splits must not be negative, nor add up to more than dimension 0 ({shape[0]}), got {rows}"
+        )
     return rows
 
 

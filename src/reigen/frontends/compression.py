@@ -9,7 +9,7 @@ from reigen.types import DType
 
 @dataclass(frozen=True)
 class Cast:
-    """Floating-point tensors are cast to ``wire`` before they are sent, and back afterwards. None sends them as they are."""
+    """Floating-point tensors travel as ``wire``; None sends them as they are."""
 
     wire: DType | None = None
 

@@ -11,9 +11,9 @@ b. A complete gradient is collected into its bucket; the last one of a bucket su
 c. ``finish()`` names every gradient that was not collected (the executor contributes what it has, or zeros, so that
    ranks whose models ran differently still agree) and every bucket that was not submitted.
 
-In the first pass there is no plan: nothing is collected, and the order of arrival is recorded. The executor agrees on one
-order with the other ranks, makes a plan and calls :meth:`GradientTracker.adopt` before that pass's ``finish()``. From the
-second pass on, buckets are submitted while backward runs.
+In the first pass there is no plan: nothing is collected, and the order of arrival is recorded. The executor agrees on
+one order with the other ranks, makes a plan and calls :meth:`GradientTracker.adopt` before that pass's ``finish()``.
+From the second pass on, buckets are submitted while backward runs.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class GradientTracker:
         """
         check_passes(passes)
         if self.outstanding:
-            raise StepOrderError("backward_passes_per_step cannot change between backward() and step() or synchronize()")
+            raise StepOrderError("backward_passes_per_step cannot change between backward() and step()")
         self._passes = passes
         self.reset()
 
@@ -178,7 +178,7 @@ class GradientTracker:
         self._waiting = [len(bucket.places) for bucket in self.plan.buckets] if self.plan else []
 
 
-def check_passes(passes: int) -> int:
+def check_passes(passes: object) -> int:
     """``passes`` itself, if it can be a ``backward_passes_per_step``.
 
     Raises:

@@ -29,7 +29,7 @@ def tensor_over(array: Array, dtype: DType) -> torch.Tensor:
 
 
 class TorchAdapter:
-    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense tensors. Tensors of a device are staged through the host."""
+    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense tensors; a device's are staged through the host."""
 
     def dtype(self, tensor: torch.Tensor) -> DType:
         """The element type.

@@ -8,10 +8,10 @@ from enum import Enum
 import torch
 
 from reigen import context as contexts
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, CollectiveError
 from reigen.frontends.gradients import check_passes
 from reigen.torch.adapter import dtype_of
-from reigen.torch.reducer import Reducer, ReduceOptions, check_finished
+from reigen.torch.reducer import ReduceOptions, Reducer, check_finished
 
 
 class Finished(Enum):
@@ -83,11 +83,11 @@ class GradientAverager:
         self.adopt(parameters)
         for reducer in self.reducers:
             reducer.start()
-        failure: Exception | None = None
+        failure: CollectiveError | None = None
         for reducer in self.reducers:
             try:
                 reducer.wait()
-            except Exception as error:
+            except CollectiveError as error:
                 failure = failure or error
         if failure is not None:
             raise failure

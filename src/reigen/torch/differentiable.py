@@ -1,7 +1,7 @@
 """Backward of the collectives. Each is itself a collective, so every rank must run backward through it.
 
-The rules are Horovod's, so that gradients of existing models stay the same: backward of allgather and broadcast *averages*
-over the ranks.
+The rules are Horovod's, so that gradients of existing models stay the same: backward of allgather and broadcast
+*averages* over the ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reigen.frontends.collectives import Collectives
 from reigen.torch.adapter import TorchAdapter
 from reigen.types import ReduceOp
 
-COLLECTIVES = Collectives(TorchAdapter(), lambda: context.current())
+COLLECTIVES = Collectives(TorchAdapter(), context.current)
 
 _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
 
@@ -34,7 +34,7 @@ class Allreduce(torch.autograd.Function):
     ) -> torch.Tensor:
         """Allreduce ``tensor``."""
         ctx.args = (op, None if name is None else f"{name}.grad", prescale, postscale)
-        result: torch.Tensor = _done(COLLECTIVES.allreduce(tensor, op, name, prescale, postscale))
+        result: torch.Tensor = _done(COLLECTIVES.allreduce(tensor, op, name, prescale, postscale, blocking=True))
         return result
 
     @staticmethod
@@ -42,7 +42,7 @@ class Allreduce(torch.autograd.Function):
         """Raises ArgumentError for Min, Max and Product, which have no such rule."""
         if ctx.args[0] not in _LINEAR:
             raise ArgumentError(f"allreduce with op={ctx.args[0].name.title()} has no gradient; detach() its input")
-        return _done(COLLECTIVES.allreduce(grads[0], *ctx.args)), None, None, None, None
+        return _done(COLLECTIVES.allreduce(grads[0], *ctx.args, blocking=True)), None, None, None, None
 
 
 class Allgather(torch.autograd.Function):
@@ -52,16 +52,18 @@ class Allgather(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
         """Allgather ``tensor``."""
         ctx.shape, ctx.name = tensor.shape, name
-        result: torch.Tensor = _done(COLLECTIVES.allgather(tensor, name))
+        result: torch.Tensor = _done(COLLECTIVES.allgather(tensor, name, blocking=True))
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One allreduce, and one small allgather: this rank cannot know where its rows begin."""
         name = None if ctx.name is None else f"{ctx.name}.grad"
-        averaged = _done(COLLECTIVES.allreduce(grads[0], ReduceOp.AVERAGE, name, 1.0, 1.0))
+        averaged = _done(COLLECTIVES.allreduce(grads[0], ReduceOp.AVERAGE, name, 1.0, 1.0, blocking=True))
         own = ctx.shape[0] if ctx.shape else 1
-        rows = _done(COLLECTIVES.allgather(torch.tensor([own]), None if name is None else f"{name}.rows")).tolist()
+        rows = _done(
+            COLLECTIVES.allgather(torch.tensor([own]), None if name is None else f"{name}.rows", blocking=True)
+        ).tolist()
         rank = context.current().rank
         return averaged.narrow(0, sum(rows[:rank]), own).reshape(ctx.shape), None
 
@@ -73,14 +75,14 @@ class Broadcast(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
         """Broadcast ``tensor``."""
         ctx.root_rank, ctx.name = root_rank, name
-        result: torch.Tensor = _done(COLLECTIVES.broadcast(tensor, root_rank, name))
+        result: torch.Tensor = _done(COLLECTIVES.broadcast(tensor, root_rank, name, blocking=True))
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One allreduce."""
         name = None if ctx.name is None else f"{ctx.name}.grad"
-        averaged = _done(COLLECTIVES.allreduce(grads[0], ReduceOp.AVERAGE, name, 1.0, 1.0))
+        averaged = _done(COLLECTIVES.allreduce(grads[0], ReduceOp.AVERAGE, name, 1.0, 1.0, blocking=True))
         return averaged if context.current().rank == ctx.root_rank else torch.zeros_like(averaged), None, None
 
 
@@ -92,7 +94,7 @@ class Alltoall(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, splits: tuple[int, ...] | None, name: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Alltoall of ``tensor``; the second result is int32: the rows that came from each rank."""
-        output, received = _done(COLLECTIVES.alltoall(tensor, splits, name))
+        output, received = _done(COLLECTIVES.alltoall(tensor, splits, name, blocking=True))
         ctx.received, ctx.shape, ctx.name = received, tensor.shape, name
         counts = torch.tensor(received, dtype=torch.int32)
         ctx.mark_non_differentiable(counts)
@@ -102,7 +104,7 @@ class Alltoall(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Rows that were not sent get zeros."""
         name = None if ctx.name is None else f"{ctx.name}.grad"
-        returned, _ = _done(COLLECTIVES.alltoall(grads[0], ctx.received, name))
+        returned, _ = _done(COLLECTIVES.alltoall(grads[0], ctx.received, name, blocking=True))
         gradient = returned.new_zeros(ctx.shape)
         gradient[: returned.shape[0]] = returned
         return gradient, None, None
@@ -117,7 +119,7 @@ class Reducescatter(torch.autograd.Function):
     ) -> torch.Tensor:
         """Reducescatter ``tensor``."""
         ctx.op, ctx.name, ctx.scale = op, name, prescale * postscale
-        result: torch.Tensor = _done(COLLECTIVES.reducescatter(tensor, op, name, prescale, postscale))
+        result: torch.Tensor = _done(COLLECTIVES.reducescatter(tensor, op, name, prescale, postscale, blocking=True))
         return result
 
     @staticmethod
@@ -125,6 +127,8 @@ class Reducescatter(torch.autograd.Function):
         """Raises ArgumentError for Min, Max and Product, which have no such rule."""
         if ctx.op not in _LINEAR:
             raise ArgumentError(f"reducescatter with op={ctx.op.name.title()} has no gradient; detach() its input")
-        gathered = _done(COLLECTIVES.allgather(grads[0], None if ctx.name is None else f"{ctx.name}.grad"))
+        gathered = _done(
+            COLLECTIVES.allgather(grads[0], None if ctx.name is None else f"{ctx.name}.grad", blocking=True)
+        )
         scale = ctx.scale * (context.current().size if ctx.op is ReduceOp.SUM else 1)
         return gathered if scale == 1 else gathered * scale, None, None, None, None

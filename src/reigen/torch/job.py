@@ -7,7 +7,7 @@ from reigen.errors import ArgumentError
 
 
 def init(comm: object = None, process_sets: object = None) -> None:
-    """Join the job that the environment describes, or a job of one rank if it describes none. Repeating it does nothing.
+    """Join the job that the environment describes, alone if it describes none. Repeating it does nothing.
 
     Args:
         comm: None; a communicator or a list of ranks is not supported.

@@ -1,7 +1,7 @@
 """The collectives on torch tensors.
 
-Wherever a tensor is taken, it may be a scalar, empty, non-contiguous, or on a device (then it is staged through the host).
-The element types are uint8, int8, uint16, int16, int32, int64, float16, bfloat16, float32, float64 and bool; another one
+Wherever a tensor is taken, it may be a scalar, empty, non-contiguous, or on a device (staged through the host then).
+The element types are uint8, int8, uint16, int16, int32, int64, float16, bfloat16, float32, float64 and bool; another
 raises :class:`~reigen.errors.UnsupportedTypeError` (a ValueError). A wrong argument raises
 :class:`~reigen.errors.ArgumentError` (a ValueError) on this rank alone. A collective that fails raises
 :class:`~reigen.errors.CollectiveError` (also named ``HorovodInternalError``, a RuntimeError) from ``synchronize``.
@@ -20,10 +20,12 @@ from reigen.errors import ArgumentError
 from reigen.frontends.collectives import Pending, check_op, check_process_set, choose_op
 from reigen.torch.compression import Compression, Compressor
 from reigen.torch.differentiable import COLLECTIVES, Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
-from reigen.types import GLOBAL_PROCESS_SET as global_process_set
-from reigen.types import ProcessSet
+from reigen.types import GLOBAL_PROCESS_SET, ProcessSet
 
 Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
+
+#: All ranks of the job.
+global_process_set = GLOBAL_PROCESS_SET
 
 #: What the asynchronous collectives return; :func:`poll` and :func:`synchronize` take it.
 Handle = Pending[Any]
@@ -41,7 +43,7 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """``postscale * op(prescale * tensor)`` over all ranks, as a new tensor of the same shape and dtype. Differentiable.
+    """``postscale * op(prescale * tensor)`` over all ranks, as a new tensor like ``tensor``. Differentiable.
 
     Args:
         tensor: the same shape and dtype on every rank.
@@ -60,7 +62,9 @@ def allreduce(
         args = (chosen, name, float(prescale_factor), float(postscale_factor))
         result = _apply(Allreduce, compressed, *args)
     else:
-        result = COLLECTIVES.allreduce(compressed, chosen, name, prescale_factor, postscale_factor).wait()
+        result = COLLECTIVES.allreduce(
+            compressed, chosen, name, prescale_factor, postscale_factor, blocking=True
+        ).wait()
     return compression.decompress(_sure(result), ctx)
 
 
@@ -90,7 +94,11 @@ def allreduce_(
     """:func:`allreduce` in place: the result is written into ``tensor``, which is returned."""
     check_process_set(process_set)
     chosen = choose_op(average, op)
-    return _sure(COLLECTIVES.allreduce(tensor, chosen, name, prescale_factor, postscale_factor, in_place=True).wait())
+    return _sure(
+        COLLECTIVES.allreduce(
+            tensor, chosen, name, prescale_factor, postscale_factor, in_place=True, blocking=True
+        ).wait()
+    )
 
 
 def allreduce_async_(
@@ -120,8 +128,9 @@ def allgather(
     """
     check_process_set(process_set)
     if _needs_graph(tensor):
-        return _sure(_apply(Allgather, tensor, name))
-    return _sure(COLLECTIVES.allgather(tensor, name).wait())
+        gathered: torch.Tensor = _apply(Allgather, tensor, name)
+        return gathered
+    return _sure(COLLECTIVES.allgather(tensor, name, blocking=True).wait())
 
 
 def allgather_async(
@@ -145,8 +154,9 @@ def broadcast(
     """
     check_process_set(process_set)
     if _needs_graph(tensor):
-        return _sure(_apply(Broadcast, tensor, root_rank, name))
-    return _sure(COLLECTIVES.broadcast(tensor, root_rank, name).wait())
+        received: torch.Tensor = _apply(Broadcast, tensor, root_rank, name)
+        return received
+    return _sure(COLLECTIVES.broadcast(tensor, root_rank, name, blocking=True).wait())
 
 
 def broadcast_async(
@@ -162,7 +172,7 @@ def broadcast_(
 ) -> torch.Tensor:
     """:func:`broadcast` in place: the root's contents are written into ``tensor``, which is returned."""
     check_process_set(process_set)
-    return _sure(COLLECTIVES.broadcast(tensor, root_rank, name, in_place=True).wait())
+    return _sure(COLLECTIVES.broadcast(tensor, root_rank, name, in_place=True, blocking=True).wait())
 
 
 def broadcast_async_(
@@ -228,7 +238,9 @@ def reducescatter(
         args = (chosen, name, float(prescale_factor), float(postscale_factor))
         result = _apply(Reducescatter, compressed, *args)
     else:
-        result = COLLECTIVES.reducescatter(compressed, chosen, name, prescale_factor, postscale_factor).wait()
+        result = COLLECTIVES.reducescatter(
+            compressed, chosen, name, prescale_factor, postscale_factor, blocking=True
+        ).wait()
     return compression.decompress(_sure(result), ctx)
 
 
@@ -251,12 +263,12 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     COLLECTIVES.barrier()
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: object) -> bool:
     """Whether ``synchronize(handle)`` would return without blocking."""
     return not isinstance(handle, Pending) or handle.poll()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: object) -> Any:
     """Wait for an asynchronous collective and return its result; None for an unknown or already synchronized handle.
 
     Raises:
@@ -265,8 +277,8 @@ def synchronize(handle: Handle) -> Any:
     return handle.wait() if isinstance(handle, Pending) else None
 
 
-def _needs_graph(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.requires_grad and torch.is_grad_enabled()
+def _needs_graph(tensor: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and bool(getattr(tensor, "requires_grad", False))
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import sys
 import warnings
 import weakref
@@ -38,30 +37,30 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
 ) -> Any:
     """Wrap an optimizer so that ``step()`` uses gradients reduced over all ranks.
 
-    The result is an instance of a subclass of the optimizer's class, which shares its parameter groups and state: learning
-    rate schedulers, ``state_dict`` and ``isinstance`` work. Gradients lie in shared memory and are reduced, bucket by
-    bucket, while backward still runs. The buckets' memory is registered in the first ``step()`` or ``synchronize()``, and
-    given back when the optimizer is garbage-collected.
+    The result is an instance of a subclass of the optimizer's class, which shares its parameter groups and state:
+    learning rate schedulers, ``state_dict`` and ``isinstance`` work. Gradients lie in shared memory and are reduced,
+    bucket by bucket, while backward still runs. The buckets' memory is registered in the first ``step()`` or
+    ``synchronize()``, and given back when the optimizer is garbage-collected.
 
     Parameters without a gradient contribute zeros, so models may run partly, and differently on different ranks.
-    Parameters that are added or become trainable later are found at the next step; all ranks must do it at the same one.
+    Parameters that are added or become trainable later are found at the next step, which must be the same on all ranks.
     In a job of one rank this is the plain optimizer.
 
     Args:
-        optimizer: any optimizer of torch.optim, or another subclass of its ``Optimizer``. For LBFGS the closure's loss is
-            averaged too, so that its line search decides the same on all ranks.
+        optimizer: any optimizer of torch.optim, or another subclass of its ``Optimizer``. For LBFGS the closure's loss
+            is averaged too, so that its line search decides the same on all ranks.
         named_parameters: what ``model.named_parameters()`` gives; the names are used in messages.
         compression: the element type in which gradients travel.
         backward_passes_per_step: gradients that are summed up (not averaged) locally before they are reduced.
         op: Average, Sum, Min, Max or Product.
-        gradient_predivide_factor: with Average, gradients are divided by it before they are added, and multiplied after.
+        gradient_predivide_factor: with Average, gradients are divided by it before they are added, multiplied after.
         num_groups: deprecated; use ``groups``.
         groups: how to fuse gradients: a number, or lists of parameters. Checked, and otherwise left to the buckets.
         sparse_as_dense: make sparse gradients dense. Otherwise their indices and values are gathered.
         process_set: only ``global_process_set``.
 
     Returns:
-        The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step()`` in addition.
+        The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step()`` added.
 
     Raises:
         ArgumentError: an argument makes no sense; the names do not cover the parameters, or are not unique.
@@ -86,7 +85,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     averager = GradientAverager(named, options, backward_passes_per_step)
     base = type(optimizer)
     cls = type(base.__name__, (AveragingOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    wrapped = cast(AveragingOptimizer, cls.__new__(cls))
+    wrapped: AveragingOptimizer = object.__new__(cls)
     # A scheduler made before has put a bound `step` of the plain optimizer here; it would bypass the averaging.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
     wrapped.attach(averager)
@@ -106,11 +105,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         weakref.finalize(self, release, averager.reducers).atexit = False
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in the base class
+    def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups.
 
-        GradScaler reads the gradients through this list before it calls ``step()``. They must be the averaged ones by then:
-        it changes them in place, and all ranks must come to the same answer about infinities.
+        GradScaler reads the gradients through this list before it calls ``step()``. They must be the averaged ones by
+        then: it changes them in place, and all ranks must come to the same answer about infinities.
         """
         if sys._getframe(1).f_code.co_name == "_unscale_grads_" and self._averager.finished is Finished.NOBODY:
             self._finish(Finished.READER)
@@ -146,7 +145,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         finally:
             self._skips = False
 
-    def step(self, closure: _Closure | None = None) -> Any:  # type: ignore[override]  # the base class has overloads
+    def step(self, closure: _Closure | None = None) -> Any:
         """Reduce the gradients if that has not been done, then let the wrapped class update the parameters.
 
         Args:
@@ -198,7 +197,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain optimizers: the averaging belongs to this process and this object."""
         plain = type(self).__mro__[2]
-        return copyreg.__newobj__, (plain,), self.__getstate__()  # type: ignore[attr-defined]  # missing in its stub
+        return _blank, (plain,), self.__getstate__()
 
     def _finish(self, by: Finished) -> None:
         groups = self.__dict__["param_groups"]
@@ -219,6 +218,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
         return call
 
 
+def _blank(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    return cls.__new__(cls)
+
+
 def _options(compression: Compressor, op: int, predivide: float, sparse_as_dense: bool) -> ReduceOptions:
     chosen = check_op(op)
     if not isinstance(compression, Cast):
@@ -237,15 +240,15 @@ def _named(
     owned = [(group, p) for group, options in enumerate(optimizer.param_groups) for p in options["params"]]
     if named_parameters is None:
         return [(f"group{group}.parameter{index}", parameter) for index, (group, parameter) in enumerate(owned)]
-    named = list(named_parameters)
+    named: list[Any] = list(named_parameters)
     if any(not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) for item in named):
         raise ArgumentError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by model.named_parameters()."
+            "named_parameters should be a sequence of tuples (name, parameter), as model.named_parameters() gives them"
         )
     names = [name for name, _ in named]
     repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
     if repeated:
-        raise ArgumentError(f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(repeated)}")
+        raise ArgumentError(f"names in named_parameters must be unique; found twice: {', '.join(repeated)}")
     name_of = {parameter: name for name, parameter in named}
     unnamed = [index for index, (_, parameter) in enumerate(owned) if parameter not in name_of]
     if unnamed:
@@ -266,10 +269,9 @@ def _check_groups(groups: int | list[list[torch.Tensor]] | None, num_groups: int
         return
     if not isinstance(groups, list):
         raise ArgumentError(f"groups should be a positive integer or a list of lists of torch.Tensor, got {groups!r}")
-    members = [member for group in groups for member in (group if isinstance(group, (list, tuple)) else [group, None])]
-    if any(not isinstance(member, torch.Tensor) for member in members):
+    lists: list[Any] = groups
+    members = [member for group in lists if isinstance(group, (list, tuple)) for member in group]
+    if any(not isinstance(item, (list, tuple)) for item in lists) or any(not torch.is_tensor(m) for m in members):
         raise ArgumentError("groups should be a list of lists of torch.Tensor")
     if len(set(members)) < len(members):
         raise ArgumentError("a parameter can be in one of the groups only")
-
-

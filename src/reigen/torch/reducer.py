@@ -1,8 +1,8 @@
 """Executes what :mod:`reigen.frontends.gradients` decides, for one fixed list of parameters.
 
-The memory of the buckets is registered at the end of the first pass, in ``synchronize()`` or ``step()``, when the order in
-which gradients arrive is known: registering is collective, and there every rank comes, whatever its model did. From then
-on ``p.grad`` is a view of its bucket, and buckets are reduced in place while backward runs.
+The memory of the buckets is registered at the end of the first pass, in ``synchronize()`` or ``step()``, when the order
+in which gradients arrive is known: registering is collective, and there every rank comes, whatever its model did. From
+then on ``p.grad`` is a view of its bucket, and buckets are reduced in place while backward runs.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from reigen import context as contexts
-from reigen.errors import ArgumentError, CollectiveError, NotInitializedError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, StepOrderError
 from reigen.frontends.adapter import Array
 from reigen.frontends.agreement import Agreement, Proposal, agree, next_number
-from reigen.frontends.buckets import DEFAULT_BUCKET_BYTES, ParameterSpec, arrival_order, plan_buckets
+from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, plan_buckets
 from reigen.frontends.gradients import GradientTracker
 from reigen.torch.adapter import dtype_of, tensor_over
 from reigen.torch.compression import Compressor
@@ -68,9 +69,13 @@ class Reducer:
         self.tracker = GradientTracker(len(parameters), backward_passes_per_step)
         self._names = [name for name, _ in parameters]
         self._options = options
-        self._wire = [options.compression.wire_dtype(dtype_of(p.dtype)) for p in self.parameters]
+        own = [dtype_of(p.dtype) for p in self.parameters]
+        self._wire = [options.compression.wire_dtype(dtype) for dtype in own]
         #: whether p.grad may be the place in the bucket itself: same element type, in host memory
-        self._direct = [w is dtype_of(p.dtype) and p.device.type == "cpu" for w, p in zip(self._wire, self.parameters, strict=True)]
+        self._direct = [
+            wire is dtype and p.device.type == "cpu"
+            for wire, dtype, p in zip(self._wire, own, self.parameters, strict=True)
+        ]
         #: a tensor over each parameter's place in its bucket; None before the plan, and for sparse gradients
         self._places: list[torch.Tensor | None] = [None] * len(parameters)
         self._arrays: list[Array] = []
@@ -78,7 +83,7 @@ class Reducer:
         self._region: Region | None = None
         self._sparse = SparseGradients({})
         self._bind(context)
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.parameters)]
+        self._hooks = [_watch(p, self._hook(i)) for i, p in enumerate(self.parameters)]
 
     def start(self) -> None:
         """Contribute and submit everything that this pass has not yet; collective in the first pass.
@@ -149,10 +154,7 @@ class Reducer:
         self._arrays = []
         region, self._region = self._region, None
         if region is not None:
-            try:
-                self._context.free(region)
-            except (NotInitializedError, CollectiveError):
-                pass  # The context is closed or broken: its memory has gone with it.
+            self._context.free(region)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -186,17 +188,18 @@ class Reducer:
             return gradient
         if not self._options.sparse_as_dense:
             raise ArgumentError(
-                f"the gradient of {self._names[index]} was dense or absent on every rank in the first step and is sparse "
-                "now; use sparse_as_dense=True"
+                f"the gradient of {self._names[index]} was dense or absent on every rank in the first step "
+                "and is sparse now; use sparse_as_dense=True"
             )
         return gradient.to_dense()
 
     def _submit(self, bucket: int) -> None:
         plan, region = self.tracker.plan, self._region
-        assert plan is not None and region is not None
         array, options = self._arrays[bucket], self._options
         if not array.size:
             return
+        assert plan is not None
+        assert region is not None
         try:
             self._handles[bucket] = self._context.allreduce(
                 array,
@@ -226,30 +229,31 @@ class Reducer:
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
         agreement = agree(self._context, self._proposal(), self._name)
-        dense = [index for index in arrival_order(agreement.order, len(self.parameters)) if not agreement.sparse_dims[index]]
+        order = arrival_order(agreement.order, len(self.parameters))
+        dense = [index for index in order if not agreement.sparse_dims[index]]
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        plan = plan_buckets(specs, dense, getattr(self._context.config, "bucket_bytes", DEFAULT_BUCKET_BYTES))
+        plan = plan_buckets(specs, dense, self._context.config.bucket_bytes)
         self._sparse = self._sparse_gradients(agreement)
-        if plan.nbytes:
-            region = self._context.allocate(plan.nbytes, name=self._name)
-            region.array[:] = 0  # also brings the pages in, and leaves no garbage between the places
-            self._region = region
-            for bucket in plan.buckets:
-                wire = DTYPES[bucket.dtype]
-                self._arrays.append(region.array[bucket.offset : bucket.offset + bucket.nbytes].view(wire.storage))
-                for place in bucket.places:
-                    array = region.array[place.offset : place.offset + place.nbytes]
-                    self._places[place.parameter] = _place(array, wire, self.parameters[place.parameter])
+        self._register(plan)
         self.tracker.adopt(plan)
+
+    def _register(self, plan: BucketPlan) -> None:
+        region = self._context.allocate(max(1, plan.nbytes), name=self._name)
+        region.array[:] = 0  # also brings the pages in, and leaves no garbage between the places
+        self._region = region
+        for bucket in plan.buckets:
+            wire = DTYPES[bucket.dtype]
+            self._arrays.append(region.array[bucket.offset : bucket.offset + bucket.nbytes].view(wire.storage))
+            for place in bucket.places:
+                array = region.array[place.offset : place.offset + place.nbytes]
+                self._places[place.parameter] = _place(array, wire, self.parameters[place.parameter])
 
     def _proposal(self) -> Proposal:
         options = self._options
-        lines = [
-            f"op={options.op.name} prescale={options.prescale} postscale={options.postscale} "
-            f"sparse_as_dense={options.sparse_as_dense}"
-        ]
+        lines = [f"op={options.op.name}, scaled by {options.prescale} and {options.postscale}"]
         for name, parameter, wire in zip(self._names, self.parameters, self._wire, strict=True):
-            lines.append(f"{name}: {parameter.dtype} as {wire.name}, shape {tuple(parameter.shape)}, strides {_strides(parameter)}")
+            layout = f"shape {tuple(parameter.shape)}, strides {_strides(parameter)}"
+            lines.append(f"{name}: {parameter.dtype} as {wire.name}, {layout}")
         return Proposal(tuple(lines), tuple(self.tracker.order), tuple(map(self._sparse_dims, self.parameters)))
 
     def _sparse_dims(self, parameter: torch.Tensor) -> int:
@@ -276,6 +280,11 @@ def check_finished(reducers: Sequence[Reducer], action: str) -> None:
             f"{action} was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
             "while gradients are on their way to the other ranks; call one of those first"
         )
+
+
+def _watch(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+    return register(hook)
 
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
