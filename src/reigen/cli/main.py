@@ -1,0 +1,42 @@
+"""`reigen COMMAND ...`: finds the command's module and gives it the rest of the line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from reigen._version import __version__
+
+#: Command -> what it does. Module ``reigen.cli.COMMAND`` has ``main(arguments) -> exit code`` and is imported when it
+#: is asked for: `reigen run` must start fast.
+COMMANDS = {
+    "run": "start a job: the same command in several processes",
+    "check": "say what is installed here, whether jobs can run, and how",
+    "bench": "measure, beside the peers, in one run",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The entry point; returns the exit code.
+
+    Args:
+        arguments: what stands behind the program's name, by default this process's.
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments and arguments[0] in COMMANDS:
+        module = importlib.import_module(f"reigen.cli.{arguments[0]}")
+        code: int = module.main(arguments[1:])
+        return code
+    parser = argparse.ArgumentParser(
+        prog="reigen",
+        description="Data-parallel training of one model on many processes.",
+        epilog="\n".join(["commands:", *(f"  {name:8}{text}" for name, text in COMMANDS.items())]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"reigen {__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), help="see below; `reigen COMMAND --help` says more")
+    parser.parse_args(arguments)
+    return 2

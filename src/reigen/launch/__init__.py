@@ -1,0 +1,1 @@
+"""Starting a job and keeping it: one process a rank, their output, their end."""
