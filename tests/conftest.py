@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -24,8 +24,22 @@ def rank_pool(pools: PoolCache) -> Callable[[int], RankPool]:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(pools: PoolCache) -> Iterator[None]:
+def no_leaks(pools: PoolCache, request: pytest.FixtureRequest) -> Iterator[None]:
     """Fails a test that leaves threads, descriptors, child processes or shared memory."""
-    check = LeakCheck(keep=lambda: pools.resources)
-    with check:
+    with LeakCheck(keep=lambda: pools.resources) as check:
         yield
+        if request.node.stash.get(_failed, False):
+            check.forgive()  # the traceback keeps everything alive
+
+
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Lets ``no_leaks`` know how the test went."""
+    report = yield
+    item.stash[_failed] = item.stash.get(_failed, False) or report.failed
+    return report

@@ -2,17 +2,20 @@
 
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import LeakCheck, LeakError, Resources
+from reigen.testing.planes import MakePlane, check_plane
 from reigen.testing.pool import PoolCache, RankPool, run_ranks
 from reigen.testing.threads import run_threads
 
 __all__ = [
     "LeakCheck",
     "LeakError",
+    "MakePlane",
     "PoolCache",
     "RankError",
     "RankFailure",
     "RankPool",
     "Resources",
+    "check_plane",
     "run_ranks",
     "run_threads",
 ]

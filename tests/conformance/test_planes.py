@@ -1,0 +1,58 @@
+"""Every data plane passes the public conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from reigen.cluster.neighbours import meet
+from reigen.cluster.rendezvous import Rendezvous
+from reigen.planes.base import DataPlane
+from reigen.planes.null import NullPlane
+from reigen.planes.shm import ShmPlane, shm_plane_bytes
+from reigen.testing import RankPool, check_plane
+
+
+@contextmanager
+def null_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
+    plane = NullPlane()
+    yield plane
+    plane.close()
+
+
+@contextmanager
+def shm_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
+    neighbours, [part] = meet(rendezvous, rank, size, 0, 60.0, [shm_plane_bytes()])
+    plane = ShmPlane(neighbours, part, looks=0)
+    try:
+        yield plane
+    finally:
+        plane.close()
+        neighbours.close()
+
+
+def test_null() -> None:
+    check_plane(null_plane, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_shm_between_threads(size: int) -> None:
+    check_plane(shm_plane, size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [8, 13])
+def test_shm_between_many_threads(size: int) -> None:
+    check_plane(shm_plane, size, trimmed=True)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shm_between_processes(size: int, rank_pool: Callable[[int], RankPool]) -> None:
+    check_plane(shm_plane, size, pool=rank_pool(size))
+
+
+@pytest.mark.slow
+def test_shm_between_many_processes(rank_pool: Callable[[int], RankPool]) -> None:
+    check_plane(shm_plane, 8, pool=rank_pool(8), trimmed=True)
