@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import reigen
 from reigen.cluster.environ import detect
 from reigen.cluster.rendezvous import RendezvousClient
 from reigen.errors import MismatchError
@@ -278,3 +279,30 @@ def _runs(pid: str) -> bool:
 def test_a_pool_needs_a_rank() -> None:
     with pytest.raises(ValueError, match="at least 1 rank"):
         RankPool(0)
+
+
+def my_place() -> tuple[int, int]:
+    return reigen.rank(), reigen.size()
+
+
+def test_init_wraps_a_call_again_and_again(rank_pool: Pools) -> None:
+    pool = rank_pool(2)
+    for _ in range(3):
+        assert pool.run(my_place, init=True) == [(0, 2), (1, 2)]
+    assert pool.run(reigen.is_initialized) == [False, False]
+
+
+def join_and_forget() -> None:
+    reigen.init()
+
+
+def test_a_job_that_a_call_forgot_is_ended(rank_pool: Pools) -> None:
+    pool = rank_pool(2)
+    pool.run(join_and_forget)
+    assert pool.run(reigen.is_initialized) == [False, False]
+
+
+def test_init_and_shutdown_leave_nothing(rank_pool: Pools) -> None:
+    pool = rank_pool(2)
+    pool.run(my_place, init=True)
+    pool.run(my_place, init=True, check_leaks=True)

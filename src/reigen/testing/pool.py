@@ -6,7 +6,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +13,9 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
-from reigen.cluster.environ import RENDEZVOUS_VARIABLE, SECRET_VARIABLE
 from reigen.cluster.service import RendezvousServer
+from reigen.launch.local import Cores, Services, plan
+from reigen.launch.spawn import hold_port
 from reigen.testing.channel import Reply, Task, dump, load
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources
@@ -106,7 +106,7 @@ class RankPool:
         """
         self.start()
         call = dump((func, args))
-        with _job(self.size) as environments:
+        with _job(self.size, self._environment) as environments:
             for process, environment in zip(self._processes, environments, strict=True):
                 task = Task(call, {**environment, **(env or {})}, list(sys.path), init, check_leaks)
                 with contextlib.suppress(OSError):  # it is gone: _collect sees that
@@ -218,27 +218,18 @@ def _clean_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _job(size: int) -> Iterator[list[dict[str, str]]]:
-    """A rendezvous service of its own for one call, and the environment of each rank."""
+def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, str]]]:
+    """What the launcher gives to a job, for one call: a rendezvous service, a port, the environment of each rank."""
     secret = secrets.token_bytes(32)
     server = RendezvousServer(secret)
-    with socket.socket() as reserved:  # bound and not listening: nobody else gets the port, rank 0's own server can
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
+    with hold_port() as port:
         server.start()
         try:
-            port = reserved.getsockname()[1]
-            yield [_rank_environment(rank, size, server.address, secret, port) for rank in range(size)]
+            services = Services(rendezvous=server.address, secret=secret, master_port=port.getsockname()[1])
+            places, _ = plan(size, services, environment, Cores(()), bind="none")
+            yield [dict(place.environ) for place in places]
         finally:
             server.close()
-
-
-def _rank_environment(rank: int, size: int, rendezvous: str, secret: bytes, port: int) -> dict[str, str]:
-    place = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size, "CROSS_RANK": 0, "CROSS_SIZE": 1}
-    environment = {f"{prefix}_{key}": str(value) for prefix in ("REIGEN", "HOROVOD") for key, value in place.items()}
-    torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    environment |= {key: str(value) for key, value in torchrun.items()}
-    return environment | {"MASTER_ADDR": "127.0.0.1", RENDEZVOUS_VARIABLE: rendezvous, SECRET_VARIABLE: secret.hex()}
 
 
 def _raised(process: RankProcess, reply: Reply) -> RankFailure:
