@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -65,7 +64,9 @@ def _prepare(cpus: Sequence[int]) -> Callable[[], None]:
 def _explained(name: str, place: Place, error: OSError | ValueError) -> LaunchError:
     if not isinstance(error, OSError):
         return LaunchError(f"cannot start {name!r}: {error}")
-    found = shutil.which(name, path=place.environ.get("PATH"))
+    from shutil import which  # loads every compression library: only for an error
+
+    found = which(name, path=place.environ.get("PATH"))
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         if found is None:
             return LaunchError(f"no such command: {name}", 127)

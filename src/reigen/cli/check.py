@@ -1,0 +1,160 @@
+"""`reigen check`: what is installed here, whether jobs can run, and how they would."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import metadata
+
+from reigen._version import __version__
+from reigen.cluster.topology import Topology
+from reigen.errors import ReigenError
+
+_FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "mxnet")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        topic: heading under which it stands.
+        name: what was looked at.
+        value: what was found.
+        is_problem: no job can run here because of it.
+    """
+
+    topic: str
+    name: str
+    value: str
+    is_problem: bool = False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the report; returns 0 when a job can run here, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="reigen check",
+        description="Say what is installed here, whether jobs can run, and how they would.",
+        allow_abbrev=False,
+    )
+    parser.parse_args(arguments)
+    findings = look_around(os.environ)
+    _show(findings)
+    problems = [finding for finding in findings if finding.is_problem]
+    for finding in problems:
+        print(f"problem: {finding.name}: {finding.value}")
+    print("no job can run here" if problems else "a job can run here")
+    return 1 if problems else 0
+
+
+def look_around(environ: Mapping[str, str]) -> list[Finding]:
+    """Everything that the report says, in its order. Imports no framework."""
+    return [*_versions(), *_kernel(), *_machine(), *_frameworks(), *_planes(environ)]
+
+
+def _versions() -> list[Finding]:
+    found = [Finding("versions", "reigen", __version__), Finding("versions", "python", platform.python_version())]
+    for name, is_needed in (("numpy", True), ("msgspec", True), ("numba", False), ("rich", False)):
+        version = _version(name)
+        found.append(Finding("versions", name, version or "not installed", is_needed and version is None))
+    return found
+
+
+def _frameworks() -> list[Finding]:
+    return [Finding("frameworks", name, _version(name) or "not installed") for name in _FRAMEWORKS]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _kernel() -> list[Finding]:
+    found = [
+        Finding("kernel", platform.system(), f"{platform.release()} {platform.machine()}", sys.platform != "linux")
+    ]
+    tries: tuple[tuple[str, str, Callable[[], object]], ...] = (
+        ("memfd", "shared memory without a name", _try_memfd),
+        ("futex", "waiting in shared memory", _try_futex),
+        ("pidfd", "seeing a process end, Linux 5.3", lambda: os.close(os.pidfd_open(os.getpid()))),
+    )
+    for name, purpose, attempt in tries:
+        try:
+            attempt()
+        except (OSError, AttributeError, ReigenError) as error:
+            found.append(Finding("kernel", name, f"missing ({purpose}): {error}", is_problem=True))
+        else:
+            found.append(Finding("kernel", name, f"available ({purpose})"))
+    return found
+
+
+def _try_memfd() -> None:
+    fd = os.memfd_create("reigen-check")
+    try:
+        os.ftruncate(fd, os.sysconf("SC_PAGE_SIZE"))
+    finally:
+        os.close(fd)
+
+
+def _try_futex() -> None:
+    import numpy as np
+
+    from reigen.wire.futex import Word
+
+    word = Word(np.zeros(64, np.uint8), 0)
+    word.wait(1, 0.0)  # its value is another, so it returns at once
+    word.wake()
+
+
+def _machine() -> list[Finding]:
+    from reigen.launch.local import cores_here
+    from reigen.wire.segment import available_memory_bytes
+
+    cores = cores_here()
+    text = f"{len(cores.cpus)} of {os.cpu_count()} processors may be used"
+    if cores.quota is not None:
+        text += f", the control group allows the time of {cores.quota:g}"
+    available = available_memory_bytes()
+    total = 0
+    with suppress(OSError, ValueError):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    memory = f"{total / _GIB:.1f} GiB" + ("" if available is None else f", {available / _GIB:.1f} GiB available")
+    return [Finding("machine", "processors", text), Finding("machine", "memory", memory)]
+
+
+def _planes(environ: Mapping[str, str]) -> list[Finding]:
+    from reigen.planes.choice import PLANES, choose
+
+    found = [Finding("planes", "there are", ", ".join(PLANES))]
+    try:
+        name, reason = choose(Topology.on_one_host(0, 2), environ.get("REIGEN_PLANE") or None)
+    except ReigenError as error:
+        return [*found, Finding("planes", "for -np 2", str(error), is_problem=True)]
+    return [*found, Finding("planes", "for -np 2", f"{name}: {reason}")]
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    if not (sys.stdout.isatty() and _version("rich")):
+        for finding in findings:
+            print(f"{finding.topic:11}{finding.name:12}{finding.value}")
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "", "", box=None, show_header=False)
+    topic = ""
+    for finding in findings:
+        heading = "" if finding.topic == topic else finding.topic
+        topic = finding.topic
+        style = "bold red" if finding.is_problem else ""
+        table.add_row(Text(heading, "bold"), finding.name, Text(finding.value, style))
+    Console().print(table)
