@@ -8,6 +8,8 @@ the size of /dev/shm (64 MB in a plain container) does not limit it. Another pro
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import mmap
 import os
 from pathlib import Path
@@ -19,6 +21,7 @@ from reigen.errors import SharedMemoryError
 
 PAGE_BYTES = mmap.PAGESIZE
 _KEEP_FREE_BYTES = 16 << 20
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def round_up(nbytes: int, unit: int = PAGE_BYTES) -> int:
@@ -41,6 +44,37 @@ def available_memory_bytes() -> int | None:
     return min(found) if found else None
 
 
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    size, pointer = ctypes.c_size_t, ctypes.c_void_p
+    libc.mmap.restype = pointer
+    libc.mmap.argtypes = (pointer, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+    libc.munmap.argtypes = (pointer, size)
+    libc.madvise.argtypes = (pointer, size, ctypes.c_int)
+    return libc
+
+
+class _Mapping:
+    """A mapping that ends with the last array over it. Python's own keeps a copy of the descriptor for each."""
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        self._unmap = _libc().munmap
+        address = _libc().mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+        self._nbytes = 0 if address == _MAP_FAILED else nbytes
+        if not self._nbytes:
+            number = ctypes.get_errno()
+            raise OSError(number, f"cannot map {nbytes} bytes of shared memory: {os.strerror(number)}")
+        self._address = address
+        # fewer page-table walks where the kernel allows huge pages; elsewhere it says no
+        _libc().madvise(address, nbytes, mmap.MADV_HUGEPAGE)
+        self.__array_interface__ = {"version": 3, "shape": (nbytes,), "typestr": "|u1", "data": (address, False)}
+
+    def __del__(self) -> None:
+        if self._nbytes:
+            self._unmap(self._address, self._nbytes)
+
+
 class Segment:
     """A growable anonymous file and the mappings of it in this process.
 
@@ -51,8 +85,11 @@ class Segment:
     def __init__(self, fd: int, owner: bool) -> None:
         self.fd = fd
         self.owner = owner
+        status = os.fstat(fd)
+        #: number of the file, the same in every process that has opened it
+        self.inode = status.st_ino
         #: bytes that the file has; only the owner's copy is kept up to date by grow()
-        self.size = os.fstat(fd).st_size
+        self.size = status.st_size
 
     @classmethod
     def create(cls, name: str) -> Segment:
@@ -95,10 +132,7 @@ class Segment:
 
     def map(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Bytes ``[offset, offset + nbytes)`` as a writable uint8 array; ``offset`` is a multiple of the page size."""
-        memory = mmap.mmap(self.fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE, offset=offset)
-        with contextlib.suppress(OSError, AttributeError):  # fewer page-table walks where the kernel allows huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return np.frombuffer(memory, dtype=np.uint8)
+        return np.asarray(_Mapping(self.fd, offset, nbytes))
 
     def close(self) -> None:
         """Give up the descriptor; mappings live on while something views them."""
