@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from reigen.engine.messages import Kind, Operation, Response
 
@@ -22,20 +23,33 @@ def plan(ready: Sequence[tuple[Operation, Response]], threshold_bytes: int) -> l
         Batches of indices into ``ready``; every index once.
     """
     batches: list[list[int]] = []
-    open_batches: dict[object, tuple[list[int], int]] = {}
+    open_batches: dict[object, list[_Open]] = {}
     for index, (operation, response) in enumerate(ready):
         key = _key(operation, response)
         nbytes = operation.nbytes
-        if key is None or not threshold_bytes:
+        if key is None or nbytes >= threshold_bytes:
             batches.append([index])
             continue
-        members, used = open_batches.get(key, ([], 0))
-        if not members or used + nbytes > threshold_bytes:
-            members, used = [], 0
-            batches.append(members)
-        members.append(index)
-        open_batches[key] = members, used + nbytes
+        same = open_batches.setdefault(key, [])
+        batch = next((b for b in same if nbytes <= b.room), None)
+        if batch is None:
+            batch = _Open([], threshold_bytes)
+            batches.append(batch.members)
+            same.append(batch)
+            del same[:-_MOST_OPEN]
+        batch.members.append(index)
+        batch.room -= nbytes
     return batches
+
+
+#: Batches with room that are kept open; bounds the search.
+_MOST_OPEN = 8
+
+
+@dataclass(slots=True)
+class _Open:
+    members: list[int]
+    room: int
 
 
 def _key(operation: Operation, response: Response) -> object:

@@ -347,8 +347,8 @@ class Coordinator:
             if entry is None or not entry.by_slot:
                 del self._cache[slot], self._slots[name]
                 gone.append(slot)
-        if gone:
-            self._said.append(Forget(tuple(gone)))
+        for begin in range(0, len(gone), _MOST_SLOTS):
+            self._said.append(Forget(tuple(gone[begin : begin + _MOST_SLOTS])))
 
     def _expire(self, now: float) -> None:
         """Step F."""
@@ -371,21 +371,31 @@ class Coordinator:
         assert list(self._table.values()) == sorted(self._table.values(), key=lambda e: e.since)
 
 
-#: New responses in one announcement, so that it fits a message.
-_MOST_RESPONSES = 64
+#: Size of one announcement, roughly; a message of the transport has room for more.
+_MOST_BYTES = 48 << 10
+_MOST_SLOTS = _MOST_BYTES // 9
 
 
 def _runs(batches: Sequence[Sequence[int | Response]]) -> list[Run]:
     """Batches as announcements of bounded size: a long list is cut between batches, a long batch is cut too."""
     runs: list[Run] = []
     current: list[tuple[int | Response, ...]] = []
-    room = _MOST_RESPONSES
+    room = _MOST_BYTES
     for batch in batches:
-        for begin in range(0, len(batch), _MOST_RESPONSES):
-            part = tuple(batch[begin : begin + _MOST_RESPONSES])
-            if len(part) > room:
-                runs.append(Run(tuple(current)))
-                current, room = [], _MOST_RESPONSES
-            current.append(part)
-            room -= len(part)
+        part: list[int | Response] = []
+        for item in batch:
+            nbytes = _most_bytes(item)
+            if nbytes > room and (part or current):
+                runs.append(Run((*current, tuple(part)) if part else tuple(current)))
+                part, current, room = [], [], _MOST_BYTES
+            part.append(item)
+            room -= nbytes
+        current.append(tuple(part))
     return [*runs, Run(tuple(current))]
+
+
+def _most_bytes(item: int | Response) -> int:
+    """At most so many bytes are needed to tell of a ready operation."""
+    if isinstance(item, int):
+        return 9
+    return 32 + len(item.name.encode()) + sum(5 + 9 * len(row) for row in item.sizes)
