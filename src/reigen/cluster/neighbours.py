@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import select
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,12 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.cluster.rendezvous import Rendezvous
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
 from reigen.wire.futex import Word, fences
 from reigen.wire.segment import Segment, round_up
 
 _HEADER_BYTES = 4096
 _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
+#: During init(): how often to look whether somebody has died, and how long to ask whether somebody is there.
+_SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
 _MAX_REASON_CHARACTERS = 900  # at most four bytes each, and room to spare
 
 
@@ -51,11 +54,13 @@ class _Abort(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Card(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank tells at the rendezvous."""
+    """What a rank tells at the rendezvous: where its segment is, or why it has none."""
 
     pid: int
     fd: int
+    inode: int
     machine: str
+    problem: str = ""
 
 
 def _machine() -> str:
@@ -136,15 +141,24 @@ class Neighbours:
         return tuple(sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)))
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why what waits for the ranks ``needed`` will never succeed, or None while it may."""
-        dead = [rank for rank in self.dead() if rank in needed]
-        if dead:
-            left = all(self._status[r].load() == Status.LEFT for r in dead)
-            what = "left the job (shutdown, or the end of the script)" if left else "died"
-            return PeerLostError(f"rank(s) {listed(dead)} {what} while others wait for them", ranks=dead)
-        for rank in range(self.size):
-            if rank != self.rank and self._status[rank].load() == Status.ABORTED:
+        """Why what waits for the ranks ``needed`` will never succeed, or None while it may.
+
+        A rank that died without a word is the cause of what the others did then, so it is named first.
+        """
+        dead = self.dead()  # before the words, so that those of the dead are their last
+        said = {rank: word.load() for rank, word in enumerate(self._status) if rank != self.rank}
+        died = [rank for rank in dead if rank in needed and said[rank] == Status.RUNNING]
+        if died:
+            return PeerLostError(f"rank(s) {listed(died)} died while others wait for them", ranks=died)
+        for rank, word in said.items():
+            if word == Status.ABORTED:
                 return self._told_by(rank)
+        left = [rank for rank, word in said.items() if rank in needed and word == Status.LEFT]
+        if left:
+            reason = (
+                f"rank(s) {listed(left)} left the job (shutdown, or the end of the script) while others wait for them"
+            )
+            return PeerLostError(reason, ranks=left)
         return None
 
     def _told_by(self, rank: int) -> CollectiveError:
@@ -191,24 +205,24 @@ def meet(
         DeadlineError: ranks did not come; names them.
         PeerLostError: a rank died while they met.
         CollectiveError: ranks run on different machines or in different process namespaces.
-        SharedMemoryError: no memory for the parts.
+        SharedMemoryError: some rank has no memory for the parts; raised on all.
     """
+    until = time.monotonic() + timeout_seconds
     own = Segment.create(f"reigen-{rank}")
     sizes = [round_up(nbytes) for nbytes in (_HEADER_BYTES, *parts)]
     segments: list[Segment] = []
     pidfds: list[int] = []
     try:
-        own.grow(sum(sizes), "staging and control messages", sharers=size)
-        card = _Card(os.getpid(), own.fd, _machine())
-        rendezvous.put(f"{generation}/card/{rank}", msgspec.msgpack.encode(card))
-        for peer, data in enumerate(_collect(rendezvous, f"{generation}/card", size, timeout_seconds)):
+        card = _hand_in_card(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), size)
+        waiting = _Waiting(timeout_seconds, until, pidfds)
+        for peer, data in enumerate(_collect(rendezvous, f"{generation}/card", size, waiting)):
             theirs = msgspec.msgpack.decode(data, type=_Card)
-            _check_machine(peer, card, theirs)
+            _check_card(peer, card, theirs)
             segments.append(own if peer == rank else _open(peer, theirs))
             pidfds.append(_pidfd(peer, theirs.pid))
         whole = [segment.map(0, sum(sizes)) for segment in segments]
         rendezvous.put(f"{generation}/mapped/{rank}", b"")
-        _collect(rendezvous, f"{generation}/mapped", size, timeout_seconds)
+        _collect(rendezvous, f"{generation}/mapped", size, waiting)
     except BaseException:
         for segment in {id(s): s for s in [own, *segments]}.values():
             segment.close()
@@ -223,26 +237,68 @@ def meet(
     return Neighbours(rank, segments, pidfds, header), mapped
 
 
-def _collect(rendezvous: Rendezvous, prefix: str, size: int, timeout_seconds: float) -> list[bytes]:
+@dataclass(frozen=True)
+class _Waiting:
+    """How long to wait for the others, and for whom of them (``pidfds``, as soon as they are known) it is in vain."""
+
+    timeout_seconds: float
+    until: float
+    pidfds: list[int]
+
+    def slice_seconds(self) -> float:
+        """How long to wait before looking again."""
+        return max(_LOOK_SECONDS, min(_SLICE_SECONDS, self.until - time.monotonic()))
+
+    def loss(self) -> PeerLostError | None:
+        """The error to raise when the process of some rank has ended."""
+        poll = select.poll()
+        for fd in self.pidfds:
+            poll.register(fd, select.POLLIN)
+        dead = sorted(self.pidfds.index(fd) for fd, _ in poll.poll(0))
+        return PeerLostError(f"rank(s) {listed(dead)} died during init()", ranks=dead) if dead else None
+
+
+def _hand_in_card(rendezvous: Rendezvous, key: str, own: Segment, nbytes: int, size: int) -> _Card:
+    """Make room in this rank's segment and tell the others of it, or of why there is none."""
+    problem: SharedMemoryError | None = None
+    try:
+        own.grow(nbytes, "staging and control messages", sharers=size)
+    except SharedMemoryError as error:
+        problem = error
+    card = _Card(os.getpid(), own.fd, own.inode, _machine(), "" if problem is None else problem.reason)
+    rendezvous.put(key, msgspec.msgpack.encode(card))
+    if problem is not None:
+        raise problem
+    return card
+
+
+def _collect(rendezvous: Rendezvous, prefix: str, size: int, waiting: _Waiting) -> list[bytes]:
     """The values of ``prefix/0`` to ``prefix/size-1``."""
     found: dict[int, bytes] = {}
-    wait = timeout_seconds
     for peer in range(size):
-        try:
-            found[peer] = rendezvous.get(f"{prefix}/{peer}", wait)
-        except TimeoutError:
-            wait = 0.0  # who else is missing?
+        loss: PeerLostError | None = None
+        while peer not in found:
+            try:
+                found[peer] = rendezvous.get(f"{prefix}/{peer}", waiting.slice_seconds())
+            except TimeoutError:
+                if loss is not None:
+                    raise loss from None
+                loss = waiting.loss()  # all may have met before it ended: look once more
+                if time.monotonic() >= waiting.until:
+                    break  # who else is missing?
     missing = [peer for peer in range(size) if peer not in found]
     if missing:
         raise DeadlineError(
-            f"rank(s) {listed(missing)} did not call init() within {timeout_seconds:g} s "
+            f"rank(s) {listed(missing)} did not call init() within {waiting.timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT sets how long to wait)",
             ranks=missing,
         )
     return [found[peer] for peer in range(size)]
 
 
-def _check_machine(peer: int, card: _Card, theirs: _Card) -> None:
+def _check_card(peer: int, card: _Card, theirs: _Card) -> None:
+    if theirs.problem:
+        raise SharedMemoryError(f"{theirs.problem} (told by rank {peer})", ranks=(peer,))
     if theirs.machine != card.machine:
         raise CollectiveError(
             "the ranks do not share one machine and one process namespace, which shared memory needs",
@@ -253,19 +309,27 @@ def _check_machine(peer: int, card: _Card, theirs: _Card) -> None:
 
 def _open(peer: int, card: _Card) -> Segment:
     try:
-        return Segment.open(card.pid, card.fd)
-    except (FileNotFoundError, ProcessLookupError) as error:
-        raise PeerLostError(f"rank {peer} (process {card.pid}) died during init()", ranks=(peer,)) from error
+        segment = Segment.open(card.pid, card.fd)
     except PermissionError as error:
         raise CollectiveError(
             f"may not open the shared memory of rank {peer} (process {card.pid}): "
             "all ranks of a host must run as one user",
             ranks=(peer,),
         ) from error
+    except OSError as error:
+        raise _gone(peer, card.pid) from error
+    if segment.inode != card.inode:  # its descriptor is somebody else's by now
+        segment.close()
+        raise _gone(peer, card.pid)
+    return segment
+
+
+def _gone(peer: int, pid: int) -> PeerLostError:
+    return PeerLostError(f"rank {peer} (process {pid}) died or gave up during init()", ranks=(peer,))
 
 
 def _pidfd(peer: int, pid: int) -> int:
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError as error:
-        raise PeerLostError(f"rank {peer} (process {pid}) died during init()", ranks=(peer,)) from error
+        raise _gone(peer, pid) from error

@@ -69,9 +69,14 @@ class Turnstile:
         word.wait(value, max(0.0, min(SLICE_SECONDS, deadline - time.monotonic())))
         if reached(word.load(), step):
             return
-        missing = [rank for rank, other in self._others if not reached(other.load(), step)]
-        error = self._neighbours.failure(missing)
-        if error is not None:
-            raise error
+        missing = self._missing(step)
+        while missing and (error := self._neighbours.failure(missing)) is not None:
+            still = self._missing(step)
+            if still == missing:
+                raise error
+            missing = still  # a rank that is gone may have come just before: look again at the others
         if missing and time.monotonic() >= deadline:
             raise DeadlineError(f"rank(s) {listed(missing)} did not take their part in time", ranks=missing)
+
+    def _missing(self, step: int) -> list[int]:
+        return [rank for rank, word in self._others if not reached(word.load(), step)]
