@@ -97,7 +97,10 @@ class CollectiveError(ReigenError, RuntimeError):
         """The same error, told of one tensor."""
         if self.tensor is not None:
             return self
-        return type(self)(self.reason, tensor=tensor, ranks=self.ranks, details=self.details)
+        told = type(self)(self.reason, tensor=tensor, ranks=self.ranks, details=self.details)
+        told.__dict__ = {**self.__dict__, "tensor": tensor}
+        told.__cause__ = self.__cause__
+        return told
 
 
 class MismatchError(CollectiveError):

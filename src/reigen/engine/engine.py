@@ -133,16 +133,11 @@ class Engine:
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive if nobody does."""
         while not handle.done:
-            if self._driver.acquire(blocking=False):
-                try:
-                    self._transport.take_over(Sleeper.NOBODY)
-                    self._drive(Sleeper.CALLER, handle)
-                finally:
-                    self._transport.take_over(Sleeper.ENGINE)
-                    self._driver.release()
-                    if self._has_work():
-                        self._transport.wake(Sleeper.ENGINE)
+            if not self._closed and self._driver.acquire(blocking=False):
+                self._drive_for(handle)
                 continue
+            if self._inbox and self._thread is not None:
+                self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)  # whoever drives may sleep on something else
             with self._completed:
                 self._waiters += 1
                 try:
@@ -150,6 +145,22 @@ class Engine:
                         self._completed.wait(SLICE_SECONDS)
                 finally:
                     self._waiters -= 1
+
+    def _drive_for(self, handle: Handle) -> None:
+        """Drive as the caller who waits for ``handle``, then hand over to the engine's thread. Gives up ``_driver``."""
+        waits_for_others = False
+        try:
+            self._transport.take_over(Sleeper.NOBODY)
+            self._drive(Sleeper.CALLER, handle)
+            # The engine's thread sleeps for as long as it chose before: new deadlines are for it to look after.
+            waits_for_others = self._coordinator is not None and self._coordinator.next_expiry() is not None
+            if self._broken is not None and not handle.done:  # an interrupt fell between its end and telling it
+                handle.complete(self._broken.of(handle.name))
+        finally:
+            self._transport.take_over(Sleeper.ENGINE)
+            self._driver.release()
+            if waits_for_others or self._has_work():
+                self._transport.wake(Sleeper.ENGINE)
 
     def close(self) -> None:
         """Leave the job: fail what is outstanding, tell the others, end the thread. Idempotent."""
@@ -175,8 +186,7 @@ class Engine:
                 if self._closed:
                     return
                 self._transport.take_over(Sleeper.NOBODY)
-                with contextlib.suppress(Exception):  # told to those who wait, with its cause, by _drive
-                    self._drive(Sleeper.ENGINE, None)
+                self._drive(Sleeper.ENGINE, None)
                 token = self._transport.token()
                 self._transport.take_over(Sleeper.ENGINE)
                 if self._has_work():
@@ -205,9 +215,9 @@ class Engine:
                     return
                 if not worked:
                     self._rest(token, who)
-        except CollectiveError as error:
-            self._give_up(error)  # whoever waits for an operation is told by its handle
-        except BaseException as error:
+        except Exception as error:  # noqa: BLE001  whoever waits for an operation is told by its handle
+            self._give_up(error)
+        except BaseException as error:  # KeyboardInterrupt and SystemExit end more than this operation
             self._give_up(error)
             raise
 
@@ -257,18 +267,35 @@ class Engine:
         if not said:
             return False
         self._send(said)
+        self._empty_backlog(time.monotonic() + self._deadline_seconds)
         self._follow_all(said)
         self._report()
         return True
 
     def _send(self, messages: list[Report] | list[Announcement]) -> None:
         data = encode(messages)
-        if len(data) <= MAX_MESSAGE_BYTES:
+        if len(data) <= MAX_MESSAGE_BYTES or len(messages) == 1:
             self._transport.send(data)
             return
         middle = len(messages) // 2
         self._send(messages[:middle])
         self._send(messages[middle:])
+
+    def _empty_backlog(self, until: float) -> None:
+        """Wait until all has left: a rank that has not heard of a collective cannot take part in it.
+
+        The others go on reading meanwhile, since every collective of which they know has had this rank's part.
+        """
+        while self._transport.backlog:
+            if time.monotonic() >= self._look_next:
+                self._look_next = time.monotonic() + SLICE_SECONDS
+                error = self._watch.failure(range(self._plane.size))
+                if error is not None:
+                    raise error
+            if time.monotonic() >= until:
+                raise DeadlineError("some rank reads no control messages any more")
+            self._transport.sleep(self._transport.token(), Sleeper.NOBODY, _BACKLOG_SECONDS)
+            self._transport.flush()
 
     def _follow_all(self, announcements: Sequence[Announcement]) -> None:
         for announcement in announcements:
@@ -328,20 +355,22 @@ class Engine:
             self._look_around()
 
     def _nap(self, longest: float) -> float:
+        if self._broken is not None:
+            return longest
         if self._transport.backlog:
             return _BACKLOG_SECONDS
         expiry = self._coordinator.next_expiry() if self._coordinator is not None else None
         return longest if expiry is None else max(0.0, min(longest, expiry - time.monotonic()))
 
     def _look_around(self) -> None:
-        """Nobody said anything: is somebody dead, or the coordinator stuck?"""
+        """Nobody said anything: is somebody gone, or the coordinator stuck?"""
         error = self._watch.failure(range(self._plane.size))
-        if error is None and self._overdue:
-            since = next(iter(self._overdue.values()))
-            if time.monotonic() >= since:
-                error = DeadlineError("rank 0, which coordinates, does not answer", ranks=(0,))
+        if self._transport.pending():
+            return  # who is gone may have answered just before
         if error is not None:
             self._break(error)
+        elif self._overdue and time.monotonic() >= next(iter(self._overdue.values())):
+            self._give_up(DeadlineError("rank 0, which coordinates, does not answer", ranks=(0,)))
 
     def _give_up(self, error: BaseException) -> None:
         """Something went wrong in the middle: the ranks may have lost step, so nothing can go on."""
@@ -362,7 +391,5 @@ class Engine:
         self._report()
         if self._coordinator is not None:
             self._send(self._coordinator.announce(time.monotonic()))
-        until = time.monotonic() + _GRACE_SECONDS
-        while self._transport.backlog and time.monotonic() < until:
-            self._transport.sleep(self._transport.token(), Sleeper.CALLER, _BACKLOG_SECONDS)
-            self._transport.flush()
+        with contextlib.suppress(CollectiveError):  # they are gone, or learn it from this rank's end
+            self._empty_backlog(time.monotonic() + _GRACE_SECONDS)

@@ -77,7 +77,7 @@ class Outbox:
 
 
 class Mailbox:
-    """One rank's end of the control channel. Used by one thread at a time, except `ring_self`.
+    """One rank's end of the control channel. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
 
     Args:
         memories: for every rank of the host, in order, its mailbox part (`mailbox_bytes` long, zeroed at first).
@@ -93,7 +93,7 @@ class Mailbox:
         self._publish, self._fence = fences()
         self._rank = rank
         self._own = Outbox(memories[rank], n)
-        self._cursor = 0
+        self._cursor = self._own.written.load()
         self._backlog: deque[bytes] = deque()
         #: how far each reader has come in our ring: the reader writes it
         self._progress = [Word(memories[r], _READ + rank * _LINE) for r in readers]
@@ -143,7 +143,7 @@ class Mailbox:
                 continue
             while cursor != end:
                 (length,) = _LENGTH.unpack(outbox.get(cursor, _LENGTH.size))
-                if length > MAX_MESSAGE_BYTES:
+                if length > min(MAX_MESSAGE_BYTES, ((end - cursor) & 0xFFFFFFFF) - _LENGTH.size):
                     raise CollectiveError(f"rank {writer} sent a control message of {length} bytes", ranks=(writer,))
                 found.append((writer, outbox.get(cursor + _LENGTH.size, length)))
                 cursor = (cursor + _LENGTH.size + length) & 0xFFFFFFFF
@@ -160,8 +160,7 @@ class Mailbox:
         return any(place.load() != outbox.written.load() for _, outbox, place in self._inboxes)
 
     def sleep(self, token: int, who: Sleeper, timeout_seconds: float) -> None:
-        """Sleep until somebody has rung since ``token`` was read, or for the time given."""
-        self._sleeper.store(who)
+        """Sleep until somebody has rung since ``token`` was read, or for the time given. `take_over` comes first."""
         self._doorbell.wait(token, timeout_seconds, who)
 
     def take_over(self, who: Sleeper) -> None:
