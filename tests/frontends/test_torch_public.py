@@ -1,0 +1,79 @@
+"""What `import reigen.torch` gives, and with which signatures."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import reigen.torch as hvd
+
+SIGNATURES = {
+    "init": "(comm=None, process_sets=None)",
+    "allreduce": "(tensor, average=None, name=None, compression=C, op=None, prescale_factor=1.0, "
+    "postscale_factor=1.0, process_set=P)",
+    "allreduce_async": "(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, "
+    "process_set=P)",
+    "allreduce_": "(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, "
+    "process_set=P)",
+    "allgather": "(tensor, name=None, process_set=P)",
+    "broadcast": "(tensor, root_rank, name=None, process_set=P)",
+    "alltoall": "(tensor, splits=None, name=None, process_set=P)",
+    "reducescatter": "(tensor, name=None, compression=C, op=0, process_set=P, prescale_factor=1.0, "
+    "postscale_factor=1.0)",
+    "reducescatter_async": "(tensor, name=None, op=0, process_set=P, prescale_factor=1.0, postscale_factor=1.0)",
+    "barrier": "(process_set=P)",
+    "poll": "(handle)",
+    "synchronize": "(handle)",
+    "broadcast_parameters": "(params, root_rank)",
+    "broadcast_optimizer_state": "(optimizer, root_rank, model=None)",
+    "broadcast_object": "(obj, root_rank=0, name=None, process_set=P)",
+    "allgather_object": "(obj, name=None)",
+    "DistributedOptimizer": "(optimizer, named_parameters=None, compression=C, backward_passes_per_step=1, op=0, "
+    "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=P)",
+}
+SAME = {
+    "allreduce_async_": "allreduce_async",
+    "allgather_async": "allgather",
+    "broadcast_": "broadcast",
+    "broadcast_async": "broadcast",
+    "broadcast_async_": "broadcast",
+    "alltoall_async": "alltoall",
+}
+
+
+def signature(name: str) -> str:
+    parameters = []
+    for parameter in inspect.signature(getattr(hvd, name)).parameters.values():
+        default = parameter.default
+        text = {hvd.global_process_set: "P", hvd.Compression.none: "C"}.get(default, repr(default))
+        parameters.append(parameter.name if default is inspect.Parameter.empty else f"{parameter.name}={text}")
+    return f"({', '.join(parameters)})"
+
+
+@pytest.mark.parametrize("name", [*SIGNATURES, *SAME])
+def test_signatures_are_horovods(name):
+    assert signature(name) == SIGNATURES[SAME.get(name, name)]
+
+
+def test_all_is_sorted_and_complete():
+    assert list(hvd.__all__) == sorted(hvd.__all__)
+    submodules = {name for name, value in vars(hvd).items() if inspect.ismodule(value)}
+    public = {name for name in vars(hvd) if not name.startswith("_")} - submodules
+    assert set(hvd.__all__) == public
+
+
+def test_operators_are_horovods_numbers():
+    assert [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 3, 4, 5]
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+
+
+def test_front_ends_import_no_framework():
+    code = (
+        "import sys, reigen.frontends.agreement, reigen.frontends.collectives, reigen.frontends.compression\n"
+        "import reigen.frontends.gradients, reigen.frontends.objects\n"
+        "assert not {'torch', 'tensorflow', 'jax', 'mxnet', 'cloudpickle'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
