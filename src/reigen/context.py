@@ -129,9 +129,9 @@ class Context:
         blocking: bool = False,
     ) -> Handle:
         """``target = source`` of rank ``root_rank``; ``source`` is read there alone, and may be ``target``."""
-        operation = Operation(Kind.BROADCAST, self._named(name, "broadcast"), dtype.name, source.shape, root=root_rank)
         if not 0 <= root_rank < self.size:
             raise ArgumentError(f"root_rank must be from 0 to {self.size - 1}, not {root_rank}")
+        operation = Operation(Kind.BROADCAST, self._named(name, "broadcast"), dtype.name, source.shape, root=root_rank)
         flat = target.reshape(-1)
         task = Task(flat if source is target else source.reshape(-1), flat)
         return self._submit(operation, task, target, blocking)
@@ -166,7 +166,8 @@ class Context:
     ) -> Handle:
         """Send ``splits[r]`` rows to each rank r; the result holds what came, in rank order.
 
-        `Outcome.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are divided equally. Rows beyond the sum of the splits are not sent.
+        `Outcome.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are divided
+        equally. Rows beyond the sum of the splits are not sent.
         """
         rows = self._splits(source, splits)
         operation = Operation(Kind.ALLTOALL, self._named(name, "alltoall"), dtype.name, source.shape, splits=rows)
@@ -330,7 +331,7 @@ def _join(job: Job, config: Config) -> Context:
 
 def shutdown() -> None:
     """Leave the job. Does nothing outside one; `init` joins again."""
-    global _current  # noqa: PLW0603  # the one global of the package
+    global _current  # the one global of the package
     with _lock:
         context, _current = _current, None
     if context is not None:
