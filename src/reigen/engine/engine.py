@@ -294,7 +294,7 @@ class Engine:
                     raise error
             if time.monotonic() >= until:
                 raise DeadlineError("some rank reads no control messages any more")
-            self._transport.sleep(self._transport.token(), Sleeper.NOBODY, _BACKLOG_SECONDS)
+            self._transport.sleep(self._transport.token(), Sleeper.CALLER, _BACKLOG_SECONDS)
             self._transport.flush()
 
     def _follow_all(self, announcements: Sequence[Announcement]) -> None:
