@@ -29,7 +29,9 @@ _BROKEN = 70  # EX_SOFTWARE of sysexits.h: our own bug
 
 
 def guarded(work: Callable[[int], int], complain: Callable[[str], None]) -> int:
-    """Run ``work`` in a supervisor process under a guard. To be called before any thread is started.
+    """Run ``work`` in a supervisor process under a guard.
+
+    To be called before any thread is started, as the last thing that a process does: it hears no stop signal after it.
 
     Args:
         work: gets the lifeline: a descriptor from which it reads the numbers of the signals that the guard was sent,
@@ -45,21 +47,22 @@ def guarded(work: Callable[[int], int], complain: Callable[[str], None]) -> int:
     become_subreaper()
     lifeline, sender = os.pipe()
     os.set_blocking(sender, False)
-    previous = {signum: signal.signal(signum, _ignore) for signum in STOP_SIGNALS if _is_wanted(signum)}
-    old_wakeup = signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        supervisor = os.fork()
-        if supervisor == 0:
-            _supervise(work, complain, lifeline, sender)
-        _, status = os.waitpid(supervisor, 0)
-    finally:
-        signal.set_wakeup_fd(old_wakeup)
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-        os.close(lifeline)
-        os.close(sender)
+    wanted = [signum for signum in STOP_SIGNALS if _is_wanted(signum)]
+    for signum in wanted:
+        signal.signal(signum, _ignore)
+    signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    supervisor = os.fork()
+    if supervisor == 0:
+        _supervise(work, complain, lifeline, sender)
+    _, status = os.waitpid(supervisor, 0)
+    # The exit code stands. Another signal must not change it while the interpreter ends.
+    signal.set_wakeup_fd(-1)
+    for signum in wanted:
+        signal.signal(signum, signal.SIG_IGN)
+    os.close(lifeline)
+    os.close(sender)
     num_killed = kill_all_below(_LAST_SECONDS)
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:

@@ -219,9 +219,7 @@ class Supervisor:
         for pipe in list(self._pipes):
             self._drain(pipe)
         self._outlets[_STDERR].put(self._report(self._finish))
-        self._write()
-        while self._waiting and not self._is_hurried:
-            self._wait(None)
+        self._write_all(patience=None if self._finish.signum is None else self._options.grace_seconds)
         return self._finish.exit_code
 
     # ---------------------------------------------------------------- one turn
@@ -341,6 +339,13 @@ class Supervisor:
                 self._wait_for(outlet) if outlet.pending else self._go_on(outlet)
             if outlet.is_full:
                 self._pause(outlet)
+
+    def _write_all(self, patience: float | None) -> None:
+        """Wait until everything is written; not longer than ``patience`` seconds, and not after another signal."""
+        self._write()
+        end = float("inf") if patience is None else time.monotonic() + patience
+        while self._waiting and not self._is_hurried and (left := end - time.monotonic()) > 0:
+            self._wait(None if patience is None else left)
 
     def _wait_for(self, outlet: Outlet) -> None:
         self._waiting.add(outlet)

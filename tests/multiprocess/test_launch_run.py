@@ -1,0 +1,193 @@
+"""`reigen run` with real processes: what ranks are given, what they print, how a job ends by itself."""
+
+import os
+import re
+import signal
+import sys
+
+import pytest
+from tests.multiprocess.launcher import launched, python, run
+
+
+def test_arguments_arrive_untouched_by_a_shell():
+    arguments = ["a b", "$HOME", "*", "", "--flag", "-np", "--", ";", "ü"]
+    code = "print(sys.argv[1:])"
+    status, out, err = run("-np", "1", *python(code), *arguments)
+    assert (status, out, err) == (0, f"[0] {arguments}\n", "")
+
+
+def test_two_dashes_may_stand_before_the_command():
+    assert run("-np", "1", "--no-prefix", "--", "echo", "--", "x") == (0, "-- x\n", "")
+
+
+def test_the_environment_of_the_ranks_and_the_secrecy_of_the_secret():
+    code = """
+def read(name): return open(name, 'rb').read()
+e = os.environ
+secret = e['REIGEN_SECRET'].encode()
+shown = any(secret in read(f'/proc/{pid}/cmdline') for pid in (os.getpid(), os.getppid()))
+print(*[e[p + n] for p in ('REIGEN_', 'HOROVOD_') for n in ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK',
+      'CROSS_SIZE')], e['LOCAL_RANK'], e['WORLD_SIZE'], e['LOCAL_WORLD_SIZE'], e['MASTER_ADDR'], shown, len(secret))
+print('same', e['REIGEN_RENDEZVOUS'], e['MASTER_PORT'], hash(e['REIGEN_SECRET']))
+"""
+    environ = {"PYTHONHASHSEED": "0"}
+    status, out, err = run("-np", "2", "--verbose", *python(code), env=environ)
+    assert status == 0
+    for rank in range(2):
+        assert f"[{rank}] " + f"{rank} 2 {rank} 2 0 1 " * 2 + f"{rank} 2 2 127.0.0.1 False 64" in out
+    assert len({line[4:] for line in out.splitlines() if "same" in line}) == 1
+    assert re.search(r"rank 1: process \d+, .*OMP_NUM_THREADS=", err)
+    assert not re.search("[0-9a-f]{32}", err)
+
+
+def test_ranks_are_bound_to_processors_unless_told_not_to():
+    here = sorted(os.sched_getaffinity(0))
+    code = "print(sorted(os.sched_getaffinity(0)))"
+    size = min(2, len(here))
+    out = run("-np", str(size), "--no-prefix", *python(code))[1]
+    shares = [eval(line) for line in out.splitlines()]  # noqa: S307  lists of numbers that this test printed
+    assert sorted(cpu for share in shares for cpu in share) == here
+    assert run("-np", "1", "--no-prefix", "--bind", "none", *python(code))[1] == f"{here}\n"
+
+
+def test_stdout_and_stderr_stay_apart_and_lines_carry_their_rank():
+    status, out, err = run("-np", "2", *python("print('out'); print('err', file=sys.stderr); print('end', end='')"))
+    assert status == 0
+    assert sorted(out.splitlines()) == ["[0] end", "[0] out", "[1] end", "[1] out"]
+    assert sorted(err.splitlines()) == ["[0] err", "[1] err"]
+
+
+def test_many_lines_of_many_ranks_arrive_whole_and_in_order():
+    code = "for i in range(3000): sys.stdout.write(f'{rank}:{i}:' + 'x' * 200 + '\\n')"
+    status, out, _ = run("-np", "3", *python(code))
+    assert status == 0
+    seen = {0: 0, 1: 0, 2: 0}
+    for line in out.splitlines():
+        match = re.fullmatch(r"\[(\d)\] (\d):(\d+):x{200}", line)
+        assert match, line
+        rank = int(match[1])
+        assert (int(match[2]), int(match[3])) == (rank, seen[rank])
+        seen[rank] += 1
+    assert seen == {0: 3000, 1: 3000, 2: 3000}
+
+
+def test_a_line_without_an_end_is_not_held_in_memory():
+    code = "for _ in range(400): sys.stdout.write('x' * 10_000)"
+    status, out, _ = run("-np", "1", *python(code))
+    assert status == 0
+    assert out.count("x") == 4_000_000
+
+
+def test_stdin_belongs_to_rank_0():
+    with launched("-np", "2", *python("print(sys.stdin.read())"), stdin=-1) as launcher:
+        launcher.process.stdin.write(b"for rank zero")
+        _, out, _ = launcher.finish()
+    assert sorted(out.splitlines()) == ["[0] for rank zero", "[1] "]
+
+
+def test_a_rank_that_ends_early_with_success_ends_nothing():
+    with launched("-np", "2", *python("if rank: print('bye')\nelse: sys.stdin.read(); print('end')"), stdin=-1) as job:
+        assert job.lines(1) == ["[1] bye"]
+        assert job.finish()[:2] == (0, "[0] end\n")
+
+
+def test_the_first_failure_is_reported_last_and_gives_the_exit_code():
+    code = """
+if rank != 1: time.sleep(60)
+for i in range(30): print('line', i, file=sys.stderr)
+sys.exit(7)
+"""
+    status, _, err = run("-np", "3", *python(code))
+    assert status == 7
+    block = err[err.index("reigen run: ") :].splitlines()
+    assert block[0] == "reigen run: rank 1 failed first: exit code 7"
+    assert block[1] == "  the last lines of its stderr:"
+    assert block[2:22] == [f"    line {number}" for number in range(10, 30)]
+    assert block[22:] == ["  2 other ranks were stopped because of it"]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_a_signal_ends(signum):
+    code = f"if rank == 0: time.sleep(60)\nos.kill(os.getpid(), {int(signum)})"
+    status, _, err = run("-np", "2", *python(code))
+    assert status == 128 + signum
+    assert err == (
+        f"reigen run: rank 1 failed first: killed by {signum.name}\n"
+        "  it wrote nothing to stderr\n"
+        "  1 other rank was stopped because of it\n"
+    )
+
+
+def test_what_a_job_leaves_behind_is_ended():
+    status, out, _ = run("-np", "2", "sh", "-c", "(setsid sleep 300 >/dev/null 2>&1 &); sleep 300 & echo done")
+    assert status == 0
+    assert sorted(out.splitlines()) == ["[0] done", "[1] done"]
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "status", "complaint"),
+    [
+        (None, 0, 127, "no such command: "),
+        ("echo hi", 0o644, 126, "permission denied"),
+        ("\0\1", 0o755, 126, "it is not a program"),
+        ("#!/no/such/interpreter\n", 0o755, 126, "the interpreter in its first line does not exist"),
+    ],
+)
+def test_a_command_that_cannot_run(tmp_path, content, mode, status, complaint):
+    path = tmp_path / "command"
+    if content is not None:
+        path.write_text(content)
+        path.chmod(mode)
+    code, out, err = run("-np", "2", str(path))
+    assert (code, out) == (status, "")
+    assert err.startswith("reigen run: ")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-np", "0", "true"], "must be at least 1, not 0"),
+        (["-np", "-3", "true"], "must be at least 1, not -3"),
+        (["-np", "two", "true"], "invalid int value: 'two'"),
+        (["-np", "2"], "no command to run"),
+        (["true"], "required: -np/--num-proc"),
+        (["-np", "2", "--grace-seconds", "-1", "true"], "grace must be a number of seconds"),
+        (["-np", "2", "--bind", "sockets", "true"], "invalid choice: 'sockets'"),
+    ],
+)
+def test_options_that_make_no_sense(arguments, complaint):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert complaint in err
+    assert "Traceback" not in err
+
+
+def test_a_job_of_ranks_that_find_each_other():
+    code = (
+        "import numpy as np, reigen; reigen.init(); print(reigen.allreduce(np.ones(3) * reigen.rank(), op=reigen.Sum))"
+    )
+    status, out, err = run("-np", "3", sys.executable, "-c", code)
+    assert (status, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[{rank}] [3. 3. 3.]" for rank in range(3)]
+
+
+def test_torch_distributed_finds_its_port_and_nobody_else_does():
+    code = """
+import os, socket, torch, torch.distributed as dist
+with socket.socket() as other:
+    try:
+        other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+        raise SystemExit("somebody else was given the port")
+    except OSError:
+        pass
+dist.init_process_group("gloo", init_method="env://")
+x = torch.ones(2) * (dist.get_rank() + 1)
+dist.all_reduce(x)
+print(x.tolist())
+dist.destroy_process_group()
+"""
+    status, out, err = run("-np", "2", sys.executable, "-c", code)
+    assert status == 0, err
+    assert sorted(out.splitlines()) == ["[0] [3.0, 3.0]", "[1] [3.0, 3.0]"]

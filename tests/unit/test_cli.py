@@ -1,0 +1,59 @@
+"""The command line, in this process."""
+
+import pytest
+
+from reigen._version import __version__
+from reigen.cli import check
+from reigen.cli.check import look_around
+from reigen.cli.main import COMMANDS, main
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"reigen {__version__}\n"
+
+
+def test_help_names_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("arguments", [[], ["dance"], ["--dance"]])
+def test_what_is_no_command(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "reigen: error" in capsys.readouterr().err
+
+
+def test_check_says_what_is_here_and_that_a_job_can_run(capsys):
+    assert main(["check"]) == 0
+    out = capsys.readouterr().out
+    for part in ("numpy", "torch", "mxnet", "memfd", "pidfd", "processors", "shm: all 2 ranks run on this host"):
+        assert part in out
+    assert out.endswith("a job can run here\n")
+
+
+def test_check_fails_where_no_job_can_run(capsys, monkeypatch):
+    monkeypatch.setenv("REIGEN_PLANE", "pigeons")
+    assert main(["check"]) == 1
+    assert "problem: for -np 2: REIGEN_PLANE=pigeons" in capsys.readouterr().out
+
+
+def test_check_finds_what_is_missing(monkeypatch):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("os.pidfd_open", refuse)
+    monkeypatch.setattr("os.memfd_create", refuse)
+    problems = [finding.name for finding in look_around({}) if finding.is_problem]
+    assert problems == ["memfd", "pidfd"]
+
+
+def test_check_imports_no_framework(monkeypatch):
+    monkeypatch.setattr(check.metadata, "version", lambda name: {"torch": "9.9"}.get(name, "1.0"))
+    assert {finding.value for finding in look_around({}) if finding.name == "torch"} == {"9.9"}
