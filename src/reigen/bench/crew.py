@@ -1,0 +1,218 @@
+"""The processes of one mode: started, given turns, and ended whatever happens.
+
+Every mode is started in the same way: new processes that run ``python -m reigen.bench.rank PROGRAM``, with one thread
+each and rank r on core r modulo their number. mpirun starts them where the program needs it; the rest is the same.
+
+They end, because: the controller kills every process below it when it leaves; the kernel kills a rank whose parent has
+ended; a rank leaves when its socket is closed; and the kernel ends it after a time limit, whatever it does then.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from reigen.bench.figures import Timeline
+from reigen.bench.rank import LIMIT_VARIABLE, SOCKET_VARIABLE
+from reigen.bench.turns import ANSWERS, Command, Failed, Hello, Line, Open, Shut, Spans, Turn
+from reigen.bench.work import Case
+from reigen.cluster.service import RendezvousServer
+from reigen.errors import LaunchError
+from reigen.launch.local import Services, cores_here, plan
+from reigen.launch.spawn import hold_port
+from reigen.wire.auth import SECRET_BYTES
+
+START_SECONDS = 120.0
+TURN_SECONDS = 180.0
+_LEAVE_SECONDS = 5.0
+_LIMIT_SECONDS = 3600
+_TAIL_BYTES = 2000
+_MODULE = "reigen.bench.rank"
+#: Found by whoever else may have started this process; the ranks must not take it for their own.
+_LAUNCHERS = ("REIGEN_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+
+
+@dataclass(frozen=True)
+class CrewSpec:
+    """Which processes.
+
+    Attributes:
+        name: for messages.
+        program: what each rank runs: a file or a module.
+        num_ranks: how many.
+        starter: a command that starts them all, with its options (mpirun); empty: they are started one by one.
+    """
+
+    name: str
+    program: str
+    num_ranks: int
+    starter: tuple[str, ...] = ()
+
+
+class Crew:
+    """The ranks of one program. Use as a context manager: `spawn`, then `meet`, then the rest in any order."""
+
+    def __init__(self, spec: CrewSpec) -> None:
+        self.spec = spec
+        #: what runs, and its version; known after `meet`
+        self.versions: dict[str, str] = {}
+        self._stack = ExitStack()
+        self._lines: list[Line] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reigen-bench-")))
+        self._output = self._stack.enter_context((self._directory / "output").open("w+b"))
+        self._listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._server = RendezvousServer(self._secret)
+        self._stack.callback(self._server.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def spawn(self) -> None:
+        """Start the processes; returns at once.
+
+        Raises:
+            LaunchError: the kernel refused, or there is no such starter.
+        """
+        address = str(self._directory / "socket")
+        self._listener.bind(address)
+        self._listener.listen(self.spec.num_ranks)
+        port = self._stack.enter_context(hold_port()).getsockname()[1]
+        environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+        environ |= {SOCKET_VARIABLE: address, LIMIT_VARIABLE: str(_LIMIT_SECONDS), "OMP_NUM_THREADS": "1"}
+        services = Services(self._server.address, self._secret, port)
+        places, _ = plan(self.spec.num_ranks, services, environ, cores_here(), bind="none")
+        command = [sys.executable, "-m", _MODULE, self.spec.program]
+        if self.spec.starter:
+            self._start([*self.spec.starter, *command], environ)
+        else:
+            for place in places:
+                self._start(command, dict(place.environ))
+
+    def meet(self) -> None:
+        """Wait until every rank has come.
+
+        Raises:
+            LaunchError: one did not; tells why.
+        """
+        self._server.start()
+        deadline = time.monotonic() + START_SECONDS
+        lines: list[Line] = []
+        while len(lines) < self.spec.num_ranks:
+            if select.select([self._listener], [], [], 0.1)[0]:
+                lines.append(Line(self._listener.accept()[0]))
+                self._stack.callback(lines[-1].connection.close)
+            elif any(process.poll() is not None for process in self._processes) or time.monotonic() > deadline:
+                raise self._broken("not every rank has come")
+        hellos: dict[int, Line] = {}
+        for line, answer in self._gather(lines, deadline - time.monotonic()):
+            assert isinstance(answer, Hello)
+            hellos[answer.rank] = line
+            self.versions = answer.versions
+        self._lines = [hellos[rank] for rank in sorted(hellos)]
+
+    def open(self, key: str, case: Case, warmup: int) -> list[Timeline]:
+        """Make a case ready on all ranks, warm it up and check its result.
+
+        Returns:
+            timelines of the warm-up, by rank.
+
+        Raises:
+            LaunchError: it failed; so do the methods below. The crew is useless then.
+        """
+        return self._order(Open(key, case, warmup))
+
+    def turn(self, key: str, settle: int, iterations: int) -> list[Timeline]:
+        """Operate ``settle`` times, then ``iterations`` times; the timelines of the latter, by rank."""
+        return self._order(Turn(key, settle, iterations))
+
+    def shut(self, key: str) -> None:
+        """A case is over."""
+        self._order(Shut(key))
+
+    def close(self) -> None:
+        """End the processes: they may leave in their own time for a few seconds."""
+        for line in self._lines:
+            line.connection.close()
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()  # mpirun ends its ranks then
+        for process in self._processes:
+            try:
+                process.wait(_LEAVE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._stack.close()
+
+    def _start(self, command: Sequence[str], environ: dict[str, str]) -> None:
+        try:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise LaunchError(f"{self.spec.name}: cannot start {command[0]}: {error.strerror}") from error
+        self._processes.append(process)
+
+    def _order(self, command: Command) -> list[Timeline]:
+        for line in self._lines:
+            try:
+                line.send(command)
+            except OSError as error:
+                raise self._broken("a rank has gone") from error
+        timelines: dict[int, Timeline] = {}
+        for line, answer in self._gather(self._lines, TURN_SECONDS):
+            assert isinstance(answer, Spans)
+            timelines[self._lines.index(line)] = answer.spans
+        return [timelines[rank] for rank in sorted(timelines)]
+
+    def _gather(self, lines: Sequence[Line], seconds: float) -> list[tuple[Line, Hello | Spans]]:
+        """One answer from each line. The first rank that fails ends the waiting for the others."""
+        deadline = time.monotonic() + seconds
+        waiting = {line.connection: line for line in lines}
+        answers: list[tuple[Line, Hello | Spans]] = []
+        while waiting:
+            ready = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))[0]
+            if not ready:
+                raise self._broken(f"{len(waiting)} of {len(lines)} ranks did not answer within {seconds:.0f} s")
+            for connection in ready:
+                line = waiting.pop(connection)
+                try:
+                    answer = ANSWERS.decode(line.receive())
+                except EOFError:
+                    raise self._broken("a rank has ended") from None
+                if isinstance(answer, Failed):
+                    raise self._broken(answer.reason)
+                answers.append((line, answer))
+        return answers
+
+    def _broken(self, reason: str) -> LaunchError:
+        size = os.fstat(self._output.fileno()).st_size
+        tail = os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
+        return LaunchError(f"{self.spec.name}: {reason}" + (f"\n{tail}" if tail else ""))

@@ -1,0 +1,53 @@
+"""The machine's limit: each rank copies as many bytes as an allreduce must read and write, all at the same time."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reigen.bench.work import Case, WrongResultError
+
+
+class Copying:
+    """NumPy copies. An allreduce in place reads S and writes S bytes on each rank, however it works; so does a copy."""
+
+    def __init__(self) -> None:
+        self.versions = {"numpy": np.__version__}
+
+    def open(self, case: Case) -> Copy:
+        """A copy of ``case.nbytes`` bytes."""
+        return Copy(case.nbytes)
+
+    def close(self) -> None:
+        """Nothing to leave."""
+
+
+class Copy:
+    """One rank's `Work`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._source = np.ones(nbytes // 4, np.float32)
+        self._target = np.zeros(nbytes // 4, np.float32)
+
+    def prepare(self) -> None:
+        """Nothing: the copy reads what the last one read."""
+
+    def operate(self) -> None:
+        """Copy."""
+        np.copyto(self._target, self._source)
+
+    def check(self) -> None:
+        """The copy is one.
+
+        Raises:
+            WrongResultError: it is not.
+        """
+        if not (self._target == 1).all():
+            raise WrongResultError("the copy differs")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+def start(rank: int, size: int) -> Copying:
+    """The program of one rank."""
+    return Copying()
