@@ -145,25 +145,6 @@ def test_a_command_that_cannot_run(tmp_path, content, mode, status, complaint):
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["-np", "0", "true"], "must be at least 1, not 0"),
-        (["-np", "-3", "true"], "must be at least 1, not -3"),
-        (["-np", "two", "true"], "invalid int value: 'two'"),
-        (["-np", "2"], "no command to run"),
-        (["true"], "required: -np/--num-proc"),
-        (["-np", "2", "--grace-seconds", "-1", "true"], "grace must be a number of seconds"),
-        (["-np", "2", "--bind", "sockets", "true"], "invalid choice: 'sockets'"),
-    ],
-)
-def test_options_that_make_no_sense(arguments, complaint):
-    status, out, err = run(*arguments)
-    assert (status, out) == (2, "")
-    assert complaint in err
-    assert "Traceback" not in err
-
-
 def test_a_job_of_ranks_that_find_each_other():
     code = (
         "import numpy as np, reigen; reigen.init(); print(reigen.allreduce(np.ones(3) * reigen.rank(), op=reigen.Sum))"

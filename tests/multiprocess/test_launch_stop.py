@@ -94,6 +94,20 @@ def test_a_second_ctrl_c_kills_at_once():
         assert launcher.finish()[0] == 130
 
 
+def test_the_first_of_two_failures_is_told_even_if_the_launcher_was_busy():
+    with launched("-np", "2", *python("print(os.getpid(), flush=True); time.sleep(300)")) as launcher:
+        pids = dict(line.split() for line in launcher.lines(2))
+        supervisor = launcher.supervisor()
+        os.kill(supervisor, signal.SIGSTOP)
+        for rank in ("[1]", "[0]"):
+            os.kill(int(pids[rank]), signal.SIGKILL)
+            until(lambda rank=rank: int(pids[rank]) not in launcher.processes())
+        os.kill(supervisor, signal.SIGCONT)
+        status, _, err = launcher.finish()
+    assert status == 137
+    assert "rank 1 failed first: killed by SIGKILL" in err
+
+
 def test_a_rank_that_is_stopped_can_still_be_ended():
     with launched("-np", "1", "--grace-seconds", "300", *python("print('ready', flush=True); time.sleep(300)")) as job:
         ready(job, 1)

@@ -30,6 +30,25 @@ def test_what_is_no_command(arguments, capsys):
     assert "reigen: error" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-np", "0", "true"], "must be at least 1, not 0"),
+        (["-np", "-3", "true"], "must be at least 1, not -3"),
+        (["-np", "two", "true"], "invalid int value: 'two'"),
+        (["-np", "2"], "no command to run"),
+        (["true"], "required: -np/--num-proc"),
+        (["-np", "2", "--grace-seconds", "-1", "true"], "grace must be a number of seconds"),
+        (["-np", "2", "--bind", "sockets", "true"], "invalid choice: 'sockets'"),
+    ],
+)
+def test_options_of_run_that_make_no_sense(arguments, complaint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", *arguments])
+    assert caught.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
 def test_check_says_what_is_here_and_that_a_job_can_run(capsys):
     assert main(["check"]) == 0
     out = capsys.readouterr().out
