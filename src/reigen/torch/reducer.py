@@ -158,6 +158,7 @@ class Reducer:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
+            # Runs for every parameter in every backward: microseconds count.
             if not self.tracker.num_arrived:
                 self._follow_context()
             arrival = self.tracker.gradient(index)
@@ -179,7 +180,9 @@ class Reducer:
             if not parameter.requires_grad:
                 return  # frozen by now: the optimizer must not see a gradient
         else:
-            place.copy_(self._dense(index, gradient.detach()))
+            if gradient.requires_grad or gradient.layout is not torch.strided:
+                gradient = self._dense(index, gradient.detach())
+            place.copy_(gradient)
         if self._direct[index]:
             parameter.grad = place
 
