@@ -37,6 +37,7 @@ from reigen.wire.auth import SECRET_BYTES
 START_SECONDS = 120.0
 TURN_SECONDS = 180.0
 _LEAVE_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
 _LIMIT_SECONDS = 3600
 _TAIL_BYTES = 2000
 _MODULE = "reigen.bench.rank"
@@ -70,6 +71,8 @@ class Crew:
         self.versions: dict[str, str] = {}
         self._stack = ExitStack()
         self._lines: list[Line] = []
+        #: why nothing can be asked any more; answers to the last order may still be on their way
+        self._failure: LaunchError | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reigen-bench-")))
         self._output = self._stack.enter_context((self._directory / "output").open("w+b"))
@@ -85,6 +88,11 @@ class Crew:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Of the processes that were started here: the ranks, or what starts them."""
+        return tuple(process.pid for process in self._processes)
 
     def spawn(self) -> None:
         """Start the processes; returns at once.
@@ -115,18 +123,22 @@ class Crew:
         """
         self._server.start()
         deadline = time.monotonic() + START_SECONDS
-        lines: list[Line] = []
-        while len(lines) < self.spec.num_ranks:
-            if select.select([self._listener], [], [], 0.1)[0]:
-                lines.append(Line(self._listener.accept()[0]))
-                self._stack.callback(lines[-1].connection.close)
-            elif any(process.poll() is not None for process in self._processes) or time.monotonic() > deadline:
-                raise self._broken("not every rank has come")
         hellos: dict[int, Line] = {}
-        for line, answer in self._gather(lines, deadline - time.monotonic()):
-            assert isinstance(answer, Hello)
-            hellos[answer.rank] = line
-            self.versions = answer.versions
+        silent: dict[socket.socket, Line] = {}
+        while len(hellos) < self.spec.num_ranks:
+            ready = select.select([self._listener, *silent], [], [], _LOOK_SECONDS)[0]
+            for connection in ready:
+                if connection is self._listener:
+                    accepted = self._stack.enter_context(self._listener.accept()[0])
+                    silent[accepted] = Line(accepted)
+                else:
+                    line = silent.pop(connection)
+                    hello = self._answer(line)
+                    assert isinstance(hello, Hello)
+                    hellos[hello.rank], self.versions = line, hello.versions
+            ended = any(process.poll() is not None for process in self._processes)
+            if not ready and (ended or time.monotonic() > deadline):
+                raise self._broken(f"{len(hellos)} of {self.spec.num_ranks} ranks have come")
         self._lines = [hellos[rank] for rank in sorted(hellos)]
 
     def open(self, key: str, case: Case, warmup: int) -> list[Timeline]:
@@ -181,38 +193,42 @@ class Crew:
         self._processes.append(process)
 
     def _order(self, command: Command) -> list[Timeline]:
+        if self._failure is not None:
+            raise self._failure
         for line in self._lines:
             try:
                 line.send(command)
             except OSError as error:
                 raise self._broken("a rank has gone") from error
         timelines: dict[int, Timeline] = {}
-        for line, answer in self._gather(self._lines, TURN_SECONDS):
-            assert isinstance(answer, Spans)
-            timelines[self._lines.index(line)] = answer.spans
-        return [timelines[rank] for rank in sorted(timelines)]
-
-    def _gather(self, lines: Sequence[Line], seconds: float) -> list[tuple[Line, Hello | Spans]]:
-        """One answer from each line. The first rank that fails ends the waiting for the others."""
-        deadline = time.monotonic() + seconds
-        waiting = {line.connection: line for line in lines}
-        answers: list[tuple[Line, Hello | Spans]] = []
+        deadline = time.monotonic() + TURN_SECONDS
+        waiting = {line.connection: rank for rank, line in enumerate(self._lines)}
         while waiting:
             ready = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))[0]
             if not ready:
-                raise self._broken(f"{len(waiting)} of {len(lines)} ranks did not answer within {seconds:.0f} s")
+                raise self._broken(f"ranks {sorted(waiting.values())} did not answer within {TURN_SECONDS:.0f} s")
             for connection in ready:
-                line = waiting.pop(connection)
-                try:
-                    answer = ANSWERS.decode(line.receive())
-                except EOFError:
-                    raise self._broken("a rank has ended") from None
-                if isinstance(answer, Failed):
-                    raise self._broken(answer.reason)
-                answers.append((line, answer))
-        return answers
+                rank = waiting.pop(connection)
+                answer = self._answer(self._lines[rank])
+                assert isinstance(answer, Spans)
+                timelines[rank] = answer.spans
+        return [timelines[rank] for rank in range(len(self._lines))]
 
-    def _broken(self, reason: str) -> LaunchError:
-        size = os.fstat(self._output.fileno()).st_size
-        tail = os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace").strip()
-        return LaunchError(f"{self.spec.name}: {reason}" + (f"\n{tail}" if tail else ""))
+    def _answer(self, line: Line) -> Hello | Spans:
+        """What a rank has sent; LaunchError if it has failed or ended, so that nobody waits for the others."""
+        try:
+            answer = ANSWERS.decode(line.receive())
+        except EOFError:
+            raise self._broken("a rank has ended") from None
+        if isinstance(answer, Failed):
+            raise self._broken(answer.reason, answer.traceback)
+        return answer
+
+    def _broken(self, reason: str, details: str = "") -> LaunchError:
+        """The error that says so, with what the rank knows of it, or else with the last words of all ranks."""
+        if not details:
+            size = os.fstat(self._output.fileno()).st_size
+            tail = os.pread(self._output.fileno(), _TAIL_BYTES, max(0, size - _TAIL_BYTES))
+            details = tail.decode(errors="replace").strip()
+        self._failure = LaunchError("\n".join(filter(None, (f"{self.spec.name}: {reason}", details))))
+        return self._failure

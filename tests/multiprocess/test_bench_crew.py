@@ -1,0 +1,84 @@
+"""Real processes of a benchmark: they take turns, they fail loudly, and none is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reigen.bench.crew import Crew, CrewSpec
+from reigen.bench.work import Case
+from reigen.errors import LaunchError
+
+_COPYING = "reigen.bench.programs.copying"
+
+
+def test_ranks_take_turns() -> None:
+    with Crew(CrewSpec("copying", _COPYING, 2)) as crew:
+        crew.spawn()
+        crew.meet()
+        assert "numpy" in crew.versions
+        assert [len(timeline) for timeline in crew.open("k", Case("copy", 4096), 2)] == [2, 2]
+        assert [len(timeline) for timeline in crew.turn("k", 1, 3)] == [3, 3]
+        crew.shut("k")
+
+
+def test_a_rank_that_is_killed_ends_the_turn() -> None:
+    with Crew(CrewSpec("copying", _COPYING, 2)) as crew:
+        crew.spawn()
+        crew.meet()
+        crew.open("k", Case("copy", 4096), 1)
+        os.kill(crew.pids[1], signal.SIGKILL)
+        with pytest.raises(LaunchError, match="copying: a rank"):
+            crew.turn("k", 0, 1)
+        with pytest.raises(LaunchError, match="copying: a rank"):  # and not an answer that came late
+            crew.turn("k", 0, 1)
+
+
+def test_a_program_that_cannot_start_says_why(tmp_path: Path) -> None:
+    program = tmp_path / "broken.py"
+    program.write_text("def start(rank, size):\n    raise RuntimeError('no such fabric')\n")
+    with Crew(CrewSpec("broken", str(program), 2)) as crew:
+        crew.spawn()
+        with pytest.raises(LaunchError, match="RuntimeError: no such fabric"):
+            crew.meet()
+
+
+def test_a_wrong_result_is_no_result(tmp_path: Path) -> None:
+    program = tmp_path / "wrong.py"
+    program.write_text(
+        "from reigen.bench.programs.copying import Copy, Copying\n"
+        "class Wrong(Copy):\n    def operate(self): pass\n"
+        "class Program(Copying):\n    def open(self, case): return Wrong(case.nbytes)\n"
+        "def start(rank, size): return Program()\n"
+    )
+    with Crew(CrewSpec("wrong", str(program), 1)) as crew:
+        crew.spawn()
+        crew.meet()
+        with pytest.raises(LaunchError, match="WrongResultError: the copy differs"):
+            crew.open("k", Case("copy", 64), 1)
+
+
+def test_a_starter_that_does_not_exist_is_told() -> None:
+    with (
+        Crew(CrewSpec("mpi", _COPYING, 1, ("no-such-mpirun",))) as crew,
+        pytest.raises(LaunchError, match="cannot start"),
+    ):
+        crew.spawn()
+
+
+@pytest.mark.slow
+def test_the_command_measures_and_writes_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "reigen", "bench", "allreduce", "--sizes", "4KiB", "--peers", "", "--no-gradients"]
+    options = ["--rounds", "2", "--seconds", "0.01", "--json", str(tmp_path / "found.json")]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "4 KiB" in ended.stdout
+    modes = json.loads((tmp_path / "found.json").read_text())["rows"][0]["modes"]
+    assert set(modes) == {"reigen registered", "reigen ordinary", "copy of as many bytes"}
+    assert all(len(summary["rounds"]) == 2 and summary["median"] > 0 for summary in modes.values())
