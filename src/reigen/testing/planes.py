@@ -7,37 +7,22 @@ in rank order; and all ranks' results are compared with each other by hash in an
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from reigen.cluster.environ import detect
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient
 from reigen.errors import CollectiveError, DeadlineError
-from reigen.kernels.reduce import Reduction
-from reigen.planes.base import Buffer, DataPlane
+from reigen.planes.base import DataPlane
+from reigen.testing.plane_cases import PATIENCE_SECONDS, Conformance, Memory, soon
 from reigen.testing.pool import RankPool
 from reigen.testing.threads import run_threads
-from reigen.testing.truth import example, reduced, widened
-from reigen.types import DTYPES, DType, ReduceOp, dtype_named
-
-Array = NDArray[Any]
 
 #: Makes one rank's plane: ``make(rank, size, rendezvous)``. On leaving, everything that it holds has been released.
 MakePlane = Callable[[int, int, Rendezvous], AbstractContextManager[DataPlane]]
-
-OPS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)
-_GUARD = 8
-_PATIENCE_SECONDS = 60.0
-_LARGE_BYTES = (5 << 19) + 24  # two and a half MiB and a bit: several chunks, no round number
-_SIZES = (0, 1, 7, 1031)
 
 
 def check_plane(
@@ -59,7 +44,7 @@ def check_plane(
     if size > 1:
         _run(_meet_nobody, make, size, pool, timeout)
         _run(_give_up, make, size, pool, timeout)
-    digests = _run(_conform, make, size, pool, timeout, trimmed)
+    digests = _run(_conform, make, size, pool, timeout, trimmed, Memory())
     for rank, digest in enumerate(digests):
         different = [name for name, value in digest.items() if value != digests[0][name]]
         assert not different, f"rank {rank} and rank 0 got different results: {', '.join(different)}"
@@ -77,15 +62,11 @@ def _in_process(body: Callable[..., Any], make: MakePlane, *args: object) -> obj
     job = detect(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
-    client = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, _PATIENCE_SECONDS)
+    client = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, PATIENCE_SECONDS)
     try:
         return body(make, job.topology.rank, job.topology.size, client, *args)
     finally:
         client.close()
-
-
-def _soon() -> float:
-    return time.monotonic() + _PATIENCE_SECONDS
 
 
 # ---------------------------------------------------------------------------------------------- planes that break
@@ -108,7 +89,7 @@ def _give_up(make: MakePlane, rank: int, size: int, rendezvous: Rendezvous) -> N
         if plane.capabilities.abortable and rank == 0:
             plane.abort(CollectiveError("enough is enough", ranks=(0,)))
         elif plane.capabilities.abortable:
-            error = _failure_of_barrier(plane, _soon())
+            error = _failure_of_barrier(plane, soon())
             assert "enough is enough" in str(error)
 
 
@@ -128,16 +109,18 @@ def _leaving_together(rendezvous: Rendezvous, rank: int, size: int) -> Iterator[
     finally:
         rendezvous.put(f"done/{rank}", b"")
     for other in range(size):
-        rendezvous.get(f"done/{other}", _PATIENCE_SECONDS)
+        rendezvous.get(f"done/{other}", PATIENCE_SECONDS)
 
 
 # ---------------------------------------------------------------------------------------------- planes that work
 
 
-def _conform(make: MakePlane, rank: int, size: int, rendezvous: Rendezvous, trimmed: bool) -> dict[str, str]:
+def _conform(
+    make: MakePlane, rank: int, size: int, rendezvous: Rendezvous, trimmed: bool, memory: Memory
+) -> dict[str, str]:
     with make(rank, size, rendezvous) as plane, _leaving_together(rendezvous, rank, size):
         assert (plane.rank, plane.size) == (rank, size)
-        conformance = _Conformance(plane, trimmed)
+        conformance = Conformance(plane, trimmed, memory)
         for name, case in conformance.cases():
             try:
                 case()
@@ -146,238 +129,3 @@ def _conform(make: MakePlane, rank: int, size: int, rendezvous: Rendezvous, trim
                 error.add_note(f"data plane {plane.name!r}, rank {rank} of {size}, case: {name}")
                 raise
         return conformance.digests
-
-
-class _Conformance:
-    """The cases, for one rank."""
-
-    def __init__(self, plane: DataPlane, trimmed: bool) -> None:
-        self._plane = plane
-        self._rank, self._size = plane.rank, plane.size
-        self._trimmed = trimmed
-        #: hashes of what all ranks must have received alike
-        self.digests: dict[str, str] = {}
-
-    def cases(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Every case with its name, in the order in which all ranks run them."""
-        names = ("float32", "bfloat16", "int32", "bool") if self._trimmed else tuple(DTYPES)
-        for dtype in map(dtype_named, names):
-            for op in OPS:
-                if (dtype.name, op) != ("bool", ReduceOp.AVERAGE):
-                    yield f"allreduce {dtype.name} {op.name}", partial(self._reduce, dtype, op, _SIZES)
-                    yield f"reducescatter {dtype.name} {op.name}", partial(self._scatter, dtype, op, 40)
-            if dtype.name != "bool":
-                yield f"factors {dtype.name}", partial(self._factors, dtype)
-        large = ("float32", "bfloat16") if self._trimmed else ("float32", "float16", "bfloat16", "int64", "uint8")
-        for dtype in map(dtype_named, large):
-            yield f"large {dtype.name}", partial(self._large, dtype)
-        yield "not-a-number and infinity", self._special_values
-        yield "several tensors in one call", self._several
-        yield "allgather", self._allgather
-        yield "alltoall", self._alltoall
-        yield "broadcast", self._broadcast
-        yield "barrier", self._barrier
-        if self._plane.capabilities.registered_memory:
-            yield "registered memory", self._registered
-        yield "a random mixture", self._mixture
-
-    # -- cases
-
-    def _barrier(self) -> None:
-        for _ in range(20):
-            self._plane.barrier(_soon())
-
-    def _reduce(self, dtype: DType, op: ReduceOp, counts: Sequence[int], **factors: float) -> None:
-        for count in counts:
-            inputs = self._inputs(dtype, [count] * self._size, count, small=_needs_small(op, factors))
-            result, check_guards = _guarded(count, dtype)
-            source = inputs[self._rank].copy()
-            reduction = Reduction(dtype, op, self._size, **factors)
-            self._plane.allreduce([Buffer(source, result)], reduction, _soon())
-            check_guards()
-            np.testing.assert_array_equal(_bits(source), _bits(inputs[self._rank]), "the source was changed")
-            self._same(result, reduced(inputs, dtype, op, **factors), dtype)
-            self._record(f"allreduce {dtype.name} {op.name} {count} {factors}", result)
-
-    def _scatter(self, dtype: DType, op: ReduceOp, unit: int, **factors: float) -> None:
-        counts = [unit * (rank % 3) + rank % 2 for rank in range(self._size)]  # uneven, the first empty
-        inputs = self._inputs(dtype, [sum(counts)] * self._size, unit, small=_needs_small(op, factors))
-        result, check_guards = _guarded(counts[self._rank], dtype)
-        reduction = Reduction(dtype, op, self._size, **factors)
-        self._plane.reducescatter(inputs[self._rank].copy(), counts, result, reduction, _soon())
-        check_guards()
-        begin = sum(counts[: self._rank])
-        truth = reduced(inputs, dtype, op, **factors)[begin : begin + counts[self._rank]]
-        self._same(result, truth, dtype)
-
-    def _factors(self, dtype: DType) -> None:
-        for op in (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MAX):
-            self._reduce(dtype, op, [1031], prescale=1.5)
-            self._reduce(dtype, op, [1031], postscale=0.75)
-            self._reduce(dtype, op, [1031], prescale=1.5, postscale=0.75)
-            self._scatter(dtype, op, 40, prescale=1.5, postscale=0.75)
-
-    def _large(self, dtype: DType) -> None:
-        self._reduce(dtype, ReduceOp.SUM, [_LARGE_BYTES // dtype.itemsize])
-        self._reduce(dtype, ReduceOp.AVERAGE, [_LARGE_BYTES // dtype.itemsize])
-        self._scatter(dtype, ReduceOp.SUM, _LARGE_BYTES // dtype.itemsize // self._size)
-
-    def _special_values(self) -> None:
-        dtype = DTYPES["float32"]
-        values = np.array([np.nan, np.inf, -np.inf, 1.0], np.float32)
-        inputs = [np.roll(values, rank) for rank in range(self._size)]
-        for op in OPS:
-            result = np.empty(4, np.float32)
-            self._plane.allreduce([Buffer(inputs[self._rank], result)], Reduction(dtype, op, self._size), _soon())
-            self._same(result, reduced(inputs, dtype, op), dtype)
-
-    def _several(self) -> None:
-        dtype, op = DTYPES["float32"], ReduceOp.AVERAGE
-        counts = (3, 0, 1000, 1, _LARGE_BYTES // 4, 17)
-        columns = [self._inputs(dtype, [count] * self._size, index) for index, count in enumerate(counts)]
-        sources = [column[self._rank].copy() for column in columns]
-        targets = [source if index % 2 else np.empty_like(source) for index, source in enumerate(sources)]
-        buffers = [Buffer(source, target) for source, target in zip(sources, targets, strict=True)]
-        self._plane.allreduce(buffers, Reduction(dtype, op, self._size), _soon())
-        for index, (column, target) in enumerate(zip(columns, targets, strict=True)):
-            self._same(target, reduced(column, dtype, op), dtype)
-            self._record(f"several {index}", target)
-
-    def _allgather(self) -> None:
-        for dtype in DTYPES.values():
-            self._gather(dtype, [7 * (rank % 4) for rank in range(self._size)])
-        self._gather(DTYPES["uint8"], [0] * self._size)
-        self._gather(DTYPES["int32"], [0] * (self._size - 1) + [5])
-        self._gather(DTYPES["float32"], [_LARGE_BYTES // 4 // (1 + rank) for rank in range(self._size)])
-
-    def _gather(self, dtype: DType, counts: Sequence[int]) -> None:
-        inputs = self._inputs(dtype, counts, 3)
-        result, check_guards = _guarded(sum(counts), dtype)
-        self._plane.allgather(inputs[self._rank], counts, result, _soon())
-        check_guards()
-        np.testing.assert_array_equal(_bits(result), _bits(np.concatenate(inputs)))
-
-    def _alltoall(self) -> None:
-        for dtype in DTYPES.values():
-            self._exchange(dtype, 5)
-        self._exchange(DTYPES["float32"], 0)
-        self._exchange(DTYPES["int16"], _LARGE_BYTES // 2 // self._size)
-
-    def _exchange(self, dtype: DType, unit: int) -> None:
-        """Rank i sends ``unit * ((i + 2 * j) % 3)`` elements to rank j: every third number is zero."""
-        counts = [[unit * ((i + 2 * j) % 3) for j in range(self._size)] for i in range(self._size)]
-        inputs = self._inputs(dtype, [sum(row) for row in counts], 4)
-        result, check_guards = _guarded(sum(row[self._rank] for row in counts), dtype)
-        self._plane.alltoall(inputs[self._rank], counts, result, _soon())
-        check_guards()
-        begins = [sum(row[: self._rank]) for row in counts]
-        parts = [
-            array[begin : begin + row[self._rank]] for array, begin, row in zip(inputs, begins, counts, strict=True)
-        ]
-        np.testing.assert_array_equal(_bits(result), _bits(np.concatenate(parts)))
-
-    def _broadcast(self) -> None:
-        for root in range(self._size):
-            for count in (*_SIZES, _LARGE_BYTES // 4) if root == 0 else _SIZES:
-                self._spread(DTYPES["float32"], count, root)
-        for dtype in DTYPES.values():
-            self._spread(dtype, 33, self._size - 1)
-        root = self._size // 2
-        truth = example(DTYPES["int64"], 9, (5, root))
-        own = truth.copy() if self._rank == root else np.zeros(9, np.int64)
-        self._plane.broadcast(own if self._rank == root else None, own, root, _soon())  # source is target
-        np.testing.assert_array_equal(own, truth)
-
-    def _spread(self, dtype: DType, count: int, root: int) -> None:
-        truth = example(dtype, count, (6, root))
-        result, check_guards = _guarded(count, dtype)
-        self._plane.broadcast(truth.copy() if self._rank == root else None, result, root, _soon())
-        check_guards()
-        np.testing.assert_array_equal(_bits(result), _bits(truth))
-
-    def _registered(self) -> None:
-        """Regions are zeroed and aligned, reduced in place, as a whole and in part, and used again after free()."""
-        dtype, op = DTYPES["float32"], ReduceOp.SUM
-        for nbytes in (4, 4096 + 4, _LARGE_BYTES):
-            region = self._plane.allocate(nbytes, _soon())
-            assert region.array.shape == (nbytes,)
-            assert region.array.ctypes.data % 64 == 0
-            assert not region.array.any(), "registered memory is not zeroed"
-            self._record(f"offset of {nbytes} bytes", np.array([region.offset]))
-            values = region.array.view(np.float32)
-            begin = values.size // 3
-            for first, last in ((0, values.size), (begin, values.size - begin // 2)):
-                inputs = self._inputs(dtype, [values.size] * self._size, first)
-                values[:] = inputs[self._rank]
-                self._plane.barrier(_soon())  # everybody's copy is written: the caller's duty with registered memory
-                part = values[first:last]
-                buffer = Buffer(part, part, offset=region.offset + 4 * first)
-                self._plane.allreduce([buffer], Reduction(dtype, op, self._size), _soon())
-                truth = inputs[self._rank].copy()
-                truth[first:last] = reduced([array[first:last] for array in inputs], dtype, op)
-                self._same(values, truth, dtype)
-                self._plane.barrier(_soon())
-            self._plane.free(region.offset)
-
-    def _mixture(self) -> None:
-        """Operations of all kinds and sizes in one random order: traces of one would hurt the next."""
-        random = np.random.default_rng(self._size)
-        for _ in range(20 if self._trimmed else 60):
-            unit = int(random.choice([1, 50, 9000, 400_000]) // self._size) + 1
-            match random.integers(6):
-                case 0:
-                    self._reduce(DTYPES["float32"], ReduceOp.AVERAGE, [unit])
-                case 1:
-                    self._scatter(DTYPES["float64"], ReduceOp.SUM, unit)
-                case 2:
-                    self._gather(DTYPES["int16"], [unit * (rank % 3) for rank in range(self._size)])
-                case 3:
-                    self._exchange(DTYPES["int32"], unit)
-                case 4:
-                    self._spread(DTYPES["uint8"], unit, int(random.integers(self._size)))
-                case _:
-                    self._plane.barrier(_soon())
-
-    # -- help
-
-    def _inputs(self, dtype: DType, counts: Sequence[int], seed: int, *, small: bool = False) -> list[Array]:
-        return [example(dtype, count, (seed, rank), small=small) for rank, count in enumerate(counts)]
-
-    def _same(self, result: Array, truth: Array, dtype: DType) -> None:
-        """The same bits, any NaN for a NaN; almost the same numbers where a plane adds in its own order."""
-        assert result.dtype == dtype.storage
-        if not dtype.is_floating:
-            np.testing.assert_array_equal(result, truth)
-            return
-        numbers, expected = widened(result, dtype), widened(truth, dtype)
-        if self._plane.capabilities.ordered_sums:
-            nan = np.isnan(expected)
-            np.testing.assert_array_equal(np.isnan(numbers), nan)
-            np.testing.assert_array_equal(_bits(result)[~nan], _bits(truth)[~nan])
-        else:
-            epsilon = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype.name]
-            np.testing.assert_allclose(numbers, expected, rtol=self._size * epsilon, atol=4 * self._size * epsilon)
-
-    def _record(self, name: str, array: Array) -> None:
-        self.digests[name] = hashlib.sha256(array.tobytes()).hexdigest()
-
-
-def _needs_small(op: ReduceOp, factors: dict[str, float]) -> bool:
-    return op is ReduceOp.AVERAGE or bool(factors)
-
-
-def _bits(array: Array) -> Array:
-    """The elements as unsigned integers."""
-    return array.view(np.dtype(f"u{array.dtype.itemsize}"))
-
-
-def _guarded(count: int, dtype: DType) -> tuple[Array, Callable[[], None]]:
-    """An array for a result inside a larger one, and a check that nothing was written around it."""
-    whole = np.full((count + 2 * _GUARD) * dtype.itemsize, 0xA5, np.uint8)
-
-    def check() -> None:
-        edge = _GUARD * dtype.itemsize
-        assert (whole[:edge] == 0xA5).all(), "written before the beginning of the target"
-        assert (whole[whole.size - edge :] == 0xA5).all(), "written beyond the end of the target"
-
-    return whole.view(dtype.storage)[_GUARD : _GUARD + count], check
