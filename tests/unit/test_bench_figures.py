@@ -27,7 +27,7 @@ def test_ranks_must_have_done_the_same_number_of_operations() -> None:
         joint_durations([[(0.0, 1.0)], []])
 
 
-def test_operations_of_ranks_by_themselves_count_one_by_one() -> None:
+def test_each_ranks_own_calls_count_one_by_one() -> None:
     assert own_durations([[(0.0, 1.0), (1.0, 3.0)], [(0.5, 1.0)]]) == [1.0, 2.0, 0.5]
 
 

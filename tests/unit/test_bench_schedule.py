@@ -72,7 +72,7 @@ def test_a_mode_that_fails_is_left_out_and_the_others_go_on(fails_at: int) -> No
     assert "broken" in outcome.failures["bad"]
 
 
-def test_operations_that_ranks_do_by_themselves_count_twice_with_two_ranks() -> None:
+def test_two_ranks_own_calls_count_twice() -> None:
     outcome = alternate([Mode("copy", _Team([]), Case(""), joint=False)], 1, 0.5, _ignore)
     assert outcome.summaries["copy"].num_operations == 10
 

@@ -87,7 +87,7 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(_LEAVE_SECONDS if error is None else 0.0)
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -160,11 +160,11 @@ class Crew:
         """A case is over."""
         self._order(Shut(key))
 
-    def close(self) -> None:
-        """End the processes: they may leave in their own time for a few seconds."""
+    def close(self, leave_seconds: float = _LEAVE_SECONDS) -> None:
+        """End the processes: they may leave in their own time for so many seconds."""
         for line in self._lines:
             line.connection.close()
-        deadline = time.monotonic() + _LEAVE_SECONDS
+        deadline = time.monotonic() + leave_seconds
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -87,7 +87,7 @@ def joint_durations(timelines: Sequence[Timeline]) -> list[float]:
 
 
 def own_durations(timelines: Sequence[Timeline]) -> list[float]:
-    """Durations of operations that each rank does by itself, all ranks at the same time."""
+    """Duration of each call of each rank, waiting for other ranks included."""
     return [end - begin for timeline in timelines for begin, end in timeline]
 
 

@@ -43,7 +43,8 @@ class Mode:
         name: what tables call it.
         team: the processes.
         case: what they do.
-        joint: whether the ranks do each operation together, or each by itself.
+        joint: whether an operation of all ranks counts once, from the last arrival to the last result; or each rank's
+            call by itself.
     """
 
     name: str
