@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def size_report() -> ModuleType:
-    path = Path(__file__).parents[2] / "tools" / "size_report.py"
-    spec = importlib.util.spec_from_file_location("size_report", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tools import size_report
 
 
 def function(num_statements: int, *, docstring_lines: int = 0) -> str:
@@ -45,7 +33,6 @@ def test_findings(
     text: str,
     findings: list[str],
     code: int,
-    size_report: ModuleType,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -58,6 +45,6 @@ def test_findings(
     assert lines[2:] == [finding.format(path=path) for finding in findings]
 
 
-def test_parameters_without_self(size_report: ModuleType) -> None:
+def test_parameters_without_self() -> None:
     [node] = ast.parse("async def f(self, a, /, b, *c, d, **e): ...").body
     assert size_report.num_parameters(node) == 3
