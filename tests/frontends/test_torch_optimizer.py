@@ -350,6 +350,44 @@ def test_more_passes_than_declared_are_an_error_in_backward(rank_pool):
     rank_pool(2).run(too_many_passes, init=True)
 
 
+def two_optimizers() -> None:
+    """Two models with an optimizer each; the ranks' backward passes come in different order."""
+    truths, models = [make_net(0), make_net(7)], [make_net(0), make_net(7)]
+    references = [torch.optim.SGD(net.parameters(), lr=0.1) for net in truths]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1)) for net in models]
+    for x, y in batches(4):
+        for optimizer in (*references, *optimizers):
+            optimizer.zero_grad()
+        for net in truths:
+            mean_loss(net, x, y).backward()
+        for net in models if hvd.rank() == 0 else reversed(models):
+            mean_loss(net, mine(x), mine(y)).backward()
+        for optimizer in (*references, *optimizers):
+            optimizer.step()
+        for model, truth in zip(models, truths, strict=True):
+            assert_same(model, truth)
+
+
+def test_two_optimizers_at_once(rank_pool):
+    rank_pool(2).run(two_optimizers, init=True)
+
+
+def twice_in_a_group() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.warns(UserWarning, match="duplicate"):
+        plain = torch.optim.SGD([weight, weight], lr=0.5)
+    optimizer = hvd.DistributedOptimizer(plain)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (weight * 2.0 * hvd.rank()).sum().backward()
+        optimizer.step()
+    assert weight.tolist() == [-1.0, -1.0]  # 1 - 2 steps * 2 updates each * 0.5 * mean gradient 1
+
+
+def test_a_parameter_that_is_given_twice(rank_pool):
+    rank_pool(2).run(twice_in_a_group, init=True)
+
+
 def other_operators() -> None:
     rank, n = hvd.rank(), hvd.size()
     expected = {
@@ -400,7 +438,7 @@ def memory_is_given_back() -> None:
 
 
 def test_buckets_are_freed_with_the_optimizer(rank_pool):
-    rank_pool(2).run(memory_is_given_back, init=True)
+    rank_pool(2).run(memory_is_given_back, init=True, check_leaks=True)
 
 
 def lives_on_after_init() -> None:

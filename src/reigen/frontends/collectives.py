@@ -64,7 +64,7 @@ def choose_op(average: bool | None, op: int | None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise ArgumentError("The op parameter supersedes average. Please provide only one of them.")
-        warnings.warn("Parameter `average` is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=4)
+        warnings.warn("Parameter `average` is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
         return ReduceOp.AVERAGE if average else ReduceOp.SUM
     return check_op(ReduceOp.AVERAGE if op is None else op)
 

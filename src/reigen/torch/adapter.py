@@ -24,8 +24,9 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 def tensor_over(array: Array, dtype: DType) -> torch.Tensor:
     """A tensor of ``dtype`` over the array's memory; the array holds the storage type."""
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype is _BFLOAT16 else tensor
+    if dtype is _BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 class TorchAdapter:

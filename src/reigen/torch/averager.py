@@ -33,7 +33,8 @@ class GradientAverager:
         self._options = options
         self._passes = check_passes(passes)
         self._names = {parameter: name for name, parameter in named}
-        self._known: set[torch.Tensor] = set()
+        #: by id, which is faster to look up than a tensor; holding the tensor keeps its id its own
+        self._known: dict[int, torch.Tensor] = {}
         self._finished = Finished.NOBODY
         self.reducers: list[Reducer] = []
         self.adopt([parameter for _, parameter in named])
@@ -56,15 +57,19 @@ class GradientAverager:
         return self._finished
 
     def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Reduce these parameters' gradients too, from now on, unless they are known or need none."""
-        new = [p for p in parameters if p.requires_grad and p not in self._known]
-        if not new:
-            return
-        for parameter in new:
-            dtype_of(parameter.dtype)
-            self._known.add(parameter)
-            self._names.setdefault(parameter, f"parameter.{len(self._known) - 1}")
-        if self._context.size > 1:
+        """Reduce these parameters' gradients too, from now on, unless they are known or need none.
+
+        Raises:
+            UnsupportedTypeError: the dtype of one cannot be communicated.
+        """
+        new = []
+        for parameter in parameters:
+            if id(parameter) not in self._known and parameter.requires_grad:
+                dtype_of(parameter.dtype)
+                self._names.setdefault(parameter, f"parameter.{len(self._known)}")
+                self._known[id(parameter)] = parameter
+                new.append(parameter)
+        if new and self._context.size > 1:
             named = [(self._names[parameter], parameter) for parameter in new]
             self.reducers.append(Reducer(self._context, named, self._options, self._passes))
 
@@ -116,7 +121,9 @@ class GradientAverager:
             ArgumentError: not a positive integer.
             StepOrderError: complete gradients are on their way.
         """
-        self._passes = check_passes(passes)
+        check_passes(passes)
+        check_finished(self.reducers, "optimizer.set_backward_passes_per_step()")
+        self._passes = passes
         for reducer in self.reducers:
             reducer.tracker.set_backward_passes_per_step(passes)
 
