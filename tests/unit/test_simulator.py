@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-
 from tests.unit.simulator import FOREVER, play
 
 _BLOCK = 500

@@ -1,0 +1,65 @@
+"""Which ready operations travel together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reigen.engine.fusion import plan
+from reigen.engine.messages import Kind, Operation, Response
+from reigen.types import ReduceOp
+
+
+def ready(elements: int, name: str = "t", in_place: bool = False, **changes: Any) -> tuple[Operation, Response]:
+    values: dict[str, Any] = {"kind": Kind.ALLREDUCE, "name": name, "dtype": "float32", "shape": (elements,)}
+    return Operation(**values | changes), Response(name, in_place=in_place)
+
+
+def test_what_fits_travels_together() -> None:
+    assert plan([ready(10), ready(10), ready(10)], 120) == [[0, 1, 2]]
+
+
+def test_the_threshold_bounds_a_batch() -> None:
+    assert plan([ready(10), ready(10), ready(10)], 119) == [[0, 1], [2]]
+
+
+def test_the_search_goes_on_behind_what_does_not_fit() -> None:
+    assert plan([ready(10), ready(100), ready(25), ready(10), ready(1)], 100) == [[0, 3, 4], [1], [2]]
+
+
+def test_larger_than_the_threshold_travels_alone() -> None:
+    assert plan([ready(1), ready(1000), ready(1)], 100) == [[0, 2], [1]]
+
+
+def test_threshold_zero_turns_fusion_off() -> None:
+    assert plan([ready(1), ready(0), ready(1)], 0) == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ready(1, dtype="float64"),
+        ready(1, op=ReduceOp.MAX),
+        ready(1, prescale=0.5),
+        ready(1, postscale=0.5),
+        ready(1, in_place=True),
+    ],
+)
+def test_only_the_same_reduction_is_fused(other: tuple[Operation, Response]) -> None:
+    assert plan([ready(1), other, ready(1)], 1000) == [[0, 2], [1]]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.ALLREDUCE])
+def test_everything_else_travels_alone(kind: Kind) -> None:
+    assert plan([ready(1), ready(1, kind=kind), ready(1, kind=kind), ready(1)], 1000) == [[0, 3], [1], [2]]
+
+
+def test_many_that_share_nothing_stay_affordable() -> None:
+    batches = plan([ready(60) for _ in range(20_000)], 400)
+    assert sorted(i for batch in batches for i in batch) == list(range(20_000))
+    assert all(len(batch) == 1 for batch in batches)
+
+
+def test_nothing_is_ready() -> None:
+    assert plan([], 100) == []
