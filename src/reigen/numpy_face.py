@@ -7,7 +7,7 @@ and errors are those of `reigen.torch`; nothing here is differentiable.
 Example, in a job of one rank:
     >>> import numpy as np
     >>> import reigen
-    >>> _ = reigen.init()
+    >>> reigen.init()
     >>> reigen.allreduce(np.array([1.0, 2.0]), op=reigen.Sum)
     array([1., 2.])
     >>> reigen.shutdown()
@@ -16,26 +16,80 @@ Example, in a job of one rank:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from reigen.errors import UnsupportedTypeError
-from reigen.frontends.collectives import Collectives, Pending, check_op, check_process_set, choose_op
+from reigen.context import current
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.frontends.collectives import (
+    Average,
+    Collectives,
+    Max,
+    Min,
+    Pending,
+    Product,
+    Sum,
+    check_op,
+    check_process_set,
+    choose_op,
+    poll,
+    synchronize,
+)
+from reigen.frontends.job import (
+    cross_rank,
+    cross_size,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from reigen.types import DTYPES, GLOBAL_PROCESS_SET, DType, ProcessSet
 
-if TYPE_CHECKING:
-    from reigen.context import Context
-
-Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
+__all__ = [
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather",
+    "allgather_async",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "shutdown",
+    "size",
+    "synchronize",
+]
 
 #: All ranks of the job.
 global_process_set = GLOBAL_PROCESS_SET
 
 Array = NDArray[Any]
 Handle = Pending[Any]
-_T = TypeVar("_T")
 
 
 class _NumpyAdapter:
@@ -55,7 +109,7 @@ class _NumpyAdapter:
     def array(self, tensor: Array) -> tuple[Array, bool]:
         """See `TensorAdapter.array`."""
         contiguous = np.ascontiguousarray(tensor).reshape(tensor.shape)
-        return contiguous, np.shares_memory(contiguous, tensor) if tensor.size else False
+        return contiguous, np.may_share_memory(contiguous, tensor)
 
     def wrap(self, array: Array, like: Array) -> Array:
         """See `TensorAdapter.wrap`."""
@@ -69,69 +123,7 @@ class _NumpyAdapter:
         """See `TensorAdapter.modified`."""
 
 
-def init() -> Context:
-    """Join the job that the launcher speaks of; alone if there is none. Does nothing when already in it.
-
-    Raises:
-        ConfigError: the environment is contradictory.
-        DeadlineError: other ranks did not come; names them.
-    """
-    from reigen import context
-
-    return context.init()
-
-
-def shutdown() -> None:
-    """Leave the job; `init` joins again. Does nothing outside one. Runs by itself when the process ends."""
-    from reigen import context
-
-    context.shutdown()
-
-
-def is_initialized() -> bool:
-    """Whether this process is in a job. Never raises."""
-    from reigen import context
-
-    return context.is_initialized()
-
-
-def _current() -> Context:
-    from reigen import context
-
-    return context.current()
-
-
-def rank() -> int:
-    """Number of this process in the job, from 0. Before `init`: NotInitializedError, as from all that follow."""
-    return _current().rank
-
-
-def size() -> int:
-    """Processes in the job."""
-    return _current().size
-
-
-def local_rank() -> int:
-    """Number of this process among those of its host, from 0."""
-    return _current().local_rank
-
-
-def local_size() -> int:
-    """Processes on this host."""
-    return _current().local_size
-
-
-def cross_rank() -> int:
-    """Number of this host among the hosts that have this local rank."""
-    return _current().cross_rank
-
-
-def cross_size() -> int:
-    """How many hosts have this local rank."""
-    return _current().cross_size
-
-
-_COLLECTIVES: Collectives[Array] = Collectives(_NumpyAdapter(), _current)
+_COLLECTIVES: Collectives[Array] = Collectives(_NumpyAdapter(), current)
 
 
 def allreduce(
@@ -158,7 +150,9 @@ def allreduce(
         ArgumentError, UnsupportedTypeError: an argument is wrong here; nothing was sent.
         CollectiveError: see `reigen.errors` for its kinds.
     """
-    return _sure(allreduce_async(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait())
+    check_process_set(process_set)
+    array, chosen = np.asarray(tensor), choose_op(average, op)
+    return _COLLECTIVES.allreduce(array, chosen, name, prescale_factor, postscale_factor, blocking=True).take()
 
 
 def allreduce_async(
@@ -186,7 +180,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """`allreduce` in place: the result is written into ``tensor``, which is returned."""
-    return _sure(allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set).wait())
+    check_process_set(process_set)
+    chosen = choose_op(average, op)
+    return _COLLECTIVES.allreduce(
+        _writable(tensor), chosen, name, prescale_factor, postscale_factor, in_place=True, blocking=True
+    ).take()
 
 
 def allreduce_async_(
@@ -201,12 +199,13 @@ def allreduce_async_(
     """Begin `allreduce_`. The array must not be touched before `synchronize`."""
     check_process_set(process_set)
     chosen = choose_op(average, op)
-    return _COLLECTIVES.allreduce(_array(tensor), chosen, name, prescale_factor, postscale_factor, in_place=True)
+    return _COLLECTIVES.allreduce(_writable(tensor), chosen, name, prescale_factor, postscale_factor, in_place=True)
 
 
 def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """All ranks' arrays, concatenated along dimension 0 in rank order; that dimension may differ between ranks."""
-    return _sure(allgather_async(tensor, name, process_set).wait())
+    check_process_set(process_set)
+    return _COLLECTIVES.allgather(np.asarray(tensor), name, blocking=True).take()
 
 
 def allgather_async(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
@@ -219,7 +218,8 @@ def broadcast(
     tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """The root's array, as a new array on every rank; shape and dtype are the same on all."""
-    return _sure(broadcast_async(tensor, root_rank, name, process_set).wait())
+    check_process_set(process_set)
+    return _COLLECTIVES.broadcast(np.asarray(tensor), root_rank, name, blocking=True).take()
 
 
 def broadcast_async(
@@ -234,7 +234,8 @@ def broadcast_(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """`broadcast` in place: the root's contents are written into ``tensor``, which is returned."""
-    return _sure(broadcast_async_(tensor, root_rank, name, process_set).wait())
+    check_process_set(process_set)
+    return _COLLECTIVES.broadcast(_writable(tensor), root_rank, name, in_place=True, blocking=True).take()
 
 
 def broadcast_async_(
@@ -242,7 +243,7 @@ def broadcast_async_(
 ) -> Handle:
     """Begin `broadcast_`. The array must not be touched before `synchronize`."""
     check_process_set(process_set)
-    return _COLLECTIVES.broadcast(_array(tensor), root_rank, name, in_place=True)
+    return _COLLECTIVES.broadcast(_writable(tensor), root_rank, name, in_place=True)
 
 
 def alltoall(
@@ -252,8 +253,9 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Array | tuple[Array, Array]:
     """``splits[r]`` rows go to rank r. Returns what came; if ``splits`` were given, with the rows from each rank."""
-    output, received = _sure(alltoall_async(tensor, splits, name, process_set).wait())
-    return output if splits is None else (output, received)
+    check_process_set(process_set)
+    output, received = _COLLECTIVES.alltoall(np.asarray(tensor), splits, name, blocking=True).take()
+    return output if splits is None else (output, np.array(received, np.int32))
 
 
 def alltoall_async(
@@ -277,7 +279,9 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Array:
     """Reduce over all ranks and keep this rank's rows: the first ``rows % size()`` ranks get one more."""
-    return _sure(reducescatter_async(tensor, name, op, process_set, prescale_factor, postscale_factor).wait())
+    check_process_set(process_set)
+    array, chosen = np.asarray(tensor), check_op(op)
+    return _COLLECTIVES.reducescatter(array, chosen, name, prescale_factor, postscale_factor, blocking=True).take()
 
 
 def reducescatter_async(
@@ -299,26 +303,9 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     _COLLECTIVES.barrier()
 
 
-def poll(handle: Handle) -> bool:
-    """Whether ``synchronize(handle)`` would return without blocking."""
-    return not isinstance(handle, Pending) or handle.poll()
-
-
-def synchronize(handle: Handle) -> Any:
-    """Wait for an asynchronous collective and return its result; None for an unknown or already synchronized handle.
-
-    Raises:
-        CollectiveError: it failed.
-    """
-    return handle.wait() if isinstance(handle, Pending) else None
-
-
-def _array(tensor: object) -> Array:
+def _writable(tensor: object) -> Array:
     if not isinstance(tensor, np.ndarray):
         raise UnsupportedTypeError(f"an in-place collective needs a NumPy array, got {type(tensor).__name__}")
+    if not tensor.flags.writeable:
+        raise ArgumentError("an in-place collective needs an array that may be written, and this one is read-only")
     return tensor
-
-
-def _sure(result: _T | None) -> _T:
-    assert result is not None, "a handle's first wait gives its result"
-    return result

@@ -134,7 +134,9 @@ def rows_table(title: str, rows: Sequence[Row]) -> Table:
         what = row.title
         for name, summary in row.modes.items():
             quotient = ratios.get(name)
-            shown = ("baseline", "") if quotient is None else (f"{quotient.value:.3g} x", _range(quotient))
+            shown = ("baseline" if name == row.baseline else "", "")
+            if quotient is not None:
+                shown = (f"{quotient.value:.3g} x", f"{quotient.low:.3g} - {quotient.high:.3g}")
             spread = f"{format_seconds(summary.p10)} - {format_seconds(summary.p90)}"
             table.add_row(what, name, format_seconds(summary.median), spread, *shown)
             what = ""
@@ -190,7 +192,3 @@ def show(document: Document, title: str, console: Console) -> None:
         console.print(line, soft_wrap=True, highlight=False)
     if document.verdicts:
         console.print(verdicts_table(document.verdicts))
-
-
-def _range(quotient: Ratio) -> str:
-    return f"{quotient.low:.3g} - {quotient.high:.3g}"

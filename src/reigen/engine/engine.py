@@ -82,7 +82,8 @@ class Engine:
         self._looks = looks
         self._driver = threading.Lock()
         #: guards _inbox's order, _handles and _closed
-        self._mutex = threading.Lock()
+        #: (reentrant: the garbage collector may free registered memory, which is a submission, at any moment)
+        self._mutex = threading.RLock()
         self._inbox: deque[Operation] = deque()
         #: every operation of this rank that is not complete
         self._handles: dict[str, Handle] = {}

@@ -5,24 +5,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from reigen.errors import MismatchError
 from reigen.frontends.objects import allgather_bytes, allgather_object
 
 if TYPE_CHECKING:
     from reigen.context import Context
-
-#: How many sets of gradients each living context has numbered; a set's names on the wire are made from its number.
-_numbers: WeakKeyDictionary[Context, Iterator[int]] = WeakKeyDictionary()
-
-
-def next_number(context: Context) -> int:
-    """0, 1, 2 ... for each set of gradients of one context; the same on all ranks that make them in the same order."""
-    return next(_numbers.setdefault(context, itertools.count()))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from reigen.types import GLOBAL_PROCESS_SET, ProcessSet, ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context, Handle, Outcome
+
+#: The operators by Horovod's names and numbers.
+Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
@@ -48,11 +51,31 @@ class Pending(Generic[Result]):
             return None
         return deliver(self._handle.wait())
 
+    def take(self) -> Result:
+        """`wait` for whoever submitted it himself and is therefore the first."""
+        result = self.wait()
+        assert result is not None, "the first to wait gets the result"
+        return result
+
     def then(self, change: Callable[[Result], Other]) -> Pending[Other]:
         """The same collective with ``change`` applied to its result; this object gives no result any more."""
         deliver, self._deliver = self._deliver, None
         assert deliver is not None, "the result has not been taken"
         return Pending(self._handle, lambda outcome: change(deliver(outcome)))
+
+
+def poll(handle: Pending[Any]) -> bool:
+    """Whether ``synchronize(handle)`` would return without blocking."""
+    return not isinstance(handle, Pending) or handle.poll()
+
+
+def synchronize(handle: Pending[Any]) -> Any:
+    """Wait for an asynchronous collective and return its result; None for an unknown or already synchronized handle.
+
+    Raises:
+        CollectiveError: it failed (also named HorovodInternalError).
+    """
+    return handle.wait() if isinstance(handle, Pending) else None
 
 
 def choose_op(average: bool | None, op: int | None) -> ReduceOp:

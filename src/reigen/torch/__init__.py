@@ -1,8 +1,8 @@
 """Reigen for PyTorch (2.4 or later): ``import reigen.torch as hvd`` in a script written for Horovod."""
 
 from reigen.errors import HorovodInternalError
-from reigen.torch.compression import Compression
-from reigen.torch.job import (
+from reigen.frontends.collectives import Average, Max, Min, Product, Sum, poll, synchronize
+from reigen.frontends.job import (
     cross_rank,
     cross_size,
     init,
@@ -13,12 +13,8 @@ from reigen.torch.job import (
     shutdown,
     size,
 )
+from reigen.torch.compression import Compression
 from reigen.torch.ops import (
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
     allgather,
     allgather_async,
     allreduce,
@@ -33,10 +29,8 @@ from reigen.torch.ops import (
     broadcast_async,
     broadcast_async_,
     global_process_set,
-    poll,
     reducescatter,
     reducescatter_async,
-    synchronize,
 )
 from reigen.torch.optimizer import DistributedOptimizer
 from reigen.torch.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters

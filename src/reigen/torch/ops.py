@@ -12,25 +12,21 @@ Collectives match between ranks by ``name``; those without one match in the orde
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Pending, check_op, check_process_set, choose_op
+from reigen.frontends.collectives import Average, Pending, check_op, check_process_set, choose_op
 from reigen.torch.compression import Compression, Compressor
 from reigen.torch.differentiable import COLLECTIVES, Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
 from reigen.types import GLOBAL_PROCESS_SET, ProcessSet
-
-Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
 
 #: All ranks of the job.
 global_process_set = GLOBAL_PROCESS_SET
 
 #: What the asynchronous collectives return; :func:`poll` and :func:`synchronize` take it.
 Handle = Pending[Any]
-
-_T = TypeVar("_T")
 
 
 def allreduce(
@@ -64,8 +60,8 @@ def allreduce(
     else:
         result = COLLECTIVES.allreduce(
             compressed, chosen, name, prescale_factor, postscale_factor, blocking=True
-        ).wait()
-    return compression.decompress(_sure(result), ctx)
+        ).take()
+    return compression.decompress(result, ctx)
 
 
 def allreduce_async(
@@ -94,11 +90,9 @@ def allreduce_(
     """:func:`allreduce` in place: the result is written into ``tensor``, which is returned."""
     check_process_set(process_set)
     chosen = choose_op(average, op)
-    return _sure(
-        COLLECTIVES.allreduce(
-            tensor, chosen, name, prescale_factor, postscale_factor, in_place=True, blocking=True
-        ).wait()
-    )
+    return COLLECTIVES.allreduce(
+        tensor, chosen, name, prescale_factor, postscale_factor, in_place=True, blocking=True
+    ).take()
 
 
 def allreduce_async_(
@@ -130,7 +124,7 @@ def allgather(
     if _needs_graph(tensor):
         gathered: torch.Tensor = _apply(Allgather, tensor, name)
         return gathered
-    return _sure(COLLECTIVES.allgather(tensor, name, blocking=True).wait())
+    return COLLECTIVES.allgather(tensor, name, blocking=True).take()
 
 
 def allgather_async(
@@ -156,7 +150,7 @@ def broadcast(
     if _needs_graph(tensor):
         received: torch.Tensor = _apply(Broadcast, tensor, root_rank, name)
         return received
-    return _sure(COLLECTIVES.broadcast(tensor, root_rank, name, blocking=True).wait())
+    return COLLECTIVES.broadcast(tensor, root_rank, name, blocking=True).take()
 
 
 def broadcast_async(
@@ -172,7 +166,7 @@ def broadcast_(
 ) -> torch.Tensor:
     """:func:`broadcast` in place: the root's contents are written into ``tensor``, which is returned."""
     check_process_set(process_set)
-    return _sure(COLLECTIVES.broadcast(tensor, root_rank, name, in_place=True, blocking=True).wait())
+    return COLLECTIVES.broadcast(tensor, root_rank, name, in_place=True, blocking=True).take()
 
 
 def broadcast_async_(
@@ -240,8 +234,8 @@ def reducescatter(
     else:
         result = COLLECTIVES.reducescatter(
             compressed, chosen, name, prescale_factor, postscale_factor, blocking=True
-        ).wait()
-    return compression.decompress(_sure(result), ctx)
+        ).take()
+    return compression.decompress(result, ctx)
 
 
 def reducescatter_async(
@@ -263,20 +257,6 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     COLLECTIVES.barrier()
 
 
-def poll(handle: object) -> bool:
-    """Whether ``synchronize(handle)`` would return without blocking."""
-    return not isinstance(handle, Pending) or handle.poll()
-
-
-def synchronize(handle: object) -> Any:
-    """Wait for an asynchronous collective and return its result; None for an unknown or already synchronized handle.
-
-    Raises:
-        CollectiveError: it failed (also named HorovodInternalError).
-    """
-    return handle.wait() if isinstance(handle, Pending) else None
-
-
 def _needs_graph(tensor: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and bool(getattr(tensor, "requires_grad", False))
 
@@ -284,11 +264,6 @@ def _needs_graph(tensor: torch.Tensor) -> bool:
 def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
     apply: Callable[..., Any] = function.apply
     return apply(*args)
-
-
-def _sure(result: _T | None) -> _T:
-    assert result is not None, "a handle's first wait gives its result"
-    return result
 
 
 def _rows(splits: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] | None:

@@ -12,11 +12,11 @@ from typing import Any, cast
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import check_op, check_process_set
+from reigen.frontends.collectives import Average, check_op, check_process_set
 from reigen.frontends.compression import Cast
 from reigen.torch.averager import Finished, GradientAverager, release
 from reigen.torch.compression import Compression, Compressor
-from reigen.torch.ops import Average, allreduce, global_process_set
+from reigen.torch.ops import allreduce, global_process_set
 from reigen.torch.reducer import ReduceOptions, check_finished
 from reigen.types import ProcessSet, ReduceOp
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from reigen import context as contexts
 from reigen.errors import ArgumentError, CollectiveError, StepOrderError
 from reigen.frontends.adapter import Array
-from reigen.frontends.agreement import Agreement, Proposal, agree, next_number
+from reigen.frontends.agreement import Agreement, Proposal, agree
 from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, plan_buckets
 from reigen.frontends.gradients import GradientTracker
 from reigen.torch.adapter import dtype_of, tensor_over
@@ -134,7 +134,7 @@ class Reducer:
 
     def _bind(self, context: Context) -> None:
         self._context = context
-        self._name = f"gradients.{next_number(context)}"
+        self._name = f"gradients.{next(context.gradient_sets)}"
 
     def _follow_context(self) -> None:
         """After shutdown() and init(), begin anew with the new context: agree again, register again."""

@@ -13,8 +13,8 @@ from reigen import context
 from reigen.errors import ArgumentError
 from reigen.frontends import objects
 from reigen.frontends.agreement import check_digests, digest_of
-from reigen.frontends.collectives import check_process_set, check_root
-from reigen.torch.ops import broadcast_async_, global_process_set, synchronize
+from reigen.frontends.collectives import check_process_set, check_root, synchronize
+from reigen.torch.ops import broadcast_async_, global_process_set
 from reigen.types import ProcessSet
 
 

@@ -1,4 +1,4 @@
-"""Joining and leaving the job, and this process's place in it."""
+"""Joining and leaving the job, and this process's place in it: the same for every framework."""
 
 from __future__ import annotations
 
