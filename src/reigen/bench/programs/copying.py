@@ -25,11 +25,12 @@ class Copy:
     """One rank's `Work`."""
 
     def __init__(self, nbytes: int) -> None:
-        self._source = np.ones(nbytes // 4, np.float32)
+        self._source = np.zeros(nbytes // 4, np.float32)
         self._target = np.zeros(nbytes // 4, np.float32)
 
     def prepare(self) -> None:
-        """Nothing: the copy reads what the last one read."""
+        """Write the source anew, as every mode does: caches are then as they are for an allreduce."""
+        self._source.fill(1)
 
     def operate(self) -> None:
         """Copy."""
