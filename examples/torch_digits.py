@@ -7,6 +7,7 @@ same script trains alone.
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import time
 
@@ -47,11 +48,13 @@ def make_model() -> nn.Module:
     )
 
 
+#: On a terminal one line renews itself. Under `reigen run` a rank writes into a pipe, and is told what lies behind it.
+LIVE = sys.stdout.isatty() or "REIGEN_TERMINAL" in os.environ
+
+
 def show(text: str, *, final: bool = False) -> None:
-    """One line that renews itself on a terminal; ordinary lines in a file."""
     if hvd.rank() == 0:  # (*)
-        live = sys.stdout.isatty()
-        print(f"\r{text}" if live else text, end="" if live and not final else "\n", flush=True)
+        print(f"\r{text}" if LIVE else text, end="" if LIVE and not final else "\n", flush=True)
 
 
 def accuracy(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -101,7 +104,7 @@ def main() -> int:
             scheduler.step()
             seen += len(batch)
             rate = seen / (time.perf_counter() - start)
-            if sys.stdout.isatty():
+            if LIVE:
                 show(f"epoch {epoch:2}/{EPOCHS}  {rate:6,.0f} samples/s  accuracy {reached:.4f} ")
         reached = accuracy(model, test_images, test_labels)
         mean_loss = hvd.allreduce(total_loss).item()  # (*)

@@ -14,6 +14,9 @@ from reigen.errors import ConfigError
 
 #: What `--bind` takes.
 BINDINGS = ("cores", "none")
+#: Set to 1 where what a rank prints ends on a terminal, though the rank itself writes into a pipe: rank 0 may redraw
+#: its line with a carriage return.
+TERMINAL_VARIABLE = "REIGEN_TERMINAL"
 START_TIMEOUT_VARIABLE = "REIGEN_START_TIMEOUT"
 
 

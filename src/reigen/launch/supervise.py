@@ -34,7 +34,7 @@ from reigen.launch.job import (
     Swept,
     Terminate,
 )
-from reigen.launch.local import Place, Services, cores_here, plan
+from reigen.launch.local import TERMINAL_VARIABLE, Place, Services, cores_here, plan
 from reigen.launch.outlet import Outlet, outlets
 from reigen.launch.output import Lines, visible
 from reigen.launch.processes import below, reap_strangers, signal_all_below, signal_name
@@ -112,7 +112,7 @@ def _run_supervised(options: Options, environ: Mapping[str, str], lifeline: int)
         places, reason = plan(
             options.num_ranks,
             Services(server.address, secret, port),
-            environ,
+            {**environ, TERMINAL_VARIABLE: "1"} if sys.stdout.isatty() else environ,
             cores_here(),
             bind=options.bind,
             start_timeout_seconds=options.start_timeout_seconds,
