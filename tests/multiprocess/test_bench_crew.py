@@ -54,7 +54,7 @@ def test_a_wrong_result_is_no_result(tmp_path: Path) -> None:
     program.write_text(
         "from reigen.bench.programs.copying import Copy, Copying\n"
         "class Wrong(Copy):\n    def operate(self): pass\n"
-        "class Program(Copying):\n    def open(self, case): return Wrong(case.nbytes)\n"
+        "class Program(Copying):\n    def open(self, case): return Wrong(case.nbytes, fresh=False)\n"
         "def start(rank, size): return Program()\n"
     )
     with Crew(CrewSpec("wrong", str(program), 1)) as crew:
@@ -80,5 +80,5 @@ def test_the_command_measures_and_writes_json(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "4 KiB" in ended.stdout
     modes = json.loads((tmp_path / "found.json").read_text())["rows"][0]["modes"]
-    assert set(modes) == {"reigen registered", "reigen ordinary", "copy of as many bytes"}
+    assert set(modes) == {"reigen registered", "reigen ordinary", "copy of as many bytes", "copy of fresh data"}
     assert all(len(summary["rounds"]) == 2 and summary["median"] > 0 for summary in modes.values())

@@ -17,6 +17,7 @@ PEERS = (GLOO, MPI)
 _REIGEN, _COPYING = "reigen", "copying"
 
 REGISTERED, ORDINARY, COPY = "reigen registered", "reigen ordinary", "copy of as many bytes"
+FRESH_COPY = "copy of fresh data"
 BUCKETS, SEPARATE = "reigen buckets", "reigen separate"
 GLOO_SUM, MPI_SUM = "gloo", "mpi"
 GLOO_BUCKETS, GLOO_SEPARATE, MPI_SEPARATE = "gloo 25 MiB buckets", "gloo separate", "mpi one by one"
@@ -79,6 +80,7 @@ def _plan(settings: Settings, came: Mapping[str, Crew]) -> Iterator[tuple[str, i
                 (GLOO_SUM, GLOO, "ordinary"),
                 (MPI_SUM, MPI, "ordinary"),
                 (COPY, _COPYING, "copy"),
+                (FRESH_COPY, _COPYING, "fresh copy"),
             )
             if crew in came
         ]

@@ -14,23 +14,31 @@ class Copying:
         self.versions = {"numpy": np.__version__}
 
     def open(self, case: Case) -> Copy:
-        """A copy of ``case.nbytes`` bytes."""
-        return Copy(case.nbytes)
+        """``copy`` or ``fresh copy`` of ``case.nbytes`` bytes."""
+        return Copy(case.nbytes, fresh=case.name == "fresh copy")
 
     def close(self) -> None:
         """Nothing to leave."""
 
 
 class Copy:
-    """One rank's `Work`."""
+    """One rank's `Work`.
 
-    def __init__(self, nbytes: int) -> None:
-        self._source = np.zeros(nbytes // 4, np.float32)
+    Args:
+        nbytes: how many are copied.
+        fresh: write the source anew before each copy, as the modes that reduce do. It is slower: without, the source is
+            unmodified in whatever cache holds it.
+    """
+
+    def __init__(self, nbytes: int, *, fresh: bool) -> None:
+        self._fresh = fresh
+        self._source = np.ones(nbytes // 4, np.float32)
         self._target = np.zeros(nbytes // 4, np.float32)
 
     def prepare(self) -> None:
-        """Write the source anew, as every mode does: caches are then as they are for an allreduce."""
-        self._source.fill(1)
+        """Write the source anew, if it is to be fresh."""
+        if self._fresh:
+            self._source.fill(1)
 
     def operate(self) -> None:
         """Copy."""
