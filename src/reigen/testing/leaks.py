@@ -116,7 +116,8 @@ class LeakCheck:
 
     def leaks(self) -> list[str]:
         """What is there now that was not there at the beginning, one line each."""
-        return _Snapshot.now().added_since(self._before, self._keep())
+        added = _Snapshot.now().added_since(self._before, self._keep())
+        return [leak for leak in added if not _is_somebody_elses(leak)]
 
     def check(self) -> None:
         """Waits for things that are closing.
@@ -131,7 +132,6 @@ class LeakCheck:
         pause = threading.Event()
         while (leaks := self.leaks()) and time.monotonic() < until:
             pause.wait(0.005)
-        leaks = [leak for leak in leaks if not _is_somebody_elses(leak)]
         if leaks:
             raise LeakError(leaks)
 
