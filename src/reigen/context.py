@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -302,7 +303,8 @@ def _engine_on_host(
 
 _lock = threading.Lock()
 _current: Context | None = None
-_generation = itertools.count()
+#: how often this process has joined each job, by the job's secret: ranks that meet count alike
+_generations: Counter[bytes] = Counter()
 
 
 def init(environ: Mapping[str, str] | None = None) -> Context:
@@ -328,7 +330,9 @@ def _join(job: Job, config: Config) -> Context:
     timeout = config.start_timeout_seconds
     rendezvous = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, timeout)
     try:
-        return Context(job.topology, config, rendezvous, next(_generation))
+        context = Context(job.topology, config, rendezvous, _generations[job.secret])
+        _generations[job.secret] += 1
+        return context
     finally:
         rendezvous.close()
 

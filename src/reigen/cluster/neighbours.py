@@ -215,9 +215,11 @@ def meet(
     try:
         card = _hand_in_card(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), size)
         waiting = _Waiting(timeout_seconds, until, pidfds)
-        for peer, data in enumerate(_collect(rendezvous, f"{generation}/card", size, waiting)):
-            theirs = msgspec.msgpack.decode(data, type=_Card)
+        found = _collect(rendezvous, f"{generation}/card", size, waiting)
+        cards = [msgspec.msgpack.decode(data, type=_Card) for data in found]
+        for peer, theirs in enumerate(cards):  # all before the first is opened: who gives up has told why
             _check_card(peer, card, theirs)
+        for peer, theirs in enumerate(cards):
             segments.append(own if peer == rank else _open(peer, theirs))
             pidfds.append(_pidfd(peer, theirs.pid))
         whole = [segment.map(0, sum(sizes)) for segment in segments]
