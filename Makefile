@@ -27,6 +27,10 @@ $(VENV)/.stamp-dev: $(STAMP_PARTS) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[torch,dev]'
 	@touch $@ $(VENV)/.stamp-demo
 
+$(VENV)/.stamp-bench: $(VENV)/.stamp-dev
+	$(PIP_INSTALL) -e '.[torch,dev,bench]'
+	@touch $@
+
 demo: $(VENV)/.stamp-demo
 	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch_digits.py
 
@@ -42,9 +46,10 @@ test: lint
 test-fast: $(VENV)/.stamp-dev
 	$(BIN)/python -m pytest -m "not slow" -q
 
-bench: $(VENV)/.stamp-dev
-	$(BIN)/reigen bench allreduce
-	$(BIN)/reigen bench train-step
+bench: $(VENV)/.stamp-bench
+	$(BIN)/reigen bench allreduce --np $(NP)
+	$(BIN)/reigen bench train-step --np $(NP)
+	$(BIN)/reigen bench startup --np $(NP)
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
