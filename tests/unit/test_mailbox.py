@@ -1,0 +1,221 @@
+"""Control messages in shared memory: order, wrap-around, full rings, wake-ups."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from reigen.errors import CollectiveError
+from reigen.testing import run_threads
+from reigen.wire.futex import Word
+from reigen.wire.mailbox import MAX_MESSAGE_BYTES, RING_BYTES, Mailbox, Sleeper, mailbox_bytes
+from reigen.wire.segment import Segment
+
+_WRITTEN, _READ, _LINE = 128, 192, 64
+
+
+def memories(size: int, start: int = 0) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    """Mailbox parts of so many ranks; all cursors begin at ``start``."""
+    found = [np.zeros(mailbox_bytes(size), np.uint8) for _ in range(size)]
+    for memory in found:
+        Word(memory, _WRITTEN).store(start)
+        for rank in range(size):
+            Word(memory, _READ + rank * _LINE).store(start)
+    return found
+
+
+def star(size: int, start: int = 0) -> list[Mailbox]:
+    """Rank 0 speaks to all others and hears them all."""
+    parts = memories(size, start)
+    others = list(range(1, size))
+    return [Mailbox(parts, r, others if r == 0 else [0], others if r == 0 else [0]) for r in range(size)]
+
+
+def test_messages_arrive_in_each_senders_order() -> None:
+    hub, one, two = star(3)
+    one.send(b"a")
+    two.send(b"b")
+    one.send(b"")
+    assert hub.pending()
+    assert hub.receive() == [(1, b"a"), (1, b""), (2, b"b")]
+    assert hub.receive() == []
+    assert not hub.pending()
+
+
+def test_the_hub_is_heard_by_all() -> None:
+    hub, one, two = star(3)
+    hub.send(b"all")
+    assert one.receive() == two.receive() == [(0, b"all")]
+    assert hub.receive() == []
+
+
+@pytest.mark.parametrize("start", [0, RING_BYTES - 3, 2**32 - 100, 2**32 - RING_BYTES // 2])
+def test_rings_and_cursors_wrap(start: int) -> None:
+    rng = random.Random(start)
+    hub, one = star(2, start)
+    sent = []
+    for _ in range(60):
+        burst = [rng.randbytes(rng.choice((0, 1, 3, 4, 5000, MAX_MESSAGE_BYTES))) for _ in range(3)]
+        for message in burst:
+            one.send(message)
+        sent += burst
+        assert hub.receive() == [(1, message) for message in burst]
+    assert sum(map(len, sent)) > 3 * RING_BYTES
+    assert one.backlog == 0
+
+
+def test_a_full_ring_keeps_messages_back_in_order() -> None:
+    hub, one, two = star(3, 2**32 - 1000)
+    messages = [bytes([i]) * 50_000 for i in range(20)]
+    for message in messages:
+        hub.send(message)
+    assert hub.backlog == 15
+    got_one: list[bytes] = []
+    got_two: list[bytes] = []
+    got_one += [m for _, m in one.receive()]
+    hub.flush()
+    assert hub.backlog == 15, "the slowest reader decides"
+    while hub.backlog:
+        got_one += [m for _, m in one.receive()]
+        got_two += [m for _, m in two.receive()]
+        hub.flush()
+    got_one += [m for _, m in one.receive()]
+    got_two += [m for _, m in two.receive()]
+    assert got_one == got_two == messages
+
+
+def test_a_message_of_the_largest_size_fits_and_a_larger_one_is_our_own_bug() -> None:
+    hub, one = star(2)
+    one.send(b"x" * MAX_MESSAGE_BYTES)
+    assert [len(m) for _, m in hub.receive()] == [MAX_MESSAGE_BYTES]
+    with pytest.raises(AssertionError, match="a control message of"):
+        one.send(b"x" * (MAX_MESSAGE_BYTES + 1))
+
+
+@pytest.mark.parametrize("length", [MAX_MESSAGE_BYTES + 1, 2**32 - 1, 40])
+def test_a_length_that_cannot_be_is_refused_with_the_senders_name(length: int) -> None:
+    parts = memories(2)
+    hub = Mailbox(parts, 0, [1], [1])
+    liar = Mailbox(parts, 1, [0], [0])
+    liar.send(b"0123456789")
+    begin = _READ + 2 * _LINE
+    parts[1][begin : begin + 4] = np.frombuffer(np.uint32(length).tobytes(), np.uint8)
+    with pytest.raises(CollectiveError, match="rank 1 sent") as caught:
+        hub.receive()
+    assert caught.value.ranks == (1,)
+
+
+def test_a_ring_before_the_sleep_is_not_lost() -> None:
+    hub, one = star(2)
+    hub.take_over(Sleeper.ENGINE)
+    token = hub.token()
+    one.send(b"x")
+    began = time.monotonic()
+    hub.sleep(token, Sleeper.ENGINE, 60.0)
+    assert time.monotonic() - began < 30
+
+
+def test_sleeping_does_not_change_whom_a_ring_wakes() -> None:
+    """The engine's thread may begin to sleep when a caller has already taken over."""
+    parts = memories(2)
+    hub = Mailbox(parts, 0, [1], [1])
+    hub.take_over(Sleeper.CALLER)
+    hub.sleep(hub.token(), Sleeper.ENGINE, 0.0)
+    assert Word(parts[0], 64).load() == Sleeper.CALLER
+
+
+def test_a_thread_is_woken_by_its_own_rank() -> None:
+    hub, _ = star(2)
+    woken = threading.Event()
+
+    def sleeper() -> None:
+        token = hub.token()
+        ready.set()
+        hub.sleep(token, Sleeper.ENGINE, 60.0)
+        woken.set()
+
+    ready = threading.Event()
+    thread = threading.Thread(target=sleeper)
+    thread.start()
+    assert ready.wait(30)
+    hub.wake(Sleeper.ENGINE)
+    assert woken.wait(30)
+    thread.join()
+
+
+def converse(mailbox: Mailbox, peer: int, rounds: int, first: bool, deadline: float) -> float:
+    """Ping-pong; returns the longest wait. A lost wake-up would cost a sleep's whole length."""
+    longest = 0.0
+    for number in range(rounds):
+        if first or number:
+            mailbox.send(str(number).encode())
+        began = time.monotonic()
+        mailbox.take_over(Sleeper.CALLER)
+        while True:
+            token = mailbox.token()
+            if mailbox.receive():
+                break
+            assert time.monotonic() < deadline, f"stuck in round {number}"
+            mailbox.sleep(token, Sleeper.CALLER, 10.0)
+        mailbox.take_over(Sleeper.NOBODY)
+        longest = max(longest, time.monotonic() - began)
+    if not first:
+        mailbox.send(b"last")
+    return longest
+
+
+def test_no_wake_up_is_lost_between_processes() -> None:
+    """20,000 messages, asleep for each; the longest sleep stays far below what a lost wake-up would take."""
+    segments = [Segment.create("test") for _ in range(2)]
+    for segment in segments:
+        segment.grow(mailbox_bytes(2), "a test")
+    parts = [segment.map(0, segment.size) for segment in segments]
+    deadline = time.monotonic() + 60
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            status = int(converse(Mailbox(parts, 1, [0], [0]), 0, 10_000, False, deadline) >= 9.0)
+        finally:
+            os._exit(status)
+    longest = converse(Mailbox(parts, 0, [1], [1]), 1, 10_000, True, deadline)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert longest < 9.0
+    for segment in segments:
+        segment.close()
+
+
+def test_many_threads_speak_with_the_hub_at_once() -> None:
+    size, count = 6, 2000
+    ends = star(size)
+    expected = {rank: [f"{rank}:{i}".encode() * 20 for i in range(count)] for rank in range(1, size)}
+
+    def act(rank: int, _: object) -> int:
+        end, deadline = ends[rank], time.monotonic() + 60
+        if rank:
+            for message in expected[rank]:
+                end.send(message)
+            while end.backlog:
+                assert time.monotonic() < deadline
+                end.sleep(end.token(), Sleeper.CALLER, 0.001)
+                end.flush()
+            return 0
+        got: dict[int, list[bytes]] = {r: [] for r in range(1, size)}
+        end.take_over(Sleeper.CALLER)
+        while sum(map(len, got.values())) < (size - 1) * count:
+            assert time.monotonic() < deadline
+            token = end.token()
+            found = end.receive()
+            for sender, message in found:
+                got[sender].append(message)
+            if not found:
+                end.sleep(token, Sleeper.CALLER, 10.0)
+        assert got == expected
+        return 1
+
+    assert sum(run_threads(act, size)) == 1
