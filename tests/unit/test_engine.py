@@ -1,0 +1,132 @@
+"""The engine between threads: who drives, who is woken, and what happens to those who wait when something ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reigen.cluster.rendezvous import LocalRendezvous
+from reigen.cluster.topology import Topology
+from reigen.config import Config
+from reigen.context import Context
+from reigen.engine.messages import Kind, Operation, Submit
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.testing import run_threads
+from reigen.types import DTYPES, ReduceOp
+
+FLOAT = DTYPES["float32"]
+
+
+def between(size: int, act: Callable[[Context], Any], **knobs: Any) -> list[Any]:
+    """``act(context)`` on ranks that are threads; they leave when all have finished."""
+
+    def run(rank: int, rendezvous: LocalRendezvous) -> Any:
+        job = Context(Topology.on_one_host(rank, size), Config(plane="shm", **knobs), rendezvous)
+        try:
+            return act(job)
+        finally:
+            rendezvous.put(f"done {rank}", b"")
+            for other in range(size):
+                rendezvous.get(f"done {other}", 30.0)
+            job.close()
+
+    return run_threads(run, size)
+
+
+def reduce(job: Context, name: str, *, blocking: bool = False) -> float:
+    x = np.ones(3, np.float32)
+    job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name=name, blocking=blocking).wait()
+    return float(x[0])
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_blocking_and_asynchronous_submissions_mix(size: int) -> None:
+    def act(job: Context) -> list[float]:
+        return [reduce(job, f"t{i % 3}", blocking=(i + job.rank) % 2 == 0) for i in range(50)]
+
+    assert between(size, act) == [[float(size)] * 50] * size
+
+
+def test_a_blocking_submission_wakes_who_sleeps_on_something_else() -> None:
+    """Fifty operations take far less than fifty slices of a sleep that nobody ends."""
+
+    def act(job: Context) -> float:
+        held = job.barrier(name=f"held {job.rank}")  # answered by nobody until the end
+        began = time.monotonic()
+        for i in range(50):
+            reduce(job, f"t{i}", blocking=True)
+        seconds = time.monotonic() - began
+        others = [job.barrier(name=f"held {r}") for r in range(job.size) if r != job.rank]
+        for handle in (held, *others):
+            handle.wait()
+        return seconds
+
+    assert max(between(2, act)) < 2.5
+
+
+def test_an_expired_name_is_refused_in_time_although_rank_zero_had_been_driving() -> None:
+    def act(job: Context) -> tuple[str, tuple[int, ...]]:
+        reduce(job, "warm", blocking=True)
+        if job.rank == 0:
+            return "", ()
+        with pytest.raises(DeadlineError) as caught:
+            reduce(job, "alone", blocking=True)
+        return caught.value.tensor or "", caught.value.ranks
+
+    assert between(3, act, deadline_seconds=0.3)[1:] in (
+        [("alone", (0,)), ("alone", (0,))],
+        [("alone", (0, 2)), ("alone", (0, 1))],
+    )
+
+
+def test_what_is_outstanding_fails_when_a_rank_leaves() -> None:
+    def act(job: Context) -> tuple[int, ...]:
+        if job.rank == 2:
+            job.close()
+            return ()
+        with pytest.raises(PeerLostError) as caught:
+            reduce(job, "t")
+        return caught.value.ranks
+
+    assert between(3, act) == [(2,), (2,), ()]
+
+
+def test_a_broken_engine_rests_though_names_have_expired() -> None:
+    def act(job: Context) -> float:
+        engine = job._engine
+        with engine._driver:
+            assert engine._coordinator is not None
+            engine._coordinator.hear(0, Submit(Operation(Kind.BARRIER, "expired")), time.monotonic() - 100)
+            assert engine._nap(5.0) == 0.0
+            engine._break(PeerLostError("rank 1 died", ranks=(1,)))
+            return engine._nap(5.0)
+
+    assert between(2, lambda job: act(job) if job.rank == 0 else 5.0) == [5.0, 5.0]
+
+
+def test_closing_fails_what_other_threads_wait_for() -> None:
+    def act(job: Context) -> str:
+        if job.rank == 0:
+            return ""
+        handle = job.barrier(name="never", blocking=True)
+        told: list[str] = []
+
+        def wait() -> None:
+            with pytest.raises(CollectiveError) as caught:
+                handle.wait()
+            told.append(str(caught.value))
+
+        waiters = [threading.Thread(target=wait) for _ in range(3)]
+        for waiter in waiters:
+            waiter.start()
+        job.close()
+        for waiter in waiters:
+            waiter.join(30)
+        return told[0] if len(told) == 3 else f"{told}"
+
+    assert between(2, act)[1].startswith("never: Reigen has been shut down")
