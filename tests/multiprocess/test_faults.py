@@ -304,18 +304,19 @@ def test_kill_loop() -> None:
     rng = random.Random(20)
     for seed in range(30):
         with LeakCheck(), RankPool(4) as pool:
-            pool.start()
+            pool.run(os.getpid)  # all are there
             victim = rng.randrange(4)
             pidfds = [os.pidfd_open(pid) for pid in pool.pids]
-            timer = threading.Timer(rng.uniform(0.3, 1.5), os.kill, (pool.pids[victim], signal.SIGKILL))
+            timer = threading.Timer(rng.uniform(0.0, 0.6), os.kill, (pool.pids[victim], signal.SIGKILL))
             timer.start()
             with pytest.raises(RankError) as caught:
-                pool.run(work_until_killed, seed, init=True, timeout=30)
+                pool.run(work_until_killed, seed, init=True, timeout=30, env={"REIGEN_START_TIMEOUT": "5"})
             timer.join()
             failures = {f.rank: f for f in caught.value.failures}
-            # who was still in init() at the kill raises from there
             assert failures.pop(victim).exit_code == -signal.SIGKILL
-            assert all(isinstance(f.error, PeerLostError) for f in failures.values()), str(caught.value)
+            for failure in failures.values():  # killed during init(), perhaps before anybody could know of it
+                assert isinstance(failure.error, PeerLostError | DeadlineError), str(caught.value)
+                assert failure.error.ranks == (victim,), str(caught.value)
             assert set(caught.value.results.values()) <= {f"({victim},)"}
             pool.close(kill=True)
             ended, _, _ = select.select(pidfds, [], [], 5.0)

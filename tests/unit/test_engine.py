@@ -106,7 +106,7 @@ def test_a_broken_engine_rests_though_names_have_expired() -> None:
             engine._break(PeerLostError("rank 1 died", ranks=(1,)))
             return engine._nap(5.0)
 
-    assert between(2, lambda job: act(job) if job.rank == 0 else 5.0) == [5.0, 5.0]
+    assert between(2, lambda job: act(job) if job.rank == 0 else 5.0, deadline_seconds=10.0) == [5.0, 5.0]
 
 
 def test_closing_fails_what_other_threads_wait_for() -> None:
