@@ -310,7 +310,7 @@ def test_kill_loop() -> None:
             timer = threading.Timer(rng.uniform(0.0, 0.6), os.kill, (pool.pids[victim], signal.SIGKILL))
             timer.start()
             with pytest.raises(RankError) as caught:
-                pool.run(work_until_killed, seed, init=True, timeout=30, env={"REIGEN_START_TIMEOUT": "5"})
+                pool.run(work_until_killed, seed, init=True, timeout=30, env={"REIGEN_START_TIMEOUT": "2"})
             timer.join()
             failures = {f.rank: f for f in caught.value.failures}
             assert failures.pop(victim).exit_code == -signal.SIGKILL

@@ -219,9 +219,11 @@ def meet(
         cards = [msgspec.msgpack.decode(data, type=_Card) for data in found]
         for peer, theirs in enumerate(cards):  # all before the first is opened: who gives up has told why
             _check_card(peer, card, theirs)
-        for peer, theirs in enumerate(cards):
-            segments.append(own if peer == rank else _open(peer, theirs))
-            pidfds.append(_pidfd(peer, theirs.pid))
+        pidfds.extend(_pidfd(peer, theirs.pid) for peer, theirs in enumerate(cards))
+        try:
+            segments.extend(own if peer == rank else _open(peer, theirs) for peer, theirs in enumerate(cards))
+        except PeerLostError as error:  # it may have given up because another had died
+            raise waiting.loss() or error from None
         whole = [segment.map(0, sum(sizes)) for segment in segments]
         rendezvous.put(f"{generation}/mapped/{rank}", b"")
         _collect(rendezvous, f"{generation}/mapped", size, waiting)
