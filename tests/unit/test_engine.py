@@ -14,8 +14,14 @@ from reigen.cluster.rendezvous import LocalRendezvous
 from reigen.cluster.topology import Topology
 from reigen.config import Config
 from reigen.context import Context
+from reigen.engine.engine import Engine
+from reigen.engine.handles import Handle, Task
 from reigen.engine.messages import Kind, Operation, Submit
+from reigen.engine.negotiation import Coordinator
+from reigen.engine.transport import Solitude
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.planes.base import Array
+from reigen.planes.null import NullPlane
 from reigen.testing import run_threads
 from reigen.types import DTYPES, ReduceOp
 
@@ -107,6 +113,42 @@ def test_a_broken_engine_rests_though_names_have_expired() -> None:
             return engine._nap(5.0)
 
     assert between(2, lambda job: act(job) if job.rank == 0 else 5.0, deadline_seconds=10.0) == [5.0, 5.0]
+
+
+class Slow(Solitude):
+    """Messages leave at the third attempt."""
+
+    def __init__(self) -> None:
+        self.backlog = 0
+        self.attempts = 0
+
+    def send(self, message: bytes) -> None:
+        self.backlog += 1
+
+    def flush(self) -> None:
+        self.attempts += 1
+        if self.attempts == 3:
+            self.backlog = 0
+
+
+def test_no_collective_begins_before_all_have_heard_of_it() -> None:
+    """The others could never come, and rank 0, waiting for them in the plane, would not send what they lack."""
+    transport = Slow()
+    left_behind: list[int] = []
+
+    class Plane(NullPlane):
+        def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+            left_behind.append(transport.backlog)
+
+    coordinator = Coordinator(2, 0, 0, 30.0)
+    engine = Engine(Plane(), transport, transport, coordinator, 30.0, looks=0)
+    operation = Operation(Kind.BROADCAST, "t", "float32", (3,), root=0)
+    x = np.ones(3, np.float32)
+    coordinator.hear(1, Submit(operation), time.monotonic())
+    engine.submit(operation, Handle(engine, "t", Task(x, x), x), blocking=True)
+    assert left_behind == [0]
+    assert transport.attempts == 3
+    engine.close()
 
 
 def test_closing_fails_what_other_threads_wait_for() -> None:
