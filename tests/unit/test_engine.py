@@ -127,7 +127,7 @@ class Slow(Solitude):
 
     def flush(self) -> None:
         self.attempts += 1
-        if self.attempts == 3:
+        if self.attempts >= 3:
             self.backlog = 0
 
 
