@@ -6,6 +6,7 @@ import atexit
 import itertools
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -285,6 +286,11 @@ def _engine_on_host(
     neighbours, (mail, part) = meet(rendezvous, rank, size, generation, config.start_timeout_seconds, sizes)
     looks = _LOOKS if size <= (os.cpu_count() or 1) else 0
     plane = ShmPlane(neighbours, part, looks)
+    try:
+        plane.try_direct(time.monotonic() + config.start_timeout_seconds)
+    except BaseException:
+        neighbours.close()
+        raise
     others = [r for r in range(size) if r != rank]
     mailbox = Mailbox(mail.arrays, rank, others if rank == 0 else [0], others if rank == 0 else [0])
     coordinator = None

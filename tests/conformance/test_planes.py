@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,19 @@ def shm_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlan
         neighbours.close()
 
 
+@contextmanager
+def direct_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
+    """Everything that is not small is read from the other ranks' memory."""
+    neighbours, [part] = meet(rendezvous, rank, size, 0, 60.0, [shm_plane_bytes()])
+    plane = ShmPlane(neighbours, part, looks=0, direct_bytes=0)
+    assert plane.try_direct(time.monotonic() + 60.0), "this kernel lets processes of one user read each other"
+    try:
+        yield plane
+    finally:
+        plane.close()
+        neighbours.close()
+
+
 def test_null() -> None:
     check_plane(null_plane, 1)
 
@@ -51,6 +65,11 @@ def test_shm_between_many_threads(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_shm_between_processes(size: int, rank_pool: Callable[[int], RankPool]) -> None:
     check_plane(shm_plane, size, pool=rank_pool(size))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_direct_between_processes(size: int, rank_pool: Callable[[int], RankPool]) -> None:
+    check_plane(direct_plane, size, pool=rank_pool(size))
 
 
 @pytest.mark.slow

@@ -84,9 +84,13 @@ class Mapped:
 class Neighbours:
     """Segments and lives of all ranks of this host."""
 
-    def __init__(self, rank: int, segments: Sequence[Segment], pidfds: Sequence[int], header: Mapped) -> None:
+    def __init__(
+        self, rank: int, segments: Sequence[Segment], pids: Sequence[int], pidfds: Sequence[int], header: Mapped
+    ) -> None:
         self.rank = rank
         self.size = len(segments)
+        #: process ids by rank
+        self.pids = tuple(pids)
         self._segments = list(segments)
         self._pidfds = list(pidfds)
         self._ranks = {fd: r for r, fd in enumerate(pidfds) if r != rank}
@@ -139,6 +143,10 @@ class Neighbours:
     def dead(self) -> tuple[int, ...]:
         """Ranks whose process has ended, in ascending order. Costs one poll(2)."""
         return tuple(sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)))
+
+    def wait_for_death(self, timeout_seconds: float) -> None:
+        """Return when some process has ended, or after the time given."""
+        self._poll.poll(timeout_seconds * 1000)
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Why what waits for the ranks ``needed`` will never succeed, or None while it may.
@@ -238,7 +246,7 @@ def meet(
         Mapped(offset, tuple(array[offset : offset + nbytes] for array in whole))
         for offset, nbytes in zip(offsets, sizes, strict=True)
     )
-    return Neighbours(rank, segments, pidfds, header), mapped
+    return Neighbours(rank, segments, [theirs.pid for theirs in cards], pidfds, header), mapped
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ others will reduce into a slot, reduce their own slice (their own contribution t
 the slices of the others. What fits one small chunk is not cut: every rank adds all of it, in rank order too, so that
 one barrier is enough.
 
+Large ordinary arrays are not staged where the kernel lets the ranks read each other's memory: see `planes.direct`.
+
 Why three slots: slot k % 3 is filled again for chunk k + 3. With `_filled` and `_reduced` as the two turnstiles:
 
 a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for filled(k) (so copying overlaps with
@@ -27,8 +29,8 @@ fusion.
 
 from __future__ import annotations
 
-import bisect
 import itertools
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -38,60 +40,26 @@ from reigen.cluster.neighbours import Mapped, Neighbours
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array, Buffer, Capabilities, Region
+from reigen.planes.direct import BLOCK_BYTES, DirectReduction, Reader, addresses_of
+from reigen.planes.strung import Strung, slice_of
 from reigen.planes.turnstile import Turnstile
+from reigen.wire import crossmemory
 from reigen.wire.futex import Word
 
 _LINE = 64
 _WORDS_BYTES = 4096
 _NUM_SLOTS = 3
+_SECRET_BYTES = 16
 SLOT_BYTES = 1 << 20
 #: Up to here every rank reduces the whole message: the second barrier would cost more than the extra reading.
 SMALL_BYTES = 1 << 15
-#: A slice is reduced in blocks of so many bytes: a few of them fit the L2 cache of a core.
-BLOCK_BYTES = 3 << 17
+#: From here on ranks read each other's arrays, where they may; below, staging takes fewer barriers.
+DIRECT_BYTES = 1 << 23
 
 
 def shm_plane_bytes() -> int:
     """Size of one rank's part of the segment: counters, then slots."""
     return _WORDS_BYTES + _NUM_SLOTS * SLOT_BYTES
-
-
-def slice_of(count: int, rank: int, size: int, itemsize: int) -> tuple[int, int]:
-    """Rank ``rank``'s slice of ``count`` elements: equal, from cache line to cache line; the last may be short."""
-    step = -(-count // size)
-    line = max(1, _LINE // itemsize)
-    step = -(-step // line) * line
-    return min(count, rank * step), min(count, (rank + 1) * step)
-
-
-class _Strung:
-    """Several flat arrays as one, without copying."""
-
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self._arrays = arrays
-        self._starts = list(itertools.accumulate((a.size for a in arrays), initial=0))
-        self.size = self._starts[-1]
-
-    def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
-        """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
-        found: list[tuple[int, Array]] = []
-        i = bisect.bisect_right(self._starts, begin) - 1
-        while begin < end:
-            start, stop = self._starts[i], min(end, self._starts[i + 1])
-            found.append((begin, self._arrays[i][begin - start : stop - start]))
-            begin = stop
-            i += 1
-        return found
-
-    def read(self, begin: int, end: int, into: Array) -> None:
-        """Copy elements ``begin`` to ``end`` into an array of that length."""
-        for place, piece in self.pieces(begin, end):
-            into[place - begin : place - begin + piece.size] = piece
-
-    def write(self, begin: int, data: Array) -> None:
-        """Copy an array to the elements from ``begin`` on."""
-        for place, piece in self.pieces(begin, begin + data.size):
-            piece[:] = data[place - begin : place - begin + piece.size]
 
 
 class ShmPlane:
@@ -101,12 +69,13 @@ class ShmPlane:
         neighbours: the ranks.
         part: `shm_plane_bytes` of every rank's segment.
         looks: how often to look for the others before sleeping; 0 with more ranks than cores.
+        direct_bytes: from which size on ordinary arrays are read directly, after `try_direct`.
     """
 
     name = "shm"
     capabilities = Capabilities(registered_memory=True, ordered_sums=True, abortable=True)
 
-    def __init__(self, neighbours: Neighbours, part: Mapped, looks: int) -> None:
+    def __init__(self, neighbours: Neighbours, part: Mapped, looks: int, direct_bytes: int = DIRECT_BYTES) -> None:
         self.rank, self.size = neighbours.rank, neighbours.size
         self._neighbours = neighbours
         words = [[Word(array, line * _LINE) for array in part.arrays] for line in range(2)]
@@ -117,6 +86,27 @@ class ShmPlane:
         #: registered memory in use and, after free(), waiting to be used again; by offset
         self._regions: dict[int, Mapped] = {}
         self._free: dict[int, Mapped] = {}
+        self._reads_directly = False
+        self._direct_bytes = direct_bytes
+        self._reader = Reader(neighbours)
+
+    def try_direct(self, deadline: float) -> bool:
+        """Find out whether all ranks may read each other's memory, and do so from now on if they may. Collective."""
+        secret = np.frombuffer(os.urandom(_SECRET_BYTES), np.uint8)
+        address = np.array([secret.ctypes.data], np.uint64).view(np.uint8)
+        answers: list[bool] = []
+
+        def ask(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            for pid, slot in zip(self._neighbours.pids, slots, strict=True):
+                there = int(slot[:8].view(np.uint64)[0])
+                answers.append(crossmemory.probe(pid, there, slot[8 : 8 + _SECRET_BYTES].tobytes()))
+
+        self._exchange(np.concatenate([address, secret]), ask, deadline)
+        everybody: list[bool] = []
+        own = np.array([all(answers)], np.uint8)
+        self._exchange(own, lambda _, slots: everybody.extend(bool(slot[0]) for slot in slots), deadline)
+        self._reads_directly = all(everybody)
+        return self._reads_directly
 
     # -- allreduce
     # ------------------------------------------------------------------------------------------------------
@@ -129,10 +119,13 @@ class ShmPlane:
                 self._reduce_in_place(buffer, reducer, reduction)
             self._reduced.wait(self._reduced.post(), deadline)
             return
-        source = _Strung([b.source for b in buffers])
-        target = _Strung([b.target for b in buffers])
-        if source.size * reduction.dtype.itemsize <= SMALL_BYTES:
+        source = Strung([b.source for b in buffers])
+        target = Strung([b.target for b in buffers])
+        nbytes = source.size * reduction.dtype.itemsize
+        if nbytes <= SMALL_BYTES:
             self._reduce_small(source, target, reducer, reduction, deadline)
+        elif self._reads_directly and nbytes >= self._direct_bytes and 16 * len(buffers) <= SLOT_BYTES:
+            self._reduce_directly(source, target, reducer, reduction, deadline)
         else:
             self._reduce_staged(source, target, reducer, reduction, deadline)
 
@@ -158,7 +151,7 @@ class ShmPlane:
         raise AssertionError(f"no registered memory at offset {offset}, {nbytes} bytes")
 
     def _reduce_small(
-        self, source: _Strung, target: _Strung, reducer: Reducer, reduction: Reduction, deadline: float
+        self, source: Strung, target: Strung, reducer: Reducer, reduction: Reduction, deadline: float
     ) -> None:
         storage = reduction.dtype.storage
 
@@ -173,7 +166,7 @@ class ShmPlane:
         self._rounds(1, fill, collect, deadline)
 
     def _reduce_staged(
-        self, source: _Strung, target: _Strung, reducer: Reducer, reduction: Reduction, deadline: float
+        self, source: Strung, target: Strung, reducer: Reducer, reduction: Reduction, deadline: float
     ) -> None:
         storage = reduction.dtype.storage
         chunk = SLOT_BYTES // storage.itemsize
@@ -204,8 +197,8 @@ class ShmPlane:
 
     def _reduce_slice(
         self,
-        source: _Strung,
-        target: _Strung,
+        source: Strung,
+        target: Strung,
         views: Sequence[Array],
         begin: int,
         own: tuple[int, int],
@@ -223,6 +216,18 @@ class ShmPlane:
                 inputs[self.rank] = contribution[here]
                 reducer.reduce(inputs, result[here])
                 views[self.rank][there] = result[here]
+
+    def _reduce_directly(
+        self, source: Strung, target: Strung, reducer: Reducer, reduction: Reduction, deadline: float
+    ) -> None:
+        own = addresses_of(source, target)
+        shown: list[NDArray[np.uint8]] = []
+        self._exchange(own, lambda _, slots: shown.extend(slot[: own.size].copy() for slot in slots), deadline)
+        work = DirectReduction(self._reader, source, target, shown, reduction.dtype.itemsize)
+        work.reduce_own_slice(reducer)
+        self._reduced.wait(self._reduced.post(), deadline)
+        work.collect()
+        self._reduced.wait(self._reduced.post(), deadline)
 
     # -- collectives that are one exchange per chunk
     # ----------------------------------------------------------------------
@@ -307,6 +312,16 @@ class ShmPlane:
         """See `DataPlane.barrier`."""
         self._rounds(1, lambda *_: None, lambda *_: None, deadline)
 
+    def _exchange(
+        self, data: NDArray[np.uint8], collect: Callable[[int, Sequence[NDArray[np.uint8]]], None], deadline: float
+    ) -> None:
+        """Show ``data``, at most a slot, to everybody; ``collect(0, everybody's slots)``."""
+
+        def fill(_: int, slot: NDArray[np.uint8]) -> None:
+            slot[: data.size] = data
+
+        self._rounds(1, fill, collect, deadline)
+
     def _rounds(
         self,
         count: int,
@@ -350,14 +365,11 @@ class ShmPlane:
         except SharedMemoryError as error:
             failure = error
         failed: list[int] = []
-
-        def fill(_: int, slot: NDArray[np.uint8]) -> None:
-            slot[0] = failure is not None
-
-        def collect(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
-            failed.extend(rank for rank, slot in enumerate(slots) if slot[0])
-
-        self._rounds(1, fill, collect, deadline)
+        self._exchange(
+            np.array([failure is not None], np.uint8),
+            lambda _, slots: failed.extend(rank for rank, slot in enumerate(slots) if slot[0]),
+            deadline,
+        )
         if not failed:
             return self._neighbours.map(offset, self._neighbours.reserved_bytes - offset)
         self._neighbours.shrink(offset)

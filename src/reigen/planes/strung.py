@@ -1,0 +1,67 @@
+"""How a batch of arrays is cut among ranks and chunks, without copying."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+
+from reigen.planes.base import Array
+from reigen.wire.crossmemory import Range
+
+_LINE = 64
+
+
+def slice_of(count: int, rank: int, size: int, itemsize: int) -> tuple[int, int]:
+    """Rank ``rank``'s slice of ``count`` elements: equal, from cache line to cache line; the last may be short."""
+    step = -(-count // size)
+    line = max(1, _LINE // itemsize)
+    step = -(-step // line) * line
+    return min(count, rank * step), min(count, (rank + 1) * step)
+
+
+class Strung:
+    """Several flat arrays as one, without copying."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = arrays
+        self._starts = list(itertools.accumulate((a.size for a in arrays), initial=0))
+        self.size = self._starts[-1]
+
+    def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
+        """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
+        found: list[tuple[int, Array]] = []
+        i = bisect.bisect_right(self._starts, begin) - 1
+        while begin < end:
+            start, stop = self._starts[i], min(end, self._starts[i + 1])
+            found.append((begin, self._arrays[i][begin - start : stop - start]))
+            begin = stop
+            i += 1
+        return found
+
+    def read(self, begin: int, end: int, into: Array) -> None:
+        """Copy elements ``begin`` to ``end`` into an array of that length."""
+        for place, piece in self.pieces(begin, end):
+            into[place - begin : place - begin + piece.size] = piece
+
+    def write(self, begin: int, data: Array) -> None:
+        """Copy an array to the elements from ``begin`` on."""
+        for place, piece in self.pieces(begin, begin + data.size):
+            piece[:] = data[place - begin : place - begin + piece.size]
+
+    def addresses(self) -> list[int]:
+        """Where each array lies in this process."""
+        return [array.__array_interface__["data"][0] for array in self._arrays]
+
+    def ranges(self, begin: int, end: int, addresses: Sequence[int]) -> list[Range]:
+        """Elements ``begin`` to ``end`` where the same arrays lie at other addresses, of another process perhaps."""
+        found: list[Range] = []
+        i = bisect.bisect_right(self._starts, begin) - 1
+        while begin < end:
+            start, stop = self._starts[i], min(end, self._starts[i + 1])
+            if begin < stop:
+                itemsize = self._arrays[i].itemsize
+                found.append((addresses[i] + (begin - start) * itemsize, (stop - begin) * itemsize))
+            begin = stop
+            i += 1
+        return found
