@@ -58,7 +58,7 @@ class Config:
     start_timeout_seconds: float = 30.0
     fusion_threshold_bytes: int = 128 * _MIB
     cache_capacity: int = 1024
-    bucket_bytes: int = 4 * _MIB
+    bucket_bytes: int = 16 * _MIB
     plane: str | None = None
     origins: Mapping[str, str] = field(default_factory=dict)
 
