@@ -1,6 +1,6 @@
 """Every knob: its name, its default, where it may come from, and where it did come from.
 
-Precedence: argument, REIGEN_*, HOROVOD_*, default.
+Precedence: REIGEN_*, HOROVOD_*, default.
 """
 
 from __future__ import annotations

@@ -68,14 +68,13 @@ class Context:
         self._release: Callable[[], None] = lambda: None
         #: the data plane in use, and why
         self.plane, self.plane_reason = choose(topology, config.plane)
-        if self.plane == "null" or rendezvous is None:
+        if rendezvous is None or self.plane == "null":
             self._engine = _engine_alone(config)
         else:
             self._engine, self._release = _engine_on_host(topology, config, rendezvous, generation)
             self._engine.start()
 
-    # -- collectives
-    # ------------------------------------------------------------------------------------------------------
+    # -- collectives --------------------------------------------------------------------------------------------------
 
     def allreduce(
         self,
@@ -108,6 +107,8 @@ class Context:
             CollectiveError: a rank was lost before.
         """
         reduction_of(dtype.name, op, self.size, prescale, postscale)
+        if region is not None and source is not target:
+            raise ArgumentError("registered memory is reduced in place: source must be target")
         offset = -1 if region is None else _offset_in(region, target)
         operation = Operation(
             Kind.ALLREDUCE,
@@ -202,8 +203,7 @@ class Context:
         """Done when every rank has submitted it. Other outstanding operations need not be."""
         return self._submit(Operation(Kind.BARRIER, self._named(name, "barrier")), Task(), None, blocking)
 
-    # -- registered memory
-    # --------------------------------------------------------------------------------------------------
+    # -- registered memory --------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, *, name: str) -> Region:
         """Registered memory of ``nbytes`` bytes at the same offset on every rank. Collective; waits.
@@ -228,8 +228,7 @@ class Context:
         except CollectiveError:
             return  # the memory goes with the job
 
-    # -- ends
-    # -----------------------------------------------------------------------------------------------------------------
+    # -- ends ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave the job. What is outstanding here fails; ranks that wait for this one get PeerLostError."""

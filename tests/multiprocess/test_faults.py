@@ -227,6 +227,34 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_gets_an_error_itself(victim
     assert results[victim][0] in ("DeadlineError", "PeerLostError")
 
 
+def shut_down_in_the_middle(victim: int) -> float:
+    """Shut down while the engine's thread waits for a rank that is stopped; how long that takes."""
+    job = context.current()
+    numbers = job.allgather(np.array([os.getpid()]), DTYPES["int64"]).wait().array
+    assert numbers is not None
+    reached = threading.Event()
+
+    def make_output(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        if job.rank == victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        reached.set()
+        return np.empty(shape, np.float32)
+
+    job.allgather(np.ones(1 << 20, np.float32), FLOAT, name="stopped", make_output=make_output)
+    assert reached.wait(20.0)
+    began = time.monotonic()
+    context.shutdown()
+    took = time.monotonic() - began
+    if job.rank != victim:
+        os.kill(int(numbers[victim]), signal.SIGCONT)
+    return took
+
+
+def test_shutdown_does_not_wait_for_the_deadline_of_a_collective() -> None:
+    took = run_ranks(shut_down_in_the_middle, 2, 1, init=True, timeout=40)
+    assert took[0] < 10.0  # the deadline is 600 s
+
+
 def interrupt_the_wait(victim: int) -> tuple[str, tuple[int, ...]]:
     job = context.current()
     allreduce("before")

@@ -67,8 +67,11 @@ def test_regions(alone: Context) -> None:
     alone.allreduce(x, x, FLOAT, op=ReduceOp.SUM, postscale=0.5, region=region).wait()
     assert (x == 1).all()
     alone.free(region)
+    outside = np.ones(4, np.float32)
     with pytest.raises(ArgumentError, match="does not lie in the region"):
-        alone.allreduce(np.ones(4, np.float32), np.ones(4, np.float32), FLOAT, region=region)
+        alone.allreduce(outside, outside, FLOAT, region=region)
+    with pytest.raises(ArgumentError, match="source must be target"):
+        alone.allreduce(outside, x, FLOAT, region=region)
 
 
 X = np.ones((3, 2), np.float32)

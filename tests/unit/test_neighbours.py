@@ -79,7 +79,9 @@ def test_who_gave_up_is_a_failure_for_all_and_tells_why() -> None:
         error = ranks[0].failure([2])
         assert isinstance(error, DeadlineError)
         assert (str(error), error.ranks) == ("rank(s) 2 did not take their part in time (told by rank 1)", (2,))
-        assert ranks[1].failure(range(3)) is None
+        own = ranks[1].failure([0])  # ends its own waiting, on whatever thread
+        assert isinstance(own, DeadlineError)
+        assert str(own) == "rank(s) 2 did not take their part in time"
 
 
 def test_a_long_reason_is_cut() -> None:

@@ -151,17 +151,18 @@ class Neighbours:
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Why what waits for the ranks ``needed`` will never succeed, or None while it may.
 
-        A rank that died without a word is the cause of what the others did then, so it is named first.
+        A rank that died without a word is the cause of what the others did then, so it is named first. If this rank
+        itself has given up (`abort`), that ends its own waiting, too.
         """
         dead = self.dead()  # before the words, so that those of the dead are their last
-        said = {rank: word.load() for rank, word in enumerate(self._status) if rank != self.rank}
+        said = {rank: word.load() for rank, word in enumerate(self._status)}
         died = [rank for rank in dead if rank in needed and said[rank] == Status.RUNNING]
         if died:
             return PeerLostError(f"rank(s) {listed(died)} died while others wait for them", ranks=died)
         for rank, word in said.items():
             if word == Status.ABORTED:
                 return self._told_by(rank)
-        left = [rank for rank, word in said.items() if rank in needed and word == Status.LEFT]
+        left = [rank for rank, word in said.items() if rank in needed and rank != self.rank and word == Status.LEFT]
         if left:
             reason = (
                 f"rank(s) {listed(left)} left the job (shutdown, or the end of the script) while others wait for them"
@@ -177,7 +178,8 @@ class Neighbours:
         except msgspec.DecodeError:
             return CollectiveError(f"rank {rank} gave up", ranks=(rank,))
         kind = _ERRORS.get(told.kind, CollectiveError)
-        return kind(f"{told.reason} (told by rank {rank})", ranks=told.ranks)
+        teller = "" if rank == self.rank else f" (told by rank {rank})"
+        return kind(told.reason + teller, ranks=told.ranks)
 
     def close(self) -> None:
         """Give up all descriptors; views of the memory stay valid."""

@@ -102,8 +102,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name=f"reigen-engine-{self._plane.rank}", daemon=True)
         self._thread.start()
 
-    # -- callers
-    # ----------------------------------------------------------------------------------------------------------
+    # -- callers ------------------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation, handle: Handle, *, blocking: bool) -> None:
         """Hand in an operation. Any thread.
@@ -164,22 +163,33 @@ class Engine:
                 self._transport.wake(Sleeper.ENGINE)
 
     def close(self) -> None:
-        """Leave the job: fail what is outstanding, tell the others, end the thread. Idempotent."""
+        """Leave the job: fail what is outstanding, tell the others, end the thread. Idempotent.
+
+        A thread that is in the middle of a collective gets a moment to finish; then it is told to give up.
+        """
         with self._mutex:
             if self._closed:
                 return
             self._closed = True
         self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
-        with self._driver:
+        free = self._driver.acquire(timeout=_GRACE_SECONDS)
+        if not free:
+            rank = self._plane.rank
+            reason = f"rank {rank} shut down in the middle of a collective"
+            self._plane.abort(CollectiveError(reason, ranks=(rank,)))
+            free = self._driver.acquire(timeout=_GRACE_SECONDS)
+        try:
             self._fail_all(CollectiveError(_SHUT_DOWN))
-            if self._broken is None:
+            if free and self._broken is None:
                 self._say_goodbye()
+        finally:
+            if free:
+                self._driver.release()
         self._transport.wake(Sleeper.ENGINE)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_GRACE_SECONDS)
 
-    # -- the engine's thread
-    # ----------------------------------------------------------------------------------------------
+    # -- the engine's thread ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -203,8 +213,7 @@ class Engine:
             and bool(self._inbox or self._handles or self._transport.pending())
         )
 
-    # -- driving
-    # ----------------------------------------------------------------------------------------------------------
+    # -- driving ------------------------------------------------------------------------------------------------------
 
     def _drive(self, who: Sleeper, handle: Handle | None) -> None:
         """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
@@ -339,8 +348,7 @@ class Engine:
             with self._completed:
                 self._completed.notify_all()
 
-    # -- waiting and ending
-    # -------------------------------------------------------------------------------------------------
+    # -- waiting and ending -------------------------------------------------------------------------------------------
 
     def _rest(self, token: int, who: Sleeper) -> None:
         """Nothing to do: look for a message a few times, then sleep."""

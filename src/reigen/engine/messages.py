@@ -80,8 +80,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     in_place: bool = False
 
 
-# -- rank to coordinator
-# -------------------------------------------------------------------------------------------------------
+# -- rank to coordinator ----------------------------------------------------------------------------------------------
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -102,8 +101,7 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 Report = Submit | Ready | Leave
 
-# -- coordinator to all ranks
-# ----------------------------------------------------------------------------------------------------
+# -- coordinator to all ranks -----------------------------------------------------------------------------------------
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=11):

@@ -59,8 +59,7 @@ from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, Mi
 UNNAMED = ".noname."
 _UNCACHED = (Kind.ALLOCATE, Kind.FREE)
 
-# -- a rank
-# ------------------------------------------------------------------------------------------------------------------
+# -- a rank -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,8 +203,7 @@ class Participant:
         assert self.broken is None or not (self.pending or self.outgoing)
 
 
-# -- the coordinator
-# ------------------------------------------------------------------------------------------------------------
+# -- the coordinator --------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

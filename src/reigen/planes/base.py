@@ -84,7 +84,11 @@ class DataPlane(Protocol):
     capabilities: Capabilities
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
-        """Reduce each buffer over all ranks; every rank gets the result. All or no buffers are registered memory."""
+        """Reduce each buffer over all ranks; every rank gets the result. All or no buffers are registered memory.
+
+        Registered memory must have been written on all ranks before the first of them calls: the plane does not wait
+        for that. (The engine calls when every rank has submitted.)
+        """
         ...
 
     def reducescatter(

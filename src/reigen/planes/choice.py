@@ -21,8 +21,6 @@ def choose(topology: Topology, requested: str | None = None) -> tuple[str, str]:
     if requested is not None and requested not in PLANES:
         raise ConfigError(f"REIGEN_PLANE={requested}: there is no such plane; there are {', '.join(PLANES)}")
     if topology.size == 1:
-        if requested == "shm":
-            return "shm", "REIGEN_PLANE asks for it"
         return "null", "the job has one rank: nothing has to travel"
     if requested == "null":
         raise ConfigError(f"REIGEN_PLANE=null serves jobs of one rank, this one has {topology.size}")

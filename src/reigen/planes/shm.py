@@ -108,8 +108,7 @@ class ShmPlane:
         self._reads_directly = all(everybody)
         return self._reads_directly
 
-    # -- allreduce
-    # ------------------------------------------------------------------------------------------------------
+    # -- allreduce ----------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
         """See `DataPlane.allreduce`."""
@@ -229,8 +228,7 @@ class ShmPlane:
         work.collect()
         self._reduced.wait(self._reduced.post(), deadline)
 
-    # -- collectives that are one exchange per chunk
-    # ----------------------------------------------------------------------
+    # -- collectives that are one exchange per chunk ------------------------------------------------------------------
 
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
@@ -340,8 +338,7 @@ class ShmPlane:
     def _typed(slot: NDArray[np.uint8], storage: np.dtype[np.generic], count: int) -> Array:
         return slot[: count * storage.itemsize].view(storage)
 
-    # -- registered memory
-    # -------------------------------------------------------------------------------------------------
+    # -- registered memory --------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> Region:
         """See `DataPlane.allocate`. A freed range of at most twice the size is used again before the segments grow."""
@@ -380,8 +377,7 @@ class ShmPlane:
         """See `DataPlane.free`."""
         self._free[offset] = self._regions.pop(offset)
 
-    # -- ends
-    # ----------------------------------------------------------------------------------------------------------------
+    # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
         """See `DataPlane.abort`."""
