@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -93,7 +95,19 @@ def _kernel() -> list[Finding]:
             found.append(Finding("kernel", name, f"missing ({purpose}): {error}", is_problem=True))
         else:
             found.append(Finding("kernel", name, f"available ({purpose})"))
+    found.append(Finding("kernel", "readv", _direct_reads()))
     return found
+
+
+def _direct_reads() -> str:
+    """Whether ranks may read each other's memory: asked of a child, which stands in the place of another rank."""
+    secret = ctypes.create_string_buffer(os.urandom(16), 16)
+    program = "import sys; from reigen.wire.crossmemory import probe; "
+    program += "sys.exit(not probe(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])))"
+    words = [str(os.getpid()), str(ctypes.addressof(secret)), secret.raw.hex()]
+    child = subprocess.run([sys.executable, "-c", program, *words], stderr=subprocess.DEVNULL, check=False)
+    purpose = "large ordinary arrays in one copy: process_vm_readv"
+    return f"available ({purpose})" if child.returncode == 0 else f"refused, staging takes its place ({purpose})"
 
 
 def _try_memfd() -> None:
