@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -91,11 +92,10 @@ def test_a_payload_that_is_too_large_is_refused_by_the_sender(pair):
 @pytest.mark.parametrize("talk", [b"", b"HTTP/1.1 400 Bad Request\r\n" * 10])
 def test_a_server_of_another_kind_is_refused(listener, talk):
     def serve():
-        connection = listener.accept()[0]
-        connection.sendall(talk)
-        connection.shutdown(socket.SHUT_WR)
-        connection.recv(100)
-        connection.close()
+        with listener.accept()[0] as connection, suppress(OSError):  # the client may have closed it by then
+            connection.sendall(talk)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(100)
 
     thread = threading.Thread(target=serve)
     thread.start()
