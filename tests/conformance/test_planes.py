@@ -51,7 +51,7 @@ def test_null() -> None:
     check_plane(null_plane, 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
 def test_shm_between_threads(size: int) -> None:
     check_plane(shm_plane, size)
 
@@ -67,7 +67,7 @@ def test_shm_between_processes(size: int, rank_pool: Callable[[int], RankPool]) 
     check_plane(shm_plane, size, pool=rank_pool(size))
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_direct_between_processes(size: int, rank_pool: Callable[[int], RankPool]) -> None:
     check_plane(direct_plane, size, pool=rank_pool(size))
 

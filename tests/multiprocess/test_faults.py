@@ -370,6 +370,7 @@ def stopped_before_submitting(victim: int) -> tuple[str, tuple[int, ...]]:
     return kind, ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_is_stopped_in_negotiation_is_named(victim: int) -> None:
     results = run_ranks(stopped_before_submitting, 3, victim, init=True, env={"REIGEN_DEADLINE": "1"}, timeout=30)
