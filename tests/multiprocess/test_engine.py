@@ -131,9 +131,9 @@ def test_any_order_on_each_rank(cache: str, fusion: str, rank_pool: Pools) -> No
 def many_at_once() -> None:
     """More announcements at once than the control channel's ring holds."""
     job = context.current()
-    arrays = [np.full(3, i, np.int64) for i in range(5000)]
+    arrays = [np.full(3, i, np.int64) for i in range(1000)]  # with names of 360 bytes: 1.4 times the ring
     handles = [
-        job.broadcast(a, a, INT, root_rank=i % job.size, name=f"{i}-{'parameter' * 8}") for i, a in enumerate(arrays)
+        job.broadcast(a, a, INT, root_rank=i % job.size, name=f"{i}-{'parameter' * 40}") for i, a in enumerate(arrays)
     ]
     for i, handle in enumerate(handles):
         handle.wait()
