@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import os
 import threading
@@ -243,6 +244,7 @@ class Context:
     def _named(self, name: str | None, kind: str) -> str:
         if name is None:
             return f"{kind}{UNNAMED}{next(self._numbers)}"
+        name = str(name)  # some scripts number their tensors
         if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
             raise ArgumentError(f"a name must have 1 to {_MAX_NAME_BYTES} bytes, got {len(name.encode())}")
         return name
@@ -308,6 +310,8 @@ def _engine_on_host(
 
 _lock = threading.Lock()
 _current: Context | None = None
+#: in a process that was forked from a rank: that rank's context, kept so that nothing of it is torn down here
+_forked_from: Context | None = None
 #: how often this process has joined each job, by the job's secret: ranks that meet count alike
 _generations: Counter[bytes] = Counter()
 
@@ -323,6 +327,8 @@ def init(environ: Mapping[str, str] | None = None) -> Context:
     global _current  # noqa: PLW0603  # the one global of the package
     with _lock:
         if _current is None:
+            _refuse_fork()
+            _watch_forks()
             environ = os.environ if environ is None else environ
             _current = _join(detect(environ), load(environ))
             atexit.register(shutdown)
@@ -352,6 +358,20 @@ def shutdown() -> None:
         context.close()
 
 
+def _after_fork() -> None:
+    """In the child: it is no rank. Threads, locks and the place in the job stay with the parent."""
+    global _lock, _current, _forked_from  # noqa: PLW0603
+    _lock = threading.Lock()
+    if _current is not None:
+        _current, _forked_from = None, _current
+        atexit.unregister(shutdown)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def is_initialized() -> bool:
     """Whether this process is in a job. Never raises."""
     return _current is not None
@@ -364,5 +384,14 @@ def current() -> Context:
         NotInitializedError: this process is in none.
     """
     if _current is None:
+        _refuse_fork()
         raise NotInitializedError
     return _current
+
+
+def _refuse_fork() -> None:
+    if _forked_from is not None:
+        raise NotInitializedError(
+            f"this process was forked from rank {_forked_from.rank} after init() and is no rank of the job; "
+            "let the rank itself call the collectives, or fork before init()"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -186,3 +187,30 @@ def try_again() -> int:
 
 def test_init_can_be_tried_again(rank_pool: Pools) -> None:
     assert rank_pool(2).run(try_again) == [2, 2]
+
+
+def fork_after_init() -> str:
+    """A forked child is no rank: it is told so, and its end harms nobody."""
+    job = context.current()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            context.current()
+        except NotInitializedError as error:
+            os.write(writer, str(error).encode())
+        atexit._run_exitfuncs()  # those that the parent has registered
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with os.fdopen(reader, "rb") as told:
+        text = told.read().decode()
+    x = np.ones(3, np.float32)
+    job.allreduce(x, x, DTYPES["float32"], op=ReduceOp.SUM).wait()
+    assert (x == job.size).all()
+    return text
+
+
+def test_a_forked_child_is_no_rank_and_does_no_harm(rank_pool: Pools) -> None:
+    for rank, text in enumerate(rank_pool(2).run(fork_after_init, init=True)):
+        assert text.startswith(f"this process was forked from rank {rank} after init()")

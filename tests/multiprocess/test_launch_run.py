@@ -154,6 +154,23 @@ def test_a_job_of_ranks_that_find_each_other():
     assert sorted(out.splitlines()) == [f"[{rank}] [3. 3. 3.]" for rank in range(3)]
 
 
+def test_a_rank_that_fails_and_leaves_in_good_order_is_still_the_first_failure():
+    code = """
+import atexit, select, sys
+atexit.register(lambda: select.select([], [], [], 0.4 if failing else 0))  # the interpreter winds up after shutdown()
+failing = False
+import numpy as np, reigen
+reigen.init()
+if reigen.rank() == 1:
+    failing = True
+    sys.exit(3)
+reigen.allreduce(np.ones(10))
+"""
+    status, _, err = run("-np", "2", sys.executable, "-c", code)
+    assert status == 3, err
+    assert "rank 1 failed first: exit code 3" in err
+
+
 def test_torch_distributed_finds_its_port_and_nobody_else_does():
     code = """
 import os, socket, torch, torch.distributed as dist

@@ -263,10 +263,11 @@ def test_f_who_is_missing_at_the_deadline_is_named() -> None:
     assert told(c, (2, Submit(op())), now=5.0) == []
     assert c.next_expiry() == 15.0
     assert told(c, (0, Submit(op())), now=14.9) == []
-    assert told(c, now=15.0) == [
-        Refuse("t", True, "rank(s) 1, 3 did not submit it within 10 s (ranks [0, 2] did)", (0, 2), (1, 3))
-    ]
-    assert c.next_expiry() is None
+    assert told(c, (3, Submit(op("other"))), now=14.9) == []
+    reason = "rank(s) 1, 3 did not submit it within 10 s (ranks [0, 2] did); REIGEN_DEADLINE sets how long to wait"
+    instead = ((3, "waits for allreduce other"),)
+    assert told(c, now=15.0) == [Refuse("t", True, reason, (0, 2), (1, 3), instead)]
+    assert c.next_expiry() == 24.9
 
 
 def test_f_who_comes_after_the_refusal_waits_anew() -> None:

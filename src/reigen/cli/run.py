@@ -43,6 +43,13 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, not {text}")
+    return value
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="reigen run",
@@ -66,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="time between asking a process to stop and killing it (default: 5)",
     )
-    add("--start-timeout", type=float, metavar="S", help="how long init() waits for all ranks")
+    add("--start-timeout", type=_seconds, metavar="S", help="how long init() waits for all ranks")
     add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
     add("--verbose", action="store_true", help="say what is started, where, and why there")
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")

@@ -29,6 +29,8 @@ _HEADER_BYTES = 4096
 _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
 #: During init(): how often to look whether somebody has died, and how long to ask whether somebody is there.
 _SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
+#: How long whoever is let down waits for the end of a rank that has left.
+_LINGER_SECONDS = 1.0
 _MAX_REASON_CHARACTERS = 900  # at most four bytes each, and room to spare
 
 
@@ -143,6 +145,22 @@ class Neighbours:
     def dead(self) -> tuple[int, ...]:
         """Ranks whose process has ended, in ascending order. Costs one poll(2)."""
         return tuple(sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)))
+
+    def linger(self, ranks: Sequence[int]) -> None:
+        """Give ranks that have left a moment to end.
+
+        A rank that fails leaves in good order while its interpreter winds up. If those that it lets down were faster to
+        end, the launcher would take one of them for the first failure.
+        """
+        until = time.monotonic() + _LINGER_SECONDS
+        left = {rank for rank in ranks if rank != self.rank and self._status[rank].load() == Status.LEFT}
+        poll = select.poll()
+        for rank in left:
+            poll.register(self._pidfds[rank], select.POLLIN)
+        while left and (rest := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(rest * 1000):
+                poll.unregister(fd)
+                left.discard(self._ranks[fd])
 
     def wait_for_death(self, timeout_seconds: float) -> None:
         """Return when some process has ended, or after the time given."""

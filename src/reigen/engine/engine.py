@@ -33,7 +33,7 @@ from reigen.engine.messages import (
 )
 from reigen.engine.negotiation import Coordinator, Execute, Instruction, Participant
 from reigen.engine.transport import Transport, Watch
-from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, SharedMemoryError
+from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, PeerLostError, SharedMemoryError
 from reigen.planes.base import DataPlane
 from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
 
@@ -322,6 +322,8 @@ class Engine:
 
     def _break(self, error: CollectiveError) -> None:
         """From now on nothing works; fail all that is outstanding, taken in or not."""
+        if isinstance(error, PeerLostError):
+            self._watch.linger(error.ranks)
         with self._mutex:
             self._broken = error
         self._participant.lose(error)

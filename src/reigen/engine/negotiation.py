@@ -357,8 +357,20 @@ class Coordinator:
             submitted = tuple(sorted(entry.operations))
             missing = tuple(rank for rank in range(self.size) if rank not in entry.operations)
             who = ", ".join(map(str, missing))
-            reason = f"rank(s) {who} did not submit it within {self._deadline:g} s (ranks {list(submitted)} did)"
-            self._said.append(Refuse(name, True, reason, submitted, missing))
+            reason = (
+                f"rank(s) {who} did not submit it within {self._deadline:g} s (ranks {list(submitted)} did); "
+                "REIGEN_DEADLINE sets how long to wait"
+            )
+            self._said.append(Refuse(name, True, reason, submitted, missing, self._instead(missing)))
+
+    def _instead(self, missing: Sequence[int]) -> tuple[tuple[int, str], ...]:
+        """For ranks that did not come: the first thing, if any, that they wait for."""
+        found: dict[int, str] = {}
+        for name, entry in self._table.items():
+            for rank in entry.operations:
+                if rank in missing:
+                    found.setdefault(rank, f"waits for {entry.operations[rank].kind.name.lower()} {name}")
+        return tuple(sorted(found.items()))
 
     def validate_state(self) -> None:
         """Check the invariants; for tests."""

@@ -60,6 +60,10 @@ class Watch(Protocol):
         """Why waiting for these ranks is in vain, or None."""
         ...
 
+    def linger(self, ranks: Sequence[int]) -> None:
+        """Wait a moment until these ranks, if they have left, have ended."""
+        ...
+
 
 class Solitude:
     """Transport and watch of a job of one rank."""
@@ -96,3 +100,6 @@ class Solitude:
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Nobody can be lost."""
         return None
+
+    def linger(self, ranks: Sequence[int]) -> None:
+        """Nobody leaves."""

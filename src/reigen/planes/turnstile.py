@@ -76,7 +76,9 @@ class Turnstile:
                 raise error
             missing = still  # a rank that is gone may have come just before: look again at the others
         if missing and time.monotonic() >= deadline:
-            raise DeadlineError(f"rank(s) {listed(missing)} did not take their part in time", ranks=missing)
+            raise DeadlineError(
+                f"rank(s) {listed(missing)} did not take their part in time (REIGEN_DEADLINE)", ranks=missing
+            )
 
     def _missing(self, step: int) -> list[int]:
         return [rank for rank, word in self._others if not reached(word.load(), step)]
