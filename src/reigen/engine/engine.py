@@ -312,13 +312,13 @@ class Engine:
             self._carry_out(self._participant.hear(announcement))
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
+        if self._participant.broken is not None and self._broken is None:
+            self._break(self._participant.broken)  # fails all, these too, but not before it is time to
         for instruction in instructions:
             if isinstance(instruction, Execute):
                 self._execute([(o, r, self._handles[o.name]) for o, r in instruction.batch])
             else:
                 self._finish([(instruction.name, instruction.error)])
-        if self._participant.broken is not None and self._broken is None:
-            self._break(self._participant.broken)
 
     def _break(self, error: CollectiveError) -> None:
         """From now on nothing works; fail all that is outstanding, taken in or not."""
