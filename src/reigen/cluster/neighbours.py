@@ -30,7 +30,7 @@ _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
 #: During init(): how often to look whether somebody has died, and how long to ask whether somebody is there.
 _SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
 #: How long whoever is let down waits for the end of a rank that has left.
-_LINGER_SECONDS = 1.0
+_LINGER_SECONDS = 0.7
 _MAX_REASON_CHARACTERS = 900  # at most four bytes each, and room to spare
 
 
