@@ -19,11 +19,12 @@ from reigen.cluster.neighbours import meet
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient
 from reigen.cluster.topology import Topology
 from reigen.config import Config, load
-from reigen.engine.engine import Engine
+from reigen.engine.engine import Engine, Listener
 from reigen.engine.execution import reduction_of
 from reigen.engine.handles import Handle, Outcome, Task
-from reigen.engine.messages import Kind, Operation
+from reigen.engine.messages import Kind, Operation, Topic
 from reigen.engine.negotiation import UNNAMED, Coordinator
+from reigen.engine.observer import Observer
 from reigen.engine.transport import Solitude
 from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
 from reigen.planes.base import Region
@@ -228,6 +229,20 @@ class Context:
             self._submit(operation, Task(), None, blocking=False)
         except CollectiveError:
             return  # the memory goes with the job
+
+    # -- for who watches ----------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell ``observer`` what this rank's engine does, from now on; None ends it."""
+        self._engine.observer = observer
+
+    def post(self, topic: Topic, data: bytes) -> None:
+        """Send a note beside the collectives: see `Engine.post`."""
+        self._engine.post(topic, data)
+
+    def listen(self, topic: Topic, listener: Listener) -> None:
+        """Receive the notes on ``topic``: see `Engine.listen`."""
+        self._engine.listen(topic, listener)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 

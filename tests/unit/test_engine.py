@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from reigen.config import Config
 from reigen.context import Context
 from reigen.engine.engine import Engine
 from reigen.engine.handles import Handle, Task
-from reigen.engine.messages import Kind, Operation, Submit
+from reigen.engine.messages import MAX_NOTE_BYTES, Kind, Operation, Response, Submit, Topic
 from reigen.engine.negotiation import Coordinator
 from reigen.engine.transport import Solitude
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
@@ -172,3 +172,62 @@ def test_closing_fails_what_other_threads_wait_for() -> None:
         return told[0] if len(told) == 3 else f"{told}"
 
     assert between(2, act)[1].startswith("never: Reigen has been shut down")
+
+
+def test_notes_reach_rank_zero_and_from_it_all_others_in_order() -> None:
+    def act(job: Context) -> list[tuple[int, bytes]]:
+        heard: list[tuple[int, bytes]] = []
+        come = threading.Event()
+        expected = 2 * (job.size - 1) if job.rank == 0 else 2
+
+        def listener(rank: int, data: bytes) -> None:
+            heard.append((rank, data))
+            if len(heard) == expected:
+                come.set()
+
+        job.listen(Topic.STACKS, listener)
+        job.barrier(blocking=True).wait()
+        for text in (b"first", b"x" * MAX_NOTE_BYTES):
+            job.post(Topic.STACKS, text)
+            job.post(Topic.TIMELINE, b"nobody listens")
+        assert come.wait(10.0)
+        return sorted(heard, key=lambda note: note[0])
+
+    both = [b"first", b"x" * MAX_NOTE_BYTES]
+    first, *others = between(3, act)
+    assert first == [(1, both[0]), (1, both[1]), (2, both[0]), (2, both[1])]
+    assert others == [[(0, both[0]), (0, both[1])]] * 2
+
+
+def test_an_observer_is_told_what_becomes_of_every_submission() -> None:
+    class Diary:
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def submitted(self, operation: Operation) -> None:
+            self.lines.append(f"submitted {operation.name}")
+
+        def began(self, batch: Sequence[tuple[Operation, Response]]) -> None:
+            self.lines.append(f"began {' '.join(o.name for o, _ in batch)}")
+
+        def ended(self, batch: Sequence[tuple[Operation, Response]]) -> None:
+            self.lines.append(f"ended {' '.join(o.name for o, _ in batch)}")
+
+        def failed(self, name: str) -> None:
+            self.lines.append(f"failed {name}")
+
+        def announced(self) -> None:
+            pass
+
+    def act(job: Context) -> list[str]:
+        diary = Diary()
+        job.observe(diary)
+        reduce(job, "a", blocking=True)
+        x = np.ones(2 + job.rank, np.float32)
+        with pytest.raises(CollectiveError, match="shapes"):
+            job.allreduce(x, x, FLOAT, name="b").wait()
+        job.observe(None)
+        reduce(job, "c")
+        return diary.lines
+
+    assert between(2, act) == [["submitted a", "began a", "ended a", "submitted b", "failed b"]] * 2

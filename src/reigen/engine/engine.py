@@ -17,21 +17,25 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from reigen.engine.execution import Member, execute
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
+    MAX_NOTE_BYTES,
     Announcement,
+    Note,
     Operation,
     Report,
+    Topic,
     decode_announcements,
     decode_reports,
     encode,
 )
 from reigen.engine.negotiation import Coordinator, Execute, Instruction, Participant
+from reigen.engine.observer import Observer
 from reigen.engine.transport import Transport, Watch
 from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, PeerLostError, SharedMemoryError
 from reigen.planes.base import DataPlane
@@ -45,6 +49,9 @@ IDLE_SECONDS = 5.0
 _BACKLOG_SECONDS = 0.001
 #: How much longer than the coordinator a rank waits for an answer, before it says that the coordinator is stuck.
 _GRACE_SECONDS = 2.0
+
+#: Takes a note: ``(sender's rank, data)``. Called on the driving thread; must be quick and raise nothing.
+Listener = Callable[[int, bytes], None]
 
 _SHUT_DOWN = (
     "Reigen has been shut down. This was caused by an exception on one of the ranks or an attempt to run a collective "
@@ -85,6 +92,11 @@ class Engine:
         #: (reentrant: the garbage collector may free registered memory, which is a submission, at any moment)
         self._mutex = threading.RLock()
         self._inbox: deque[Operation] = deque()
+        #: notes to be sent; any thread adds to it
+        self._notes: deque[Note] = deque()
+        self._listeners: dict[Topic, Listener] = {}
+        #: told of everything, while there is one
+        self.observer: Observer | None = None
         #: every operation of this rank that is not complete
         self._handles: dict[str, Handle] = {}
         #: when an answer is overdue even if the coordinator is slow; in order of submission, like _handles
@@ -125,10 +137,32 @@ class Engine:
                 raise DuplicateNameError(operation.name)
             self._handles[operation.name] = handle
             self._inbox.append(operation)
+        if self.observer is not None:
+            self.observer.submitted(operation)
         if self._thread is None:
             self.wait_for(handle)
         elif not blocking:
             self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
+
+    def post(self, topic: Topic, data: bytes) -> None:
+        """Send a note: rank 0's go to all others, theirs to rank 0. Any thread; never waits.
+
+        Notes of one rank arrive in order. Those of a rank that is lost or leaves meanwhile may be lost.
+
+        Args:
+            topic: whose listener gets it there.
+            data: at most `MAX_NOTE_BYTES`.
+        """
+        if len(data) > MAX_NOTE_BYTES:
+            raise AssertionError(f"a note of {len(data)} bytes; the most is {MAX_NOTE_BYTES}")
+        if self._thread is None or self._closed or self._broken is not None:
+            return
+        self._notes.append(Note(topic, data))
+        self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
+
+    def listen(self, topic: Topic, listener: Listener) -> None:
+        """From now on notes on ``topic`` go to ``listener``. Others are dropped."""
+        self._listeners[topic] = listener
 
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive if nobody does."""
@@ -210,7 +244,7 @@ class Engine:
         return (
             self._broken is None
             and not self._closed
-            and bool(self._inbox or self._handles or self._transport.pending())
+            and bool(self._inbox or self._notes or self._handles or self._transport.pending())
         )
 
     # -- driving ------------------------------------------------------------------------------------------------------
@@ -221,7 +255,7 @@ class Engine:
             while not self._closed and self._broken is None:
                 token = self._transport.token()
                 worked = self._step()
-                if handle.done if handle is not None else not (self._handles or self._inbox):
+                if handle.done if handle is not None else not (self._handles or self._inbox or self._notes):
                     return
                 if not worked:
                     self._rest(token, who)
@@ -241,8 +275,14 @@ class Engine:
             else:
                 now = time.monotonic()
                 for report in decode_reports(data):
-                    self._coordinator.hear(rank, report, now)
+                    if isinstance(report, Note):
+                        self._hand_over(rank, report)
+                    else:
+                        self._coordinator.hear(rank, report, now)
         self._report()
+        if self._notes:
+            worked = True
+            self._send_notes()
         if self._coordinator is not None:
             worked |= self._announce(self._coordinator)
         if self._transport.backlog:
@@ -272,17 +312,28 @@ class Engine:
         for report in reports:
             self._coordinator.hear(self._plane.rank, report, now)
 
+    def _send_notes(self) -> None:
+        while self._notes:
+            self._transport.send(encode([self._notes.popleft()]))
+
+    def _hand_over(self, sender: int, note: Note) -> None:
+        listener = self._listeners.get(note.topic)
+        if listener is not None:
+            listener(sender, note.data)
+
     def _announce(self, coordinator: Coordinator) -> bool:
         said = coordinator.announce(time.monotonic())
         if not said:
             return False
+        if self.observer is not None:
+            self.observer.announced()
         self._send(said)
         self._empty_backlog(time.monotonic() + self._deadline_seconds)
         self._follow_all(said)
         self._report()
         return True
 
-    def _send(self, messages: list[Report] | list[Announcement]) -> None:
+    def _send(self, messages: Sequence[Report | Announcement]) -> None:
         data = encode(messages)
         if len(data) <= MAX_MESSAGE_BYTES or len(messages) == 1:
             self._transport.send(data)
@@ -309,7 +360,10 @@ class Engine:
 
     def _follow_all(self, announcements: Sequence[Announcement]) -> None:
         for announcement in announcements:
-            self._carry_out(self._participant.hear(announcement))
+            if isinstance(announcement, Note):
+                self._hand_over(0, announcement)
+            else:
+                self._carry_out(self._participant.hear(announcement))
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         if self._participant.broken is not None and self._broken is None:
@@ -318,6 +372,8 @@ class Engine:
             if isinstance(instruction, Execute):
                 self._execute([(o, r, self._handles[o.name]) for o, r in instruction.batch])
             else:
+                if self.observer is not None:
+                    self.observer.failed(instruction.name)
                 self._finish([(instruction.name, instruction.error)])
 
     def _break(self, error: CollectiveError) -> None:
@@ -331,11 +387,17 @@ class Engine:
 
     def _execute(self, batch: Sequence[Member]) -> None:
         deadline = time.monotonic() + self._deadline_seconds
+        observer = self.observer
         try:
+            if observer is not None:
+                observer.began([member[:2] for member in batch])
             outcomes = execute(self._plane, batch, deadline)
         except SharedMemoryError as error:
             self._finish([(operation.name, error.of(operation.name)) for operation, _, _ in batch])
             return
+        finally:
+            if observer is not None:
+                observer.ended([member[:2] for member in batch])
         self._finish([(operation.name, outcome) for (operation, _, _), outcome in zip(batch, outcomes, strict=True)])
 
     def _finish(self, results: Sequence[tuple[str, Outcome | CollectiveError]]) -> None:
@@ -395,6 +457,10 @@ class Engine:
 
     def _fail_all(self, error: CollectiveError) -> None:
         self._inbox.clear()
+        self._notes.clear()
+        if self.observer is not None:
+            for name in list(self._handles):
+                self.observer.failed(name)
         self._finish([(name, error.of(name)) for name in list(self._handles)])
 
     def _say_goodbye(self) -> None:

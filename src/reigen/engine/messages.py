@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 import msgspec
@@ -99,7 +100,29 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """This rank shuts down; it takes part in nothing more."""
 
 
-Report = Submit | Ready | Leave
+class Topic(IntEnum):
+    """What a `Note` is about: who listens to it."""
+
+    TIMELINE = 1
+    STACKS = 2
+
+
+class Note(msgspec.Struct, frozen=True, array_like=True, tag=21):
+    """Something for a listener that negotiation carries and does not read: from a rank to rank 0, or from it to all.
+
+    Attributes:
+        topic: who listens.
+        data: at most `MAX_NOTE_BYTES`; only listener and sender know what it means.
+    """
+
+    topic: Topic
+    data: bytes
+
+
+#: A note shares a message of the transport with others.
+MAX_NOTE_BYTES = 32 << 10
+
+Report = Submit | Ready | Leave | Note
 
 # -- coordinator to all ranks -----------------------------------------------------------------------------------------
 
@@ -142,14 +165,14 @@ class Left(msgspec.Struct, frozen=True, array_like=True, tag=14):
     rank: int
 
 
-Announcement = Run | Refuse | Forget | Left
+Announcement = Run | Refuse | Forget | Left | Note
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REPORTS = msgspec.msgpack.Decoder(list[Report])
 _ANNOUNCEMENTS = msgspec.msgpack.Decoder(list[Announcement])
 
 
-def encode(messages: list[Report] | list[Announcement]) -> bytes:
+def encode(messages: Sequence[Report | Announcement]) -> bytes:
     """Several messages as bytes."""
     return _ENCODER.encode(messages)
 

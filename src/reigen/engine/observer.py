@@ -1,0 +1,36 @@
+"""Who is told what the engine does, as it does it: a timeline, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from reigen.engine.messages import Operation, Response
+
+
+class Observer(Protocol):
+    """Methods are called on the thread that does what they tell of, and must take microseconds and raise nothing.
+
+    An operation is `submitted`, and then either `failed` or part of a batch that is `began` and `ended`. A rank that
+    has joined sees only the latter, for operations of others in which it stands in.
+    """
+
+    def submitted(self, operation: Operation) -> None:
+        """This rank has handed it in; from now on it waits for the others. Any thread."""
+        ...
+
+    def began(self, batch: Sequence[tuple[Operation, Response]]) -> None:
+        """All ranks have come: these operations, which travel together, are about to be carried out."""
+        ...
+
+    def ended(self, batch: Sequence[tuple[Operation, Response]]) -> None:
+        """They are over, well or not."""
+        ...
+
+    def failed(self, name: str) -> None:
+        """The submission under this name was refused or given up; it was not carried out."""
+        ...
+
+    def announced(self) -> None:
+        """A round of negotiation has come to something (Horovod's cycle)."""
+        ...
