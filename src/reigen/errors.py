@@ -6,6 +6,7 @@
     +-- NotInitializedError (ValueError)        init() has not been called, or shutdown() has
     +-- ArgumentError (ValueError)              one rank's own argument is wrong; nothing was sent
     |   +-- DuplicateNameError                  the name is still in flight on this rank
+    |   +-- UnsupportedError (NotImplementedError)   the operation cannot be done by these ranks, or in this setting
     +-- StepOrderError (AssertionError)         backward, zero_grad and step came in an order that would lose gradients
     +-- UnsupportedTypeError (ValueError, TypeError)   the dtype or kind of tensor is not supported
     +-- ConfigError (ValueError)                an environment variable or option has a wrong value
@@ -54,6 +55,10 @@ class DuplicateNameError(ArgumentError):
             f"a tensor named {tensor!r} is still being processed on this rank; "
             "wait for it (synchronize) or give this one another name"
         )
+
+
+class UnsupportedError(ArgumentError, NotImplementedError):
+    """What is asked for makes sense, but not with this number of ranks, this process set or these options."""
 
 
 class StepOrderError(ReigenError, AssertionError):

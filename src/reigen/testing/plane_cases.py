@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.kernels.reduce import Reduction
+from reigen.planes.adasum import adasum
 from reigen.planes.base import Buffer, DataPlane
-from reigen.testing.truth import example, reduced, widened
+from reigen.testing.truth import adasummed, example, reduced, widened
 from reigen.types import DTYPES, DType, ReduceOp, dtype_named
 
 Array = NDArray[Any]
@@ -24,6 +25,7 @@ PATIENCE_SECONDS = 60.0
 _GUARD = 8
 _LARGE_BYTES = (5 << 19) + 24  # two and a half MiB and a bit: several chunks, no round number
 _SIZES = (0, 1, 7, 1031)
+_EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def soon() -> float:
@@ -83,6 +85,9 @@ class Conformance:
         yield "barrier", self._barrier
         if self._plane.capabilities.registered_memory:
             yield "registered memory", self._registered
+        if self._size & (self._size - 1) == 0:
+            for name in _EPSILON:
+                yield f"adasum {name}", partial(self._adasum, dtype_named(name))
         yield "a random mixture", self._mixture
 
     # -- cases
@@ -223,6 +228,21 @@ class Conformance:
                 self._plane.barrier(soon())
             self._plane.free(region.offset)
 
+    def _adasum(self, dtype: DType) -> None:
+        """A composition of other operations, alone and with several tensors; in float64 but for the result."""
+        counts = (1, 7, 1031, _LARGE_BYTES // 2 // dtype.itemsize)
+        columns = [self._inputs(dtype, [count] * self._size, count) for count in counts]
+        sources = [column[self._rank].copy() for column in columns]
+        targets = [np.empty_like(source) for source in sources]
+        adasum(self._plane, sources, targets, dtype, 1.0, 1.0, soon())
+        for source, target, column in zip(sources, targets, columns, strict=True):
+            truth = adasummed([widened(array, dtype) for array in column])
+            limit = 4 * _EPSILON[dtype.name] * np.abs(truth).max()
+            np.testing.assert_allclose(widened(target, dtype), truth, rtol=0, atol=limit)
+            adasum(self._plane, [source], [source], dtype, 1.0, 1.0, soon())
+            np.testing.assert_array_equal(_bits(source), _bits(target), "other bits alone than in company")
+            self._record(f"adasum {dtype.name} {target.size}", target)
+
     def _mixture(self) -> None:
         """Operations of all kinds and sizes in one random order: traces of one would hurt the next."""
         random = np.random.default_rng(self._size)
@@ -274,7 +294,7 @@ class Conformance:
             np.testing.assert_array_equal(np.isnan(numbers), nan)
             np.testing.assert_array_equal(_bits(result)[~nan], _bits(truth)[~nan])
         else:
-            epsilon = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype.name]
+            epsilon = _EPSILON[dtype.name]
             np.testing.assert_allclose(numbers, expected, rtol=self._size * epsilon, atol=4 * self._size * epsilon)
 
     def _record(self, name: str, array: Array) -> None:

@@ -56,6 +56,17 @@ def reduced(
         return _reduced_integers(inputs, dtype, op, prescale, postscale)
 
 
+def adasummed(vectors: Sequence[Array]) -> Array:
+    """Adasum of a power of two of flat float64 arrays, by its definition: a tree of adjacent pairs."""
+    if len(vectors) == 1:
+        return vectors[0]
+    middle = len(vectors) // 2
+    a, b = adasummed(vectors[:middle]), adasummed(vectors[middle:])
+    dot, aa, bb = np.dot(a, b), np.dot(a, a), np.dot(b, b)
+    combined: Array = (1.0 - dot / (2.0 * aa) if aa else 1.0) * a + (1.0 - dot / (2.0 * bb) if bb else 1.0) * b
+    return combined
+
+
 def _reduced_floats(inputs: Sequence[Array], dtype: DType, op: ReduceOp, prescale: float, postscale: float) -> Array:
     working = np.float64 if dtype.name == "float64" else np.float32
 
