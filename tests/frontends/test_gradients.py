@@ -10,7 +10,7 @@ from reigen.errors import ArgumentError, StepOrderError
 from reigen.frontends.buckets import ParameterSpec, plan_buckets
 from reigen.frontends.gradients import Arrival, Finish, GradientTracker
 
-LATER, COLLECT = Arrival(False, None), Arrival(True, None)
+LATER, COLLECT = Arrival(False), Arrival(True)
 
 
 def tracker(passes: int = 1) -> GradientTracker:
@@ -21,7 +21,7 @@ def tracker(passes: int = 1) -> GradientTracker:
 
 
 def submit(bucket: int) -> Arrival:
-    return Arrival(True, bucket)
+    return Arrival(True, (bucket,))
 
 
 def test_the_last_gradient_of_a_bucket_submits_it():
@@ -33,6 +33,15 @@ def test_the_last_gradient_of_a_bucket_submits_it():
 def test_a_bucket_is_submitted_by_whichever_gradient_is_last():
     machine = tracker()
     assert [machine.gradient(p) for p in (2, 0, 1, 3)] == [COLLECT, COLLECT, submit(1), submit(0)]
+
+
+def test_a_group_is_submitted_at_once_when_its_last_gradient_has_come():
+    specs = [ParameterSpec(16, 4, dtype) for dtype in ("float32", "float64", "float32", "float32")]
+    machine = GradientTracker(4)
+    machine.adopt(plan_buckets(specs, [3, 2, 1, 0], 64, groups=[[0, 1, 3]]))
+    assert [machine.gradient(p) for p in (1, 2, 3, 0)] == [COLLECT, submit(2), COLLECT, Arrival(True, (0, 1))]
+    machine.failed([1])
+    assert machine.finish() == Finish((), (1,))
 
 
 def test_finish_names_what_did_not_come():
@@ -51,7 +60,7 @@ def test_a_bucket_that_could_not_be_submitted_is_named_again():
     machine = tracker()
     machine.gradient(3)
     machine.gradient(2)
-    machine.failed(0)
+    machine.failed([0])
     assert machine.finish().submit == (0, 1)
 
 
@@ -122,11 +131,13 @@ def test_the_number_of_passes_must_be_a_positive_integer(passes):
     st.integers(1, 3),
     st.integers(16, 400),
     st.lists(st.lists(st.integers(0, 8), max_size=40), min_size=1, max_size=4),
+    st.lists(st.integers(-3, 2), min_size=9, max_size=9),
 )
-def test_whatever_comes_each_bucket_is_submitted_once_a_pass_and_complete(num_parameters, passes, cap, events):
+def test_whatever_comes_each_bucket_is_submitted_once_a_pass_and_complete(num_parameters, passes, cap, events, group):
     machine = GradientTracker(num_parameters, passes)
-    specs = [ParameterSpec(4 * (p + 1), 4, "float32") for p in range(num_parameters)]
-    plan = plan_buckets(specs, range(num_parameters), cap)
+    specs = [ParameterSpec(4 * (p + 1), 4, ("float32", "int32")[p % 2]) for p in range(num_parameters)]
+    groups = [[p for p in range(num_parameters) if group[p] == g] for g in range(3)]
+    plan = plan_buckets(specs, range(num_parameters), cap, groups)
     machine.adopt(plan)
     for arrivals in events:
         collected: list[int] = []
@@ -143,9 +154,9 @@ def test_whatever_comes_each_bucket_is_submitted_once_a_pass_and_complete(num_pa
             assert arrival.collect == (counts[parameter] == passes)
             if arrival.collect:
                 collected.append(parameter)
-            if arrival.submit is not None:
-                submitted.append(arrival.submit)
-                assert {place.parameter for place in plan.buckets[arrival.submit].places} <= set(collected)
+            for bucket in arrival.submit:
+                submitted.append(bucket)
+                assert {place.parameter for place in plan.buckets[bucket].places} <= set(collected)
         left = machine.finish()
         assert sorted([*collected, *left.missing]) == list(range(num_parameters))
         assert sorted([*submitted, *left.submit]) == list(range(len(plan.buckets)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reigen.frontends.buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, arrival_order, plan_buckets
+from reigen.frontends.buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, arrival_order, divide, plan_buckets
 
 KIB = 1024
 SIZES = {"float32": 4, "float16": 2, "float64": 8}
@@ -36,7 +36,10 @@ def test_every_plan_is_sound(parameters, bucket_bytes, random):
 
     placed = [place for bucket in plan.buckets for place in bucket.places]
     assert sorted(place.parameter for place in placed) == sorted(order)  # each exactly once
-    assert {p: plan.bucket_of[p] for p in order} == plan.bucket_of
+    assert plan.units == tuple((bucket,) for bucket in range(len(plan.buckets)))
+    assert [[p for p in order if plan.unit_of[p] == unit] for unit in range(len(plan.units))] == [
+        sorted(group, key=order.index) for group in members(plan)
+    ]
     taken: set[int] = set()
     for bucket in plan.buckets:
         assert bucket.offset % ALIGNMENT_BYTES == 0
@@ -82,14 +85,50 @@ def test_each_element_type_has_buckets_of_its_own():
     ]
 
 
+def test_a_group_is_a_unit_of_any_size_and_the_others_are_planned_as_usual():
+    plan = plan_buckets(floats(9, 1, 9, 1, 1), range(5), 4 * KIB, groups=[[2, 0]])
+    assert members(plan) == [[0, 2], [1], [3, 4]]
+    assert plan.units == ((0,), (1,), (2,))
+
+
+def test_a_group_of_several_element_types_is_one_unit_of_several_buckets():
+    parameters = [ParameterSpec(10, 4, "float32"), ParameterSpec(10, 2, "float16"), ParameterSpec(10, 4, "float32")]
+    plan = plan_buckets(parameters, [1, 2, 0], 4 * KIB, groups=[[0, 1]])
+    assert members(plan) == [[1], [0], [2]]
+    assert plan.units == ((0, 1), (2,))
+    assert plan.unit_of == {1: 0, 0: 0, 2: 1}
+
+
+@given(specs, st.integers(1, 20_000), st.lists(st.integers(-2, 4), min_size=40, max_size=40))
+def test_groups_are_never_cut_nor_mixed(parameters, bucket_bytes, group_of):
+    order = [p for p in reversed(range(len(parameters))) if p % 7]
+    groups = [[p for p in range(len(parameters)) if group_of[p] == group] for group in range(5)]
+    plan = plan_buckets(parameters, order, bucket_bytes, groups)
+    assert sorted(p for bucket in members(plan) for p in bucket) == sorted(order)
+    assert [bucket for unit in plan.units for bucket in unit] == list(range(len(plan.buckets)))
+    for group in groups:
+        placed = {p for p in group if p in order}
+        units = {plan.unit_of[p] for p in placed}
+        assert len(units) == bool(placed)
+        assert (
+            placed == {p for unit in units for bucket in plan.units[unit] for p in members(plan)[bucket]} or not units
+        )
+
+
+def test_an_order_is_divided_into_runs_of_nearly_equal_length():
+    assert divide("abcdefgh", 3) == ["abc", "def", "gh"]
+    assert divide("ab", 5) == ["a", "b"]
+    assert divide("", 2) == []
+
+
 def test_parameters_left_out_have_no_place():
     plan = plan_buckets(floats(1, 1, 1), [2, 0], 64 * KIB)
     assert members(plan) == [[2, 0]]
-    assert 1 not in plan.bucket_of
+    assert 1 not in plan.unit_of
 
 
 def test_no_parameters_no_buckets():
-    assert plan_buckets([], [], 4 * KIB) == BucketPlan((), 0, {})
+    assert plan_buckets([], [], 4 * KIB) == BucketPlan((), 0, (), {})
 
 
 def test_the_guessed_order_is_from_last_to_first():

@@ -3,10 +3,15 @@
 A bucket is a run of bytes that is reduced in one piece. Its gradients share one element type, and come in the order in
 which backward is expected to produce them, so that a bucket is complete as early as possible. The sums do not depend on
 the plan (they are taken in rank order for every element), so it may be chosen for speed alone.
+
+A *unit* is what is submitted at once, when all its gradients are there: one bucket, or, for a group that the user has
+put together, one bucket for each element type in it.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -63,12 +68,14 @@ class BucketPlan:
     Attributes:
         buckets: disjoint, in ascending order of offset.
         nbytes: size of the region that holds them all.
-        bucket_of: parameter -> index of its bucket, for the parameters that the plan holds.
+        units: the buckets that are submitted together; every bucket is in one unit.
+        unit_of: parameter -> index of its unit, for the parameters that the plan holds.
     """
 
     buckets: tuple[Bucket, ...]
     nbytes: int
-    bucket_of: dict[int, int]
+    units: tuple[tuple[int, ...], ...]
+    unit_of: dict[int, int]
 
 
 def arrival_order(observed: Iterable[int], num_parameters: int) -> tuple[int, ...]:
@@ -81,7 +88,19 @@ def arrival_order(observed: Iterable[int], num_parameters: int) -> tuple[int, ..
     return tuple(index for index in dict.fromkeys(guessed) if 0 <= index < num_parameters)
 
 
-def plan_buckets(parameters: Sequence[ParameterSpec], order: Iterable[int], bucket_bytes: int) -> BucketPlan:
+def divide(order: Sequence[int], num_groups: int) -> list[Sequence[int]]:
+    """``order`` in ``num_groups`` runs whose lengths differ by one at most; fewer if there are too few numbers."""
+    each, longer = divmod(len(order), num_groups)
+    ends = [each * number + min(number, longer) for number in range(num_groups + 1)]
+    return [order[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterSpec],
+    order: Iterable[int],
+    bucket_bytes: int,
+    groups: Iterable[Iterable[int]] = (),
+) -> BucketPlan:
     """Fill buckets with gradients in the given order.
 
     Args:
@@ -89,38 +108,70 @@ def plan_buckets(parameters: Sequence[ParameterSpec], order: Iterable[int], buck
         order: the numbers of the parameters to place, each at most once.
         bucket_bytes: a bucket holds at most this many bytes; a larger gradient is a bucket alone. The first bucket of
             each element type is smaller (see :data:`FIRST_BUCKET_DIVISOR`).
+        groups: disjoint sets of numbers that belong together: each becomes a unit of its own, of any size. Numbers that
+            are not in ``order`` are left out.
     """
-    filling: dict[str, list[int]] = {}
-    held: dict[str, int] = {}
-    caps: dict[str, int] = {}
-    closed: list[list[int]] = []
+    order = tuple(order)
+    group_of = {number: index for index, group in enumerate(groups) for number in group}
+    #: members of each group that are still to come
+    left = Counter(group_of[number] for number in order if number in group_of)
+    grouped: dict[int, dict[str, list[int]]] = {}
+    filling = _Filling(bucket_bytes)
+    closed: list[list[list[int]]] = []
     for number in order:
-        spec = parameters[number]
-        cap = caps.get(spec.dtype, bucket_bytes // FIRST_BUCKET_DIVISOR)
-        if spec.dtype in filling and held[spec.dtype] + spec.nbytes > cap:
-            closed.append(filling.pop(spec.dtype))
-            caps[spec.dtype], held[spec.dtype] = bucket_bytes, 0
-        filling.setdefault(spec.dtype, []).append(number)
-        held[spec.dtype] = held.get(spec.dtype, 0) + _aligned(spec.nbytes)
-    closed.extend(filling.values())
+        spec, group = parameters[number], group_of.get(number)
+        if group is None:
+            full = filling.add(number, spec)
+            if full:
+                closed.append([full])
+            continue
+        grouped.setdefault(group, {}).setdefault(spec.dtype, []).append(number)
+        left[group] -= 1
+        if not left[group]:
+            closed.append(list(grouped[group].values()))
+    closed.extend([rest] for rest in filling.open.values())
     return _placed(parameters, closed)
 
 
-def _placed(parameters: Sequence[ParameterSpec], groups: Sequence[Sequence[int]]) -> BucketPlan:
+class _Filling:
+    """The bucket that is being filled, for each element type."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.open: dict[str, list[int]] = {}
+        self._held: dict[str, int] = {}
+        self._caps: dict[str, int] = {}
+        self._bucket_bytes = bucket_bytes
+
+    def add(self, number: int, spec: ParameterSpec) -> list[int] | None:
+        """Put a gradient in; if that needs a new bucket, the one that is full now is returned."""
+        full = None
+        cap = self._caps.get(spec.dtype, self._bucket_bytes // FIRST_BUCKET_DIVISOR)
+        if spec.dtype in self.open and self._held[spec.dtype] + spec.nbytes > cap:
+            full = self.open.pop(spec.dtype)
+            self._caps[spec.dtype], self._held[spec.dtype] = self._bucket_bytes, 0
+        self.open.setdefault(spec.dtype, []).append(number)
+        self._held[spec.dtype] = self._held.get(spec.dtype, 0) + _aligned(spec.nbytes)
+        return full
+
+
+def _placed(parameters: Sequence[ParameterSpec], closed: Sequence[Sequence[Sequence[int]]]) -> BucketPlan:
     buckets: list[Bucket] = []
-    bucket_of: dict[int, int] = {}
+    units: list[tuple[int, ...]] = []
+    unit_of: dict[int, int] = {}
     offset = 0
-    for group in groups:
-        start = end = offset
-        places: list[Place] = []
-        for number in group:
-            nbytes = parameters[number].nbytes
-            places.append(Place(number, offset, nbytes))
-            bucket_of[number] = len(buckets)
-            end = max(end, offset + nbytes)
-            offset += _aligned(nbytes)
-        buckets.append(Bucket(parameters[group[0]].dtype, start, end - start, tuple(places)))
-    return BucketPlan(tuple(buckets), offset, bucket_of)
+    for unit in closed:
+        units.append(tuple(range(len(buckets), len(buckets) + len(unit))))
+        for numbers in unit:
+            start = end = offset
+            places: list[Place] = []
+            for number in numbers:
+                nbytes = parameters[number].nbytes
+                places.append(Place(number, offset, nbytes))
+                unit_of[number] = len(units) - 1
+                end = max(end, offset + nbytes)
+                offset += _aligned(nbytes)
+            buckets.append(Bucket(parameters[numbers[0]].dtype, start, end - start, tuple(places)))
+    return BucketPlan(tuple(buckets), offset, tuple(units), unit_of)
 
 
 def _aligned(nbytes: int) -> int:

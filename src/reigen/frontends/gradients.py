@@ -7,7 +7,7 @@ A *pass* lasts from the end of one :meth:`GradientTracker.finish` to the end of 
 
 a. ``gradient(p)`` for each gradient that backward produced. A parameter is *complete* when it has had
    ``backward_passes_per_step`` of them; one more is an error, because the sum that is on its way would be overwritten.
-b. A complete gradient is collected into its bucket; the last one of a bucket submits the bucket.
+b. A complete gradient is collected into its bucket; the last one of a unit submits the unit's buckets.
 c. ``finish()`` names every gradient that was not collected (the executor contributes what it has, or zeros, so that
    ranks whose models ran differently still agree) and every bucket that was not submitted.
 
@@ -18,6 +18,7 @@ From the second pass on, buckets are submitted while backward runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from reigen.errors import ArgumentError, StepOrderError
@@ -26,10 +27,10 @@ from reigen.frontends.buckets import BucketPlan
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What to do with a gradient that came: ``collect`` it into its bucket; then ``submit`` that bucket, if any."""
+    """What to do with a gradient that came: ``collect`` it into its bucket; then ``submit`` these buckets, if any."""
 
     collect: bool
-    submit: int | None
+    submit: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class Finish:
     submit: tuple[int, ...]
 
 
-_LATER = Arrival(collect=False, submit=None)
-_COLLECT = Arrival(collect=True, submit=None)
+_LATER = Arrival(collect=False)
+_COLLECT = Arrival(collect=True)
 
 
 class GradientTracker:
@@ -69,10 +70,12 @@ class GradientTracker:
         self._counts = [0] * num_parameters
         #: parameters collected in this pass; a subset of order
         self._collected: set[int] = set()
-        #: gradients that each bucket still waits for; 0 exactly when it may be submitted
+        #: gradients that each unit still waits for; 0 exactly when it may be submitted
         self._waiting: list[int] = []
         #: buckets submitted in this pass
         self._submitted: set[int] = set()
+        #: gradients in each unit
+        self._members: list[int] = []
         self._submissions: list[Arrival] = []
 
     @property
@@ -104,24 +107,25 @@ class GradientTracker:
         self.order.append(parameter)
         if self.plan is None:
             return _LATER
-        bucket = self.plan.bucket_of.get(parameter)
-        if bucket is None:
+        unit = self.plan.unit_of.get(parameter)
+        if unit is None:
             return _LATER
         self._collected.add(parameter)
-        self._waiting[bucket] -= 1
-        if self._waiting[bucket]:
+        self._waiting[unit] -= 1
+        if self._waiting[unit]:
             return _COLLECT
-        self._submitted.add(bucket)
-        return self._submissions[bucket]
+        self._submitted.update(self.plan.units[unit])
+        return self._submissions[unit]
 
-    def failed(self, bucket: int) -> None:
-        """The bucket could not be submitted: ``finish()`` names it again."""
-        self._submitted.discard(bucket)
+    def failed(self, buckets: Iterable[int]) -> None:
+        """The buckets could not be submitted: ``finish()`` names them again."""
+        self._submitted.difference_update(buckets)
 
     def adopt(self, plan: BucketPlan) -> None:
         """Use this plan from now on. Nothing has been collected yet, so all of it is missing from the running pass."""
         self.plan = plan
-        self._submissions = [Arrival(collect=True, submit=bucket) for bucket in range(len(plan.buckets))]
+        self._submissions = [Arrival(collect=True, submit=unit) for unit in plan.units]
+        self._members = [sum(len(plan.buckets[bucket].places) for bucket in unit) for unit in plan.units]
         self._forget_buckets()
 
     def finish(self) -> Finish:
@@ -167,15 +171,15 @@ class GradientTracker:
         assert {p for p, count in enumerate(self._counts) if count == self._passes} == set(self.order)
         assert self.num_arrived == sum(self._counts)
         if self.plan is not None:
-            for index, bucket in enumerate(self.plan.buckets):
-                collected = sum(place.parameter in self._collected for place in bucket.places)
-                assert self._waiting[index] == len(bucket.places) - collected
-                assert index not in self._submitted or not self._waiting[index]
+            for unit, buckets in enumerate(self.plan.units):
+                members = [place.parameter for bucket in buckets for place in self.plan.buckets[bucket].places]
+                assert self._waiting[unit] == len(set(members) - self._collected)
+                assert not self._waiting[unit] or self._submitted.isdisjoint(buckets)
 
     def _forget_buckets(self) -> None:
         self._collected.clear()
         self._submitted.clear()
-        self._waiting = [len(bucket.places) for bucket in self.plan.buckets] if self.plan else []
+        self._waiting = self._members.copy()
 
 
 def check_passes(passes: object) -> int:

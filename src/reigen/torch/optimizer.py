@@ -12,13 +12,13 @@ from typing import Any, cast
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Average, check_op, check_process_set
-from reigen.frontends.compression import Cast
+from reigen.frontends.collectives import Average, check_process_set
+from reigen.torch.arguments import check_compression, choose_groups, choose_reduction, name_parameters
 from reigen.torch.averager import Finished, GradientAverager, release
 from reigen.torch.compression import Compression, Compressor
 from reigen.torch.ops import allreduce, global_process_set
 from reigen.torch.reducer import ReduceOptions, check_finished
-from reigen.types import ProcessSet, ReduceOp
+from reigen.types import ProcessSet
 
 _Closure = Callable[[], Any]
 
@@ -55,7 +55,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         op: Average, Sum, Min, Max or Product.
         gradient_predivide_factor: with Average, gradients are divided by it before they are added, multiplied after.
         num_groups: deprecated; use ``groups``.
-        groups: how to fuse gradients: a number, or lists of parameters. Checked, and otherwise left to the buckets.
+        groups: which gradients are reduced together: lists of parameters, each reduced when all its members have their
+            gradients, the parameters in no list as usual; or a number of groups, into which the parameters are divided
+            in the order in which rank 0's gradients arrive. The same on every rank. Without it buckets are filled up.
         sparse_as_dense: make sparse gradients dense. Otherwise their indices and values are gathered.
         process_set: only ``global_process_set``.
 
@@ -79,9 +81,13 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     check_process_set(process_set)
     if isinstance(optimizer, AveragingOptimizer):
         raise ArgumentError("this optimizer is a DistributedOptimizer already")
-    _check_groups(groups, num_groups)
-    options = _options(compression, op, gradient_predivide_factor, sparse_as_dense)
-    named = _named(optimizer, named_parameters)
+    named = name_parameters(optimizer, named_parameters)
+    options = ReduceOptions(
+        reduction=choose_reduction(op, gradient_predivide_factor),
+        compression=check_compression(compression),
+        sparse_as_dense=sparse_as_dense,
+        groups=choose_groups(groups, num_groups),
+    )
     averager = GradientAverager(named, options, backward_passes_per_step)
     base = type(optimizer)
     cls = type(base.__name__, (AveragingOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
@@ -220,58 +226,3 @@ class AveragingOptimizer(torch.optim.Optimizer):
 
 def _blank(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     return cls.__new__(cls)
-
-
-def _options(compression: Compressor, op: int, predivide: float, sparse_as_dense: bool) -> ReduceOptions:
-    chosen = check_op(op)
-    if not isinstance(compression, Cast):
-        raise ArgumentError(f"compression must be Compression.none, .fp16 or .bf16, got {compression!r}")
-    if predivide != 1.0 and chosen is not ReduceOp.AVERAGE:
-        raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
-    if not predivide > 0:
-        raise ArgumentError(f"gradient_predivide_factor must be positive, got {predivide!r}")
-    return ReduceOptions(chosen, 1.0 / predivide, float(predivide), compression, sparse_as_dense)
-
-
-def _named(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> list[tuple[str, torch.Tensor]]:
-    """The optimizer's parameters in their order, with names."""
-    owned = [(group, p) for group, options in enumerate(optimizer.param_groups) for p in options["params"]]
-    if named_parameters is None:
-        return [(f"group{group}.parameter{index}", parameter) for index, (group, parameter) in enumerate(owned)]
-    named: list[Any] = list(named_parameters)
-    if any(not isinstance(item, tuple) or len(item) != 2 or not isinstance(item[0], str) for item in named):
-        raise ArgumentError(
-            "named_parameters should be a sequence of tuples (name, parameter), as model.named_parameters() gives them"
-        )
-    names = [name for name, _ in named]
-    repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if repeated:
-        raise ArgumentError(f"names in named_parameters must be unique; found twice: {', '.join(repeated)}")
-    name_of = {parameter: name for name, parameter in named}
-    unnamed = [index for index, (_, parameter) in enumerate(owned) if parameter not in name_of]
-    if unnamed:
-        raise ArgumentError(
-            "named_parameters was specified, but one or more parameters of the optimizer were not named: "
-            f"numbers {unnamed}, of shapes {[tuple(owned[index][1].shape) for index in unnamed]}"
-        )
-    return [(name_of[parameter], parameter) for _, parameter in owned]
-
-
-def _check_groups(groups: int | list[list[torch.Tensor]] | None, num_groups: int) -> None:
-    if num_groups:
-        warnings.warn("Parameter `num_groups` is deprecated; use `groups`", DeprecationWarning, stacklevel=3)
-        groups = num_groups if groups is None else groups
-    if groups is None:
-        return
-    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
-        return
-    if not isinstance(groups, list):
-        raise ArgumentError(f"groups should be a positive integer or a list of lists of torch.Tensor, got {groups!r}")
-    lists: list[Any] = groups
-    members = [member for group in lists if isinstance(group, (list, tuple)) for member in group]
-    if any(not isinstance(item, (list, tuple)) for item in lists) or any(not torch.is_tensor(m) for m in members):
-        raise ArgumentError("groups should be a list of lists of torch.Tensor")
-    if len(set(members)) < len(members):
-        raise ArgumentError("a parameter can be in one of the groups only")

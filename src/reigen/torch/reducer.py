@@ -7,7 +7,8 @@ then on ``p.grad`` is a view of its bucket, and buckets are reduced in place whi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from reigen import context as contexts
 from reigen.errors import ArgumentError, CollectiveError, StepOrderError
 from reigen.frontends.adapter import Array
 from reigen.frontends.agreement import Agreement, Proposal, agree
-from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, plan_buckets
+from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, divide, plan_buckets
 from reigen.frontends.gradients import GradientTracker
 from reigen.torch.adapter import dtype_of, tensor_over
 from reigen.torch.compression import Compressor
@@ -30,22 +31,29 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ReduceOptions:
-    """How gradients are reduced; the same on every rank.
-
-    Attributes:
-        op: the operator.
-        prescale: multiplied in before the reduction.
-        postscale: multiplied in after it.
-        compression: in which element type gradients travel.
-        sparse_as_dense: sparse gradients are made dense instead of being gathered.
-    """
+class Reduction:
+    """``postscale * op(prescale * gradient)``."""
 
     op: ReduceOp
     prescale: float
     postscale: float
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients are reduced; the same on every rank.
+
+    Attributes:
+        reduction: the operator and its factors.
+        compression: in which element type gradients travel.
+        sparse_as_dense: sparse gradients are made dense instead of being gathered.
+        groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
+    """
+
+    reduction: Reduction
     compression: Compressor
     sparse_as_dense: bool
+    groups: int | Mapping[torch.Tensor, int] | None
 
 
 class Reducer:
@@ -101,8 +109,7 @@ class Reducer:
         left = self.tracker.finish()
         for index in left.missing:
             self._collect(index, self.parameters[index])
-        for bucket in left.submit:
-            self._submit(bucket)
+        self._submit(left.submit)
         self._sparse.start(self._context, self._name, self.parameters)
 
     def wait(self) -> None:
@@ -164,8 +171,7 @@ class Reducer:
             arrival = self.tracker.gradient(index)
             if arrival.collect:
                 self._collect(index, parameter)
-                if arrival.submit is not None:
-                    self._submit(arrival.submit)
+                self._submit(arrival.submit)
 
         return on_gradient
 
@@ -196,27 +202,31 @@ class Reducer:
             )
         return gradient.to_dense()
 
-    def _submit(self, bucket: int) -> None:
+    def _submit(self, buckets: tuple[int, ...]) -> None:
+        for position, bucket in enumerate(buckets):
+            try:
+                self._reduce(bucket)
+            except BaseException:
+                self.tracker.failed(buckets[position:])
+                raise
+
+    def _reduce(self, bucket: int) -> None:
         plan, region = self.tracker.plan, self._region
-        array, options = self._arrays[bucket], self._options
+        array, reduction = self._arrays[bucket], self._options.reduction
         if not array.size:
             return
         assert plan is not None
         assert region is not None
-        try:
-            self._handles[bucket] = self._context.allreduce(
-                array,
-                array,
-                DTYPES[plan.buckets[bucket].dtype],
-                op=options.op,
-                name=f"{self._name}.{bucket}",
-                prescale=options.prescale,
-                postscale=options.postscale,
-                region=region,
-            )
-        except BaseException:
-            self.tracker.failed(bucket)
-            raise
+        self._handles[bucket] = self._context.allreduce(
+            array,
+            array,
+            DTYPES[plan.buckets[bucket].dtype],
+            op=reduction.op,
+            name=f"{self._name}.{bucket}",
+            prescale=reduction.prescale,
+            postscale=reduction.postscale,
+            region=region,
+        )
 
     def _deliver(self, parameter: torch.Tensor, place: torch.Tensor, direct: bool) -> None:
         gradient = parameter.grad
@@ -235,10 +245,17 @@ class Reducer:
         order = arrival_order(agreement.order, len(self.parameters))
         dense = [index for index in order if not agreement.sparse_dims[index]]
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        plan = plan_buckets(specs, dense, self._context.config.bucket_bytes)
+        plan = plan_buckets(specs, dense, self._context.config.bucket_bytes, self._groups(dense))
         self._sparse = self._sparse_gradients(agreement)
         self._register(plan)
         self.tracker.adopt(plan)
+
+    def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
+        """The parameters, by their numbers, that are submitted together."""
+        groups = self._options.groups
+        if isinstance(groups, int):
+            return divide(order, groups)
+        return _grouped(self.parameters, groups or {})
 
     def _register(self, plan: BucketPlan) -> None:
         region = self._context.allocate(max(1, plan.nbytes), name=self._name)
@@ -252,11 +269,15 @@ class Reducer:
                 self._places[place.parameter] = _place(array, wire, self.parameters[place.parameter])
 
     def _proposal(self) -> Proposal:
-        options = self._options
-        lines = [f"op={options.op.name}, scaled by {options.prescale} and {options.postscale}"]
+        reduction, groups = self._options.reduction, self._options.groups
+        number = f", {groups} groups" if isinstance(groups, int) else ""
+        lines = [f"op={reduction.op.name}, scaled by {reduction.prescale} and {reduction.postscale}{number}"]
         for name, parameter, wire in zip(self._names, self.parameters, self._wire, strict=True):
             layout = f"shape {tuple(parameter.shape)}, strides {_strides(parameter)}"
             lines.append(f"{name}: {parameter.dtype} as {wire.name}, {layout}")
+        if isinstance(groups, Mapping):
+            members = _grouped(self.parameters, groups)
+            lines += [f"a group of {', '.join(self._names[index] for index in group)}" for group in members]
         return Proposal(tuple(lines), tuple(self.tracker.order), tuple(map(self._sparse_dims, self.parameters)))
 
     def _sparse_dims(self, parameter: torch.Tensor) -> int:
@@ -267,9 +288,10 @@ class Reducer:
 
     def _sparse_gradients(self, agreement: Agreement) -> SparseGradients:
         dims = {index: dim for index, dim in enumerate(agreement.sparse_dims) if dim}
-        if dims and self._options.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise ArgumentError(f"sparse gradients need op=Average or op=Sum, got {self._options.op.name}")
-        return SparseGradients(dims, average=self._options.op is ReduceOp.AVERAGE)
+        op = self._options.reduction.op
+        if dims and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ArgumentError(f"sparse gradients need op=Average or op=Sum, got {op.name}")
+        return SparseGradients(dims, average=op is ReduceOp.AVERAGE)
 
 
 def check_finished(reducers: Sequence[Reducer], action: str) -> None:
@@ -283,6 +305,15 @@ def check_finished(reducers: Sequence[Reducer], action: str) -> None:
             f"{action} was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
             "while gradients are on their way to the other ranks; call one of those first"
         )
+
+
+def _grouped(parameters: Sequence[torch.Tensor], groups: Mapping[torch.Tensor, int]) -> list[Sequence[int]]:
+    """The numbers of the parameters in each group that has any of them."""
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for index, parameter in enumerate(parameters):
+        if parameter in groups:
+            members[groups[parameter]].append(index)
+    return list(members.values())
 
 
 def _watch(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
