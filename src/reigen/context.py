@@ -8,8 +8,8 @@ import itertools
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -26,7 +26,8 @@ from reigen.engine.messages import Kind, Operation, Topic
 from reigen.engine.negotiation import UNNAMED, Coordinator
 from reigen.engine.observer import Observer
 from reigen.engine.transport import Solitude
-from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
+from reigen.errors import ArgumentError, CollectiveError, NotInitializedError, UnsupportedError
+from reigen.planes.adasum import check_adasum
 from reigen.planes.base import Region
 from reigen.planes.choice import choose
 from reigen.planes.null import NullPlane
@@ -49,6 +50,8 @@ class Context:
     Every collective submits and returns a `Handle` at once. Arrays are C-contiguous and of the dtype's *storage* type
     (bfloat16 is uint16). With ``blocking=True`` the caller promises to wait for the handle next; that spares waking
     another thread. Unnamed operations must be submitted in the same order on every rank; named ones in any order.
+    ``process_set`` is the number of the set whose ranks take part ("all ranks" are then its ranks, "the rank" is one of
+    the job); a rank that is not in it gets an ArgumentError.
 
     Args:
         topology: this process's place.
@@ -64,9 +67,10 @@ class Context:
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.cross_rank, self.cross_size = topology.cross_rank, topology.cross_size
         self.config = config
-        self._numbers = itertools.count()
-        #: numbers for sets of gradients: the same on every rank that makes them in the same order
-        self.gradient_sets = itertools.count()
+        #: numbers for unnamed operations, by process set: the same on every member that submits in the same order
+        self._numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        #: numbers for sets of gradients, by process set: the same on every member that makes them in the same order
+        self.gradient_sets: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._release: Callable[[], None] = lambda: None
         #: the data plane in use, and why
         self.plane, self.plane_reason = choose(topology, config.plane)
@@ -89,6 +93,8 @@ class Context:
         prescale: float = 1.0,
         postscale: float = 1.0,
         region: Region | None = None,
+        divide_by_active: bool = False,
+        process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
         """``target = postscale * op(prescale * source)`` over all ranks.
@@ -102,28 +108,56 @@ class Context:
             prescale: factor of each contribution.
             postscale: factor of the result.
             region: registered memory of which source and target are one view; then nothing is copied.
+            divide_by_active: AVERAGE divides by the number of ranks that have not joined.
+            process_set: see the class.
             blocking: see the class.
 
         Raises:
             ArgumentError, UnsupportedTypeError, DuplicateNameError: here, at once.
             CollectiveError: a rank was lost before.
         """
-        reduction_of(dtype.name, op, self.size, prescale, postscale)
+        team = self._members(process_set)
+        self._check_reduction(dtype, op, len(team), prescale, postscale, process_set)
         if region is not None and source is not target:
             raise ArgumentError("registered memory is reduced in place: source must be target")
-        offset = -1 if region is None else _offset_in(region, target)
         operation = Operation(
             Kind.ALLREDUCE,
-            self._named(name, "allreduce"),
+            self._named(name, "allreduce", process_set),
             dtype.name,
             source.shape,
             op,
             prescale,
             postscale,
-            offset=offset,
+            offset=-1 if region is None else _offset_in(region, target),
+            process_set=process_set,
+            divide_by_active=divide_by_active,
         )
-        task = Task(source.reshape(-1), target.reshape(-1))
-        return self._submit(operation, task, target, blocking)
+        return self._submit(operation, Task(source.reshape(-1), target.reshape(-1), target), blocking)
+
+    def grouped_allreduce(
+        self,
+        sources: Sequence[NDArray[Any]],
+        targets: Sequence[NDArray[Any]],
+        dtypes: Sequence[DType],
+        *,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        process_set: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """`allreduce` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
+        team = self._members(process_set)
+        for dtype in dtypes:
+            self._check_reduction(dtype, op, len(team), prescale, postscale, process_set)
+        base = self._named(name, "grouped_allreduce", process_set)
+        members = [
+            Operation(Kind.ALLREDUCE, "", dtype.name, source.shape, op, prescale, postscale, process_set=process_set)
+            for source, dtype in zip(sources, dtypes, strict=True)
+        ]
+        tasks = [Task(s.reshape(-1), t.reshape(-1), t) for s, t in zip(sources, targets, strict=True)]
+        return self._submit_group(Kind.ALLREDUCE, base, members, tasks, process_set, blocking)
 
     def broadcast(
         self,
@@ -133,15 +167,24 @@ class Context:
         *,
         root_rank: int,
         name: str | None = None,
+        process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
         """``target = source`` of rank ``root_rank``; ``source`` is read there alone, and may be ``target``."""
-        if not 0 <= root_rank < self.size:
-            raise ArgumentError(f"root_rank must be from 0 to {self.size - 1}, not {root_rank}")
-        operation = Operation(Kind.BROADCAST, self._named(name, "broadcast"), dtype.name, source.shape, root=root_rank)
+        if root_rank not in self._members(process_set):
+            raise ArgumentError(
+                f"root_rank must be one of the ranks {list(self._members(process_set))}, not {root_rank}"
+            )
+        operation = Operation(
+            Kind.BROADCAST,
+            self._named(name, "broadcast", process_set),
+            dtype.name,
+            source.shape,
+            root=root_rank,
+            process_set=process_set,
+        )
         flat = target.reshape(-1)
-        task = Task(flat if source is target else source.reshape(-1), flat)
-        return self._submit(operation, task, target, blocking)
+        return self._submit(operation, Task(flat if source is target else source.reshape(-1), flat, target), blocking)
 
     def allgather(
         self,
@@ -150,16 +193,33 @@ class Context:
         *,
         name: str | None = None,
         make_output: MakeOutput | None = None,
+        process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
         """The sources of all ranks concatenated on dimension 0, which may differ between ranks; the others may not.
 
         ``make_output(shape)`` gives the array for the result, called on whichever thread completes the operation.
         """
-        if not source.ndim:
-            raise ArgumentError("allgather needs at least one dimension, got a scalar")
-        operation = Operation(Kind.ALLGATHER, self._named(name, "allgather"), dtype.name, source.shape)
-        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), None, blocking)
+        self._members(process_set)
+        operation = _allgather_of(source, dtype, self._named(name, "allgather", process_set), process_set)
+        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
+
+    def grouped_allgather(
+        self,
+        sources: Sequence[NDArray[Any]],
+        dtypes: Sequence[DType],
+        *,
+        name: str | None = None,
+        make_output: MakeOutput | None = None,
+        process_set: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """`allgather` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
+        self._members(process_set)
+        base = self._named(name, "grouped_allgather", process_set)
+        members = [_allgather_of(s, dtype, "", process_set) for s, dtype in zip(sources, dtypes, strict=True)]
+        tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
+        return self._submit_group(Kind.ALLGATHER, base, members, tasks, process_set, blocking)
 
     def alltoall(
         self,
@@ -169,16 +229,24 @@ class Context:
         splits: Sequence[int] | None = None,
         name: str | None = None,
         make_output: MakeOutput | None = None,
+        process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
-        """Send ``splits[r]`` rows to each rank r; the result holds what came, in rank order.
+        """Send ``splits[i]`` rows to the i-th rank of the set; the result holds what came, in rank order.
 
         `Outcome.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are divided
         equally. Rows beyond the sum of the splits are not sent.
         """
-        rows = self._splits(source, splits)
-        operation = Operation(Kind.ALLTOALL, self._named(name, "alltoall"), dtype.name, source.shape, splits=rows)
-        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), None, blocking)
+        rows = _splits(source, splits, len(self._members(process_set)))
+        operation = Operation(
+            Kind.ALLTOALL,
+            self._named(name, "alltoall", process_set),
+            dtype.name,
+            source.shape,
+            splits=rows,
+            process_set=process_set,
+        )
+        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
     def reducescatter(
         self,
@@ -190,24 +258,103 @@ class Context:
         prescale: float = 1.0,
         postscale: float = 1.0,
         make_output: MakeOutput | None = None,
+        process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
         """Reduce like `allreduce`; this rank gets its rows. The first ``rows % size`` ranks get one row more."""
-        if not source.ndim:
-            raise ArgumentError("reducescatter needs at least one dimension, got a scalar")
-        reduction_of(dtype.name, op, self.size, prescale, postscale)
-        operation = Operation(
-            Kind.REDUCESCATTER, self._named(name, "reducescatter"), dtype.name, source.shape, op, prescale, postscale
-        )
-        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), None, blocking)
+        size = len(self._members(process_set))
+        base = self._named(name, "reducescatter", process_set)
+        operation = _reducescatter_of(source, dtype, base, (op, prescale, postscale), size, process_set)
+        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
-    def barrier(self, *, name: str | None = None, blocking: bool = False) -> Handle:
+    def grouped_reducescatter(
+        self,
+        sources: Sequence[NDArray[Any]],
+        dtypes: Sequence[DType],
+        *,
+        op: ReduceOp = ReduceOp.AVERAGE,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        make_output: MakeOutput | None = None,
+        process_set: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """`reducescatter` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
+        size = len(self._members(process_set))
+        base = self._named(name, "grouped_reducescatter", process_set)
+        members = [
+            _reducescatter_of(source, dtype, "", (op, prescale, postscale), size, process_set)
+            for source, dtype in zip(sources, dtypes, strict=True)
+        ]
+        tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
+        return self._submit_group(Kind.REDUCESCATTER, base, members, tasks, process_set, blocking)
+
+    def barrier(self, *, name: str | None = None, process_set: int = 0, blocking: bool = False) -> Handle:
         """Done when every rank has submitted it. Other outstanding operations need not be."""
-        return self._submit(Operation(Kind.BARRIER, self._named(name, "barrier")), Task(), None, blocking)
+        self._members(process_set)
+        operation = Operation(Kind.BARRIER, self._named(name, "barrier", process_set), process_set=process_set)
+        return self._submit(operation, Task(), blocking)
+
+    def join(self, *, blocking: bool = False) -> Handle:
+        """This rank has no more data: done when all ranks have said so; `Outcome.value` is the last of them.
+
+        Until then it takes part, with neutral elements, in the allreduces of those that have not joined. Their other
+        collectives are refused (JoinedError).
+        """
+        return self._submit(Operation(Kind.JOIN, "join"), Task(), blocking)
+
+    # -- process sets -------------------------------------------------------------------------------------------------
+
+    @property
+    def process_sets(self) -> Mapping[int, tuple[int, ...]]:
+        """The ranks of every process set, ascending, by number; number 0 is all ranks."""
+        return self._engine.process_sets
+
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """A new process set of these ranks; its number, the lowest that is free. Collective over all ranks; waits.
+
+        Raises:
+            ArgumentError: no ranks, repeated ones, ranks that are not in the job, or there is such a set already.
+            MismatchError: the ranks ask for different sets.
+            SharedMemoryError: a member has no memory for staging; the set does not exist then.
+        """
+        members = tuple(sorted(map(int, ranks)))
+        if not members or len(set(members)) < len(members) or not 0 <= members[0] <= members[-1] < self.size:
+            raise ArgumentError(
+                f"a process set needs different ranks from 0 to {self.size - 1}, at least one; got {list(ranks)}"
+            )
+        if members in self.process_sets.values():
+            raise ArgumentError(f"there is a process set of the ranks {list(members)} already")
+        operation = Operation(Kind.ADD_SET, self._named(None, "add_process_set", 0), shape=members)
+        return self._submit(operation, Task(), blocking=True).wait().value
+
+    def remove_process_set(self, process_set: int) -> None:
+        """Undo `add_process_set`. Collective over all ranks; waits. What is outstanding in the set fails.
+
+        Raises:
+            ArgumentError: it is the set of all ranks, or there is none of this number.
+            MismatchError: the ranks ask for different sets.
+        """
+        if process_set == 0 or process_set not in self.process_sets:
+            raise ArgumentError(f"there is no process set {process_set} that could be removed")
+        operation = Operation(Kind.REMOVE_SET, self._named(None, "remove_process_set", 0), shape=(process_set,))
+        self._submit(operation, Task(), blocking=True).wait()
+        self._numbers.pop(process_set, None)
+        self.gradient_sets.pop(process_set, None)
+
+    def _members(self, process_set: int) -> tuple[int, ...]:
+        """The ranks of a set, of which this is one."""
+        ranks = self._engine.ranks_of(process_set)
+        if ranks is None:
+            raise ArgumentError(f"there is no process set {process_set}; it has to be added first, on all ranks")
+        if process_set and self.rank not in ranks:
+            raise ArgumentError(f"rank {self.rank} is not in process set {process_set}, whose ranks are {list(ranks)}")
+        return ranks
 
     # -- registered memory --------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, *, name: str) -> Region:
+    def allocate(self, nbytes: int, *, name: str, process_set: int = 0) -> Region:
         """Registered memory of ``nbytes`` bytes at the same offset on every rank. Collective; waits.
 
         Raises:
@@ -215,18 +362,21 @@ class Context:
         """
         if nbytes < 1:
             raise ArgumentError(f"a region must have at least 1 byte, not {nbytes}")
-        operation = Operation(Kind.ALLOCATE, self._named(name, "allocate"), shape=(nbytes,))
-        region = self._submit(operation, Task(), None, blocking=True).wait().region
+        self._members(process_set)
+        base = self._named(name, "allocate", process_set)
+        operation = Operation(Kind.ALLOCATE, base, shape=(nbytes,), process_set=process_set)
+        region = self._submit(operation, Task(), blocking=True).wait().region
         assert region is not None
         return region
 
-    def free(self, region: Region) -> None:
-        """Give a region back, once every rank has; returns at once. Does nothing in a job that is over."""
-        if self.plane == "null":
+    def free(self, region: Region, *, process_set: int = 0) -> None:
+        """Give a region back, once every rank has; returns at once. Does nothing in a job, or a set, that is over."""
+        if self.plane == "null" or process_set not in self.process_sets:
             return  # the memory goes with its last view
-        operation = Operation(Kind.FREE, f"free.{region.offset}", offset=region.offset)
+        base = self._named(f"free.{region.offset}", "free", process_set)
+        operation = Operation(Kind.FREE, base, offset=region.offset, process_set=process_set)
         try:
-            self._submit(operation, Task(), None, blocking=False)
+            self._submit(operation, Task(), blocking=False)
         except CollectiveError:
             return  # the memory goes with the job
 
@@ -251,34 +401,80 @@ class Context:
         self._engine.close()
         self._release()
 
-    def _submit(self, operation: Operation, task: Task, output: NDArray[Any] | None, blocking: bool) -> Handle:
-        handle = Handle(self._engine, operation.name, task, output)
+    def _submit(self, operation: Operation, task: Task, blocking: bool) -> Handle:
+        handle = Handle(self._engine, operation.name, task)
         self._engine.submit(operation, handle, blocking=blocking)
         return handle
 
-    def _named(self, name: str | None, kind: str) -> str:
-        if name is None:
-            return f"{kind}{UNNAMED}{next(self._numbers)}"
-        name = str(name)  # some scripts number their tensors
-        if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
-            raise ArgumentError(f"a name must have 1 to {_MAX_NAME_BYTES} bytes, got {len(name.encode())}")
-        return name
+    def _submit_group(
+        self,
+        kind: Kind,
+        name: str,
+        members: Sequence[Operation],
+        tasks: Sequence[Task],
+        process_set: int,
+        blocking: bool,
+    ) -> Handle:
+        if not members:
+            raise ArgumentError("a group needs at least one tensor")
+        operation = Operation(kind, name, process_set=process_set, members=tuple(members))
+        return self._submit(operation, Task(members=tuple(tasks)), blocking)
 
-    def _splits(self, source: NDArray[Any], splits: Sequence[int] | None) -> tuple[int, ...]:
-        if not source.ndim:
-            raise ArgumentError("alltoall needs at least one dimension, got a scalar")
-        rows = source.shape[0]
-        if splits is None:
-            if rows % self.size:
-                raise ArgumentError(
-                    f"alltoall without splits: {rows} rows cannot be divided equally among {self.size} ranks"
-                )
-            return (rows // self.size,) * self.size
-        if len(splits) != self.size or min(splits) < 0 or sum(splits) > rows:
-            raise ArgumentError(
-                f"splits must be {self.size} numbers of at least 0 that add up to at most {rows}, got {list(splits)}"
-            )
-        return tuple(map(int, splits))
+    def _named(self, name: str | None, kind: str, process_set: int) -> str:
+        """The name that travels: those of different process sets may be alike."""
+        if name is None:
+            name = f"{kind}{UNNAMED}{next(self._numbers[process_set])}"
+        else:
+            name = str(name)  # some scripts number their tensors
+            if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
+                raise ArgumentError(f"a name must have 1 to {_MAX_NAME_BYTES} bytes, got {len(name.encode())}")
+        return f"{name} (process set {process_set})" if process_set else name
+
+    @staticmethod
+    def _check_reduction(
+        dtype: DType, op: ReduceOp, size: int, prescale: float, postscale: float, process_set: int
+    ) -> None:
+        if op is not ReduceOp.ADASUM:
+            reduction_of(dtype.name, op, size, prescale, postscale)
+            return
+        if process_set:
+            raise UnsupportedError("op=Adasum works on all ranks only, not in a process set")
+        check_adasum(dtype, size)
+
+
+def _allgather_of(source: NDArray[Any], dtype: DType, name: str, process_set: int) -> Operation:
+    if not source.ndim:
+        raise ArgumentError("allgather needs at least one dimension, got a scalar")
+    return Operation(Kind.ALLGATHER, name, dtype.name, source.shape, process_set=process_set)
+
+
+def _reducescatter_of(
+    source: NDArray[Any],
+    dtype: DType,
+    name: str,
+    reduction: tuple[ReduceOp, float, float],
+    size: int,
+    process_set: int,
+) -> Operation:
+    if not source.ndim:
+        raise ArgumentError("reducescatter needs at least one dimension, got a scalar")
+    reduction_of(dtype.name, reduction[0], size, *reduction[1:])
+    return Operation(Kind.REDUCESCATTER, name, dtype.name, source.shape, *reduction, process_set=process_set)
+
+
+def _splits(source: NDArray[Any], splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    if not source.ndim:
+        raise ArgumentError("alltoall needs at least one dimension, got a scalar")
+    rows = source.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ArgumentError(f"alltoall without splits: {rows} rows cannot be divided equally among {size} ranks")
+        return (rows // size,) * size
+    if len(splits) != size or min(splits) < 0 or sum(splits) > rows:
+        raise ArgumentError(
+            f"splits must be {size} numbers of at least 0 that add up to at most {rows}, got {list(splits)}"
+        )
+    return tuple(map(int, splits))
 
 
 def _offset_in(region: Region, array: NDArray[Any]) -> int:

@@ -12,6 +12,7 @@
     +-- ConfigError (ValueError)                an environment variable or option has a wrong value
     +-- CollectiveError (RuntimeError)          a collective failed; also named HorovodInternalError
     |   +-- MismatchError                       ranks disagree; every rank that submitted gets it, the job carries on
+    |   |   +-- JoinedError                     another rank has joined: it has no data for this operation
     |   +-- DeadlineError                       somebody did not come in time
     |   +-- PeerLostError                       a rank died, left or was stopped by its launcher
     |   +-- SharedMemoryError                   the machine has not enough memory for a segment
@@ -110,6 +111,10 @@ class CollectiveError(ReigenError, RuntimeError):
 
 class MismatchError(CollectiveError):
     """The ranks submitted different things under one name. Later collectives work."""
+
+
+class JoinedError(MismatchError):
+    """``ranks`` have joined and wait for the others; only an allreduce can do without their data."""
 
 
 class DeadlineError(CollectiveError):

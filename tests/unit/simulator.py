@@ -17,6 +17,7 @@ import pytest
 
 from reigen.engine.messages import (
     Announcement,
+    Cause,
     Kind,
     Operation,
     Refuse,
@@ -124,7 +125,8 @@ def _operations(rng: random.Random, name: str, size: int, kinds: Sequence[Kind])
     return operations
 
 
-_KINDS = (Kind.ALLREDUCE, Kind.ALLREDUCE, Kind.ALLREDUCE, Kind.ALLREDUCE, *Kind)
+_SINGLE = tuple(kind for kind in Kind if kind not in (Kind.JOIN, Kind.ADD_SET, Kind.REMOVE_SET))
+_KINDS = (Kind.ALLREDUCE, Kind.ALLREDUCE, Kind.ALLREDUCE, Kind.ALLREDUCE, *_SINGLE)
 
 
 def _changed(operation: Operation, **changes: Any) -> Operation:
@@ -430,7 +432,7 @@ class Simulation:
             assert all(len(batch) == 1 for batch in run.batches)
 
     def _check_refusal(self, refuse: Refuse) -> None:
-        if refuse.late:
+        if refuse.cause is Cause.LATE:
             assert set(refuse.submitted) | set(refuse.at_fault) == set(range(self.plan.size))
             assert not set(refuse.submitted) & set(refuse.at_fault)
             assert refuse.submitted
@@ -493,10 +495,10 @@ class Simulation:
         assert expected <= set(heard) <= set(refuse.submitted), "a refusal did not reach who had submitted"
         for operation, error in heard.values():
             assert operation.name == refuse.name
-            assert isinstance(error, DeadlineError if refuse.late else MismatchError)
+            assert isinstance(error, DeadlineError if refuse.cause is Cause.LATE else MismatchError)
             assert error.ranks == refuse.at_fault
-            assert refuse.late or set(error.details) == set(range(self.plan.size))
-        if not refuse.late and len(heard) == self.plan.size:
+            assert refuse.cause is Cause.LATE or set(error.details) == set(range(self.plan.size))
+        if refuse.cause is not Cause.LATE and len(heard) == self.plan.size:
             assert not same_request([operation for operation, _ in heard.values()]), "refused although all agree"
 
     def _check_outcomes(self) -> None:

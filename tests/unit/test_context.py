@@ -80,7 +80,7 @@ X = np.ones((3, 2), np.float32)
 @pytest.mark.parametrize(
     ("wrong", "kind", "text"),
     [
-        (lambda c: c.broadcast(X, X, FLOAT, root_rank=1), ArgumentError, "root_rank must be from 0 to 0, not 1"),
+        (lambda c: c.broadcast(X, X, FLOAT, root_rank=1), ArgumentError, r"of the ranks \[0\], not 1"),
         (lambda c: c.broadcast(X, X, FLOAT, root_rank=-1), ArgumentError, "not -1"),
         (lambda c: c.allgather(X[0, 0].reshape(()), FLOAT), ArgumentError, "got a scalar"),
         (lambda c: c.alltoall(X[0, 0].reshape(()), FLOAT), ArgumentError, "got a scalar"),
@@ -88,7 +88,8 @@ X = np.ones((3, 2), np.float32)
         (lambda c: c.alltoall(X, FLOAT, splits=[4]), ArgumentError, r"add up to at most 3, got \[4\]"),
         (lambda c: c.alltoall(X, FLOAT, splits=[1, 1]), ArgumentError, "splits must be 1 numbers"),
         (lambda c: c.alltoall(X, FLOAT, splits=[-1]), ArgumentError, r"at least 0 .* got \[-1\]"),
-        (lambda c: c.allreduce(X, X, FLOAT, op=ReduceOp.ADASUM), ArgumentError, "ADASUM"),
+        (lambda c: c.allreduce(X, X, BOOL, op=ReduceOp.ADASUM), UnsupportedTypeError, "bool"),
+        (lambda c: c.reducescatter(X, FLOAT, op=ReduceOp.ADASUM), ArgumentError, "ADASUM"),
         (lambda c: c.allreduce(X, X, BOOL, op=ReduceOp.AVERAGE), UnsupportedTypeError, "bool cannot be averaged"),
         (lambda c: c.barrier(name=""), ArgumentError, "1 to 512 bytes"),
         (lambda c: c.barrier(name="ä" * 257), ArgumentError, "1 to 512 bytes, got 514"),

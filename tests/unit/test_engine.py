@@ -145,7 +145,7 @@ def test_no_collective_begins_before_all_have_heard_of_it() -> None:
     operation = Operation(Kind.BROADCAST, "t", "float32", (3,), root=0)
     x = np.ones(3, np.float32)
     coordinator.hear(1, Submit(operation), time.monotonic())
-    engine.submit(operation, Handle(engine, "t", Task(x, x), x), blocking=True)
+    engine.submit(operation, Handle(engine, "t", Task(x, x, x)), blocking=True)
     assert left_behind == [0]
     assert transport.attempts == 3
     engine.close()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from reigen.engine.messages import (
     Announcement,
+    Cause,
     Forget,
     Kind,
     Leave,
@@ -39,7 +40,7 @@ def test_reports_come_back() -> None:
 def test_announcements_come_back() -> None:
     announcements: list[Announcement] = [
         Run(((3, Response("a", 4, ((1, 2), (3, 4)), True)), (5,))),
-        Refuse("n", True, "why", (0, 2), (1,), ((0, "this"), (1, "that"))),
+        Refuse("n", Cause.LATE, "why", (0, 2), (1,), ((0, "this"), (1, "that"))),
         Forget((1, 2**33)),
         Left(7),
     ]

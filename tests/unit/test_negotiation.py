@@ -8,6 +8,7 @@ import pytest
 
 from reigen.engine.messages import (
     Announcement,
+    Cause,
     Forget,
     Kind,
     Leave,
@@ -103,7 +104,7 @@ def test_b_a_mismatch_is_refused_for_all_and_later_work_goes_on() -> None:
     c = coordinator(3)
     said = told(c, (0, Submit(op())), (1, Submit(op(dtype="int32"))), (2, Submit(op())))
     details = ((0, "float32"), (1, "int32"), (2, "float32"))
-    assert said == [Refuse("t", False, "the data types differ between ranks", (0, 1, 2), (0, 1, 2), details)]
+    assert said == [Refuse("t", Cause.MISMATCH, "the data types differ between ranks", (0, 1, 2), (0, 1, 2), details)]
     assert told(c, *((rank, Submit(op())) for rank in range(3))) == [Run(((Response("t", 0),),))]
 
 
@@ -111,7 +112,7 @@ def test_b_a_refusal_fails_the_submission_with_a_line_for_each_rank() -> None:
     p = Participant(1)
     p.submit(op())
     p.submit(op("other"))
-    refuse = Refuse("t", False, "the shapes differ between ranks", (0, 1), (0, 1), ((0, "[4]"), (1, "[5]")))
+    refuse = Refuse("t", Cause.MISMATCH, "the shapes differ between ranks", (0, 1), (0, 1), ((0, "[4]"), (1, "[5]")))
     [instruction] = p.hear(refuse)
     assert isinstance(instruction, Fail)
     assert isinstance(instruction.error, MismatchError)
@@ -266,7 +267,7 @@ def test_f_who_is_missing_at_the_deadline_is_named() -> None:
     assert told(c, (3, Submit(op("other"))), now=14.9) == []
     reason = "rank(s) 1, 3 did not submit it within 10 s (ranks [0, 2] did); REIGEN_DEADLINE sets how long to wait"
     instead = ((3, "waits for allreduce other"),)
-    assert told(c, now=15.0) == [Refuse("t", True, reason, (0, 2), (1, 3), instead)]
+    assert told(c, now=15.0) == [Refuse("t", Cause.LATE, reason, (0, 2), (1, 3), instead)]
     assert c.next_expiry() == 24.9
 
 
@@ -279,7 +280,7 @@ def test_f_who_comes_after_the_refusal_waits_anew() -> None:
 
 
 def test_f_a_refusal_is_for_the_ranks_that_it_lists() -> None:
-    refuse = Refuse("t", True, "rank(s) 1 did not submit it", (0,), (1,))
+    refuse = Refuse("t", Cause.LATE, "rank(s) 1 did not submit it", (0,), (1,))
     [first, second] = Participant(0), Participant(1)
     for p in (first, second):
         p.submit(op())

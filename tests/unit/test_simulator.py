@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import pytest
 from tests.unit.simulator import FOREVER, play
 
+from reigen.engine.messages import Cause
+
 _BLOCK = 500
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 
@@ -38,8 +40,8 @@ def test_the_schedules_reach_what_they_are_meant_to() -> None:
     for seed in range(500):
         s = play(seed)
         seen["fused"] += any(len(next(iter(m.values()))) > 1 for m in s.batches.values())
-        seen["mismatch"] += any(not r.late for r in s.refused.values())
-        seen["late"] += any(r.late for r in s.refused.values())
+        seen["mismatch"] += any(r.cause is not Cause.LATE for r in s.refused.values())
+        seen["late"] += any(r.cause is Cause.LATE for r in s.refused.values())
         seen["died"] += any(r.gone == "died" for r in s.ranks)
         seen["left"] += any(r.gone == "left" for r in s.ranks)
         seen["rank 0 gone"] += bool(s.ranks[0].gone)

@@ -19,6 +19,7 @@ class Others:
 
     def __init__(self, rank: int, failure: Callable[[Sequence[int]], CollectiveError | None] = lambda _: None) -> None:
         self.rank = rank
+        self.ranks = range(20)
         self.failure = failure
 
 
@@ -31,7 +32,7 @@ def words(size: int, start: int = 0) -> list[Word]:
 
 
 def turnstile(shared: list[Word], others: Others, start: int = 0, looks: int = 0) -> Turnstile:
-    made = Turnstile(shared, others, looks)  # type: ignore[arg-type]  # two of the things that Neighbours can
+    made = Turnstile(shared, others, looks)  # type: ignore[arg-type]  # three of the things that Neighbours can
     made.count = start
     return made
 

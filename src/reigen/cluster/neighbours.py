@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -72,25 +73,105 @@ def _machine() -> str:
 
 @dataclass(frozen=True)
 class Mapped:
-    """The same range of every rank's segment.
+    """A range of every rank's segment.
 
     Attributes:
-        offset: where it begins in each segment, bytes.
         arrays: for each rank, the range as uint8; all of one length.
     """
 
-    offset: int
     arrays: tuple[NDArray[np.uint8], ...]
 
 
+class Members(Protocol):
+    """Ranks of this host as a data plane sees them: numbered from 0, by which all methods go, and by which of `ranks`.
+
+    `Neighbours` are all of them, `Subset` some.
+    """
+
+    rank: int
+    size: int
+    #: the ranks of the job
+    ranks: tuple[int, ...]
+    #: process ids
+    pids: tuple[int, ...]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The size of this rank's own segment."""
+        ...
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
+        ...
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what was reserved beyond ``nbytes`` and not mapped by anybody."""
+        ...
+
+    def map(self, offsets: Sequence[int], nbytes: int) -> Mapped:
+        """Map what every member has reserved, each at its own offset; the second half."""
+        ...
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why what waits for these members will never succeed, or None while it may."""
+        ...
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        ...
+
+    def wait_for_death(self, timeout_seconds: float) -> None:
+        """Return when some process has ended, or after the time given."""
+        ...
+
+    def subset(self, members: Sequence[int]) -> Members:
+        """Some of them, this rank among them, numbered anew."""
+        ...
+
+
+class Subset:
+    """Some of the ranks of this host.
+
+    Args:
+        neighbours: all of them.
+        ranks: which, ascending; this rank is one.
+    """
+
+    def __init__(self, neighbours: Neighbours, ranks: Sequence[int]) -> None:
+        self._neighbours = neighbours
+        self.ranks = tuple(ranks)
+        self.rank, self.size = self.ranks.index(neighbours.rank), len(ranks)
+        self.pids = tuple(neighbours.pids[rank] for rank in ranks)
+        self.reserve, self.shrink = neighbours.reserve, neighbours.shrink
+        self.abort, self.wait_for_death = neighbours.abort, neighbours.wait_for_death
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See `Members`."""
+        return self._neighbours.reserved_bytes
+
+    def map(self, offsets: Sequence[int], nbytes: int) -> Mapped:
+        """See `Members`."""
+        return self._neighbours.map_of(self.ranks, offsets, nbytes)
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """See `Members`."""
+        return self._neighbours.failure([self.ranks[member] for member in needed])
+
+    def subset(self, members: Sequence[int]) -> Subset:
+        """See `Members`."""
+        return Subset(self._neighbours, [self.ranks[member] for member in members])
+
+
 class Neighbours:
-    """Segments and lives of all ranks of this host."""
+    """Segments and lives of all ranks of this host: `Members` that are numbered as the job numbers them."""
 
     def __init__(
         self, rank: int, segments: Sequence[Segment], pids: Sequence[int], pidfds: Sequence[int], header: Mapped
     ) -> None:
         self.rank = rank
         self.size = len(segments)
+        self.ranks = tuple(range(self.size))
         #: process ids by rank
         self.pids = tuple(pids)
         self._segments = list(segments)
@@ -107,9 +188,18 @@ class Neighbours:
         """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
         self._segments[self.rank].grow(nbytes, what, sharers=self.size)
 
-    def map(self, offset: int, nbytes: int) -> Mapped:
-        """Map a range that every rank has reserved; the second half."""
-        return Mapped(offset, tuple(segment.map(offset, nbytes) for segment in self._segments))
+    def map(self, offsets: Sequence[int], nbytes: int) -> Mapped:
+        """Map what every rank has reserved, each at its own offset; the second half."""
+        return self.map_of(self.ranks, offsets, nbytes)
+
+    def map_of(self, ranks: Sequence[int], offsets: Sequence[int], nbytes: int) -> Mapped:
+        """Map ``nbytes`` of the segments of some ranks."""
+        arrays = (self._segments[rank].map(offset, nbytes) for rank, offset in zip(ranks, offsets, strict=True))
+        return Mapped(tuple(arrays))
+
+    def subset(self, members: Sequence[int]) -> Subset:
+        """Some of them, this rank among them, numbered anew."""
+        return Subset(self, members)
 
     @property
     def reserved_bytes(self) -> int:
@@ -263,7 +353,7 @@ def meet(
         raise
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     header, *mapped = (
-        Mapped(offset, tuple(array[offset : offset + nbytes] for array in whole))
+        Mapped(tuple(array[offset : offset + nbytes] for array in whole))
         for offset, nbytes in zip(offsets, sizes, strict=True)
     )
     return Neighbours(rank, segments, [theirs.pid for theirs in cards], pidfds, header), mapped

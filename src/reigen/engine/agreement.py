@@ -3,53 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from reigen.engine.messages import Kind, Operation, Response
 
 #: ``(what is wrong, what to show of each rank's operation)``
 Disagreement = tuple[str, Callable[[Operation], str]]
 
+_ALL = tuple(Kind)
 _SAME_SHAPE = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCESCATTER, Kind.ALLOCATE)
 _SCALED = (Kind.ALLREDUCE, Kind.REDUCESCATTER)
 _GATHERED = (Kind.ALLGATHER, Kind.ALLTOALL)
+_SETS = (Kind.ADD_SET, Kind.REMOVE_SET)
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """What must be equal among operations of some kinds, what is wrong otherwise, and how to show it."""
+
+    kinds: tuple[Kind, ...]
+    value: Callable[[Operation], object]
+    what: str
+    show: Callable[[Operation], str]
+
+
+#: Horovod's order, after the groups, which have no dtype of their own.
+_CHECKS = (
+    _Check(
+        _ALL,
+        lambda o: len(o.members),
+        "the groups differ",
+        lambda o: f"{len(o.members)} tensors" if o.members else "no group",
+    ),
+    _Check(_ALL, lambda o: o.dtype, "the data types differ", lambda o: o.dtype or "no elements"),
+    _Check(_ALL, lambda o: o.kind, "the operations differ", lambda o: o.kind.name.lower()),
+    _Check(_SAME_SHAPE, lambda o: o.shape, "the shapes differ", lambda o: str(list(o.shape))),
+    _Check(
+        _SCALED,
+        lambda o: (o.prescale, o.postscale),
+        "the scale factors differ",
+        lambda o: f"prescale {o.prescale}, postscale {o.postscale}",
+    ),
+    _Check(_SCALED, lambda o: o.op, "the reduction operators differ", lambda o: o.op.name.lower()),
+    _Check(
+        (Kind.ALLREDUCE,),
+        lambda o: o.divide_by_active,
+        "the divisors differ",
+        lambda o: "ranks that have data" if o.divide_by_active else "all ranks",
+    ),
+    _Check(
+        _GATHERED,
+        lambda o: o.shape[1:],
+        "the shapes differ in more than the first dimension",
+        lambda o: str(list(o.shape)),
+    ),
+    _Check((Kind.BROADCAST,), lambda o: o.root, "the root ranks differ", lambda o: f"root_rank {o.root}"),
+    _Check((Kind.FREE,), lambda o: o.offset, "the regions differ", lambda o: f"offset {o.offset}"),
+    _Check(_SETS, lambda o: o.shape, "the process sets differ", lambda o: str(list(o.shape))),
+)
 
 
 def disagreement(operations: Mapping[int, Operation]) -> Disagreement | None:
     """The first thing in which the ranks' operations differ, in Horovod's order of checks; None when they agree."""
-    ranks = sorted(operations)
-    first, rest = operations[ranks[0]], [operations[r] for r in ranks[1:]]
+    first, *rest = (operations[rank] for rank in sorted(operations))
+    for check in _CHECKS:
+        if first.kind in check.kinds and any(check.value(other) != check.value(first) for other in rest):
+            return check.what, check.show
+    return _members_disagreement(operations) if first.members else None
 
-    def differs(value: Callable[[Operation], object]) -> bool:
-        return any(value(other) != value(first) for other in rest)
 
-    kind = first.kind
-    if differs(lambda o: o.dtype):
-        return "the data types differ", lambda o: o.dtype or "no elements"
-    if differs(lambda o: o.kind):
-        return "the operations differ", lambda o: o.kind.name.lower()
-    if kind in _SAME_SHAPE and differs(lambda o: o.shape):
-        return "the shapes differ", lambda o: str(list(o.shape))
-    if kind in _SCALED and differs(lambda o: (o.prescale, o.postscale)):
-        return "the scale factors differ", lambda o: f"prescale {o.prescale}, postscale {o.postscale}"
-    if kind in _SCALED and differs(lambda o: o.op):
-        return "the reduction operators differ", lambda o: o.op.name.lower()
-    if kind in _GATHERED and differs(lambda o: o.shape[1:]):
-        return "the shapes differ in more than the first dimension", lambda o: str(list(o.shape))
-    if kind is Kind.BROADCAST and differs(lambda o: o.root):
-        return "the root ranks differ", lambda o: f"root_rank {o.root}"
-    if kind is Kind.FREE and differs(lambda o: o.offset):
-        return "the regions differ", lambda o: f"offset {o.offset}"
+def _members_disagreement(operations: Mapping[int, Operation]) -> Disagreement | None:
+    """The first thing in which the members of groups of equal length differ."""
+    for index in range(len(operations[min(operations)].members)):
+        differing = disagreement({rank: operation.members[index] for rank, operation in operations.items()})
+        if differing is not None:
+            what, show = differing
+            return f"{what} in member {index} of the group", _of_member(show, index)
     return None
+
+
+def _of_member(show: Callable[[Operation], str], index: int) -> Callable[[Operation], str]:
+    return lambda operation: show(operation.members[index])
 
 
 def respond(operations: Mapping[int, Operation], slot: int) -> Response:
     """What operations that agree come to."""
     ordered = [operations[rank] for rank in sorted(operations)]
     first = ordered[0]
+    if first.members:
+        columns = zip(*(operation.members for operation in ordered), strict=True)
+        members = tuple(respond(dict(enumerate(column)), -1) for column in columns)
+        return Response(first.name, slot, process_set=first.process_set, members=members)
     sizes: tuple[tuple[int, ...], ...] = ()
     if first.kind is Kind.ALLGATHER:
         sizes = (tuple(o.shape[0] for o in ordered),)
     elif first.kind is Kind.ALLTOALL:
         sizes = tuple(o.splits for o in ordered)
     in_place = first.offset >= 0 and all(o.offset == first.offset for o in ordered)
-    return Response(first.name, slot, sizes, in_place)
+    return Response(first.name, slot, sizes, in_place, first.process_set)

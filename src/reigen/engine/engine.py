@@ -21,14 +21,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from reigen.engine.execution import Member, execute
+from reigen.engine.execution import Team, execute, stand_in
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
     MAX_NOTE_BYTES,
     Announcement,
+    Kind,
     Note,
     Operation,
+    Piece,
     Report,
+    Response,
     Topic,
     decode_announcements,
     decode_reports,
@@ -49,6 +52,10 @@ IDLE_SECONDS = 5.0
 _BACKLOG_SECONDS = 0.001
 #: How much longer than the coordinator a rank waits for an answer, before it says that the coordinator is stuck.
 _GRACE_SECONDS = 2.0
+
+#: A message that is too long goes in pieces of this size, and may be so long as a whole.
+_PIECE_BYTES = MAX_MESSAGE_BYTES - 64
+_MOST_WHOLE_BYTES = 64 << 20
 
 #: Takes a note: ``(sender's rank, data)``. Called on the driving thread; must be quick and raise nothing.
 Listener = Callable[[int, bytes], None]
@@ -81,6 +88,8 @@ class Engine:
         looks: int,
     ) -> None:
         self._plane = plane
+        #: process sets by number; what they are is the same on all ranks whenever the same operation is carried out
+        self._teams = {0: Team(tuple(range(plane.size)), plane)}
         self._transport = transport
         self._watch = watch
         self._coordinator = coordinator
@@ -95,6 +104,8 @@ class Engine:
         #: notes to be sent; any thread adds to it
         self._notes: deque[Note] = deque()
         self._listeners: dict[Topic, Listener] = {}
+        #: the beginnings of messages that come in pieces, by sender
+        self._pieces: dict[int, bytearray] = {}
         #: told of everything, while there is one
         self.observer: Observer | None = None
         #: every operation of this rank that is not complete
@@ -113,6 +124,16 @@ class Engine:
         """Start the engine's thread. A job of one rank does without: whoever submits completes."""
         self._thread = threading.Thread(target=self._run, name=f"reigen-engine-{self._plane.rank}", daemon=True)
         self._thread.start()
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """The ranks of every process set, by number."""
+        return {number: team.ranks for number, team in list(self._teams.items())}
+
+    def ranks_of(self, process_set: int) -> tuple[int, ...] | None:
+        """The ranks of a process set; None if there is none of that number."""
+        team = self._teams.get(process_set)
+        return None if team is None else team.ranks
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
@@ -270,15 +291,7 @@ class Engine:
         worked = self._take_submissions()
         for rank, data in self._transport.receive():
             worked = True
-            if self._coordinator is None:
-                self._follow_all(decode_announcements(data))
-            else:
-                now = time.monotonic()
-                for report in decode_reports(data):
-                    if isinstance(report, Note):
-                        self._hand_over(rank, report)
-                    else:
-                        self._coordinator.hear(rank, report, now)
+            self._read(rank, data)
         self._report()
         if self._notes:
             worked = True
@@ -289,13 +302,37 @@ class Engine:
             self._transport.flush()
         return worked
 
+    def _read(self, rank: int, data: bytes) -> None:
+        """Take in a message of ``rank``."""
+        if self._coordinator is None:
+            self._follow_all(decode_announcements(data))
+            return
+        now = time.monotonic()
+        for report in decode_reports(data):
+            if isinstance(report, Note):
+                self._hand_over(rank, report)
+            elif isinstance(report, Piece):
+                self._join_pieces(rank, report)
+            else:
+                self._coordinator.hear(rank, report, now)
+
+    def _join_pieces(self, rank: int, piece: Piece) -> None:
+        whole = self._pieces.setdefault(rank, bytearray())
+        whole += piece.data
+        if len(whole) > _MOST_WHOLE_BYTES:
+            raise CollectiveError(f"rank {rank} sent a control message of more than {_MOST_WHOLE_BYTES} bytes")
+        if piece.last:
+            del self._pieces[rank]
+            self._read(rank, bytes(whole))
+
     def _take_submissions(self) -> bool:
         if not self._inbox:
             return False
         overdue = time.monotonic() + self._deadline_seconds + _GRACE_SECONDS
         while self._inbox:
             operation = self._inbox.popleft()
-            self._overdue[operation.name] = overdue
+            if operation.kind is not Kind.JOIN:  # which takes as long as the others have data
+                self._overdue[operation.name] = overdue
             self._participant.submit(operation)
         return True
 
@@ -335,12 +372,16 @@ class Engine:
 
     def _send(self, messages: Sequence[Report | Announcement]) -> None:
         data = encode(messages)
-        if len(data) <= MAX_MESSAGE_BYTES or len(messages) == 1:
+        if len(data) <= MAX_MESSAGE_BYTES:
             self._transport.send(data)
-            return
-        middle = len(messages) // 2
-        self._send(messages[:middle])
-        self._send(messages[middle:])
+        elif len(messages) == 1:
+            for begin in range(0, len(data), _PIECE_BYTES):
+                end = begin + _PIECE_BYTES
+                self._transport.send(encode([Piece(data[begin:end], last=end >= len(data))]))
+        else:
+            middle = len(messages) // 2
+            self._send(messages[:middle])
+            self._send(messages[middle:])
 
     def _empty_backlog(self, until: float) -> None:
         """Wait until all has left: a rank that has not heard of a collective cannot take part in it.
@@ -362,6 +403,8 @@ class Engine:
         for announcement in announcements:
             if isinstance(announcement, Note):
                 self._hand_over(0, announcement)
+            elif isinstance(announcement, Piece):
+                self._join_pieces(0, announcement)
             else:
                 self._carry_out(self._participant.hear(announcement))
 
@@ -370,7 +413,7 @@ class Engine:
             self._break(self._participant.broken)  # fails all, these too, but not before it is time to
         for instruction in instructions:
             if isinstance(instruction, Execute):
-                self._execute([(o, r, self._handles[o.name]) for o, r in instruction.batch])
+                self._execute(instruction.batch)
             else:
                 if self.observer is not None:
                     self.observer.failed(instruction.name)
@@ -385,20 +428,28 @@ class Engine:
         self._participant.lose(error)
         self._fail_all(error)
 
-    def _execute(self, batch: Sequence[Member]) -> None:
+    def _execute(self, batch: Sequence[tuple[Operation, Response]]) -> None:
         deadline = time.monotonic() + self._deadline_seconds
+        handles = [self._handles.get(operation.name) for operation, _ in batch]
+        members = [
+            (operation, response, stand_in(operation) if handle is None else handle.task)
+            for (operation, response), handle in zip(batch, handles, strict=True)
+        ]
         observer = self.observer
+        results: Sequence[Outcome | CollectiveError]
         try:
             if observer is not None:
-                observer.began([member[:2] for member in batch])
-            outcomes = execute(self._plane, batch, deadline)
+                observer.began(batch)
+            results = execute(self._teams, members, deadline)
         except SharedMemoryError as error:
-            self._finish([(operation.name, error.of(operation.name)) for operation, _, _ in batch])
-            return
+            results = [error.of(operation.name) for operation, _ in batch]
+            first, response = batch[0]
+            if first.kind is Kind.ADD_SET and self._coordinator is not None:
+                self._coordinator.abandon_set(response.value)
         finally:
             if observer is not None:
-                observer.ended([member[:2] for member in batch])
-        self._finish([(operation.name, outcome) for (operation, _, _), outcome in zip(batch, outcomes, strict=True)])
+                observer.ended(batch)
+        self._finish([(operation.name, result) for (operation, _), result in zip(batch, results, strict=True)])
 
     def _finish(self, results: Sequence[tuple[str, Outcome | CollectiveError]]) -> None:
         """These operations are over; wake who waits for them. A name is free again before its handle is done."""

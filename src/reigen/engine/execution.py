@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.engine.handles import Handle, Outcome
+from reigen.engine.handles import Outcome, Task
 from reigen.engine.messages import Kind, Operation, Response
-from reigen.kernels.reduce import Reduction
+from reigen.kernels.reduce import Reduction, neutral_of
+from reigen.planes.adasum import adasum
 from reigen.planes.base import Array, Buffer, DataPlane
 from reigen.types import DTYPES, ReduceOp
 
-#: One member of a batch: what this rank submitted, what was agreed, and where its memory is.
-Member = tuple[Operation, Response, Handle]
+#: One member of a batch: what was submitted, what was agreed, and this rank's memory.
+Member = tuple[Operation, Response, Task]
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """A process set, as one of the job's ranks sees it.
+
+    Attributes:
+        ranks: its ranks, ascending.
+        plane: moves their data, numbered from 0 in that order; None for a rank that is none of them.
+    """
+
+    ranks: tuple[int, ...]
+    plane: DataPlane | None
 
 
 @functools.lru_cache(maxsize=256)
@@ -34,88 +49,152 @@ def rows_of(num_rows: int, size: int) -> list[int]:
     return [num_rows // size + (rank < num_rows % size) for rank in range(size)]
 
 
-def execute(plane: DataPlane, batch: Sequence[Member], deadline: float) -> list[Outcome]:
-    """Run a batch, all of one kind; one outcome per member. Errors are those of `reigen.planes.base`."""
-    kind = batch[0][0].kind
-    if kind is Kind.ALLREDUCE:
-        return _allreduce(plane, batch, deadline)
-    return [_SINGLE[kind](plane, operation, response, handle, deadline) for operation, response, handle in batch]
+def execute(teams: dict[int, Team], batch: Sequence[Member], deadline: float) -> list[Outcome]:
+    """Run a batch, all of one kind and process set; one outcome per member.
+
+    Process sets that a batch makes or unmakes are entered into, or taken out of, ``teams``. Errors are those of
+    `reigen.planes.base`.
+    """
+    first, response, _ = batch[0]
+    team = teams[first.process_set]
+    if first.kind is Kind.ADD_SET:
+        return [_add_set(teams, first, response, deadline)]
+    if first.kind is Kind.REMOVE_SET:
+        return [_remove_set(teams, first)]
+    if first.kind is Kind.ALLREDUCE:
+        return _allreduce(team, batch, deadline)
+    return [_one(team, member, deadline) for member in batch]
 
 
-def _allreduce(plane: DataPlane, batch: Sequence[Member], deadline: float) -> list[Outcome]:
-    first = batch[0][0]
-    reduction = reduction_of(first.dtype, first.op, plane.size, first.prescale, first.postscale)
-    buffers = []
-    for operation, response, handle in batch:
-        source, target = handle.task.source, handle.task.target
-        assert source is not None
-        assert target is not None
-        buffers.append(Buffer(source, target, operation.offset if response.in_place else -1))
-    plane.allreduce(buffers, reduction, deadline)
-    return [Outcome(handle.output) for _, _, handle in batch]
+def stand_in(operation: Operation) -> Task:
+    """Memory for an allreduce that this rank has joined out of: elements that leave the others' result as it is."""
+    if operation.members:
+        return Task(members=tuple(map(stand_in, operation.members)))
+    neutral = neutral_of(DTYPES[operation.dtype], operation.op)
+    array = np.full(operation.num_elements, neutral, DTYPES[operation.dtype].storage)
+    return Task(array, array, array)
 
 
-def _make(handle: Handle, shape: tuple[int, ...], operation: Operation) -> NDArray[Any]:
-    if handle.task.make_output is not None:
-        return handle.task.make_output(shape)
+def _one(team: Team, member: Member, deadline: float) -> Outcome:
+    """An operation that travels alone; the members of a group one after the other."""
+    operation, response, task = member
+    if not operation.members:
+        return _SINGLE[operation.kind](team, operation, response, task, deadline)
+    parts = zip(operation.members, response.members, task.members, strict=True)
+    return Outcome(members=tuple(_one(team, part, deadline) for part in parts))
+
+
+def _plane(team: Team) -> DataPlane:
+    assert team.plane is not None, "only members of a process set hear of its operations"
+    return team.plane
+
+
+def _allreduce(team: Team, batch: Sequence[Member], deadline: float) -> list[Outcome]:
+    """Tensors of one type and reduction go to the plane together, in their order."""
+    runs: dict[tuple[str, ReduceOp, int, float, float, bool], list[Buffer]] = {}
+    for operation, response, task in batch:
+        for part, agreed, piece in zip(operation.parts, response.parts, task.parts, strict=True):
+            assert piece.source is not None
+            assert piece.target is not None
+            buffer = Buffer(piece.source, piece.target, part.offset if agreed.in_place else -1)
+            active = response.num_active if part.divide_by_active else 0
+            key = (part.dtype, part.op, active or len(team.ranks), part.prescale, part.postscale, agreed.in_place)
+            runs.setdefault(key, []).append(buffer)
+    plane = _plane(team)
+    for (dtype, op, count, prescale, postscale, _), buffers in runs.items():
+        if op is ReduceOp.ADASUM:
+            sources, targets = [b.source for b in buffers], [b.target for b in buffers]
+            adasum(plane, sources, targets, DTYPES[dtype], prescale, postscale, deadline)
+        else:
+            plane.allreduce(buffers, reduction_of(dtype, op, count, prescale, postscale), deadline)
+    return [_given(task) for _, _, task in batch]
+
+
+def _given(task: Task) -> Outcome:
+    """The outcome where the caller gave the output."""
+    if task.members:
+        return Outcome(members=tuple(Outcome(member.output) for member in task.members))
+    return Outcome(task.output)
+
+
+def _make(task: Task, shape: tuple[int, ...], operation: Operation) -> NDArray[Any]:
+    if task.make_output is not None:
+        return task.make_output(shape)
     return np.empty(shape, DTYPES[operation.dtype].storage)
 
 
-def _source(handle: Handle) -> Array:
-    assert handle.task.source is not None
-    return handle.task.source
+def _source(task: Task) -> Array:
+    assert task.source is not None
+    return task.source
 
 
 def _row_elements(operation: Operation) -> int:
     return int(np.prod(operation.shape[1:], dtype=np.int64))
 
 
-def _allgather(plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float) -> Outcome:
+def _allgather(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
     rows = response.sizes[0]
     width = _row_elements(operation)
-    output = _make(handle, (sum(rows), *operation.shape[1:]), operation)
-    plane.allgather(_source(handle), [r * width for r in rows], output.reshape(-1), deadline)
+    output = _make(task, (sum(rows), *operation.shape[1:]), operation)
+    _plane(team).allgather(_source(task), [r * width for r in rows], output.reshape(-1), deadline)
     return Outcome(output)
 
 
-def _broadcast(plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float) -> Outcome:
-    target = handle.task.target
-    assert target is not None
-    plane.broadcast(handle.task.source if plane.rank == operation.root else None, target, operation.root, deadline)
-    return Outcome(handle.output)
+def _broadcast(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
+    assert task.target is not None
+    plane, root = _plane(team), team.ranks.index(operation.root)
+    plane.broadcast(task.source if plane.rank == root else None, task.target, root, deadline)
+    return Outcome(task.output)
 
 
-def _alltoall(plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float) -> Outcome:
+def _alltoall(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
     width = _row_elements(operation)
+    plane = _plane(team)
     received = tuple(row[plane.rank] for row in response.sizes)
-    output = _make(handle, (sum(received), *operation.shape[1:]), operation)
+    output = _make(task, (sum(received), *operation.shape[1:]), operation)
     counts = [[n * width for n in row] for row in response.sizes]
-    plane.alltoall(_source(handle), counts, output.reshape(-1), deadline)
+    plane.alltoall(_source(task), counts, output.reshape(-1), deadline)
     return Outcome(output, received)
 
 
-def _reducescatter(
-    plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float
-) -> Outcome:
+def _reducescatter(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
+    plane = _plane(team)
     rows = rows_of(operation.shape[0], plane.size)
     width = _row_elements(operation)
-    output = _make(handle, (rows[plane.rank], *operation.shape[1:]), operation)
+    output = _make(task, (rows[plane.rank], *operation.shape[1:]), operation)
     reduction = reduction_of(operation.dtype, operation.op, plane.size, operation.prescale, operation.postscale)
-    plane.reducescatter(_source(handle), [r * width for r in rows], output.reshape(-1), reduction, deadline)
+    plane.reducescatter(_source(task), [r * width for r in rows], output.reshape(-1), reduction, deadline)
     return Outcome(output)
 
 
-def _barrier(plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float) -> Outcome:
+def _barrier(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
     """Nothing is left to do: it was announced because every rank has come."""
     return Outcome()
 
 
-def _allocate(plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float) -> Outcome:
-    return Outcome(region=plane.allocate(operation.shape[0], deadline))
+def _allocate(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
+    return Outcome(region=_plane(team).allocate(operation.shape[0], deadline))
 
 
-def _free(plane: DataPlane, operation: Operation, response: Response, handle: Handle, deadline: float) -> Outcome:
-    plane.free(operation.offset)
+def _free(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
+    _plane(team).free(operation.offset)
+    return Outcome()
+
+
+def _join(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
+    """Every rank has joined."""
+    return Outcome(value=response.value)
+
+
+def _add_set(teams: dict[int, Team], operation: Operation, response: Response, deadline: float) -> Outcome:
+    teams[response.value] = Team(operation.shape, _plane(teams[0]).split(operation.shape, deadline))
+    return Outcome(value=response.value)
+
+
+def _remove_set(teams: dict[int, Team], operation: Operation) -> Outcome:
+    plane = teams.pop(operation.shape[0]).plane
+    if plane is not None:
+        plane.close()
     return Outcome()
 
 
@@ -127,4 +206,5 @@ _SINGLE = {
     Kind.BARRIER: _barrier,
     Kind.ALLOCATE: _allocate,
     Kind.FREE: _free,
+    Kind.JOIN: _join,
 }

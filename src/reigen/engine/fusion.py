@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from reigen.engine.messages import Kind, Operation, Response
 
 
-def plan(ready: Sequence[tuple[Operation, Response]], threshold_bytes: int) -> list[list[int]]:
+def plan(
+    ready: Sequence[tuple[Operation, Response]], threshold_bytes: int, *, fuse_groups: bool = True
+) -> list[list[int]]:
     """Group ready operations into batches.
 
-    Allreduces of one dtype, operator and scale travel together up to ``threshold_bytes``; one that does not fit does
-    not end the batch: the search goes on behind it. Everything else travels alone. A batch stands where its first
-    member stood.
+    Allreduces of one process set, dtype, operator and scale travel together up to ``threshold_bytes``; one that does
+    not fit does not end the batch: the search goes on behind it. Everything else travels alone. A batch stands where
+    its first member stood. A group whose members are alike counts as one tensor of their size: it is never divided.
 
     Args:
         ready: operations of any one rank with what was agreed, in the order in which they became ready.
         threshold_bytes: size of a batch; 0 turns fusion off. A larger tensor travels alone.
+        fuse_groups: whether a group may travel with other tensors.
 
     Returns:
         Batches of indices into ``ready``; every index once.
@@ -25,7 +28,7 @@ def plan(ready: Sequence[tuple[Operation, Response]], threshold_bytes: int) -> l
     batches: list[list[int]] = []
     open_batches: dict[object, list[_Open]] = {}
     for index, (operation, response) in enumerate(ready):
-        key = _key(operation, response)
+        key = _key(operation, response, fuse_groups)
         nbytes = operation.nbytes
         if key is None or nbytes >= threshold_bytes:
             batches.append([index])
@@ -52,7 +55,11 @@ class _Open:
     room: int
 
 
-def _key(operation: Operation, response: Response) -> object:
-    if operation.kind is not Kind.ALLREDUCE:
+def _key(operation: Operation, response: Response, fuse_groups: bool) -> object:
+    if operation.kind is not Kind.ALLREDUCE or (operation.members and not fuse_groups):
         return None
-    return operation.dtype, operation.op, operation.prescale, operation.postscale, response.in_place
+    keys = {
+        (part.dtype, part.op, part.prescale, part.postscale, part.divide_by_active, agreed.in_place)
+        for part, agreed in zip(operation.parts, response.parts, strict=True)
+    }
+    return (operation.process_set, response.num_active, *keys) if len(keys) == 1 else None

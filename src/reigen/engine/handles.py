@@ -23,11 +23,15 @@ class Outcome:
         array: the output, of the output's shape, storage dtype; None for a barrier.
         received_splits: for alltoall, how many rows came from each rank.
         region: for an allocation.
+        value: for a join, the last rank that joined; for a new process set, its number.
+        members: for a group, one outcome each.
     """
 
     array: NDArray[Any] | None = None
     received_splits: tuple[int, ...] = ()
     region: Region | None = None
+    value: int = -1
+    members: tuple[Outcome, ...] = ()
 
 
 @dataclass(slots=True)
@@ -37,25 +41,32 @@ class Task:
     Attributes:
         source: flat input, or None where this rank contributes nothing.
         target: flat output where its size is known beforehand.
+        output: the target in its shape.
         make_output: gives an array of a shape where it is not.
+        members: of a group, in its order.
     """
 
     source: Array | None = None
     target: Array | None = None
+    output: NDArray[Any] | None = None
     make_output: Callable[[tuple[int, ...]], NDArray[Any]] | None = None
+    members: tuple[Task, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Task, ...]:
+        """The members of a group; else the task itself."""
+        return self.members or (self,)
 
 
 class Handle:
     """A collective that was submitted. Any thread may poll or wait, any number of times."""
 
-    __slots__ = ("_engine", "_error", "_outcome", "done", "name", "output", "task")
+    __slots__ = ("_engine", "_error", "_outcome", "done", "name", "task")
 
-    def __init__(self, engine: Engine, name: str, task: Task, output: NDArray[Any] | None) -> None:
+    def __init__(self, engine: Engine, name: str, task: Task) -> None:
         self._engine = engine
         self.name = name
         self.task = task
-        #: the shaped output, where the caller gave it
-        self.output = output
         self.done = False
         self._outcome: Outcome | None = None
         self._error: CollectiveError | None = None

@@ -16,11 +16,14 @@ class Kind(IntEnum):
     ALLREDUCE = 0
     ALLGATHER = 1
     BROADCAST = 2
+    JOIN = 3
     ALLTOALL = 5
     BARRIER = 6
     REDUCESCATTER = 7
     ALLOCATE = 8
     FREE = 9
+    ADD_SET = 10
+    REMOVE_SET = 11
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
@@ -30,13 +33,17 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
         kind: which collective.
         name: what it is called on every rank.
         dtype: name of the element type; empty where there are no elements.
-        shape: this rank's shape. ALLOCATE: the number of bytes.
+        shape: this rank's shape. ALLOCATE: the number of bytes. ADD_SET: the ranks. REMOVE_SET: the set.
         op: for reductions.
         prescale: factor before the reduction.
         postscale: factor after it.
-        root: for BROADCAST.
-        splits: for ALLTOALL, rows that go to each rank.
+        root: for BROADCAST, a rank of the job.
+        splits: for ALLTOALL, rows that go to each rank of the process set.
         offset: position in registered memory, or -1. FREE: the region.
+        process_set: whose ranks take part; 0 is all.
+        divide_by_active: AVERAGE divides by the ranks that have not joined, instead of by all of the set.
+        members: of a group, which is negotiated as one: the operations, all of this kind. The group itself has no dtype
+            and no shape.
     """
 
     kind: Kind
@@ -49,6 +56,14 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     root: int = -1
     splits: tuple[int, ...] = ()
     offset: int = -1
+    process_set: int = 0
+    divide_by_active: bool = False
+    members: tuple[Operation, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Operation, ...]:
+        """The members of a group; else the operation itself."""
+        return self.members or (self,)
 
     @property
     def num_elements(self) -> int:
@@ -60,7 +75,9 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's tensor."""
+        """Bytes of this rank's tensor; of a group's tensors together."""
+        if self.members:
+            return sum(member.nbytes for member in self.members)
         return self.num_elements * DTYPES[self.dtype].itemsize if self.dtype else 0
 
 
@@ -73,12 +90,27 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
         sizes: ALLGATHER: ``((rows of rank 0, rows of rank 1, ...),)``. ALLTOALL: row i is what rank i sends to each
             rank. Else empty.
         in_place: all ranks gave the same registered memory.
+        process_set: the operation's.
+        value: JOIN: the last rank that joined. ADD_SET: the number of the new set.
+        num_active: how many ranks contribute where some have joined; 0 while none has.
+        template: while some rank has joined: what the others submitted, for it to stand in with neutral elements.
+        members: of a group, in its order.
     """
 
     name: str
     slot: int = -1
     sizes: tuple[tuple[int, ...], ...] = ()
     in_place: bool = False
+    process_set: int = 0
+    value: int = -1
+    num_active: int = 0
+    template: Operation | None = None
+    members: tuple[Response, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Response, ...]:
+        """The members of a group; else the response itself."""
+        return self.members or (self,)
 
 
 # -- rank to coordinator ----------------------------------------------------------------------------------------------
@@ -122,7 +154,15 @@ class Note(msgspec.Struct, frozen=True, array_like=True, tag=21):
 #: A note shares a message of the transport with others.
 MAX_NOTE_BYTES = 32 << 10
 
-Report = Submit | Ready | Leave | Note
+
+class Piece(msgspec.Struct, frozen=True, array_like=True, tag=22):
+    """A part of a message that is too long for the transport; the whole is read when the last one has come."""
+
+    data: bytes
+    last: bool
+
+
+Report = Submit | Ready | Leave | Note | Piece
 
 # -- coordinator to all ranks -----------------------------------------------------------------------------------------
 
@@ -133,12 +173,20 @@ class Run(msgspec.Struct, frozen=True, array_like=True, tag=11):
     batches: tuple[tuple[int | Response, ...], ...]
 
 
+class Cause(IntEnum):
+    """Why a submission is refused."""
+
+    MISMATCH = 0  #: the ranks disagree
+    LATE = 1  #: a deadline passed
+    JOINED = 2  #: a rank has joined, and this is nothing in which zeros could stand for it
+
+
 class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """The submissions of ``submitted`` under this name fail, there and nowhere else.
 
     Attributes:
         name: the operation's.
-        late: a deadline passed (else: the ranks disagree).
+        cause: what kind of error it is.
         reason: what is wrong.
         submitted: ranks whose submission this answers.
         at_fault: ranks that the error names.
@@ -146,7 +194,7 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """
 
     name: str
-    late: bool
+    cause: Cause
     reason: str
     submitted: tuple[int, ...]
     at_fault: tuple[int, ...] = ()
@@ -165,7 +213,7 @@ class Left(msgspec.Struct, frozen=True, array_like=True, tag=14):
     rank: int
 
 
-Announcement = Run | Refuse | Forget | Left | Note
+Announcement = Run | Refuse | Forget | Left | Note | Piece
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REPORTS = msgspec.msgpack.Decoder(list[Report])

@@ -29,18 +29,35 @@ G. A rank that shuts down says `Leave`, as its last word. The coordinator announ
    since nothing can be complete without that rank. On `Left` every rank fails what it has outstanding, and whatever it
    submits later.
 H. A rank that dies says nothing. Whoever notices tells its own participant (`lose`), with the same effect as `Left`.
+
+Beyond all ranks and single tensors
+-----------------------------------
+I. *Process sets.* An operation names its set; "every rank" above is then every rank of the set. All ranks still read
+   all announcements, in one order, and pass over what is not theirs: sets that overlap cannot wait for each other in
+   a circle. A set is made (and unmade) by an operation of all ranks; its number is in the response, the lowest free
+   one. What waits in a set that is unmade, or comes later, is refused.
+J. *Groups.* Several tensors under one name are one operation: submitted, compared, refused, cached, answered as one.
+K. *Join.* A rank that has no more data submits JOIN and nothing more until it is answered, which is when all ranks
+   have: with the last one's number. Meanwhile an operation that waits for joined ranks alone is complete. An allreduce
+   is announced with a template, from which those who did not submit it stand in with neutral elements; such responses
+   are not cached, nor in place (nobody could know when a stand-in has cleared its memory). Anything else is refused. A
+   JOIN waits as long as it takes.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from reigen.engine import fusion
 from reigen.engine.agreement import disagreement, respond
 from reigen.engine.messages import (
     Announcement,
+    Cause,
     Forget,
     Kind,
     Leave,
@@ -53,18 +70,33 @@ from reigen.engine.messages import (
     Run,
     Submit,
 )
-from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, MismatchError, PeerLostError
+from reigen.errors import (
+    CollectiveError,
+    DeadlineError,
+    DuplicateNameError,
+    JoinedError,
+    MismatchError,
+    PeerLostError,
+)
+from reigen.types import ReduceOp
 
 #: Part of every name that was made up.
 UNNAMED = ".noname."
-_UNCACHED = (Kind.ALLOCATE, Kind.FREE)
+_UNCACHED = (Kind.ALLOCATE, Kind.FREE, Kind.ADD_SET, Kind.REMOVE_SET)
+#: Operations that say nothing of a rank's data: they wait for those who have joined, too.
+_HOUSEKEEPING = (Kind.FREE,)
+_ERRORS: dict[Cause, type[CollectiveError]] = {
+    Cause.MISMATCH: MismatchError,
+    Cause.LATE: DeadlineError,
+    Cause.JOINED: JoinedError,
+}
 
 # -- a rank -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Execute:
-    """Instruction: carry these out together, now."""
+    """Instruction: carry these out together, now; in what this rank did not submit, with neutral elements."""
 
     batch: tuple[tuple[Operation, Response], ...]
 
@@ -109,6 +141,8 @@ class Participant:
         #: name -> entry and slot -> entry hold the same entries
         self._by_name: dict[str, _Cached] = {}
         self._by_slot: dict[int, _Cached] = {}
+        #: process sets of which this rank is a member
+        self._sets = {0}
 
     def submit(self, operation: Operation) -> None:
         """Step A.
@@ -136,13 +170,13 @@ class Participant:
             return []
         match announcement:
             case Run(batches):
-                return [Execute(tuple(map(self._resolve, batch))) for batch in batches]
-            case Refuse(name, late, reason, submitted, at_fault, details):
+                mine = [batch for batch in batches if self._concerns(batch[0])]
+                return [Execute(tuple(map(self._resolve, batch))) for batch in mine]
+            case Refuse(name, cause, reason, submitted, at_fault, details):
                 if self.rank not in submitted:
                     return []
                 del self.pending[name]
-                kind = DeadlineError if late else MismatchError
-                return [Fail(name, kind(reason, tensor=name, ranks=at_fault, details=dict(details)))]
+                return [Fail(name, _ERRORS[cause](reason, tensor=name, ranks=at_fault, details=dict(details)))]
             case Forget(slots):
                 for slot in slots:
                     self._forget(slot)
@@ -169,13 +203,25 @@ class Participant:
         """Step G: say goodbye. The caller fails what is pending."""
         self.outgoing.append(Leave())
 
+    def _concerns(self, item: int | Response) -> bool:
+        """Whether this rank is in the process set of an announced item (step I); a batch is of one set."""
+        return item in self._by_slot if isinstance(item, int) else item.process_set in self._sets
+
     def _resolve(self, item: int | Response) -> tuple[Operation, Response]:
-        """The operation that this rank submitted and what was agreed; remembers a new response."""
+        """What this rank submitted (or stands in for) and what was agreed; remembers a new response."""
         if isinstance(item, int):
             cached = self._by_slot[item]
             del self.pending[cached.operation.name]
             return cached.operation, cached.response
-        operation = self.pending.pop(item.name).operation
+        waiting = self.pending.pop(item.name, None)
+        if waiting is None:
+            assert item.template is not None, f"{item.name} was announced to rank {self.rank}, which did not submit it"
+            return item.template, item
+        operation = waiting.operation
+        if operation.kind is Kind.ADD_SET and self.rank in operation.shape:
+            self._sets.add(item.value)
+        elif operation.kind is Kind.REMOVE_SET:
+            self._sets.discard(operation.shape[0])
         if item.slot >= 0:
             old = self._by_name.get(item.name)
             if old is not None:
@@ -233,13 +279,27 @@ class Coordinator:
         cache_capacity: slots of the response cache; 0 turns it off.
         fusion_threshold_bytes: see `fusion.plan`.
         deadline_seconds: how long a name may wait for its last rank.
+        fuse_groups: see `fusion.plan`.
     """
 
-    def __init__(self, size: int, cache_capacity: int, fusion_threshold_bytes: int, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        size: int,
+        cache_capacity: int,
+        fusion_threshold_bytes: int,
+        deadline_seconds: float,
+        *,
+        fuse_groups: bool = True,
+    ) -> None:
         self.size = size
         self._capacity = cache_capacity
         self._threshold = fusion_threshold_bytes
+        self._fuse_groups = fuse_groups
         self._deadline = deadline_seconds
+        #: process sets: their ranks in ascending order, by number
+        self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
+        #: ranks that have joined, in that order, and under which name
+        self._joined: dict[int, str] = {}
         #: names that wait for ranks; oldest first, since they only ever enter at the end
         self._table: dict[str, _Entry] = {}
         #: slot -> record, least recently used first; and the slot of each name
@@ -251,12 +311,17 @@ class Coordinator:
         self._closed = False
 
     def hear(self, rank: int, report: Report, now: float) -> None:
-        """Take in what a rank says (steps B, E, G). What follows from it is announced by the next `announce`."""
+        """Take in what a rank says (steps B, E, G, K). What follows from it is announced by the next `announce`."""
         if self._closed:
             return
         match report:
             case Submit(operation):
-                self._enter(operation.name, rank, operation, -1, now)
+                if operation.kind is Kind.JOIN:
+                    self._join(rank, operation)
+                elif operation.process_set in self._sets:
+                    self._enter(operation.name, rank, operation, -1, now)
+                else:
+                    self._refuse_removed(operation.name, operation.process_set, [rank])
             case Ready(slot):
                 record = self._cache.get(slot)
                 if record is not None:
@@ -289,27 +354,98 @@ class Coordinator:
         if slot >= 0:
             entry.slot = slot
             entry.by_slot += 1
-        if len(entry.operations) == self.size:
-            del self._table[name]
-            self._complete(name, entry)
+        self._complete_if_all_came(name, entry)
+
+    def _complete_if_all_came(self, name: str, entry: _Entry) -> None:
+        if len(entry.operations) < self.size and self._missing(entry):
+            return
+        del self._table[name]
+        self._complete(name, entry)
+
+    def _missing(self, entry: _Entry) -> tuple[int, ...]:
+        """Ranks that the entry waits for."""
+        some = next(iter(entry.operations.values()))
+        waits_for_joined = some.kind in _HOUSEKEEPING
+        return tuple(
+            rank
+            for rank in self._sets[some.process_set]
+            if rank not in entry.operations and (waits_for_joined or rank not in self._joined)
+        )
 
     def _complete(self, name: str, entry: _Entry) -> None:
         """Step B: every rank has told of the name."""
-        if entry.by_slot == self.size:
+        submitted = tuple(sorted(entry.operations))
+        first = entry.operations[submitted[0]]
+        ranks = self._sets[first.process_set]
+        if entry.by_slot == len(ranks):
             self._cache.move_to_end(entry.slot)
-            self._ready.append((entry.operations[0], self._cache[entry.slot].response, True))
+            self._ready.append((first, self._cache[entry.slot].response, True))
+            return
+        joined = tuple(rank for rank in ranks if rank not in entry.operations)
+        if joined and not all(map(_has_stand_ins, first.parts)):
+            what = first.kind.name.lower()
+            if first.kind is Kind.ALLREDUCE:
+                what = f"scaled {what} with {first.parts[0].op.name}"
+            reason = f"rank(s) {_listed(joined)} have joined, so they have no data for this {what}"
+            self._said.append(Refuse(name, Cause.JOINED, reason, submitted, joined))
             return
         differing = disagreement(entry.operations)
         if differing is not None:
             what, show = differing
-            details = tuple((rank, show(entry.operations[rank])) for rank in range(self.size))
-            everybody = tuple(range(self.size))
-            self._said.append(Refuse(name, False, f"{what} between ranks", everybody, everybody, details))
-            return
-        response = respond(entry.operations, self._new_slot(entry.operations[0]))
+            details = tuple((rank, show(entry.operations[rank])) for rank in submitted)
+            self._said.append(Refuse(name, Cause.MISMATCH, f"{what} between ranks", submitted, submitted, details))
+        elif joined:
+            response = _stood_in(respond(entry.operations, -1), first, len(submitted))
+            self._ready.append((first, response, False))
+        else:
+            self._agree(first, entry.operations)
+
+    def _agree(self, first: Operation, operations: dict[int, Operation]) -> None:
+        response = respond(operations, self._new_slot(first))
         if response.slot >= 0:
-            self._remember(response, entry.operations)
-        self._ready.append((entry.operations[0], response, False))
+            self._remember(response, operations)
+        if first.kind is Kind.ADD_SET:
+            response = structs.replace(response, value=self._add_set(first.shape))
+        elif first.kind is Kind.REMOVE_SET:
+            self._remove_set(first.shape[0])
+        self._ready.append((first, response, False))
+
+    # -- process sets and join ----------------------------------------------------------------------------------------
+
+    def _add_set(self, ranks: tuple[int, ...]) -> int:
+        """Step I."""
+        number = next(number for number in itertools.count(1) if number not in self._sets)
+        self._sets[number] = ranks
+        return number
+
+    def _remove_set(self, number: int) -> None:
+        """Step I: what is ready in it is announced before; what waits is refused; what is cached is forgotten."""
+        self._flush()
+        for name, entry in list(self._table.items()):
+            if next(iter(entry.operations.values())).process_set == number:
+                del self._table[name]
+                self._refuse_removed(name, number, sorted(entry.operations))
+        gone = [slot for slot, record in self._cache.items() if record.response.process_set == number]
+        self._drop(gone)
+        self.abandon_set(number)
+
+    def abandon_set(self, number: int) -> None:
+        """There is no such process set any more, or it could not be made."""
+        self._sets.pop(number, None)
+
+    def _refuse_removed(self, name: str, number: int, submitted: Sequence[int]) -> None:
+        reason = f"process set {number} has been removed"
+        self._said.append(Refuse(name, Cause.MISMATCH, reason, tuple(submitted)))
+
+    def _join(self, rank: int, operation: Operation) -> None:
+        """Step K."""
+        self._joined[rank] = operation.name
+        if len(self._joined) == self.size:
+            self._joined.clear()
+            self._ready.append((operation, Response(operation.name, value=rank), False))
+            return
+        for name, entry in list(self._table.items()):
+            self._complete_if_all_came(name, entry)
 
     def _new_slot(self, operation: Operation) -> int:
         if not self._capacity or operation.kind in _UNCACHED or UNNAMED in operation.name:
@@ -329,24 +465,30 @@ class Coordinator:
         """Steps C and E: announce what is ready, then what leaves the cache."""
         if self._ready:
             ready, self._ready = self._ready, []
-            batches = fusion.plan([(operation, response) for operation, response, _ in ready], self._threshold)
+            agreed = [(operation, response) for operation, response, _ in ready]
+            batches = fusion.plan(agreed, self._threshold, fuse_groups=self._fuse_groups)
             items = [response.slot if known else response for _, response, known in ready]
             self._said.extend(_runs([[items[i] for i in batch] for batch in batches]))
         if len(self._cache) > self._capacity:
             self._evict()
 
     def _evict(self) -> None:
-        gone = []
-        for slot in list(self._cache):
-            if len(self._cache) <= self._capacity:
+        gone: list[int] = []
+        for slot in self._cache:
+            if len(self._cache) - len(gone) <= self._capacity:
                 break
             name = self._cache[slot].response.name
             entry = self._table.get(name)
             if entry is None or not entry.by_slot:
-                del self._cache[slot], self._slots[name]
                 gone.append(slot)
-        for begin in range(0, len(gone), _MOST_SLOTS):
-            self._said.append(Forget(tuple(gone[begin : begin + _MOST_SLOTS])))
+        self._drop(gone)
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        """Step E."""
+        for slot in slots:
+            del self._slots[self._cache.pop(slot).response.name]
+        for begin in range(0, len(slots), _MOST_SLOTS):
+            self._said.append(Forget(tuple(slots[begin : begin + _MOST_SLOTS])))
 
     def _expire(self, now: float) -> None:
         """Step F."""
@@ -355,13 +497,12 @@ class Coordinator:
                 return
             del self._table[name]
             submitted = tuple(sorted(entry.operations))
-            missing = tuple(rank for rank in range(self.size) if rank not in entry.operations)
-            who = ", ".join(map(str, missing))
+            missing = self._missing(entry)
             reason = (
-                f"rank(s) {who} did not submit it within {self._deadline:g} s (ranks {list(submitted)} did); "
-                "REIGEN_DEADLINE sets how long to wait"
+                f"rank(s) {_listed(missing)} did not submit it within {self._deadline:g} s (ranks {list(submitted)} "
+                "did); REIGEN_DEADLINE sets how long to wait"
             )
-            self._said.append(Refuse(name, True, reason, submitted, missing, self._instead(missing)))
+            self._said.append(Refuse(name, Cause.LATE, reason, submitted, missing, self._instead(missing)))
 
     def _instead(self, missing: Sequence[int]) -> tuple[tuple[int, str], ...]:
         """For ranks that did not come: the first thing, if any, that they wait for."""
@@ -375,10 +516,29 @@ class Coordinator:
     def validate_state(self) -> None:
         """Check the invariants; for tests."""
         assert self._slots == {record.response.name: slot for slot, record in self._cache.items()}
-        assert all(0 < len(e.operations) < self.size for e in self._table.values())
+        assert all(e.operations and self._missing(e) for e in self._table.values())
+        assert len(self._joined) < self.size
         assert all(e.by_slot <= len(e.operations) for e in self._table.values())
         assert all(e.slot in self._cache for e in self._table.values() if e.by_slot)
         assert list(self._table.values()) == sorted(self._table.values(), key=lambda e: e.since)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _has_stand_ins(operation: Operation) -> bool:
+    """Step K: whether there is an element that leaves the others' result as it is."""
+    if operation.kind is not Kind.ALLREDUCE:
+        return False
+    is_sum = operation.op in {ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.ADASUM}
+    return is_sum or operation.prescale == 1.0
+
+
+def _stood_in(response: Response, first: Operation, num_active: int) -> Response:
+    """Step K: nothing in place, and a template for who did not submit the operation."""
+    template = structs.replace(first, offset=-1)
+    return structs.replace(response, in_place=False, num_active=num_active, template=template)
 
 
 #: Size of one announcement, roughly; a message of the transport has room for more.
@@ -408,4 +568,15 @@ def _most_bytes(item: int | Response) -> int:
     """At most so many bytes are needed to tell of a ready operation."""
     if isinstance(item, int):
         return 9
-    return 32 + len(item.name.encode()) + sum(5 + 9 * len(row) for row in item.sizes)
+    return (
+        64
+        + len(item.name.encode())
+        + sum(5 + 9 * len(row) for row in item.sizes)
+        + (0 if item.template is None else _most_bytes_of(item.template))
+        + sum(map(_most_bytes, item.members))
+    )
+
+
+def _most_bytes_of(operation: Operation) -> int:
+    """At most so many bytes are needed for a template."""
+    return 96 + len(operation.name.encode()) + 9 * len(operation.shape) + sum(map(_most_bytes_of, operation.members))

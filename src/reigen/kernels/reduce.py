@@ -79,6 +79,24 @@ class Reduction:
             raise ArgumentError(f"{self.dtype.name} cannot be scaled by {self.prescale} and {self.postscale}")
 
 
+def neutral_of(dtype: DType, op: ReduceOp) -> Any:
+    """The element, in the storage type, that changes no unscaled result of ``op``: 0, 1, or an end of the range."""
+    if op is ReduceOp.PRODUCT:
+        value: Any = True if dtype.name == "bool" else 1
+    elif op not in {ReduceOp.MIN, ReduceOp.MAX}:
+        value = 0
+    elif dtype.name == "bool":
+        value = op is ReduceOp.MIN
+    elif dtype.is_floating:
+        value = math.inf if op is ReduceOp.MIN else -math.inf
+    else:
+        limits = np.iinfo(dtype.name)
+        value = limits.max if op is ReduceOp.MIN else limits.min
+    if dtype.name == "bfloat16":  # the upper half of a float32
+        return np.float32(value).view(np.uint32) >> 16
+    return value
+
+
 class Reducer:
     """Computes one :class:`Reduction` on block after block. Keeps scratch between calls; not for two threads at once.
 

@@ -32,10 +32,10 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Registered memory: the same range of every local rank's segment.
+    """Registered memory: as many bytes of every local rank's segment.
 
     Attributes:
-        offset: where it begins; the same on every rank, so it serves as its name.
+        offset: where it begins, in an order of the plane's own; the same on every rank, so it serves as its name.
         nbytes: its length.
         array: this rank's copy, uint8, ``nbytes`` long, zeroed when fresh and 64-byte aligned.
     """
@@ -123,6 +123,17 @@ class DataPlane(Protocol):
 
     def free(self, offset: int) -> None:
         """Give a region back for later allocations. Views of it must not be used any more."""
+        ...
+
+    def split(self, ranks: Sequence[int], deadline: float) -> DataPlane | None:
+        """A plane for some of the ranks, ascending, which number themselves anew; None for a rank that is none of them.
+
+        Every rank of this plane calls it. The planes work independently as long as no two ranks use two of them in
+        different orders. A plane that was split off is closed by all its ranks, at the same point of that order.
+
+        Raises:
+            SharedMemoryError: on every rank, when one has not enough; this plane stays usable.
+        """
         ...
 
     def abort(self, error: CollectiveError) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.cluster.neighbours import Neighbours
+from reigen.cluster.neighbours import Members
 from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reducer
 from reigen.planes.strung import Strung, slice_of
@@ -39,7 +39,7 @@ def addresses_of(source: Strung, target: Strung) -> NDArray[np.uint8]:
 class Reader:
     """Reads from the processes of the other ranks; has room for a block of each."""
 
-    def __init__(self, neighbours: Neighbours) -> None:
+    def __init__(self, neighbours: Members) -> None:
         self._neighbours = neighbours
         self.rank, self.size = neighbours.rank, neighbours.size
         self._scratch: list[NDArray[np.uint8]] = []
@@ -62,7 +62,9 @@ class Reader:
             crossmemory.read(self._neighbours.pids[rank], ranges, into)
         except OSError as error:
             self._neighbours.wait_for_death(_LAST_BREATH_SECONDS)
-            raise self._neighbours.failure([rank]) or CollectiveError(str(error), ranks=(rank,)) from error
+            raise self._neighbours.failure([rank]) or CollectiveError(
+                str(error), ranks=(self._neighbours.ranks[rank],)
+            ) from error
 
 
 class DirectReduction:

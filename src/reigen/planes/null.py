@@ -63,6 +63,10 @@ class NullPlane:
     def free(self, offset: int) -> None:
         """Nothing to do: the memory goes with its last view."""
 
+    def split(self, ranks: Sequence[int], deadline: float) -> NullPlane:
+        """There is only one rank to split off."""
+        return NullPlane()
+
     def abort(self, error: CollectiveError) -> None:
         """Nobody else waits."""
 

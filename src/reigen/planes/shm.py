@@ -36,11 +36,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.cluster.neighbours import Mapped, Neighbours
+from reigen.cluster.neighbours import Mapped, Members
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array, Buffer, Capabilities, Region
 from reigen.planes.direct import BLOCK_BYTES, DirectReduction, Reader, addresses_of
+from reigen.planes.null import NullPlane
 from reigen.planes.strung import Strung, slice_of
 from reigen.planes.turnstile import Turnstile
 from reigen.wire import crossmemory
@@ -75,9 +76,10 @@ class ShmPlane:
     name = "shm"
     capabilities = Capabilities(registered_memory=True, ordered_sums=True, abortable=True)
 
-    def __init__(self, neighbours: Neighbours, part: Mapped, looks: int, direct_bytes: int = DIRECT_BYTES) -> None:
+    def __init__(self, neighbours: Members, part: Mapped, looks: int, direct_bytes: int = DIRECT_BYTES) -> None:
         self.rank, self.size = neighbours.rank, neighbours.size
         self._neighbours = neighbours
+        self._looks = looks
         words = [[Word(array, line * _LINE) for array in part.arrays] for line in range(2)]
         self._filled, self._reduced = (Turnstile(w, neighbours, looks) for w in words)
         self._slots = [
@@ -86,6 +88,11 @@ class ShmPlane:
         #: registered memory in use and, after free(), waiting to be used again; by offset
         self._regions: dict[int, Mapped] = {}
         self._free: dict[int, Mapped] = {}
+        self._next_offset = 0
+        #: where planes that were split off, and closed, had their parts in this rank's segment
+        self._spare_parts: list[int] = []
+        #: called by close()
+        self._give_back: Callable[[], None] = lambda: None
         self._reads_directly = False
         self._direct_bytes = direct_bytes
         self._reader = Reader(neighbours)
@@ -350,32 +357,74 @@ class ShmPlane:
             mapped = self._free.pop(offset)
         else:
             mapped = self._grow(nbytes, deadline)
-            offset = mapped.offset
+            offset = self._next_offset
+            self._next_offset += mapped.arrays[0].size
         self._regions[offset] = mapped
         return Region(offset, nbytes, mapped.arrays[self.rank][:nbytes])
 
     def _grow(self, nbytes: int, deadline: float) -> Mapped:
-        offset = self._neighbours.reserved_bytes
+        begin = self._neighbours.reserved_bytes
+        offsets = self._reserve(nbytes, "registered memory (gradient buckets)", deadline)
+        return self._neighbours.map(offsets, self._neighbours.reserved_bytes - begin)
+
+    def _reserve(self, nbytes: int, what: str, deadline: float) -> list[int]:
+        """Let every segment grow (none for 0 bytes); where each of them did.
+
+        Raises:
+            SharedMemoryError: on every rank, when one has not enough; nothing has grown then.
+        """
+        begin = self._neighbours.reserved_bytes
         failure: SharedMemoryError | None = None
         try:
-            self._neighbours.reserve(nbytes, "registered memory (gradient buckets)")
+            if nbytes:
+                self._neighbours.reserve(nbytes, what)
         except SharedMemoryError as error:
             failure = error
-        failed: list[int] = []
-        self._exchange(
-            np.array([failure is not None], np.uint8),
-            lambda _, slots: failed.extend(rank for rank, slot in enumerate(slots) if slot[0]),
-            deadline,
-        )
-        if not failed:
-            return self._neighbours.map(offset, self._neighbours.reserved_bytes - offset)
-        self._neighbours.shrink(offset)
-        self.barrier(deadline)  # nobody grows again before all have shrunk
-        raise failure or SharedMemoryError.for_request(nbytes, None, f"registered memory on rank(s) {failed}")
+        offsets = self._tell(-1 if failure is not None else begin, deadline)
+        failed = [self._neighbours.ranks[member] for member, offset in enumerate(offsets) if offset < 0]
+        if failed:
+            self._neighbours.shrink(begin)
+            raise failure or SharedMemoryError.for_request(nbytes, None, f"{what} on rank(s) {failed}")
+        return offsets
+
+    def _tell(self, number: int, deadline: float) -> list[int]:
+        """Every rank's number."""
+        told: list[int] = []
+        own = np.array([number], np.int64).view(np.uint8)
+        self._exchange(own, lambda _, slots: told.extend(int(slot[:8].view(np.int64)[0]) for slot in slots), deadline)
+        return told
 
     def free(self, offset: int) -> None:
         """See `DataPlane.free`."""
         self._free[offset] = self._regions.pop(offset)
+
+    # -- some of the ranks --------------------------------------------------------------------------------------------
+
+    def split(self, ranks: Sequence[int], deadline: float) -> ShmPlane | NullPlane | None:
+        """See `DataPlane.split`. The members' counters and slots lie behind each other in their segments."""
+        if len(ranks) == 1:
+            return NullPlane() if self.rank in ranks else None
+        member = self.rank in ranks
+        spare = self._spare_parts.pop() if member and self._spare_parts else -1
+        needed = shm_plane_bytes() if member and spare < 0 else 0
+        try:
+            grown = self._reserve(needed, "staging of a process set", deadline)
+        except SharedMemoryError:
+            if spare >= 0:
+                self._spare_parts.append(spare)
+            raise
+        own = spare if spare >= 0 else grown[self.rank]
+        offsets = self._tell(own, deadline)
+        plane = None
+        if member:
+            members = self._neighbours.subset(ranks)
+            part = members.map([offsets[rank] for rank in ranks], shm_plane_bytes())
+            part.arrays[members.rank][:_WORDS_BYTES] = 0  # by now all have done with what was there before
+            plane = ShmPlane(members, part, self._looks, self._direct_bytes)
+            plane._reads_directly = self._reads_directly  # what all may do, some may
+            plane._give_back = lambda: self._spare_parts.append(own)
+        self.barrier(deadline)  # nobody counts before all have cleared their counters
+        return plane
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
@@ -388,3 +437,4 @@ class ShmPlane:
         self._regions.clear()
         self._free.clear()
         self._slots.clear()
+        self._give_back()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from reigen.cluster.neighbours import Neighbours, listed
+from reigen.cluster.neighbours import Members, listed
 from reigen.errors import DeadlineError
 from reigen.wire.futex import Word, fences, reached
 
@@ -31,7 +31,7 @@ class Turnstile:
         looks: how often to look before sleeping.
     """
 
-    def __init__(self, words: Sequence[Word], neighbours: Neighbours, looks: int) -> None:
+    def __init__(self, words: Sequence[Word], neighbours: Members, looks: int) -> None:
         self._own = words[neighbours.rank]
         self._others = [(rank, word) for rank, word in enumerate(words) if rank != neighbours.rank]
         self._neighbours = neighbours
@@ -76,9 +76,8 @@ class Turnstile:
                 raise error
             missing = still  # a rank that is gone may have come just before: look again at the others
         if missing and time.monotonic() >= deadline:
-            raise DeadlineError(
-                f"rank(s) {listed(missing)} did not take their part in time (REIGEN_DEADLINE)", ranks=missing
-            )
+            late = [self._neighbours.ranks[index] for index in missing]
+            raise DeadlineError(f"rank(s) {listed(late)} did not take their part in time (REIGEN_DEADLINE)", ranks=late)
 
     def _missing(self, step: int) -> list[int]:
         return [rank for rank, word in self._others if not reached(word.load(), step)]

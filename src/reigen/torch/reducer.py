@@ -141,7 +141,7 @@ class Reducer:
 
     def _bind(self, context: Context) -> None:
         self._context = context
-        self._name = f"gradients.{next(context.gradient_sets)}"
+        self._name = f"gradients.{next(context.gradient_sets[0])}"
 
     def _follow_context(self) -> None:
         """After shutdown() and init(), begin anew with the new context: agree again, register again."""
