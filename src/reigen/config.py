@@ -1,43 +1,99 @@
-"""Every knob: its name, its default, where it may come from, and where it did come from.
+"""Every knob: its default, the variables that set it, what they may hold, and where its value came from.
 
-Precedence: REIGEN_*, HOROVOD_*, default.
+Precedence: argument of ``init()``, REIGEN_*, HOROVOD_*, default. An option of `reigen run`, or its configuration file,
+sets the REIGEN_* variable of the ranks: an option in place of what the environment says, the file where it says
+nothing; REIGEN_ORIGINS then tells which of them it was.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
 
 from reigen.errors import ConfigError
 
+LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
+#: JSON: for variables that `reigen run` has set, what made it do so.
+ORIGINS_VARIABLE = "REIGEN_ORIGINS"
+
 _MIB = 1 << 20
+_UNITS = {"": 1, "b": 1} | {
+    unit: base**power
+    for power, letter in enumerate("kmgt", 1)
+    for unit, base in ((letter, 1024), (f"{letter}ib", 1024), (f"{letter}b", 1000))
+}
 
 
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < 1e9:
-        raise ValueError("must be a number of seconds greater than 0")
+        raise ValueError
+    return value
+
+
+def _seconds_or_off(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise ValueError
     return value
 
 
 def _count(text: str) -> int:
     value = int(text)
     if value < 0:
-        raise ValueError("must not be negative")
+        raise ValueError
     return value
 
 
-def _positive(text: str) -> int:
-    value = int(text)
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([kmgt]?i?b?)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError
+    return int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+
+
+def _bytes_above_0(text: str) -> int:
+    value = _bytes(text)
     if value < 1:
-        raise ValueError("must be at least 1")
+        raise ValueError
     return value
 
 
-@dataclass(frozen=True)
-class _Knob:
-    variables: tuple[str, ...]
-    parse: Callable[[str], object]
+def _switch(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.strip().lower() not in words:
+        raise ValueError
+    return words[text.strip().lower()]
+
+
+def _level(text: str) -> str:
+    if text.lower() not in LOG_LEVELS:
+        raise ValueError
+    return text.lower()
+
+
+def _cpus(text: str) -> tuple[int, ...]:
+    return tuple(_count(number) for number in text.split(","))
+
+
+_EXPECTED: dict[Callable[[str], object], str] = {
+    _seconds: "a number of seconds greater than 0",
+    _seconds_or_off: "a number of seconds, 0 for off",
+    _count: "a whole number, at least 0",
+    _bytes: "a number of bytes, such as 0, 1048576, 64MiB (or 64m, both 2**20 each) or 64MB (10**6 each)",
+    _bytes_above_0: "a number of bytes greater than 0, such as 1048576, 64MiB (or 64m, 2**20 each) or 64MB (10**6)",
+    _switch: "1 or 0, true or false, yes or no, on or off",
+    _level: ", ".join(LOG_LEVELS[:-1]) + " or " + LOG_LEVELS[-1],
+    _cpus: "the number of a processor, or several with commas between them, one for each local rank",
+}
+
+
+def _knob(default: object, parse: Callable[[str], object], names: str) -> Any:
+    return field(default=default, metadata={"parse": parse, "variables": tuple(names.split())})
 
 
 @dataclass(frozen=True)
@@ -48,48 +104,145 @@ class Config:
         deadline_seconds: how long a collective may wait for its last rank, and for the ranks to do their part.
         start_timeout_seconds: how long init() waits for the other ranks.
         fusion_threshold_bytes: allreduces of up to so many bytes in all travel together; 0 turns fusion off.
+        disable_group_fusion: a group travels by itself, not together with other tensors.
         cache_capacity: operations whose negotiation is remembered; 0 turns the response cache off.
         bucket_bytes: size of a gradient bucket.
+        dynamic_process_sets: process sets may be added and removed after init().
+        timeline: file into which the timeline is written, ``DYNAMIC`` to start it by a call, None for none.
+        timeline_mark_cycles: mark the engine's turns in the timeline.
+        stall_check_disable: do not look for stalled collectives.
+        stall_check_seconds: how long a collective may wait before a warning tells of it.
+        stall_shutdown_seconds: how long before the job is ended because of it; 0 for never.
+        check_replicas: compare the parameters of all ranks every so many steps; 0 for never.
+        thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: where the kernel likes.
         plane: data plane to use, or None to choose.
-        origins: for each knob that was set, the variable that set it.
+        log_level: the least severe messages that are shown.
+        log_hide_time: messages do not begin with the time.
+        origins: for each knob that was set, what set it.
     """
 
-    deadline_seconds: float = 600.0
-    start_timeout_seconds: float = 30.0
-    fusion_threshold_bytes: int = 128 * _MIB
-    cache_capacity: int = 1024
-    bucket_bytes: int = 16 * _MIB
-    plane: str | None = None
+    deadline_seconds: float = _knob(600.0, _seconds, "REIGEN_DEADLINE")
+    start_timeout_seconds: float = _knob(
+        30.0, _seconds, "REIGEN_START_TIMEOUT HOROVOD_START_TIMEOUT HOROVOD_GLOO_TIMEOUT_SECONDS"
+    )
+    fusion_threshold_bytes: int = _knob(128 * _MIB, _bytes, "REIGEN_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD")
+    disable_group_fusion: bool = _knob(False, _switch, "REIGEN_DISABLE_GROUP_FUSION HOROVOD_DISABLE_GROUP_FUSION")
+    cache_capacity: int = _knob(1024, _count, "REIGEN_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY")
+    bucket_bytes: int = _knob(16 * _MIB, _bytes_above_0, "REIGEN_BUCKET_BYTES")
+    dynamic_process_sets: bool = _knob(False, _switch, "REIGEN_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS")
+    timeline: str | None = _knob(None, str, "REIGEN_TIMELINE HOROVOD_TIMELINE")
+    timeline_mark_cycles: bool = _knob(False, _switch, "REIGEN_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES")
+    stall_check_disable: bool = _knob(False, _switch, "REIGEN_STALL_CHECK_DISABLE HOROVOD_STALL_CHECK_DISABLE")
+    stall_check_seconds: float = _knob(
+        60.0, _seconds, "REIGEN_STALL_CHECK_TIME_SECONDS HOROVOD_STALL_CHECK_TIME_SECONDS"
+    )
+    stall_shutdown_seconds: float = _knob(
+        0.0, _seconds_or_off, "REIGEN_STALL_SHUTDOWN_TIME_SECONDS HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+    )
+    check_replicas: int = _knob(0, _count, "REIGEN_CHECK_REPLICAS")
+    thread_affinity: tuple[int, ...] = _knob((), _cpus, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")
+    plane: str | None = _knob(None, str, "REIGEN_PLANE")
+    log_level: str = _knob("warning", _level, "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
+    log_hide_time: bool = _knob(False, _switch, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
 
 
-_KNOBS: dict[str, _Knob] = {
-    "deadline_seconds": _Knob(("REIGEN_DEADLINE",), _seconds),
-    "start_timeout_seconds": _Knob(("REIGEN_START_TIMEOUT", "HOROVOD_START_TIMEOUT"), _seconds),
-    "fusion_threshold_bytes": _Knob(("REIGEN_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD"), _count),
-    "cache_capacity": _Knob(("REIGEN_CACHE_CAPACITY", "HOROVOD_CACHE_CAPACITY"), _count),
-    "bucket_bytes": _Knob(("REIGEN_BUCKET_BYTES",), _positive),
-    "plane": _Knob(("REIGEN_PLANE",), str),
+#: Knob -> the variables that set it, the first that is set wins.
+VARIABLES: dict[str, tuple[str, ...]] = {
+    knob.name: knob.metadata["variables"] for knob in fields(Config) if knob.name != "origins"
 }
-if set(_KNOBS) != {f.name for f in fields(Config)} - {"origins"}:
-    raise AssertionError("a knob without a variable")
+
+#: Why variables of Horovod (without the prefix) that are known have no effect.
+_WITHOUT_EFFECT = {
+    "nothing waits for a cycle: an operation starts when its last rank has come": "CYCLE_TIME",
+    "all ranks share one memory, there is one algorithm": "HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER "
+    "TORUS_ALLREDUCE",
+    "tensors are in the memory of the CPU": "BATCH_D2D_MEMCOPIES NUM_NCCL_STREAMS ENABLE_ASYNC_COMPLETION "
+    "DISABLE_NVTX_RANGES ENABLE_XLA_OPS",
+    "there is no autotuning": "AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE "
+    "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+    "neither MPI nor Gloo nor oneCCL carries anything": "CONTROLLER CPU_OPERATIONS MPI_THREADS_DISABLE CCL_CACHE "
+    "ADASUM_MPI_CHUNK_SIZE GLOO_IFACE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
+    "there are no elastic jobs": "ELASTIC ELASTIC_TIMEOUT",
+}
+_REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
+
+#: Variables that are no knobs: the place in the job, services, other tools, Horovod's build and its integrations.
+_NO_KNOBS = re.compile(
+    r"(REIGEN|HOROVOD)_(LOCAL_|CROSS_)?(RANK|SIZE)"
+    r"|REIGEN_(RENDEZVOUS|SECRET|TERMINAL|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
+    r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
+    r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"
+)
 
 
-def load(environ: Mapping[str, str]) -> Config:
+def load(environ: Mapping[str, str], arguments: Mapping[str, object] | None = None) -> Config:
     """The configuration that ``environ`` asks for. Empty variables count as unset.
 
+    Args:
+        environ: environment variables.
+        arguments: knobs that a program has set itself, by name; they win over ``environ``.
+
     Raises:
-        ConfigError: a variable's value makes no sense; names the variable.
+        ConfigError: a variable's value makes no sense; names the variable, the value and what is expected.
     """
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    for name, knob in _KNOBS.items():
-        variable = next((v for v in knob.variables if environ.get(v)), None)
+    parse_functions = {knob.name: knob.metadata["parse"] for knob in fields(Config) if knob.name in VARIABLES}
+    launcher = _origins_of_launcher(environ)
+    for name, variables in VARIABLES.items():
+        variable = next((v for v in variables if environ.get(v)), None)
         if variable is None:
             continue
-        try:
-            values[name] = knob.parse(environ[variable])
-        except ValueError as error:
-            raise ConfigError(f"{variable}={environ[variable]}: {error}") from None
-        origins[name] = variable
+        values[name] = _parsed(variable, environ[variable], parse_functions[name])
+        origins[name] = launcher.get(variable, variable)
+    for name, value in (arguments or {}).items():
+        values[name], origins[name] = value, "argument of init()"
     return Config(**values, origins=origins)  # type: ignore[arg-type]  # each parse function gives its field's type
+
+
+def settings(config: Config) -> list[str]:
+    """One line for each knob that differs from its default: its value and where that came from."""
+    lines = []
+    for knob in fields(config):
+        value = getattr(config, knob.name)
+        if knob.name != "origins" and value != knob.default:
+            origin = config.origins.get(knob.name, "the program")
+            lines.append(f"{knob.name} = {value} (default: {knob.default}), set by {origin}")
+    return lines
+
+
+def without_effect(environ: Mapping[str, str]) -> list[str]:
+    """One line for each variable of Horovod that is set and known, but has no effect here."""
+    return [f"{name} has no effect: {reason}" for name, reason in _REASONS.items() if environ.get(name)]
+
+
+def misspelt(environ: Mapping[str, str]) -> list[str]:
+    """The names of REIGEN_* and HOROVOD_* variables that mean nothing, each with the closest name that does."""
+    known = {*_REASONS, *(variable for variables in VARIABLES.values() for variable in variables)}
+    by_stem = {_stem(name): name for name in sorted(known)}  # REIGEN_*, where both are known
+    found = []
+    for name in sorted(environ):
+        if name.startswith(("REIGEN_", "HOROVOD_")) and name not in known and not _NO_KNOBS.fullmatch(name):
+            close = get_close_matches(_stem(name), by_stem, 1, cutoff=0.75)
+            found.append(f"{name} (did you mean {by_stem[close[0]]}?)" if close else name)
+    return found
+
+
+def _stem(variable: str) -> str:
+    return variable.partition("_")[2]
+
+
+def _parsed(variable: str, text: str, parse: Callable[[str], object]) -> object:
+    try:
+        return parse(text)
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{variable}={text}: expected {_EXPECTED[parse]}") from None
+
+
+def _origins_of_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    try:
+        origins = json.loads(environ.get(ORIGINS_VARIABLE) or "{}")
+    except ValueError:
+        return {}
+    return origins if isinstance(origins, dict) else {}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
-from reigen.config import Config, load
+from reigen.config import VARIABLES as NAMES
+from reigen.config import Config, load, misspelt, settings, without_effect
 from reigen.errors import ConfigError
 
 VARIABLES = {
@@ -17,7 +21,30 @@ VARIABLES = {
     "HOROVOD_FUSION_THRESHOLD": ("fusion_threshold_bytes", "1024", 1024),
     "REIGEN_CACHE_CAPACITY": ("cache_capacity", "0", 0),
     "HOROVOD_CACHE_CAPACITY": ("cache_capacity", "5", 5),
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": ("start_timeout_seconds", "90", 90.0),
     "REIGEN_BUCKET_BYTES": ("bucket_bytes", "4096", 4096),
+    "REIGEN_DISABLE_GROUP_FUSION": ("disable_group_fusion", "1", True),
+    "HOROVOD_DISABLE_GROUP_FUSION": ("disable_group_fusion", "1", True),
+    "REIGEN_DYNAMIC_PROCESS_SETS": ("dynamic_process_sets", "true", True),
+    "HOROVOD_DYNAMIC_PROCESS_SETS": ("dynamic_process_sets", "1", True),
+    "REIGEN_TIMELINE": ("timeline", "/tmp/a.json", "/tmp/a.json"),
+    "HOROVOD_TIMELINE": ("timeline", "DYNAMIC", "DYNAMIC"),
+    "REIGEN_TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", "yes", True),
+    "HOROVOD_TIMELINE_MARK_CYCLES": ("timeline_mark_cycles", "1", True),
+    "REIGEN_STALL_CHECK_DISABLE": ("stall_check_disable", "on", True),
+    "HOROVOD_STALL_CHECK_DISABLE": ("stall_check_disable", "1", True),
+    "REIGEN_STALL_CHECK_TIME_SECONDS": ("stall_check_seconds", "0.5", 0.5),
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_check_seconds", "10", 10.0),
+    "REIGEN_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_seconds", "120", 120.0),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("stall_shutdown_seconds", "2", 2.0),
+    "REIGEN_CHECK_REPLICAS": ("check_replicas", "50", 50),
+    "REIGEN_THREAD_AFFINITY": ("thread_affinity", "3", (3,)),
+    "HOROVOD_THREAD_AFFINITY": ("thread_affinity", "0,2, 4", (0, 2, 4)),
+    "REIGEN_LOG": ("log_level", "INFO", "info"),
+    "REIGEN_LOG_LEVEL": ("log_level", "debug", "debug"),
+    "HOROVOD_LOG_LEVEL": ("log_level", "fatal", "fatal"),
+    "REIGEN_LOG_HIDE_TIME": ("log_hide_time", "1", True),
+    "HOROVOD_LOG_HIDE_TIME": ("log_hide_time", "1", True),
     "REIGEN_PLANE": ("plane", "shm", "shm"),
 }
 
@@ -38,8 +65,21 @@ def test_a_variable_sets_its_knob_alone_and_is_its_origin(variable: str) -> None
         assert getattr(config, other) == getattr(Config(), other)
 
 
-def test_every_knob_has_a_variable() -> None:
-    assert {knob for knob, *_ in VARIABLES.values()} == {f.name for f in fields(Config)} - {"origins"}
+def test_every_variable_of_every_knob_is_tried_above() -> None:
+    assert set(VARIABLES) == {variable for names in NAMES.values() for variable in names}
+    assert set(NAMES) == {f.name for f in fields(Config)} - {"origins"}
+
+
+def test_the_table_in_the_docs_is_that_of_the_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| ((?:REIGEN|HOROVOD)_[A-Z_, ]+) \| (\S+) \|", text.split("### Knobs")[1], re.MULTILINE)
+    documented = {tuple(names.split(", ")): default for names, default in rows}
+    assert set(documented) == set(NAMES.values())
+    for knob, names in NAMES.items():
+        default, words = getattr(Config(), knob), {None: "none", (): "none", False: "0"}
+        assert documented[names] == (
+            words[default] if default in words else f"{default:g}" if isinstance(default, float) else str(default)
+        )
 
 
 def test_reigens_variable_wins() -> None:
@@ -62,11 +102,84 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("REIGEN_DEADLINE", "soon"),
         ("HOROVOD_START_TIMEOUT", "0"),
         ("REIGEN_FUSION_THRESHOLD", "-1"),
-        ("HOROVOD_FUSION_THRESHOLD", "64MB"),
+        ("HOROVOD_FUSION_THRESHOLD", "64XB"),
+        ("HOROVOD_FUSION_THRESHOLD", "-1MB"),
+        ("HOROVOD_FUSION_THRESHOLD", "64i"),
+        ("REIGEN_TIMELINE_MARK_CYCLES", "2"),
+        ("REIGEN_THREAD_AFFINITY", "1,"),
+        ("REIGEN_THREAD_AFFINITY", "-1"),
+        ("HOROVOD_LOG_LEVEL", "loud"),
         ("REIGEN_CACHE_CAPACITY", "1.5"),
         ("REIGEN_BUCKET_BYTES", "0"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(variable: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{variable}={value}: "):
+    with pytest.raises(ConfigError, match=f"^{variable}={value}: expected "):
         load({variable: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("0", 0),
+        ("1048576", 1 << 20),
+        ("64k", 64 << 10),
+        ("64KiB", 64 << 10),
+        ("64kB", 64_000),
+        ("64MB", 64_000_000),
+        ("64 MiB", 64 << 20),
+        ("1.5G", 3 << 29),
+        ("2b", 2),
+    ],
+)
+def test_sizes_have_units(text: str, num_bytes: int) -> None:
+    assert load({"HOROVOD_FUSION_THRESHOLD": text}).fusion_threshold_bytes == num_bytes
+
+
+def test_arguments_win_and_say_so() -> None:
+    config = load({"REIGEN_DYNAMIC_PROCESS_SETS": "0"}, {"dynamic_process_sets": True})
+    assert config.dynamic_process_sets
+    assert config.origins == {"dynamic_process_sets": "argument of init()"}
+
+
+def test_what_differs_from_its_default_is_told_with_its_origin() -> None:
+    environ = {
+        "REIGEN_CACHE_CAPACITY": "5",
+        "HOROVOD_START_TIMEOUT": "30",  # the default
+        "HOROVOD_TIMELINE": "t.json",
+        "REIGEN_ORIGINS": json.dumps({"REIGEN_CACHE_CAPACITY": "--cache-capacity"}),
+    }
+    assert settings(load(environ)) == [
+        "cache_capacity = 5 (default: 1024), set by --cache-capacity",
+        "timeline = t.json (default: None), set by HOROVOD_TIMELINE",
+    ]
+    assert load({"REIGEN_ORIGINS": "{", "REIGEN_LOG": "info"}).origins == {"log_level": "REIGEN_LOG"}
+
+
+def test_known_variables_without_effect_say_why() -> None:
+    lines = without_effect({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_AUTOTUNE": "1", "HOROVOD_ELASTIC": ""})
+    assert [line.partition(": ")[0] for line in lines] == [
+        "HOROVOD_CYCLE_TIME has no effect",
+        "HOROVOD_AUTOTUNE has no effect",
+    ]
+
+
+def test_a_misspelt_variable_is_told_with_the_closest_name() -> None:
+    environ = {
+        "HOROVOD_FUSION_TRESHOLD": "1",
+        "HOROVOD_BUCKET_BYTES": "1",
+        "REIGEN_FROBNICATE": "1",
+        "REIGEN_RANK": "0",
+        "REIGEN_SECRET": "",
+        "HOROVOD_CYCLE_TIME": "1",
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_GPU_OPERATIONS": "NCCL",
+        "HOROVOD_CROSS_SIZE": "1",
+        "REIGEN_LOG": "info",
+        "PATH": "/bin",
+    }
+    assert misspelt(environ) == [
+        "HOROVOD_BUCKET_BYTES (did you mean REIGEN_BUCKET_BYTES?)",
+        "HOROVOD_FUSION_TRESHOLD (did you mean REIGEN_FUSION_THRESHOLD?)",
+        "REIGEN_FROBNICATE",
+    ]
