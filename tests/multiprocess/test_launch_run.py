@@ -189,3 +189,23 @@ dist.destroy_process_group()
     status, out, err = run("-np", "2", sys.executable, "-c", code)
     assert status == 0, err
     assert sorted(out.splitlines()) == ["[0] [3.0, 3.0]", "[1] [3.0, 3.0]"]
+
+
+def test_what_ranks_print_is_kept_in_files_too(tmp_path):
+    code = "os.write(1, f'ü {rank}'.encode() + bytes([13, 10])); print('err', rank, file=sys.stderr)"
+    status, _, err = run("-np", "2", "--output-filename", str(tmp_path / "a" / "b"), *python(code))
+    assert status == 0
+    assert sorted(err.splitlines()) == ["[0] err 0", "[1] err 1"]
+    for rank in range(2):
+        directory = tmp_path / "a" / "b" / f"rank.{rank}"
+        assert (directory / "stdout").read_bytes() == f"ü {rank}\r\n".encode()
+        assert (directory / "stderr").read_bytes() == f"err {rank}\n".encode()
+
+
+def test_output_that_cannot_be_kept(tmp_path):
+    (tmp_path / "file").touch()
+    status, _, err = run("-np", "1", "--output-filename", str(tmp_path / "file"), *python(""))
+    assert (status, err) == (
+        1,
+        f"reigen run: cannot keep output in {tmp_path}/file/rank.0/stdout: Not a directory\n",
+    )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.local import BINDINGS
-from reigen.launch.supervise import Options, complain, run_local
+from reigen.launch.options import Options, complain
+from reigen.launch.supervise import run_local
 
 _EPILOG = """\
 The command and its arguments are passed on as they are, without a shell; `--` may stand before them. Its output comes
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
             start_timeout_seconds=chosen.start_timeout,
             prefix=chosen.prefix,
             verbose=chosen.verbose,
+            output_directory=chosen.output_directory,
         )
     except ConfigError as error:
         parser.error(str(error))
@@ -76,5 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--start-timeout", type=_seconds, metavar="S", help="how long init() waits for all ranks")
     add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
     add("--verbose", action="store_true", help="say what is started, where, and why there")
+    add(
+        "--output-filename",
+        dest="output_directory",
+        type=Path,
+        metavar="DIR",
+        help="keep what each rank prints in DIR/rank.N/stdout and DIR/rank.N/stderr, too",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")
     return parser

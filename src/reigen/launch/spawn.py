@@ -14,9 +14,10 @@ from reigen.launch.local import Place
 from reigen.launch.processes import dies_with_parent
 
 
-def spawn(command: Sequence[str], place: Place) -> subprocess.Popen[bytes]:
+def spawn(command: Sequence[str], place: Place, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Start one rank: no shell, a session of its own, pipes for its output; rank 0 keeps the launcher's stdin.
 
+    It inherits ``descriptors`` under the numbers that they have here, and nothing else that is open.
     To be called from the main thread while it is the only one: Python code runs between fork and exec.
 
     Raises:
@@ -29,6 +30,7 @@ def spawn(command: Sequence[str], place: Place) -> subprocess.Popen[bytes]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
+            pass_fds=descriptors,
             env=place.environ,
             start_new_session=True,
             preexec_fn=_prepare(place.cpus),  # noqa: PLW1509  there is no other thread

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import IO, Self
 
 from reigen.cluster.rendezvous import RendezvousServer
-from reigen.errors import ConfigError, LaunchError
+from reigen.errors import LaunchError
 from reigen.launch.guard import STOP_SIGNALS, guarded
 from reigen.launch.job import (
     Event,
@@ -35,9 +35,11 @@ from reigen.launch.job import (
     Terminate,
 )
 from reigen.launch.local import TERMINAL_VARIABLE, Place, Services, cores_here, plan
+from reigen.launch.options import Listener, Options, complain
 from reigen.launch.outlet import Outlet, outlets
 from reigen.launch.output import Lines, visible
 from reigen.launch.processes import below, reap_strangers, signal_all_below, signal_name
+from reigen.launch.record import Record
 from reigen.launch.spawn import hold_port, spawn
 from reigen.wire.auth import SECRET_BYTES
 
@@ -47,63 +49,22 @@ _SWEEP_SECONDS = 0.02
 _STDOUT, _STDERR = 0, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `reigen run` was asked for.
-
-    Attributes:
-        command: the program and its arguments.
-        num_ranks: how many processes.
-        bind: ``cores``, ``none`` or None, as in ``launch.local.plan``.
-        grace_seconds: how long a process may take to stop before it is killed.
-        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
-        prefix: whether output lines begin with their rank.
-        verbose: tell what is started, where, and why there.
-
-    Raises:
-        ConfigError: one of them makes no sense.
-    """
-
-    command: tuple[str, ...]
-    num_ranks: int
-    bind: str | None = None
-    grace_seconds: float = 5.0
-    start_timeout_seconds: float | None = None
-    prefix: bool = True
-    verbose: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.command:
-            raise ConfigError("no command to run")
-        if self.num_ranks < 1:
-            raise ConfigError(f"the number of processes must be at least 1, not {self.num_ranks}")
-        for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):
-            if seconds is not None and not 0 <= seconds < float("inf"):
-                raise ConfigError(f"the {what} must be a number of seconds, not {seconds:g}")
-
-
-def run_local(options: Options, environ: Mapping[str, str]) -> int:
+def run_local(options: Options, environ: Mapping[str, str], listener: Listener | None = None) -> int:
     """Run a job on this host to its end; returns its exit code. Call it before any thread is started.
 
-    Nothing that the job started is left when this returns.
+    Nothing that the job started is left when this returns. The listener is by default the user.
 
     Raises:
         LaunchError: the kernel refused a process.
     """
+    told = listener or Listener()
     try:
-        return guarded(lambda lifeline: _run_supervised(options, environ, lifeline), complain)
+        return guarded(lambda lifeline: _run_supervised(options, environ, lifeline, told), told.complain)
     except OSError as error:
         raise LaunchError(f"cannot start: {error}") from error
 
 
-def complain(message: str) -> None:
-    """Say something to the user, on stderr."""
-    with suppress(OSError):
-        sys.stderr.write(f"reigen run: {message}\n")
-        sys.stderr.flush()
-
-
-def _run_supervised(options: Options, environ: Mapping[str, str], lifeline: int) -> int:
+def _run_supervised(options: Options, environ: Mapping[str, str], lifeline: int, listener: Listener) -> int:
     secret = secrets.token_bytes(SECRET_BYTES)
     with ExitStack() as stack:
         server = RendezvousServer(secret)
@@ -117,7 +78,7 @@ def _run_supervised(options: Options, environ: Mapping[str, str], lifeline: int)
             bind=options.bind,
             start_timeout_seconds=options.start_timeout_seconds,
         )
-        supervisor = stack.enter_context(Supervisor(options, lifeline))
+        supervisor = stack.enter_context(Supervisor(options, lifeline, listener))
         for place in places:
             supervisor.start(place)
         if options.verbose:
@@ -141,6 +102,7 @@ class _Pipe:
     file: IO[bytes]
     lines: Lines
     outlet: Outlet
+    record: Record | None
 
 
 class Supervisor:
@@ -149,10 +111,11 @@ class Supervisor:
     Args:
         options: of the job.
         lifeline: see ``launch.guard``.
+        listener: who is told what happens.
     """
 
-    def __init__(self, options: Options, lifeline: int) -> None:
-        self._options = options
+    def __init__(self, options: Options, lifeline: int, listener: Listener) -> None:
+        self._options, self._listener = options, listener
         self._job = Job(options.num_ranks)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._outlets = outlets(prefix=options.prefix)
@@ -195,7 +158,7 @@ class Supervisor:
             LaunchError: it cannot be started; those that were are the guard's to end.
         """
         rank = place.topology.rank
-        process = spawn(self._options.command, place)
+        process = spawn(self._options.command, place, self._options.descriptors)
         self._processes.append(process)
         try:
             handle = os.pidfd_open(process.pid)
@@ -206,11 +169,17 @@ class Supervisor:
             assert file is not None, "spawn asks for pipes"
             os.set_blocking(file.fileno(), False)
             outlet = self._outlets[stream]
-            pipe = _Pipe(file, Lines(outlet.screen, (rank, stream)), outlet)
+            pipe = _Pipe(file, Lines(outlet.screen, (rank, stream)), outlet, self._record(rank, stream))
             self._pipes.append(pipe)
             self._selector.register(file, selectors.EVENT_READ, self._reader(pipe))
             if stream == _STDERR:
                 self._stderr.append(pipe.lines)
+
+    def _record(self, rank: int, stream: int) -> Record | None:
+        directory = self._options.output_directory
+        if directory is None:
+            return None
+        return Record(directory, rank, self._options.num_ranks, stream, self._listener.complain)
 
     def run(self) -> int:
         """Keep the job until it ends; returns the exit code."""
@@ -218,8 +187,11 @@ class Supervisor:
             self._turn()
         for pipe in list(self._pipes):
             self._drain(pipe)
-        self._outlets[_STDERR].put(self._report(self._finish))
+        if self._listener.finished is None:
+            self._outlets[_STDERR].put(self._report(self._finish))
         self._write_all(patience=None if self._finish.signum is None else self._options.grace_seconds)
+        if self._listener.finished is not None:
+            self._listener.finished(self._finish)
         return self._finish.exit_code
 
     # ---------------------------------------------------------------- one turn
@@ -279,7 +251,9 @@ class Supervisor:
     def _on_exit(self, rank: int, handle: int) -> None:
         self._selector.unregister(handle)
         os.close(handle)
-        self._happened(Exited(rank, self._processes[rank].wait()))
+        exit_code = self._processes[rank].wait()
+        self._listener.exited(rank, exit_code)
+        self._happened(Exited(rank, exit_code))
 
     def _on_lifeline(self) -> None:
         signals = os.read(self._lifeline, 64)
@@ -312,6 +286,8 @@ class Supervisor:
         if not data:
             self._close(pipe)
             return False
+        if pipe.record is not None:
+            pipe.record.write(data)
         pipe.outlet.put(pipe.lines.feed(data))
         return True
 
@@ -328,6 +304,8 @@ class Supervisor:
         with suppress(KeyError):  # it is not registered while its outlet is full
             self._selector.unregister(pipe.file)
         pipe.file.close()
+        if pipe.record is not None:
+            pipe.record.close()
 
     def _write(self) -> None:
         for outlet in set(self._outlets):

@@ -1,0 +1,77 @@
+"""What a job is to be, before anything of it is started; and who besides the user is told of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from reigen.errors import ConfigError
+from reigen.launch.job import Finish
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `reigen run` was asked for.
+
+    Attributes:
+        command: the program and its arguments.
+        num_ranks: how many processes.
+        bind: ``cores``, ``none`` or None, as in ``launch.local.plan``.
+        grace_seconds: how long a process may take to stop before it is killed.
+        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
+        prefix: whether output lines begin with their rank.
+        verbose: tell what is started, where, and why there.
+        output_directory: where to keep what each rank prints, too: ``rank.N/stdout`` and ``rank.N/stderr``; or None.
+        descriptors: open files that every rank inherits, under the numbers that they have here.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    bind: str | None = None
+    grace_seconds: float = 5.0
+    start_timeout_seconds: float | None = None
+    prefix: bool = True
+    verbose: bool = False
+    output_directory: Path | None = None
+    descriptors: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("no command to run")
+        if self.num_ranks < 1:
+            raise ConfigError(f"the number of processes must be at least 1, not {self.num_ranks}")
+        for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):
+            if seconds is not None and not 0 <= seconds < float("inf"):
+                raise ConfigError(f"the {what} must be a number of seconds, not {seconds:g}")
+
+
+def complain(message: str) -> None:
+    """Say something to the user, on stderr."""
+    with suppress(OSError):
+        sys.stderr.write(f"reigen run: {message}\n")
+        sys.stderr.flush()
+
+
+def _ignore_exit(rank: int, exit_code: int) -> None:
+    """The user is told of the first failure, in the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Who is told what happens, in the launcher's processes, as it happens. None of them may block for long.
+
+    Attributes:
+        complain: something is wrong with the launcher itself, in one line.
+        exited: a rank's process has ended, with ``exit_code`` as in ``launch.job.Exited``.
+        finished: nothing of the job is left. None: the user is told on stderr which rank failed first, and how.
+    """
+
+    complain: Callable[[str], None] = complain
+    exited: Callable[[int, int], None] = _ignore_exit
+    finished: Callable[[Finish], None] | None = None
