@@ -384,7 +384,7 @@ class Context:
 
     def observe(self, observer: Observer | None) -> None:
         """Tell ``observer`` what this rank's engine does, from now on; None ends it."""
-        self._engine.observer = observer
+        self._engine.observe(observer)
 
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note beside the collectives: see `Engine.post`."""

@@ -203,6 +203,7 @@ def test_an_observer_is_told_what_becomes_of_every_submission() -> None:
     class Diary:
         def __init__(self) -> None:
             self.lines: list[str] = []
+            self.waits: list[str] = []
 
         def submitted(self, operation: Operation) -> None:
             self.lines.append(f"submitted {operation.name}")
@@ -217,17 +218,29 @@ def test_an_observer_is_told_what_becomes_of_every_submission() -> None:
             self.lines.append(f"failed {name}")
 
         def announced(self) -> None:
-            pass
+            self.lines.append("announced")
 
-    def act(job: Context) -> list[str]:
+        def waiting(self, name: str) -> None:
+            self.waits.append(f"waiting {name}")
+
+        def waited(self, name: str) -> None:
+            self.waits.append(f"waited {name}")
+
+        def phase_ended(self, name: str) -> None:
+            self.lines.append(name)
+
+    def act(job: Context) -> tuple[list[str], list[str]]:
         diary = Diary()
         job.observe(diary)
         reduce(job, "a", blocking=True)
         x = np.ones(2 + job.rank, np.float32)
         with pytest.raises(CollectiveError, match="shapes"):
-            job.allreduce(x, x, FLOAT, name="b").wait()
+            job.allreduce(x, x, FLOAT, name="b", blocking=True).wait()
         job.observe(None)
         reduce(job, "c")
-        return diary.lines
+        return diary.lines, diary.waits
 
-    assert between(2, act) == [["submitted a", "began a", "ended a", "submitted b", "failed b"]] * 2
+    phases = ["MEMCPY_IN_FUSION_BUFFER", "WAIT_FOR_OTHER_RANKS", "SHM_ALLREDUCE", "MEMCPY_OUT_FUSION_BUFFER"]
+    lines = ["submitted a", "announced", "began a", *phases, "ended a", "submitted b", "announced", "failed b"]
+    waits = ["waiting a", "waited a", "waiting b", "waited b"]
+    assert between(2, act) == [(lines, waits)] * 2

@@ -107,7 +107,7 @@ class Engine:
         #: the beginnings of messages that come in pieces, by sender
         self._pieces: dict[int, bytearray] = {}
         #: told of everything, while there is one
-        self.observer: Observer | None = None
+        self._observer: Observer | None = None
         #: every operation of this rank that is not complete
         self._handles: dict[str, Handle] = {}
         #: when an answer is overdue even if the coordinator is slow; in order of submission, like _handles
@@ -158,8 +158,8 @@ class Engine:
                 raise DuplicateNameError(operation.name)
             self._handles[operation.name] = handle
             self._inbox.append(operation)
-        if self.observer is not None:
-            self.observer.submitted(operation)
+        if (observer := self._observer) is not None:
+            observer.submitted(operation)
         if self._thread is None:
             self.wait_for(handle)
         elif not blocking:
@@ -185,8 +185,33 @@ class Engine:
         """From now on notes on ``topic`` go to ``listener``. Others are dropped."""
         self._listeners[topic] = listener
 
+    @property
+    def works(self) -> bool:
+        """Whether collectives and notes still go anywhere: no rank was lost, none has left."""
+        return not self._closed and self._broken is None
+
+    @property
+    def unsent(self) -> int:
+        """Notes, and other control messages, that have not left yet."""
+        return len(self._notes) + self._transport.backlog
+
+    def observe(self, observer: Observer | None) -> None:
+        """From now on tell ``observer``, and nobody else; None ends it."""
+        self._observer = observer
+
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive if nobody does."""
+        observer = self._observer
+        if observer is None:
+            self._wait_for(handle)
+            return
+        observer.waiting(handle.name)
+        try:
+            self._wait_for(handle)
+        finally:
+            observer.waited(handle.name)
+
+    def _wait_for(self, handle: Handle) -> None:
         while not handle.done:
             if not self._closed and self._driver.acquire(blocking=False):
                 self._drive_for(handle)
@@ -362,8 +387,6 @@ class Engine:
         said = coordinator.announce(time.monotonic())
         if not said:
             return False
-        if self.observer is not None:
-            self.observer.announced()
         self._send(said)
         self._empty_backlog(time.monotonic() + self._deadline_seconds)
         self._follow_all(said)
@@ -411,12 +434,15 @@ class Engine:
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         if self._participant.broken is not None and self._broken is None:
             self._break(self._participant.broken)  # fails all, these too, but not before it is time to
+        observer = self._observer
+        if instructions and observer is not None:
+            observer.announced()
         for instruction in instructions:
             if isinstance(instruction, Execute):
                 self._execute(instruction.batch)
             else:
-                if self.observer is not None:
-                    self.observer.failed(instruction.name)
+                if observer is not None:
+                    observer.failed(instruction.name)
                 self._finish([(instruction.name, instruction.error)])
 
     def _break(self, error: CollectiveError) -> None:
@@ -435,11 +461,14 @@ class Engine:
             (operation, response, stand_in(operation) if handle is None else handle.task)
             for (operation, response), handle in zip(batch, handles, strict=True)
         ]
-        observer = self.observer
+        observer = self._observer
+        plane = self._teams[batch[0][0].process_set].plane
         results: Sequence[Outcome | CollectiveError]
         try:
             if observer is not None:
                 observer.began(batch)
+                if plane is not None:
+                    plane.phase_ended = observer.phase_ended
             results = execute(self._teams, members, deadline)
         except SharedMemoryError as error:
             results = [error.of(operation.name) for operation, _ in batch]
@@ -448,6 +477,8 @@ class Engine:
                 self._coordinator.abandon_set(response.value)
         finally:
             if observer is not None:
+                if plane is not None:
+                    plane.phase_ended = None
                 observer.ended(batch)
         self._finish([(operation.name, result) for (operation, _), result in zip(batch, results, strict=True)])
 
@@ -509,9 +540,9 @@ class Engine:
     def _fail_all(self, error: CollectiveError) -> None:
         self._inbox.clear()
         self._notes.clear()
-        if self.observer is not None:
+        if (observer := self._observer) is not None:
             for name in list(self._handles):
-                self.observer.failed(name)
+                observer.failed(name)
         self._finish([(name, error.of(name)) for name in list(self._handles)])
 
     def _say_goodbye(self) -> None:

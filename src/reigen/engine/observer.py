@@ -15,6 +15,14 @@ class Observer(Protocol):
     has joined sees only the latter, for operations of others in which it stands in.
     """
 
+    def waiting(self, name: str) -> None:
+        """A caller begins to wait for this operation: it can do nothing else now. Any thread."""
+        ...
+
+    def waited(self, name: str) -> None:
+        """It has its result, or an error. The same thread."""
+        ...
+
     def submitted(self, operation: Operation) -> None:
         """This rank has handed it in; from now on it waits for the others. Any thread."""
         ...
@@ -27,10 +35,14 @@ class Observer(Protocol):
         """They are over, well or not."""
         ...
 
+    def phase_ended(self, name: str) -> None:
+        """A part of carrying out the batch that was begun is over; see `reigen.planes.base.PhaseEnded`."""
+        ...
+
     def failed(self, name: str) -> None:
         """The submission under this name was refused or given up; it was not carried out."""
         ...
 
     def announced(self) -> None:
-        """A round of negotiation has come to something (Horovod's cycle)."""
+        """A round of negotiation has come to something (Horovod's cycle): what follows is carried out or fails now."""
         ...

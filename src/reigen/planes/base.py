@@ -16,7 +16,7 @@ After such an error the plane is broken for every rank of the group: only ``clos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +28,11 @@ from reigen.kernels.reduce import Reduction
 
 #: A flat array in a storage dtype.
 Array = NDArray[Any]
+
+#: Told, with its name, when a part of a collective is over. A part begins where the one before it ended, the first one
+#: where the collective was called; so one call at the end of each part tells everything. The names are those of a
+#: timeline: MEMCPY_IN_FUSION_BUFFER, WAIT_FOR_OTHER_RANKS, SHM_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER.
+PhaseEnded = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class DataPlane(Protocol):
     rank: int
     size: int
     capabilities: Capabilities
+    #: who wants to be told, if anybody
+    phase_ended: PhaseEnded | None
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
         """Reduce each buffer over all ranks; every rank gets the result. All or no buffers are registered memory.

@@ -8,7 +8,7 @@ import numpy as np
 
 from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reducer, Reduction
-from reigen.planes.base import Array, Buffer, Capabilities, Region
+from reigen.planes.base import Array, Buffer, Capabilities, PhaseEnded, Region
 
 _ALIGNMENT = 64
 
@@ -22,6 +22,7 @@ class NullPlane:
     capabilities = Capabilities(registered_memory=True, ordered_sums=True, abortable=True)
 
     def __init__(self) -> None:
+        self.phase_ended: PhaseEnded | None = None
         self._next_offset = 0
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:

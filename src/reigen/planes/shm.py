@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from reigen.cluster.neighbours import Mapped, Members
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
-from reigen.planes.base import Array, Buffer, Capabilities, Region
+from reigen.planes.base import Array, Buffer, Capabilities, PhaseEnded, Region
 from reigen.planes.direct import BLOCK_BYTES, DirectReduction, Reader, addresses_of
 from reigen.planes.null import NullPlane
 from reigen.planes.strung import Strung, slice_of
@@ -78,6 +78,7 @@ class ShmPlane:
 
     def __init__(self, neighbours: Members, part: Mapped, looks: int, direct_bytes: int = DIRECT_BYTES) -> None:
         self.rank, self.size = neighbours.rank, neighbours.size
+        self.phase_ended: PhaseEnded | None = None
         self._neighbours = neighbours
         self._looks = looks
         words = [[Word(array, line * _LINE) for array in part.arrays] for line in range(2)]
@@ -123,7 +124,8 @@ class ShmPlane:
         if buffers and buffers[0].offset >= 0:
             for buffer in buffers:
                 self._reduce_in_place(buffer, reducer, reduction)
-            self._reduced.wait(self._reduced.post(), deadline)
+            self._ended("SHM_ALLREDUCE")
+            self._wait_reduced(deadline)
             return
         source = Strung([b.source for b in buffers])
         target = Strung([b.target for b in buffers])
@@ -167,6 +169,7 @@ class ShmPlane:
         def collect(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             total = np.empty(source.size, storage)
             reducer.reduce([self._typed(slot, storage, source.size) for slot in slots], total)
+            self._ended("SHM_ALLREDUCE")
             target.write(0, total)
 
         self._rounds(1, fill, collect, deadline)
@@ -187,6 +190,7 @@ class ShmPlane:
             source.read(begin, begin + low, views[self.rank][:low])
             source.read(begin + high, end, views[self.rank][high:])
             steps.append((self._filled.post(), views))
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
 
         fill(0)
         for index, (begin, end) in enumerate(bounds):
@@ -194,12 +198,15 @@ class ShmPlane:
                 fill(index + 1)
             step, views = steps[index]
             self._filled.wait(step, deadline)
+            self._ended("WAIT_FOR_OTHER_RANKS")
             slices = [slice_of(end - begin, rank, self.size, storage.itemsize) for rank in range(self.size)]
             self._reduce_slice(source, target, views, begin, slices[self.rank], reducer)
-            self._reduced.wait(self._reduced.post(), deadline)
+            self._ended("SHM_ALLREDUCE")
+            self._wait_reduced(deadline)
             for rank, (low, high) in enumerate(slices):
                 if rank != self.rank:
                     target.write(begin + low, views[rank][low:high])
+            self._ended("MEMCPY_OUT_FUSION_BUFFER")
 
     def _reduce_slice(
         self,
@@ -231,9 +238,11 @@ class ShmPlane:
         self._exchange(own, lambda _, slots: shown.extend(slot[: own.size].copy() for slot in slots), deadline)
         work = DirectReduction(self._reader, source, target, shown, reduction.dtype.itemsize)
         work.reduce_own_slice(reducer)
-        self._reduced.wait(self._reduced.post(), deadline)
+        self._ended("SHM_ALLREDUCE")
+        self._wait_reduced(deadline)
         work.collect()
-        self._reduced.wait(self._reduced.post(), deadline)
+        self._ended("MEMCPY_OUT_FUSION_BUFFER")
+        self._wait_reduced(deadline)
 
     # -- collectives that are one exchange per chunk ------------------------------------------------------------------
 
@@ -255,6 +264,7 @@ class ShmPlane:
             out = target[index * part : (index + 1) * part]
             begin = self.rank * part
             reducer.reduce([slot.view(storage)[begin : begin + out.size] for slot in slots], out)
+            self._ended("SHM_REDUCESCATTER")
 
         self._rounds(-(-max(counts, default=0) // part), fill, collect, deadline)
 
@@ -338,8 +348,19 @@ class ShmPlane:
         for index in range(count):
             slots = self._slots[self._filled.count % _NUM_SLOTS]
             fill(index, slots[self.rank])
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
             self._filled.wait(self._filled.post(), deadline)
+            self._ended("WAIT_FOR_OTHER_RANKS")
             collect(index, slots)
+            self._ended("MEMCPY_OUT_FUSION_BUFFER")
+
+    def _wait_reduced(self, deadline: float) -> None:
+        self._reduced.wait(self._reduced.post(), deadline)
+        self._ended("WAIT_FOR_OTHER_RANKS")
+
+    def _ended(self, phase: str) -> None:
+        if self.phase_ended is not None:
+            self.phase_ended(phase)
 
     @staticmethod
     def _typed(slot: NDArray[np.uint8], storage: np.dtype[np.generic], count: int) -> Array:
