@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen.cluster.environ import Job, detect
@@ -120,6 +121,7 @@ class Context:
         self._check_reduction(dtype, op, len(team), prescale, postscale, process_set)
         if region is not None and source is not target:
             raise ArgumentError("registered memory is reduced in place: source must be target")
+        offset = -1 if region is None else _offset_in(region, target)
         operation = Operation(
             Kind.ALLREDUCE,
             self._named(name, "allreduce", process_set),
@@ -128,7 +130,7 @@ class Context:
             op,
             prescale,
             postscale,
-            offset=-1 if region is None else _offset_in(region, target),
+            offset=offset,
             process_set=process_set,
             divide_by_active=divide_by_active,
         )
@@ -151,13 +153,12 @@ class Context:
         team = self._members(process_set)
         for dtype in dtypes:
             self._check_reduction(dtype, op, len(team), prescale, postscale, process_set)
-        base = self._named(name, "grouped_allreduce", process_set)
         members = [
             Operation(Kind.ALLREDUCE, "", dtype.name, source.shape, op, prescale, postscale, process_set=process_set)
             for source, dtype in zip(sources, dtypes, strict=True)
         ]
         tasks = [Task(s.reshape(-1), t.reshape(-1), t) for s, t in zip(sources, targets, strict=True)]
-        return self._submit_group(Kind.ALLREDUCE, base, members, tasks, process_set, blocking)
+        return self._submit_group(name, members, tasks, blocking)
 
     def broadcast(
         self,
@@ -201,7 +202,7 @@ class Context:
         ``make_output(shape)`` gives the array for the result, called on whichever thread completes the operation.
         """
         self._members(process_set)
-        operation = _allgather_of(source, dtype, self._named(name, "allgather", process_set), process_set)
+        operation = self._name(_allgather_of(source, dtype, process_set), name)
         return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
     def grouped_allgather(
@@ -216,10 +217,9 @@ class Context:
     ) -> Handle:
         """`allgather` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
         self._members(process_set)
-        base = self._named(name, "grouped_allgather", process_set)
-        members = [_allgather_of(s, dtype, "", process_set) for s, dtype in zip(sources, dtypes, strict=True)]
+        members = [_allgather_of(s, dtype, process_set) for s, dtype in zip(sources, dtypes, strict=True)]
         tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
-        return self._submit_group(Kind.ALLGATHER, base, members, tasks, process_set, blocking)
+        return self._submit_group(name, members, tasks, blocking)
 
     def alltoall(
         self,
@@ -263,8 +263,7 @@ class Context:
     ) -> Handle:
         """Reduce like `allreduce`; this rank gets its rows. The first ``rows % size`` ranks get one row more."""
         size = len(self._members(process_set))
-        base = self._named(name, "reducescatter", process_set)
-        operation = _reducescatter_of(source, dtype, base, (op, prescale, postscale), size, process_set)
+        operation = self._name(_reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set), name)
         return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
     def grouped_reducescatter(
@@ -282,13 +281,12 @@ class Context:
     ) -> Handle:
         """`reducescatter` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
         size = len(self._members(process_set))
-        base = self._named(name, "grouped_reducescatter", process_set)
         members = [
-            _reducescatter_of(source, dtype, "", (op, prescale, postscale), size, process_set)
+            _reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set)
             for source, dtype in zip(sources, dtypes, strict=True)
         ]
         tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
-        return self._submit_group(Kind.REDUCESCATTER, base, members, tasks, process_set, blocking)
+        return self._submit_group(name, members, tasks, blocking)
 
     def barrier(self, *, name: str | None = None, process_set: int = 0, blocking: bool = False) -> Handle:
         """Done when every rank has submitted it. Other outstanding operations need not be."""
@@ -407,21 +405,24 @@ class Context:
         return handle
 
     def _submit_group(
-        self,
-        kind: Kind,
-        name: str,
-        members: Sequence[Operation],
-        tasks: Sequence[Task],
-        process_set: int,
-        blocking: bool,
+        self, name: str | None, members: Sequence[Operation], tasks: Sequence[Task], blocking: bool
     ) -> Handle:
         if not members:
             raise ArgumentError("a group needs at least one tensor")
-        operation = Operation(kind, name, process_set=process_set, members=tuple(members))
-        return self._submit(operation, Task(members=tuple(tasks)), blocking)
+        kind, process_set = members[0].kind, members[0].process_set
+        base = self._named(name, f"grouped_{kind.name.lower()}", process_set)
+        group = Operation(kind, base, process_set=process_set, members=tuple(members))
+        return self._submit(group, Task(members=tuple(tasks)), blocking)
+
+    def _name(self, operation: Operation, name: str | None) -> Operation:
+        named = self._named(name, operation.kind.name.lower(), operation.process_set)
+        return structs.replace(operation, name=named)
 
     def _named(self, name: str | None, kind: str, process_set: int) -> str:
-        """The name that travels: those of different process sets may be alike."""
+        """The name that travels: those of different process sets may be alike.
+
+        Called when everything else has been checked: an error takes no number of the unnamed operations.
+        """
         if name is None:
             name = f"{kind}{UNNAMED}{next(self._numbers[process_set])}"
         else:
@@ -442,16 +443,15 @@ class Context:
         check_adasum(dtype, size)
 
 
-def _allgather_of(source: NDArray[Any], dtype: DType, name: str, process_set: int) -> Operation:
+def _allgather_of(source: NDArray[Any], dtype: DType, process_set: int) -> Operation:
     if not source.ndim:
         raise ArgumentError("allgather needs at least one dimension, got a scalar")
-    return Operation(Kind.ALLGATHER, name, dtype.name, source.shape, process_set=process_set)
+    return Operation(Kind.ALLGATHER, "", dtype.name, source.shape, process_set=process_set)
 
 
 def _reducescatter_of(
     source: NDArray[Any],
     dtype: DType,
-    name: str,
     reduction: tuple[ReduceOp, float, float],
     size: int,
     process_set: int,
@@ -459,7 +459,7 @@ def _reducescatter_of(
     if not source.ndim:
         raise ArgumentError("reducescatter needs at least one dimension, got a scalar")
     reduction_of(dtype.name, reduction[0], size, *reduction[1:])
-    return Operation(Kind.REDUCESCATTER, name, dtype.name, source.shape, *reduction, process_set=process_set)
+    return Operation(Kind.REDUCESCATTER, "", dtype.name, source.shape, *reduction, process_set=process_set)
 
 
 def _splits(source: NDArray[Any], splits: Sequence[int] | None, size: int) -> tuple[int, ...]:

@@ -226,12 +226,17 @@ def local_errors() -> None:
             lambda: job.alltoall(x, FLOAT, splits=[5] * job.size),
             lambda: job.allgather(x[0], FLOAT),
             lambda: job.barrier(name="n" * 513),
-            lambda: job.allreduce(x, x, FLOAT, op=ReduceOp.ADASUM),
+            lambda: job.reducescatter(x, FLOAT, op=ReduceOp.ADASUM),
+            lambda: job.grouped_allreduce([], [], []),
+            lambda: job.grouped_allgather([x, x[0]], [FLOAT, FLOAT]),
+            lambda: job.grouped_reducescatter([x[0]], [FLOAT]),
+            lambda: job.barrier(process_set=1),
         ):
             with pytest.raises(ArgumentError):
                 wrong()
         first = job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name="x")
     job.barrier().wait()
+    job.grouped_allgather([x], [FLOAT]).wait()
     first.wait()
     assert (x == 2).all()
 
