@@ -15,6 +15,7 @@
     |   |   +-- JoinedError                     another rank has joined: it has no data for this operation
     |   +-- DeadlineError                       somebody did not come in time
     |   +-- PeerLostError                       a rank died, left or was stopped by its launcher
+    |   +-- ReplicaError                        the ranks hold different parameters
     |   +-- SharedMemoryError                   the machine has not enough memory for a segment
     +-- LaunchError                             the launcher could not do what it was asked
     +-- AuthenticationError                     the other end of a connection does not know the job's secret
@@ -123,6 +124,14 @@ class DeadlineError(CollectiveError):
 
 class PeerLostError(CollectiveError):
     """A rank died or left; ``ranks`` names it. Nothing works until ``shutdown()`` and ``init()``."""
+
+
+class ReplicaError(CollectiveError):
+    """A check found that the ranks hold different values; every rank gets it. Later collectives work.
+
+    ``tensor`` is the first one that differs, ``ranks`` hold something else than most ranks (than the lowest rank, where
+    no value has a majority).
+    """
 
 
 class SharedMemoryError(CollectiveError):

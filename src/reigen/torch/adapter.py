@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reigen.errors import UnsupportedTypeError
 from reigen.frontends.adapter import Array
@@ -27,6 +28,15 @@ def tensor_over(array: Array, dtype: DType) -> torch.Tensor:
     if dtype is _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """A tensor's bytes in the order in which they lie in memory: without a copy where it is dense and on the host."""
+    tensor = tensor.detach().cpu()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((extent,), (1,)) if extent == tensor.numel() else tensor.contiguous().reshape(-1)
+    data: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return data
 
 
 class TorchAdapter:

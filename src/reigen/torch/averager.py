@@ -10,7 +10,8 @@ import torch
 from reigen import context as contexts
 from reigen.errors import ArgumentError, CollectiveError
 from reigen.frontends.gradients import check_passes
-from reigen.torch.adapter import dtype_of
+from reigen.frontends.replicas import check_replicas
+from reigen.torch.adapter import bytes_of, dtype_of
 from reigen.torch.reducer import ReduceOptions, Reducer, check_finished
 
 
@@ -36,6 +37,8 @@ class GradientAverager:
         #: by id, which is faster to look up than a tensor; holding the tensor keeps its id its own
         self._known: dict[int, torch.Tensor] = {}
         self._finished = Finished.NOBODY
+        #: updates of the parameters since the ranks last began to count alike
+        self._num_updates = 0
         self.reducers: list[Reducer] = []
         self.adopt([parameter for _, parameter in named])
 
@@ -101,6 +104,20 @@ class GradientAverager:
     def stepped(self) -> None:
         """The gradients have been used or dropped: the next step needs new ones."""
         self._finished = Finished.NOBODY
+
+    def updated(self, parameters: Sequence[torch.Tensor]) -> None:
+        """The optimizer has changed its parameters; every so many times (REIGEN_CHECK_REPLICAS) they are compared.
+
+        Raises:
+            ReplicaError: they are not the same on all ranks.
+        """
+        every = self._context.config.check_replicas
+        if not every or not self.reducers:
+            return
+        self._num_updates += 1
+        if self._num_updates % every == 0:
+            names = [self._names.get(p, f"parameter {index}") for index, p in enumerate(parameters)]
+            check_replicas(self._context, [bytes_of(p) for p in parameters], names, self.reducers[0].name)
 
     def discard(self) -> None:
         """The gradients are about to be cleared.

@@ -160,6 +160,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         Raises:
             StepOrderError: within ``skip_synchronize()`` although gradients are on their way.
             CollectiveError: a reduction failed; no parameter has been changed.
+            ReplicaError: REIGEN_CHECK_REPLICAS is set, and the ranks hold different parameters after this step.
         """
         averager = self._averager
         if self._skips:
@@ -173,9 +174,11 @@ class AveragingOptimizer(torch.optim.Optimizer):
         elif averager.finished is Finished.NOBODY and (closure is None or averager.outstanding):
             self._finish(Finished.READER)
         try:
-            return super().step() if closure is None else super().step(self._reduced(closure))
+            loss = super().step() if closure is None else super().step(self._reduced(closure))
         finally:
             averager.stepped()
+        averager.updated(self._parameters())
+        return loss
 
     # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.
     step.hooked = True  # type: ignore[attr-defined]
@@ -206,8 +209,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
         return _blank, (plain,), self.__getstate__()
 
     def _finish(self, by: Finished) -> None:
-        groups = self.__dict__["param_groups"]
-        self._averager.finish([parameter for group in groups for parameter in group["params"]], by)
+        self._averager.finish(self._parameters(), by)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.__dict__["param_groups"] for parameter in group["params"]]
 
     def _reduced(self, closure: _Closure) -> _Closure:
         """The closure, followed by the reduction of the gradients that it computed."""

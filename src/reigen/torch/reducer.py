@@ -110,7 +110,7 @@ class Reducer:
         for index in left.missing:
             self._collect(index, self.parameters[index])
         self._submit(left.submit)
-        self._sparse.start(self._context, self._name, self.parameters)
+        self._sparse.start(self._context, self.name, self.parameters)
 
     def wait(self) -> None:
         """Wait for everything that was submitted; then every ``p.grad`` is the reduced gradient, and a new pass begins.
@@ -141,7 +141,7 @@ class Reducer:
 
     def _bind(self, context: Context) -> None:
         self._context = context
-        self._name = f"gradients.{next(context.gradient_sets[0])}"
+        self.name = f"gradients.{next(context.gradient_sets[0])}"
 
     def _follow_context(self) -> None:
         """After shutdown() and init(), begin anew with the new context: agree again, register again."""
@@ -222,7 +222,7 @@ class Reducer:
             array,
             DTYPES[plan.buckets[bucket].dtype],
             op=reduction.op,
-            name=f"{self._name}.{bucket}",
+            name=f"{self.name}.{bucket}",
             prescale=reduction.prescale,
             postscale=reduction.postscale,
             region=region,
@@ -241,7 +241,7 @@ class Reducer:
 
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
-        agreement = agree(self._context, self._proposal(), self._name)
+        agreement = agree(self._context, self._proposal(), self.name)
         order = arrival_order(agreement.order, len(self.parameters))
         dense = [index for index in order if not agreement.sparse_dims[index]]
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
@@ -258,7 +258,7 @@ class Reducer:
         return _grouped(self.parameters, groups or {})
 
     def _register(self, plan: BucketPlan) -> None:
-        region = self._context.allocate(max(1, plan.nbytes), name=self._name)
+        region = self._context.allocate(max(1, plan.nbytes), name=self.name)
         region.array[:] = 0  # also brings the pages in, and leaves no garbage between the places
         self._region = region
         for bucket in plan.buckets:
