@@ -146,6 +146,21 @@ class Config:
     log_hide_time: bool = _knob(False, _switch, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
 
+    def engine_cpu(self, local_rank: int) -> int | None:
+        """The processor for the engine's thread of ``local_rank``; None: any.
+
+        Raises:
+            ConfigError: several are given, but none for this rank.
+        """
+        if len(self.thread_affinity) < 2:
+            return self.thread_affinity[0] if self.thread_affinity else None
+        if local_rank >= len(self.thread_affinity):
+            raise ConfigError(
+                f"{self.origins.get('thread_affinity', 'thread_affinity')} gives the processors of "
+                f"{len(self.thread_affinity)} ranks, but this is local rank {local_rank}"
+            )
+        return self.thread_affinity[local_rank]
+
 
 #: Knob -> the variables that set it, the first that is set wins.
 VARIABLES: dict[str, tuple[str, ...]] = {
@@ -170,7 +185,7 @@ _REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items
 #: Variables that are no knobs: the place in the job, services, other tools, Horovod's build and its integrations.
 _NO_KNOBS = re.compile(
     r"(REIGEN|HOROVOD)_(LOCAL_|CROSS_)?(RANK|SIZE)"
-    r"|REIGEN_(RENDEZVOUS|SECRET|TERMINAL|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
+    r"|REIGEN_(RENDEZVOUS|SECRET|TERMINAL|PREFIXED|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
     r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
     r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"
 )
@@ -220,10 +235,10 @@ def without_effect(environ: Mapping[str, str]) -> list[str]:
 def misspelt(environ: Mapping[str, str]) -> list[str]:
     """The names of REIGEN_* and HOROVOD_* variables that mean nothing, each with the closest name that does."""
     known = {*_REASONS, *(variable for variables in VARIABLES.values() for variable in variables)}
-    by_stem = {_stem(name): name for name in sorted(known)}  # REIGEN_*, where both are known
     found = []
     for name in sorted(environ):
         if name.startswith(("REIGEN_", "HOROVOD_")) and name not in known and not _NO_KNOBS.fullmatch(name):
+            by_stem = {_stem(one): one for one in sorted(known, key=lambda one: one[0] == name[0])}
             close = get_close_matches(_stem(name), by_stem, 1, cutoff=0.75)
             found.append(f"{name} (did you mean {by_stem[close[0]]}?)" if close else name)
     return found

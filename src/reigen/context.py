@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import logging
 import os
 import threading
 import time
@@ -15,11 +16,12 @@ from typing import Any
 from msgspec import structs
 from numpy.typing import NDArray
 
-from reigen.cluster.environ import Job, detect
+from reigen import log
+from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
 from reigen.cluster.neighbours import meet
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient
 from reigen.cluster.topology import Topology
-from reigen.config import Config, load
+from reigen.config import Config, load, misspelt, settings, without_effect
 from reigen.engine.engine import Engine, Listener
 from reigen.engine.execution import reduction_of
 from reigen.engine.handles import Handle, Outcome, Task
@@ -37,6 +39,8 @@ from reigen.types import DType, ReduceOp
 from reigen.wire.mailbox import Mailbox, mailbox_bytes
 
 __all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "shutdown"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES = 512
 #: How often a waiting caller looks for an answer before it sleeps, where every rank has a core of its own.
@@ -75,11 +79,12 @@ class Context:
         self._release: Callable[[], None] = lambda: None
         #: the data plane in use, and why
         self.plane, self.plane_reason = choose(topology, config.plane)
+        cpu = config.engine_cpu(topology.local_rank)
         if rendezvous is None or self.plane == "null":
             self._engine = _engine_alone(config)
         else:
             self._engine, self._release = _engine_on_host(topology, config, rendezvous, generation)
-            self._engine.start()
+            self._engine.start(cpu)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -527,8 +532,12 @@ _forked_from: Context | None = None
 _generations: Counter[bytes] = Counter()
 
 
-def init(environ: Mapping[str, str] | None = None) -> Context:
+def init(environ: Mapping[str, str] | None = None, arguments: Mapping[str, object] | None = None) -> Context:
     """Join the job that the environment speaks of; alone if it speaks of none. Does nothing when already in it.
+
+    Args:
+        environ: environment variables, by default this process's.
+        arguments: knobs that the program has set, by the names of their fields; they win over the environment.
 
     Raises:
         ConfigError: the environment is contradictory, or asks for what there is not.
@@ -541,9 +550,25 @@ def init(environ: Mapping[str, str] | None = None) -> Context:
             _refuse_fork()
             _watch_forks()
             environ = os.environ if environ is None else environ
-            _current = _join(detect(environ), load(environ))
+            job, config = detect(environ), load(environ, arguments)
+            place = None if job.topology.size == 1 or environ.get(PREFIXED_VARIABLE) else job.topology.rank
+            log.attach(config.log_level, hide_time=config.log_hide_time, rank=place)
+            _current = _join(job, config)
+            if _current.rank == 0:
+                _announce(job, _current, environ)
             atexit.register(shutdown)
         return _current
+
+
+def _announce(job: Job, context: Context, environ: Mapping[str, str]) -> None:
+    """Tell how this job came about and what it was asked for."""
+    _log.info("%d process(es), started by %s: %s", context.size, job.launcher, job.reason)
+    _log.info("data plane %s: %s", context.plane, context.plane_reason)
+    for line in (*settings(context.config), *without_effect(environ)):
+        _log.info("%s", line)
+    unknown = misspelt(environ)
+    if unknown:
+        _log.warning("environment variables that mean nothing to Reigen: %s", ", ".join(unknown))
 
 
 def _join(job: Job, config: Config) -> Context:

@@ -180,6 +180,15 @@ def test_a_misspelt_variable_is_told_with_the_closest_name() -> None:
     }
     assert misspelt(environ) == [
         "HOROVOD_BUCKET_BYTES (did you mean REIGEN_BUCKET_BYTES?)",
-        "HOROVOD_FUSION_TRESHOLD (did you mean REIGEN_FUSION_THRESHOLD?)",
+        "HOROVOD_FUSION_TRESHOLD (did you mean HOROVOD_FUSION_THRESHOLD?)",
         "REIGEN_FROBNICATE",
     ]
+
+
+def test_the_engines_thread_is_placed_by_local_rank() -> None:
+    assert [load({}).engine_cpu(rank) for rank in (0, 5)] == [None, None]
+    assert [load({"HOROVOD_THREAD_AFFINITY": "4"}).engine_cpu(rank) for rank in (0, 5)] == [4, 4]
+    config = load({"HOROVOD_THREAD_AFFINITY": "4,2"})
+    assert [config.engine_cpu(rank) for rank in (0, 1)] == [4, 2]
+    with pytest.raises(ConfigError, match=r"HOROVOD_THREAD_AFFINITY gives the processors of 2 ranks, .* local rank 2"):
+        config.engine_cpu(2)

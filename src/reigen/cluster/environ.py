@@ -23,6 +23,8 @@ PLACE_VARIABLES = (
 )
 RENDEZVOUS_VARIABLE = "REIGEN_RENDEZVOUS"
 SECRET_VARIABLE = "REIGEN_SECRET"
+#: Set to 1 where the launcher writes its rank before each line that a process prints.
+PREFIXED_VARIABLE = "REIGEN_PREFIXED"
 
 _SECRET_DIGITS = 64
 

@@ -14,6 +14,8 @@ finished driving hands the doorbell back to the parked thread, and wakes it if w
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import threading
 import time
 from collections import deque
@@ -43,6 +45,8 @@ from reigen.engine.transport import Transport, Watch
 from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, PeerLostError, SharedMemoryError
 from reigen.planes.base import DataPlane
 from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
+
+_log = logging.getLogger(__name__)
 
 #: A sleep while something is outstanding: deaths and deadlines are looked at this often.
 SLICE_SECONDS = 0.1
@@ -120,10 +124,19 @@ class Engine:
         self._broken: CollectiveError | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
-        """Start the engine's thread. A job of one rank does without: whoever submits completes."""
+    def start(self, cpu: int | None = None) -> None:
+        """Start the engine's thread. A job of one rank does without: whoever submits completes.
+
+        Args:
+            cpu: number of the processor to bind it to, None to leave that to the kernel.
+        """
         self._thread = threading.Thread(target=self._run, name=f"reigen-engine-{self._plane.rank}", daemon=True)
         self._thread.start()
+        if cpu is not None and self._thread.native_id is not None:
+            try:
+                os.sched_setaffinity(self._thread.native_id, {cpu})
+            except (OSError, OverflowError) as error:
+                _log.warning("the engine's thread runs where it likes, processor %d cannot be used: %s", cpu, error)
 
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:

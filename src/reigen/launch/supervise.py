@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import IO, Self
 
+from reigen.cluster.environ import PREFIXED_VARIABLE
 from reigen.cluster.rendezvous import RendezvousServer
 from reigen.errors import LaunchError
 from reigen.launch.guard import STOP_SIGNALS, guarded
@@ -73,7 +74,7 @@ def _run_supervised(options: Options, environ: Mapping[str, str], lifeline: int,
         places, reason = plan(
             options.num_ranks,
             Services(server.address, secret, port),
-            {**environ, TERMINAL_VARIABLE: "1"} if sys.stdout.isatty() else environ,
+            _told(environ, prefix=options.prefix),
             cores_here(),
             bind=options.bind,
             start_timeout_seconds=options.start_timeout_seconds,
@@ -85,6 +86,13 @@ def _run_supervised(options: Options, environ: Mapping[str, str], lifeline: int,
             _tell(places, supervisor.pids, reason)
         server.start()
         return supervisor.run()
+
+
+def _told(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
+    """The environment, and what the ranks' output meets on its way."""
+    facts = {TERMINAL_VARIABLE: sys.stdout.isatty(), PREFIXED_VARIABLE: prefix}
+    others = {name: text for name, text in environ.items() if name not in facts}
+    return others | {name: "1" for name, holds in facts.items() if holds}
 
 
 def _tell(places: Sequence[Place], pids: Sequence[int], reason: str) -> None:
