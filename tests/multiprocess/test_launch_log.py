@@ -40,10 +40,14 @@ def test_knobs_and_their_origins_are_told_at_info_level():
         "[0] info: cache_capacity = 7 (default: 1024), set by HOROVOD_CACHE_CAPACITY",
         "[0] info: thread_affinity = (0, 77777) (default: ()), set by HOROVOD_THREAD_AFFINITY",
         "[0] info: log_level = info (default: warning), set by REIGEN_LOG",
-        "[0] info: HOROVOD_CYCLE_TIME has no effect: nothing waits for a cycle: an operation starts when its last "
-        "rank has come",
-        "[0] warning: environment variables that mean nothing to Reigen: HOROVOD_FUSION_TRESHOLD "
-        "(did you mean HOROVOD_FUSION_THRESHOLD?)",
+        (
+            "[0] info: HOROVOD_CYCLE_TIME has no effect: nothing waits for a cycle: an operation starts when its last "
+            "rank has come"
+        ),
+        (
+            "[0] warning: environment variables that mean nothing to Reigen: HOROVOD_FUSION_TRESHOLD "
+            "(did you mean HOROVOD_FUSION_THRESHOLD?)"
+        ),
     ]
     second = {line for line in words if line.startswith("[1]")}
     assert len(second) == 1
