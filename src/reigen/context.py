@@ -76,6 +76,9 @@ class Context:
         self._numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         #: numbers for sets of gradients, by process set: the same on every member that makes them in the same order
         self.gradient_sets: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        #: numbers for layers that communicate, by process set: the same on every member that first uses them in the
+        #: same order
+        self.layer_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         self._release: Callable[[], None] = lambda: None
         #: the data plane in use, and why
         self.plane, self.plane_reason = choose(topology, config.plane)
@@ -345,6 +348,7 @@ class Context:
         self._submit(operation, Task(), blocking=True).wait()
         self._numbers.pop(process_set, None)
         self.gradient_sets.pop(process_set, None)
+        self.layer_numbers.pop(process_set, None)
 
     def _members(self, process_set: int) -> tuple[int, ...]:
         """The ranks of a set, of which this is one."""

@@ -34,6 +34,7 @@ from reigen.torch.ops import (
 )
 from reigen.torch.optimizer import DistributedOptimizer
 from reigen.torch.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from reigen.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Average",
@@ -44,6 +45,7 @@ __all__ = [
     "Min",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "allgather",
     "allgather_async",
     "allgather_object",
