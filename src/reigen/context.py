@@ -72,6 +72,8 @@ class Context:
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.cross_rank, self.cross_size = topology.cross_rank, topology.cross_size
         self.config = config
+        #: how often this rank has joined: the same on all ranks that are not just waiting for the others to do so
+        self.num_joins = 0
         #: numbers for unnamed operations, by process set: the same on every member that submits in the same order
         self._numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         #: numbers for sets of gradients, by process set: the same on every member that makes them in the same order
@@ -306,8 +308,10 @@ class Context:
         """This rank has no more data: done when all ranks have said so; `Outcome.value` is the last of them.
 
         Until then it takes part, with neutral elements, in the allreduces of those that have not joined. Their other
-        collectives are refused (JoinedError).
+        collectives are refused (JoinedError). Unnamed operations are counted anew afterwards, since the others went on.
         """
+        self.num_joins += 1
+        self._numbers.clear()
         return self._submit(Operation(Kind.JOIN, "join"), Task(), blocking)
 
     # -- process sets -------------------------------------------------------------------------------------------------
@@ -433,7 +437,7 @@ class Context:
         Called when everything else has been checked: an error takes no number of the unnamed operations.
         """
         if name is None:
-            name = f"{kind}{UNNAMED}{next(self._numbers[process_set])}"
+            name = f"{kind}{UNNAMED}{self.num_joins}.{next(self._numbers[process_set])}"
         else:
             name = str(name)  # some scripts number their tensors
             if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:

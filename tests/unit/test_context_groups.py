@@ -342,6 +342,18 @@ def test_after_all_have_joined_everything_is_as_before() -> None:
     assert between(2, act) == [[2.0, 5.0, 6.0, 2.0] * 2, [2.0, 2.0, 5.0, 6.0] * 2]
 
 
+def test_unnamed_operations_match_after_a_join_although_some_ranks_had_more_of_them() -> None:
+    def act(job: Context) -> list[float]:
+        found = []
+        for epoch in range(3):
+            found += [total(job, 1.0) for _ in range(1 + 2 * (job.rank == epoch % job.size))]
+            job.join(blocking=True).wait()
+            found.append(total(job, float(job.rank)))
+        return found
+
+    assert between(2, act) == [[2, 1, 1, 1, 2, 1, 2, 1, 1, 1], [2, 1, 2, 1, 1, 1, 2, 1]]
+
+
 def test_what_zeros_cannot_stand_for_is_refused_on_those_who_asked() -> None:
     def act(job: Context) -> int:
         x = np.ones((2, 2), np.float32)
