@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import hashlib
 import itertools
 import logging
 import os
@@ -19,8 +20,8 @@ from numpy.typing import NDArray
 from reigen import log
 from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
 from reigen.cluster.neighbours import meet
-from reigen.cluster.rendezvous import Rendezvous, RendezvousClient
-from reigen.cluster.topology import Topology
+from reigen.cluster.rendezvous import Rendezvous, RendezvousClient, Room
+from reigen.cluster.topology import Topology, among
 from reigen.config import Config, load, misspelt, settings, without_effect
 from reigen.engine.engine import Engine, Listener
 from reigen.engine.execution import reduction_of
@@ -536,18 +537,24 @@ _lock = threading.Lock()
 _current: Context | None = None
 #: in a process that was forked from a rank: that rank's context, kept so that nothing of it is torn down here
 _forked_from: Context | None = None
-#: how often this process has joined each job, by the job's secret: ranks that meet count alike
-_generations: Counter[bytes] = Counter()
+#: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
+_generations: Counter[tuple[bytes, str]] = Counter()
 
 
-def init(environ: Mapping[str, str] | None = None, arguments: Mapping[str, object] | None = None) -> Context:
+def init(
+    environ: Mapping[str, str] | None = None,
+    arguments: Mapping[str, object] | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Context:
     """Join the job that the environment speaks of; alone if it speaks of none. Does nothing when already in it.
 
     Args:
         environ: environment variables, by default this process's.
         arguments: knobs that the program has set, by the names of their fields; they win over the environment.
+        ranks: some ranks of that job, of which this is one, that form a job of their own; numbered in this order.
 
     Raises:
+        ArgumentError: ``ranks`` are none of the job, or this rank is not one of them.
         ConfigError: the environment is contradictory, or asks for what there is not.
         DeadlineError: other ranks did not come; names them.
         AuthenticationError: the launcher's rendezvous knows another secret.
@@ -561,7 +568,7 @@ def init(environ: Mapping[str, str] | None = None, arguments: Mapping[str, objec
             job, config = detect(environ), load(environ, arguments)
             place = None if job.topology.size == 1 or environ.get(PREFIXED_VARIABLE) else job.topology.rank
             log.attach(config.log_level, hide_time=config.log_hide_time, rank=place)
-            _current = _join(job, config)
+            _current = _join(job, config, ranks)
             if _current.rank == 0:
                 _announce(job, _current, environ)
             atexit.register(shutdown)
@@ -579,14 +586,18 @@ def _announce(job: Job, context: Context, environ: Mapping[str, str]) -> None:
         _log.warning("environment variables that mean nothing to Reigen: %s", ", ".join(unknown))
 
 
-def _join(job: Job, config: Config) -> Context:
+def _join(job: Job, config: Config, ranks: Sequence[int] | None) -> Context:
+    topology, room = job.topology, ""
+    if ranks is not None and tuple(ranks) != tuple(range(topology.size)):
+        topology, room = among(topology, ranks), hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     if job.rendezvous is None or job.secret is None:
-        return Context(job.topology, config)
+        return Context(topology, config)
     timeout = config.start_timeout_seconds
     rendezvous = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, timeout)
     try:
-        context = Context(job.topology, config, rendezvous, _generations[job.secret])
-        _generations[job.secret] += 1
+        meeting = Room(rendezvous, room) if room else rendezvous
+        context = Context(topology, config, meeting, _generations[job.secret, room])
+        _generations[job.secret, room] += 1
         return context
     finally:
         rendezvous.close()

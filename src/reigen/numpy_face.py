@@ -23,24 +23,36 @@ from numpy.typing import ArrayLike, NDArray
 
 from reigen.context import current
 from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.frontends.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from reigen.frontends.collectives import (
+    Adasum,
     Average,
     Collectives,
     Max,
     Min,
-    Pending,
     Product,
     Sum,
-    check_op,
-    check_process_set,
-    choose_op,
     poll,
+    reducing,
     synchronize,
 )
+from reigen.frontends.functions import Handle, SharedFunctions, barrier, join
 from reigen.frontends.job import (
     cross_rank,
     cross_size,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -48,14 +60,19 @@ from reigen.frontends.job import (
     shutdown,
     size,
 )
-from reigen.types import DTYPES, GLOBAL_PROCESS_SET, DType, ProcessSet
+from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from reigen.types import DTYPES, DType
 
+# The one list of what `import reigen` offers, but for __version__.
 __all__ = [
+    "Adasum",
     "Average",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allreduce",
@@ -69,31 +86,58 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "synchronize",
 ]
 
-#: All ranks of the job.
-global_process_set = GLOBAL_PROCESS_SET
-
 Array = NDArray[Any]
-Handle = Pending[Any]
 
 
 class _NumpyAdapter:
     """NumPy arrays, seen as themselves."""
+
+    def given(self, value: Any, *, writable: bool = False) -> Array:
+        """See `TensorAdapter.given`."""
+        if not writable:
+            return np.asarray(value)
+        if not isinstance(value, np.ndarray):
+            raise UnsupportedTypeError(f"an in-place collective needs a NumPy array, got {type(value).__name__}")
+        if not value.flags.writeable:
+            raise ArgumentError("an in-place collective needs an array that may be written, and this one is read-only")
+        return value
 
     def dtype(self, tensor: Array) -> DType:
         """See `TensorAdapter.dtype`."""
@@ -102,9 +146,9 @@ class _NumpyAdapter:
             raise UnsupportedTypeError(f"Tensor type {tensor.dtype} is not supported.")
         return found
 
-    def shape(self, tensor: Array) -> tuple[int, ...]:
-        """See `TensorAdapter.shape`."""
-        return tensor.shape
+    def device(self, tensor: Array) -> str:
+        """See `TensorAdapter.device`."""
+        return "cpu"
 
     def array(self, tensor: Array) -> tuple[Array, bool]:
         """See `TensorAdapter.array`."""
@@ -124,6 +168,21 @@ class _NumpyAdapter:
 
 
 _COLLECTIVES: Collectives[Array] = Collectives(_NumpyAdapter(), current)
+_SHARED: SharedFunctions[ArrayLike, Array] = SharedFunctions(_COLLECTIVES)
+
+allgather_async = _SHARED.allgather_async
+allreduce_ = _SHARED.allreduce_
+allreduce_async = _SHARED.allreduce_async
+allreduce_async_ = _SHARED.allreduce_async_
+broadcast_ = _SHARED.broadcast_
+broadcast_async = _SHARED.broadcast_async
+broadcast_async_ = _SHARED.broadcast_async_
+grouped_allgather_async = _SHARED.grouped_allgather_async
+grouped_allreduce_ = _SHARED.grouped_allreduce_
+grouped_allreduce_async = _SHARED.grouped_allreduce_async
+grouped_allreduce_async_ = _SHARED.grouped_allreduce_async_
+grouped_reducescatter_async = _SHARED.grouped_reducescatter_async
+reducescatter_async = _SHARED.reducescatter_async
 
 
 def allreduce(
@@ -141,109 +200,50 @@ def allreduce(
         tensor: the same shape and dtype on every rank.
         average: deprecated; use ``op``.
         name: matches the ranks' calls; without one they match in the order of submission.
-        op: Average (the default), Sum, Min, Max or Product.
+        op: Average (the default), Sum, Adasum, Min, Max or Product.
         prescale_factor: multiplied in before the reduction.
         postscale_factor: multiplied in after it.
-        process_set: only ``global_process_set``.
+        process_set: whose ranks take part; "all ranks" are its ranks then.
 
     Raises:
         ArgumentError, UnsupportedTypeError: an argument is wrong here; nothing was sent.
         CollectiveError: see `reigen.errors` for its kinds.
     """
-    check_process_set(process_set)
-    array, chosen = np.asarray(tensor), choose_op(average, op)
-    return _COLLECTIVES.allreduce(array, chosen, name, prescale_factor, postscale_factor, blocking=True).take()
+    how = reducing(average, op, prescale_factor, postscale_factor)
+    return _COLLECTIVES.allreduce(tensor, how, name, process_set, blocking=True).take()
 
 
-def allreduce_async(
-    tensor: ArrayLike,
+def grouped_allreduce(
+    tensors: Sequence[ArrayLike],
     average: bool | None = None,
     name: str | None = None,
     op: int | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin `allreduce`; `synchronize` gives the result."""
-    check_process_set(process_set)
-    chosen = choose_op(average, op)
-    return _COLLECTIVES.allreduce(np.asarray(tensor), chosen, name, prescale_factor, postscale_factor)
-
-
-def allreduce_(
-    tensor: Array,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Array:
-    """`allreduce` in place: the result is written into ``tensor``, which is returned."""
-    check_process_set(process_set)
-    chosen = choose_op(average, op)
-    return _COLLECTIVES.allreduce(
-        _writable(tensor), chosen, name, prescale_factor, postscale_factor, in_place=True, blocking=True
-    ).take()
-
-
-def allreduce_async_(
-    tensor: Array,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin `allreduce_`. The array must not be touched before `synchronize`."""
-    check_process_set(process_set)
-    chosen = choose_op(average, op)
-    return _COLLECTIVES.allreduce(_writable(tensor), chosen, name, prescale_factor, postscale_factor, in_place=True)
+) -> list[Array]:
+    """`allreduce` of several arrays, which may differ in shape and dtype: all or none of them."""
+    how = reducing(average, op, prescale_factor, postscale_factor)
+    return _COLLECTIVES.grouped_allreduce(tensors, how, name, process_set, blocking=True).take()
 
 
 def allgather(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """All ranks' arrays, concatenated along dimension 0 in rank order; that dimension may differ between ranks."""
-    check_process_set(process_set)
-    return _COLLECTIVES.allgather(np.asarray(tensor), name, blocking=True).take()
+    return _COLLECTIVES.allgather(tensor, name, process_set, blocking=True).take()
 
 
-def allgather_async(tensor: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Begin `allgather`."""
-    check_process_set(process_set)
-    return _COLLECTIVES.allgather(np.asarray(tensor), name)
+def grouped_allgather(
+    tensors: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """`allgather` of several arrays: all or none of them."""
+    return _COLLECTIVES.grouped_allgather(tensors, name, process_set, blocking=True).take()
 
 
 def broadcast(
     tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
-    """The root's array, as a new array on every rank; shape and dtype are the same on all."""
-    check_process_set(process_set)
-    return _COLLECTIVES.broadcast(np.asarray(tensor), root_rank, name, blocking=True).take()
-
-
-def broadcast_async(
-    tensor: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin `broadcast`."""
-    check_process_set(process_set)
-    return _COLLECTIVES.broadcast(np.asarray(tensor), root_rank, name)
-
-
-def broadcast_(
-    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Array:
-    """`broadcast` in place: the root's contents are written into ``tensor``, which is returned."""
-    check_process_set(process_set)
-    return _COLLECTIVES.broadcast(_writable(tensor), root_rank, name, in_place=True, blocking=True).take()
-
-
-def broadcast_async_(
-    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin `broadcast_`. The array must not be touched before `synchronize`."""
-    check_process_set(process_set)
-    return _COLLECTIVES.broadcast(_writable(tensor), root_rank, name, in_place=True)
+    """The array of the root (a rank of the job), as a new array on every rank; shape and dtype are the same on all."""
+    return _COLLECTIVES.broadcast(tensor, root_rank, name, process_set, blocking=True).take()
 
 
 def alltoall(
@@ -252,10 +252,9 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Array | tuple[Array, Array]:
-    """``splits[r]`` rows go to rank r. Returns what came; if ``splits`` were given, with the rows from each rank."""
-    check_process_set(process_set)
-    output, received = _COLLECTIVES.alltoall(np.asarray(tensor), splits, name, blocking=True).take()
-    return output if splits is None else (output, np.array(received, np.int32))
+    """``splits[i]`` rows go to the i-th rank. Returns what came; if ``splits`` were given, with the rows from each."""
+    output, received = _alltoall(tensor, splits, name, process_set, blocking=True).take()
+    return output if splits is None else (output, received)
 
 
 def alltoall_async(
@@ -265,9 +264,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin `alltoall`; `synchronize` always gives the pair."""
-    check_process_set(process_set)
-    pending = _COLLECTIVES.alltoall(np.asarray(tensor), splits, name)
-    return pending.then(lambda result: (result[0], np.array(result[1], np.int32)))
+    return _alltoall(tensor, splits, name, process_set, blocking=False)
 
 
 def reducescatter(
@@ -278,34 +275,27 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Array:
-    """Reduce over all ranks and keep this rank's rows: the first ``rows % size()`` ranks get one more."""
-    check_process_set(process_set)
-    array, chosen = np.asarray(tensor), check_op(op)
-    return _COLLECTIVES.reducescatter(array, chosen, name, prescale_factor, postscale_factor, blocking=True).take()
+    """Reduce over all ranks and keep this rank's rows: the first ``rows % size`` ranks get one more. No Adasum."""
+    how = reducing(None, op, prescale_factor, postscale_factor)
+    return _COLLECTIVES.reducescatter(tensor, how, name, process_set, blocking=True).take()
 
 
-def reducescatter_async(
-    tensor: ArrayLike,
+def grouped_reducescatter(
+    tensors: Sequence[ArrayLike],
     name: str | None = None,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+) -> list[Array]:
+    """`reducescatter` of several arrays: all or none of them."""
+    how = reducing(None, op, prescale_factor, postscale_factor)
+    return _COLLECTIVES.grouped_reducescatter(tensors, how, name, process_set, blocking=True).take()
+
+
+def _alltoall(
+    tensor: ArrayLike, splits: Sequence[int] | None, name: str | None, process_set: ProcessSet, *, blocking: bool
 ) -> Handle:
-    """Begin `reducescatter`."""
-    check_process_set(process_set)
-    return _COLLECTIVES.reducescatter(np.asarray(tensor), check_op(op), name, prescale_factor, postscale_factor)
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has come here."""
-    check_process_set(process_set)
-    _COLLECTIVES.barrier()
-
-
-def _writable(tensor: object) -> Array:
-    if not isinstance(tensor, np.ndarray):
-        raise UnsupportedTypeError(f"an in-place collective needs a NumPy array, got {type(tensor).__name__}")
-    if not tensor.flags.writeable:
-        raise ArgumentError("an in-place collective needs an array that may be written, and this one is read-only")
-    return tensor
+    rows = None if splits is None else [int(rows) for rows in splits]
+    pending = _COLLECTIVES.alltoall(tensor, rows, name, process_set, blocking=blocking)
+    return pending.then(lambda result: (result[0], np.array(result[1], np.int32)))

@@ -1,4 +1,4 @@
-"""Frozen facts that every layer shares: reduction operators, element types, process sets."""
+"""Frozen facts that every layer shares: reduction operators and element types."""
 
 from __future__ import annotations
 
@@ -64,18 +64,3 @@ def dtype_named(name: str) -> DType:
     except KeyError:
         supported = ", ".join(sorted(DTYPES))
         raise UnsupportedTypeError(f"Tensor type {name} is not supported. Supported: {supported}.") from None
-
-
-@dataclass(frozen=True)
-class ProcessSet:
-    """The ranks that take part in a collective. So far the one that holds every rank of the job.
-
-    Attributes:
-        process_set_id: 0 for the set of all ranks.
-    """
-
-    process_set_id: int
-
-
-#: All ranks of the job.
-GLOBAL_PROCESS_SET = ProcessSet(0)

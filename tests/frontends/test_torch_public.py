@@ -16,17 +16,28 @@ SIGNATURES = {
     "postscale_factor=1.0, process_set=P)",
     "allreduce_async": "(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, "
     "process_set=P)",
-    "allreduce_": "(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, "
-    "process_set=P)",
+    "grouped_allreduce": "(tensors, average=None, name=None, compression=C, op=None, prescale_factor=1.0, "
+    "postscale_factor=1.0, process_set=P)",
+    "grouped_allreduce_async": "(tensors, average=None, name=None, op=None, prescale_factor=1.0, "
+    "postscale_factor=1.0, process_set=P)",
+    "sparse_allreduce_async": "(tensor, name, op, process_set=P)",
     "allgather": "(tensor, name=None, process_set=P)",
+    "grouped_allgather": "(tensors, name=None, process_set=P)",
     "broadcast": "(tensor, root_rank, name=None, process_set=P)",
     "alltoall": "(tensor, splits=None, name=None, process_set=P)",
     "reducescatter": "(tensor, name=None, compression=C, op=0, process_set=P, prescale_factor=1.0, "
     "postscale_factor=1.0)",
     "reducescatter_async": "(tensor, name=None, op=0, process_set=P, prescale_factor=1.0, postscale_factor=1.0)",
+    "grouped_reducescatter": "(tensors, name=None, compression=C, op=0, process_set=P, prescale_factor=1.0, "
+    "postscale_factor=1.0)",
+    "grouped_reducescatter_async": "(tensors, name=None, op=0, process_set=P, prescale_factor=1.0, "
+    "postscale_factor=1.0)",
+    "join": "(device=-1)",
     "barrier": "(process_set=P)",
     "poll": "(handle)",
     "synchronize": "(handle)",
+    "ProcessSet": "(ranks_or_comm)",
+    "add_process_set": "(process_set)",
     "broadcast_parameters": "(params, root_rank)",
     "broadcast_optimizer_state": "(optimizer, root_rank, model=None)",
     "broadcast_object": "(obj, root_rank=0, name=None, process_set=P)",
@@ -37,12 +48,17 @@ SIGNATURES = {
     "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=P)",
 }
 SAME = {
+    "allreduce_": "allreduce_async",
     "allreduce_async_": "allreduce_async",
+    "grouped_allreduce_": "grouped_allreduce_async",
+    "grouped_allreduce_async_": "grouped_allreduce_async",
     "allgather_async": "allgather",
+    "grouped_allgather_async": "grouped_allgather",
     "broadcast_": "broadcast",
     "broadcast_async": "broadcast",
     "broadcast_async_": "broadcast",
     "alltoall_async": "alltoall",
+    "remove_process_set": "add_process_set",
 }
 
 
@@ -68,14 +84,25 @@ def test_all_is_sorted_and_complete():
 
 
 def test_operators_are_horovods_numbers():
-    assert [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 3, 4, 5]
+    assert [hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product] == [0, 1, 2, 3, 4, 5]
     assert issubclass(hvd.HorovodInternalError, RuntimeError)
+
+
+def test_what_it_was_built_with():
+    """A script must take the path of Horovod with Gloo: it is the one that works here."""
+    assert hvd.gloo_built()
+    assert hvd.gloo_enabled()
+    no = [hvd.mpi_built, hvd.mpi_enabled, hvd.ddl_built, hvd.ccl_built, hvd.cuda_built, hvd.rocm_built]
+    assert not any(each() for each in no)
+    assert hvd.nccl_built() == 0
+    with pytest.raises(ValueError, match="MPI is not enabled"):
+        hvd.mpi_threads_supported()
 
 
 def test_front_ends_import_no_framework():
     code = (
         "import sys, reigen.frontends.agreement, reigen.frontends.collectives, reigen.frontends.compression\n"
-        "import reigen.frontends.gradients, reigen.frontends.objects\n"
+        "import reigen.frontends.gradients, reigen.frontends.functions, reigen.frontends.job\n"
         "assert not {'torch', 'tensorflow', 'jax', 'mxnet', 'cloudpickle'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

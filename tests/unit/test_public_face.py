@@ -20,7 +20,7 @@ ROOT = Path(reigen.__file__).parent
 PROJECT = Path(__file__).parents[2]
 
 #: Packages whose __init__ re-exports the public face of what lies in their modules.
-FACES = ["reigen", "reigen.testing", "reigen.torch"]
+FACES = ["reigen.testing", "reigen.torch"]
 
 #: Rooms that handle bytes from other processes.
 NETWORK_ROOMS = ["wire", "cluster", "planes", "engine", "launch"]
@@ -43,6 +43,26 @@ def test_all_is_sorted_and_complete(name: str) -> None:
     assert public == {each for each in module.__all__ if each != "__version__"}
     for each in module.__all__:
         assert getattr(module, each) is not None
+
+
+def test_the_face_of_reigen_is_the_list_of_numpy_face() -> None:
+    from reigen import numpy_face
+
+    listed = numpy_face.__all__
+    assert listed == sorted(set(listed))
+    assert reigen.__all__ == sorted([*listed, "__version__"])  # type: ignore[attr-defined]
+    assert set(dir(reigen)) >= set(listed)
+    for each in listed:
+        assert getattr(reigen, each) is getattr(numpy_face, each)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = reigen.nothing  # type: ignore[attr-defined]
+    code = "from reigen import *; assert allreduce and grouped_allreduce and ProcessSet and __version__"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_looking_for_a_submodule_does_not_load_the_functions() -> None:
+    code = "import sys; from reigen import errors; assert 'reigen.numpy_face' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def packages() -> list[str]:

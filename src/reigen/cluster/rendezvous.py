@@ -28,7 +28,7 @@ from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerL
 from reigen.wire.auth import Identity, Role
 from reigen.wire.stream import Stream, connect
 
-__all__ = ["LocalRendezvous", "Rendezvous", "RendezvousClient", "RendezvousServer", "split_address"]
+__all__ = ["LocalRendezvous", "Rendezvous", "RendezvousClient", "RendezvousServer", "Room", "split_address"]
 
 
 class Rendezvous(Protocol):
@@ -72,6 +72,31 @@ class LocalRendezvous:
 
     def close(self) -> None:
         """Nothing to leave: the others may still need it."""
+
+
+class Room:
+    """A part of a rendezvous with keys of its own, for ranks that meet apart from the others.
+
+    Args:
+        rendezvous: the whole.
+        name: the same for all who meet here.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+        self._rendezvous = rendezvous
+        self._name = name
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key`` in this room."""
+        self._rendezvous.put(f"{self._name}/{key}", value)
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key`` in this room, waited for; raises TimeoutError."""
+        return self._rendezvous.get(f"{self._name}/{key}", timeout_seconds)
+
+    def close(self) -> None:
+        """Leave the whole rendezvous."""
+        self._rendezvous.close()
 
 
 class RendezvousClient:

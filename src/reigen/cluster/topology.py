@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reigen.errors import ConfigError
+from reigen.errors import ArgumentError, ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +58,24 @@ class Topology:
             if count > max(self.size, 1):
                 problems.append(f"{name} is {count}, but the whole job has {self.size}")
         return problems
+
+
+def among(topology: Topology, ranks: Sequence[int]) -> Topology:
+    """The place of this process in a job of some of the ranks, which are numbered anew in the order given.
+
+    Raises:
+        ArgumentError: ``ranks`` are repeated, or none of the job, or this rank is not one of them; or the job has more
+            than one host.
+    """
+    if topology.local_size != topology.size:
+        raise ArgumentError("a job of some of the ranks is possible on one host only")
+    if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < topology.size:
+        raise ArgumentError(
+            f"comm must hold different ranks from 0 to {topology.size - 1}, at least one; got {list(ranks)}"
+        )
+    if topology.rank not in ranks:
+        raise ArgumentError(
+            f"comm={list(ranks)} does not hold this process, rank {topology.rank}: it is not part of that job; call "
+            "init() with a list that holds it, or not at all"
+        )
+    return Topology.on_one_host(list(ranks).index(topology.rank), len(ranks))

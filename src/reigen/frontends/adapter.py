@@ -28,8 +28,16 @@ class TensorAdapter(Protocol[Tensor]):
             UnsupportedTypeError: it, or the kind of tensor, cannot be communicated.
         """
 
-    def shape(self, tensor: Tensor) -> tuple[int, ...]:
-        """The shape; () for a scalar."""
+    def given(self, value: Any, *, writable: bool = False) -> Tensor:
+        """What a user passed as a tensor, as a tensor; ``writable``: it is to receive the result.
+
+        Raises:
+            UnsupportedTypeError: it is none.
+            ArgumentError: it cannot be written.
+        """
+
+    def device(self, tensor: Tensor) -> str:
+        """The kind of device whose memory holds the tensor: ``cpu``, ..."""
 
     def array(self, tensor: Tensor) -> tuple[Array, bool]:
         """The contents, and whether the array *is* the tensor's memory.

@@ -1,4 +1,4 @@
-"""Every collective, for the tensors of any framework: argument rules, then adapter and context.
+"""Every collective, for the tensors of any framework: adapter and context put together.
 
 All of them submit and return a :class:`Pending` at once; ``blocking=True`` promises that the caller waits for it next,
 which saves waking another thread. Wrong arguments raise :class:`~reigen.errors.ArgumentError` (or
@@ -7,28 +7,28 @@ which saves waking another thread. Wrong arguments raise :class:`~reigen.errors.
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, UnsupportedError
 from reigen.frontends.adapter import Array, Tensor, TensorAdapter, as_rows, empty_like
-from reigen.types import GLOBAL_PROCESS_SET, ProcessSet, ReduceOp
+from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
+from reigen.types import DType, ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context, Handle, Outcome
 
 #: The operators by Horovod's names and numbers.
-Average, Sum, Min, Max, Product = 0, 1, 3, 4, 5
+Average, Sum, Adasum, Min, Max, Product = 0, 1, 2, 3, 4, 5
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
 
 
 class Pending(Generic[Result]):
-    """A collective that has been submitted."""
+    """A collective that has been submitted: the handle of the asynchronous functions. No two of them are equal."""
 
     __slots__ = ("_deliver", "_handle")
 
@@ -78,33 +78,44 @@ def synchronize(handle: Pending[Any]) -> Any:
     return handle.wait() if isinstance(handle, Pending) else None
 
 
-def choose_op(average: bool | None, op: int | None) -> ReduceOp:
-    """The operator that the deprecated ``average`` and ``op`` mean together; Average if both are None.
+class Reducing(NamedTuple):
+    """How a reduction treats its elements: ``postscale * op(prescale * x)``."""
+
+    op: ReduceOp
+    prescale: float
+    postscale: float
+
+
+def reducing(average: bool | None, op: int | None, prescale: float, postscale: float) -> Reducing:
+    """The reduction that the arguments of Horovod's functions ask for.
+
+    Args:
+        average: deprecated; use ``op``.
+        op: an operator; Average if both are None.
+        prescale: factor before the reduction.
+        postscale: factor after it.
 
     Raises:
         ArgumentError: both are given, or ``op`` is not an operator that exists.
     """
-    if average is not None:
-        if op is not None:
-            raise ArgumentError("The op parameter supersedes average. Please provide only one of them.")
-        warnings.warn("Parameter `average` is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
-        return ReduceOp.AVERAGE if average else ReduceOp.SUM
-    return check_op(ReduceOp.AVERAGE if op is None else op)
+    if average is None:
+        return Reducing(check_op(ReduceOp.AVERAGE if op is None else op), float(prescale), float(postscale))
+    if op is not None:
+        raise ArgumentError("The op parameter supersedes average. Please provide only one of them.")
+    warnings.warn("Parameter `average` is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)
+    return Reducing(ReduceOp.AVERAGE if average else ReduceOp.SUM, float(prescale), float(postscale))
 
 
 def check_op(op: int) -> ReduceOp:
     """``op`` as an operator.
 
     Raises:
-        ArgumentError: there is no such operator, or it is Adasum.
+        ArgumentError: there is no such operator.
     """
     try:
-        chosen = ReduceOp(op)
+        return ReduceOp(op)
     except ValueError:
-        raise ArgumentError(f"op must be Average, Sum, Min, Max or Product, got {op!r}") from None
-    if chosen is ReduceOp.ADASUM:
-        raise ArgumentError("op=Adasum is not supported; use Average, Sum, Min, Max or Product")
-    return chosen
+        raise ArgumentError(f"op must be Average, Sum, Adasum, Min, Max or Product, got {op!r}") from None
 
 
 def check_process_set(process_set: ProcessSet) -> None:
@@ -113,12 +124,12 @@ def check_process_set(process_set: ProcessSet) -> None:
     Raises:
         ArgumentError: it is another one.
     """
-    if process_set != GLOBAL_PROCESS_SET:
+    if number_of(process_set):
         raise ArgumentError(f"process_set must be global_process_set, got {process_set!r}")
 
 
 class Collectives(Generic[Tensor]):
-    """The collectives for one framework.
+    """The collectives for one framework. What is no tensor is refused with UnsupportedTypeError.
 
     Args:
         adapter: how the framework's tensors look as arrays.
@@ -131,99 +142,243 @@ class Collectives(Generic[Tensor]):
 
     def allreduce(
         self,
-        tensor: Tensor,
-        op: ReduceOp,
-        name: str | None,
-        prescale: float,
-        postscale: float,
+        tensor: object,
+        how: Reducing,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
         *,
         in_place: bool = False,
         blocking: bool = False,
     ) -> Pending[Tensor]:
-        """``postscale * op(prescale * tensor)`` over all ranks, into the tensor itself or a new one."""
-        context, dtype = self._current(), self._adapter.dtype(tensor)
-        source, aliases = self._adapter.array(tensor)
-        # A private copy may as well receive the result.
-        target = source if in_place or not aliases else empty_like(source)
+        """The reduction over all ranks of the set, into the tensor itself or a new one."""
+        context, members = self._current(), number_of(process_set)
+        both = self._both(tensor, in_place)
         handle = context.allreduce(
-            source,
-            target,
-            dtype,
-            op=op,
+            both.source,
+            both.target,
+            both.dtype,
+            op=how.op,
             name=name,
-            prescale=float(prescale),
-            postscale=float(postscale),
+            prescale=how.prescale,
+            postscale=how.postscale,
+            process_set=members,
             blocking=blocking,
         )
-        if in_place:
-            return Pending(handle, self._into(tensor, target, aliases))
-        return Pending(handle, lambda _: self._adapter.wrap(target, tensor))
+        return Pending(handle, lambda _: both.deliver())
+
+    def grouped_allreduce(
+        self,
+        tensors: Iterable[object],
+        how: Reducing,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        *,
+        in_place: bool = False,
+        blocking: bool = False,
+    ) -> Pending[list[Tensor]]:
+        """`allreduce` of several tensors, all or none of them; they may differ in dtype."""
+        context, members = self._current(), number_of(process_set)
+        group = [self._both(tensor, in_place) for tensor in self._group(tensors)]
+        handle = context.grouped_allreduce(
+            [both.source for both in group],
+            [both.target for both in group],
+            [both.dtype for both in group],
+            op=how.op,
+            name=name,
+            prescale=how.prescale,
+            postscale=how.postscale,
+            process_set=members,
+            blocking=blocking,
+        )
+        return Pending(handle, lambda _: [both.deliver() for both in group])
 
     def broadcast(
-        self, tensor: Tensor, root_rank: int, name: str | None, *, in_place: bool = False, blocking: bool = False
+        self,
+        tensor: object,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        *,
+        in_place: bool = False,
+        blocking: bool = False,
     ) -> Pending[Tensor]:
-        """The root's contents, into the tensor itself or a new one."""
-        context, dtype = self._current(), self._adapter.dtype(tensor)
-        check_root(root_rank, context.size)
-        source, aliases = self._adapter.array(tensor)
-        target = source if in_place or not aliases else empty_like(source)
-        handle = context.broadcast(source, target, dtype, root_rank=root_rank, name=name, blocking=blocking)
-        if in_place:
-            return Pending(handle, self._into(tensor, target, aliases))
-        return Pending(handle, lambda _: self._adapter.wrap(target, tensor))
+        """The contents of the root (a rank of the job), into the tensor itself or a new one."""
+        context, members = self._current(), number_of(process_set)
+        both = self._both(tensor, in_place)
+        handle = context.broadcast(
+            both.source,
+            both.target,
+            both.dtype,
+            root_rank=as_root(root_rank),
+            name=name,
+            process_set=members,
+            blocking=blocking,
+        )
+        return Pending(handle, lambda _: both.deliver())
 
-    def allgather(self, tensor: Tensor, name: str | None, *, blocking: bool = False) -> Pending[Tensor]:
-        """All tensors concatenated along dimension 0 in rank order; scalars become a vector of ``size`` elements."""
-        context, dtype = self._current(), self._adapter.dtype(tensor)
-        source, _ = self._adapter.array(tensor)
-        handle = context.allgather(as_rows(source), dtype, name=name, blocking=blocking)
-        return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), tensor))
+    def allgather(
+        self,
+        tensor: object,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        *,
+        blocking: bool = False,
+    ) -> Pending[Tensor]:
+        """All tensors concatenated along dimension 0 in rank order; scalars become a vector of one element a rank."""
+        context, members = self._current(), number_of(process_set)
+        like, source, dtype = self._one(tensor)
+        handle = context.allgather(as_rows(source), dtype, name=name, process_set=members, blocking=blocking)
+        return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), like))
+
+    def grouped_allgather(
+        self,
+        tensors: Iterable[object],
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        *,
+        blocking: bool = False,
+    ) -> Pending[list[Tensor]]:
+        """`allgather` of several tensors, all or none of them."""
+        context, members = self._current(), number_of(process_set)
+        group = [self._one(tensor) for tensor in self._group(tensors)]
+        handle = context.grouped_allgather(
+            [as_rows(source) for _, source, _ in group],
+            [dtype for _, _, dtype in group],
+            name=name,
+            process_set=members,
+            blocking=blocking,
+        )
+        return Pending(handle, self._wrap_all([like for like, _, _ in group]))
 
     def alltoall(
-        self, tensor: Tensor, splits: Sequence[int] | None, name: str | None, *, blocking: bool = False
+        self,
+        tensor: object,
+        splits: Sequence[int] | None = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        *,
+        blocking: bool = False,
     ) -> Pending[tuple[Tensor, tuple[int, ...]]]:
-        """Row block i goes to rank i: what this rank received in rank order, and the rows that came from each rank."""
-        context, dtype = self._current(), self._adapter.dtype(tensor)
-        rows = check_splits(splits, self._adapter.shape(tensor), context.size)
-        source, _ = self._adapter.array(tensor)
-        handle = context.alltoall(source[: sum(rows)], dtype, splits=rows, name=name, blocking=blocking)
+        """Row block i goes to the set's i-th rank: what came, in rank order, and the rows that came from each rank."""
+        context, members = self._current(), number_of(process_set)
+        like, source, dtype = self._one(tensor)
+        handle = context.alltoall(source, dtype, splits=splits, name=name, process_set=members, blocking=blocking)
         return Pending(
-            handle, lambda outcome: (self._adapter.wrap(_array_of(outcome), tensor), tuple(outcome.received_splits))
+            handle, lambda outcome: (self._adapter.wrap(_array_of(outcome), like), tuple(outcome.received_splits))
         )
 
     def reducescatter(
         self,
-        tensor: Tensor,
-        op: ReduceOp,
-        name: str | None,
-        prescale: float,
-        postscale: float,
+        tensor: object,
+        how: Reducing,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
         *,
         blocking: bool = False,
     ) -> Pending[Tensor]:
         """This rank's rows of the reduced tensor; the first ``rows % size`` ranks get one row more."""
-        context, dtype = self._current(), self._adapter.dtype(tensor)
-        if not self._adapter.shape(tensor):
-            raise ArgumentError("reducescatter needs a tensor with at least one dimension, got a scalar")
-        source, _ = self._adapter.array(tensor)
+        context, members = self._current(), number_of(process_set)
+        like, source, dtype = self._one(tensor)
         handle = context.reducescatter(
-            source, dtype, op=op, name=name, prescale=float(prescale), postscale=float(postscale), blocking=blocking
+            source,
+            dtype,
+            op=_row_wise(how.op),
+            name=name,
+            prescale=how.prescale,
+            postscale=how.postscale,
+            process_set=members,
+            blocking=blocking,
         )
-        return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), tensor))
+        return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), like))
 
-    def barrier(self, name: str | None = None) -> None:
-        """Return when every rank has come here."""
-        self._current().barrier(name=name, blocking=True).wait()
+    def grouped_reducescatter(
+        self,
+        tensors: Iterable[object],
+        how: Reducing,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+        *,
+        blocking: bool = False,
+    ) -> Pending[list[Tensor]]:
+        """`reducescatter` of several tensors, all or none of them."""
+        context, members = self._current(), number_of(process_set)
+        group = [self._one(tensor) for tensor in self._group(tensors)]
+        handle = context.grouped_reducescatter(
+            [source for _, source, _ in group],
+            [dtype for _, _, dtype in group],
+            op=_row_wise(how.op),
+            name=name,
+            prescale=how.prescale,
+            postscale=how.postscale,
+            process_set=members,
+            blocking=blocking,
+        )
+        return Pending(handle, self._wrap_all([like for like, _, _ in group]))
 
-    def _into(self, tensor: Tensor, array: Array, aliases: bool) -> Callable[[Outcome], Tensor]:
-        def deliver(_: Outcome) -> Tensor:
-            if aliases:
-                self._adapter.modified(tensor)
-            else:
-                self._adapter.write(tensor, array)
-            return tensor
+    def _one(self, tensor: object) -> tuple[Tensor, Array, DType]:
+        """The tensor, its contents and its element type."""
+        accepted = self._adapter.given(tensor)
+        dtype = self._adapter.dtype(accepted)
+        return accepted, self._adapter.array(accepted)[0], dtype
+
+    def _both(self, tensor: object, in_place: bool) -> _Both[Tensor]:
+        accepted = self._adapter.given(tensor, writable=in_place)
+        dtype = self._adapter.dtype(accepted)
+        source, aliases = self._adapter.array(accepted)
+        # A private copy may as well receive the result.
+        target = source if in_place or not aliases else empty_like(source)
+        return _Both(self._adapter, accepted, source, target, dtype, in_place, aliases)
+
+    def _group(self, tensors: Iterable[object]) -> list[Tensor]:
+        if not isinstance(tensors, Iterable):
+            raise ArgumentError(f"a group is a list of tensors, got {type(tensors).__name__}")
+        group = [self._adapter.given(tensor) for tensor in tensors]
+        devices = sorted({self._adapter.device(tensor) for tensor in group})
+        if len(devices) > 1:
+            raise UnsupportedError(f"the tensors of a group must be on one kind of device, got {', '.join(devices)}")
+        return group
+
+    def _wrap_all(self, likes: Sequence[Tensor]) -> Callable[[Outcome], list[Tensor]]:
+        def deliver(outcome: Outcome) -> list[Tensor]:
+            return [
+                self._adapter.wrap(_array_of(member), like) for member, like in zip(outcome.members, likes, strict=True)
+            ]
 
         return deliver
+
+
+class _Both(NamedTuple, Generic[Tensor]):
+    """A tensor whose result has its shape, and where that goes."""
+
+    adapter: TensorAdapter[Tensor]
+    tensor: Tensor
+    source: Array
+    target: Array
+    dtype: DType
+    in_place: bool
+    aliases: bool
+
+    def deliver(self) -> Tensor:
+        """The tensor of the result, once that lies in ``target``."""
+        if not self.in_place:
+            return self.adapter.wrap(self.target, self.tensor)
+        if self.aliases:
+            self.adapter.modified(self.tensor)
+        else:
+            self.adapter.write(self.tensor, self.target)
+        return self.tensor
+
+
+def as_root(root_rank: object) -> int:
+    """``root_rank`` as an integer.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    try:
+        return operator.index(root_rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"root_rank must be a rank, got {root_rank!r}") from None
 
 
 def check_root(root_rank: object, size: int) -> None:
@@ -232,35 +387,14 @@ def check_root(root_rank: object, size: int) -> None:
     Raises:
         ArgumentError: it is not one.
     """
-    if not isinstance(root_rank, (int, np.integer)) or not 0 <= root_rank < size:
+    if not 0 <= as_root(root_rank) < size:
         raise ArgumentError(f"root_rank must be a rank of this job, 0 to {size - 1}, got {root_rank!r}")
 
 
-def check_splits(splits: Sequence[int] | None, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """The rows that go to each rank.
-
-    Args:
-        splits: as the user gave them, or None for equal parts.
-        shape: of the tensor that is to be split along dimension 0.
-        size: number of ranks.
-
-    Raises:
-        ArgumentError: they do not fit the tensor or the number of ranks.
-    """
-    if not shape:
-        raise ArgumentError("alltoall needs a tensor with at least one dimension, got a scalar")
-    if splits is None:
-        if shape[0] % size:
-            raise ArgumentError(f"alltoall without splits: dimension 0 ({shape[0]}) must be divisible by {size} ranks")
-        return (shape[0] // size,) * size
-    rows = tuple(int(split) for split in splits)
-    if len(rows) != size:
-        raise ArgumentError(f"alltoall splits must have one entry a rank: {size}, got {len(rows)}")
-    if min(rows) < 0 or sum(rows) > shape[0]:
-        raise ArgumentError(
-            f"alltoall splits must not be negative, nor add up to more than dimension 0 ({shape[0]}), got {rows}"
-        )
-    return rows
+def _row_wise(op: ReduceOp) -> ReduceOp:
+    if op is ReduceOp.ADASUM:
+        raise UnsupportedError("op=Adasum needs whole tensors: there is no reducescatter with it")
+    return op
 
 
 def _array_of(outcome: Outcome) -> Array:

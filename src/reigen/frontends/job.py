@@ -2,24 +2,56 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
+
 from reigen import context
+from reigen.cluster.environ import detect
 from reigen.errors import ArgumentError
+from reigen.frontends.communicators import as_ranks, is_communicator, translated
+from reigen.frontends.process_sets import check_static, register_static
 
 
 def init(comm: object = None, process_sets: object = None) -> None:
     """Join the job that the environment describes, alone if it describes none. Repeating it does nothing.
 
     Args:
-        comm: None; a communicator or a list of ranks is not supported.
-        process_sets: None; process sets are not supported.
+        comm: None for all ranks. A list of ranks makes a job of these alone, numbered in the order of the list; several
+            such jobs may run beside each other. An mpi4py communicator stands for the list of its processes.
+        process_sets: a list of ``ProcessSet`` to register, the same on every rank; ``"dynamic"`` allows
+            ``add_process_set`` later, as HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
 
     Raises:
-        ArgumentError: an argument is not None.
+        ArgumentError: an argument makes no sense, this rank is not in ``comm``, or a process set is there twice.
+        MismatchError: the ranks gave different process sets.
         DeadlineError: not every rank came in time.
     """
-    if comm is not None or process_sets is not None:
-        raise ArgumentError("init() takes part with all ranks: comm and process_sets must be None")
-    context.init()
+    static = check_static(process_sets)
+    if context.is_initialized():
+        if any(each.process_set_id is None for each in static):
+            raise ArgumentError("init() was called before; use add_process_set() to add process sets to a running job")
+        return
+    arguments = {"dynamic_process_sets": True} if process_sets == "dynamic" else None
+    job = context.init(arguments=arguments, ranks=_ranks_of(comm))
+    try:
+        register_static(job, static)
+    except BaseException:
+        context.shutdown()
+        raise
+
+
+def _ranks_of(comm: object) -> list[int] | None:
+    """The ranks that ``comm`` stands for; None for all."""
+    if comm is None:
+        return None
+    if is_communicator(comm):
+        place = detect(os.environ).topology
+        return translated(comm, place.rank, place.size)
+    if isinstance(comm, Iterable):
+        comm = list(comm)
+        if any(map(is_communicator, comm)):
+            raise ArgumentError("comm must be one communicator; give others as process_sets=[ProcessSet(communicator)]")
+    return as_ranks(comm) or None
 
 
 def shutdown() -> None:
@@ -60,3 +92,9 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """Number of hosts that have this local rank."""
     return context.current().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have the same number of ranks; the one host that there is has."""
+    job = context.current()
+    return job.local_size == job.size

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reigen.frontends.collectives import check_root
 from reigen.types import dtype_named
 
 if TYPE_CHECKING:
@@ -31,39 +30,49 @@ def dumps(obj: object) -> bytes:
     return data
 
 
-def broadcast_bytes(context: Context, data: bytes | None, root_rank: int, name: str | None) -> bytes:
-    """The root's bytes, on every rank. ``data`` is read on the root alone."""
-    check_root(root_rank, context.size)
+def broadcast_bytes(
+    context: Context, data: bytes | None, root_rank: int, name: str | None, process_set: int = 0
+) -> bytes:
+    """The root's bytes, on every rank of the process set. ``data`` is read on the root alone.
+
+    Raises:
+        ArgumentError: the root is no rank of the set.
+    """
+    where: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set, "blocking": True}
     payload = np.frombuffer(data or b"", np.uint8)
     size = np.array([payload.size], np.int64)
-    context.broadcast(size, size, _COUNT, root_rank=root_rank, name=_part(name, "size"), blocking=True).wait()
+    context.broadcast(size, size, _COUNT, name=_part(name, "size"), **where).wait()
     target = np.empty(int(size[0]), np.uint8)
     source = payload if context.rank == root_rank else target
-    context.broadcast(source, target, _BYTES, root_rank=root_rank, name=_part(name, "bytes"), blocking=True).wait()
+    context.broadcast(source, target, _BYTES, name=_part(name, "bytes"), **where).wait()
     return target.tobytes()
 
 
-def allgather_bytes(context: Context, data: bytes, name: str | None) -> list[bytes]:
-    """Every rank's bytes, by rank."""
+def allgather_bytes(context: Context, data: bytes, name: str | None, process_set: int = 0) -> list[bytes]:
+    """Every rank's bytes, by rank of the process set."""
+    where: dict[str, Any] = {"process_set": process_set, "blocking": True}
     payload = np.frombuffer(data, np.uint8)
-    sizes = context.allgather(np.array([payload.size], np.int64), _COUNT, name=_part(name, "size")).wait().array
-    joined = context.allgather(payload, _BYTES, name=_part(name, "bytes")).wait().array
+    sizes = (
+        context.allgather(np.array([payload.size], np.int64), _COUNT, name=_part(name, "size"), **where).wait().array
+    )
+    joined = context.allgather(payload, _BYTES, name=_part(name, "bytes"), **where).wait().array
     assert sizes is not None
     assert joined is not None
     ends = np.cumsum(sizes)
     return [joined[end - size : end].tobytes() for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
 
 
-def broadcast_object(context: Context, obj: Any, root_rank: int, name: str | None) -> Any:
-    """The root's object, on every rank; the root gets ``obj`` itself, the others a copy."""
+def broadcast_object(context: Context, obj: Any, root_rank: int, name: str | None, process_set: int = 0) -> Any:
+    """The root's object, on every rank of the set; the root gets ``obj`` itself, the others a copy."""
     is_root = context.rank == root_rank
-    data = broadcast_bytes(context, dumps(obj) if is_root else None, root_rank, name)
+    data = broadcast_bytes(context, dumps(obj) if is_root else None, root_rank, name, process_set)
     return obj if is_root else pickle.loads(data)  # noqa: S301 - see the module
 
 
-def allgather_object(context: Context, obj: object, name: str | None) -> list[Any]:
-    """Every rank's object, by rank."""
-    return [pickle.loads(data) for data in allgather_bytes(context, dumps(obj), name)]  # noqa: S301 - see the module
+def allgather_object(context: Context, obj: object, name: str | None, process_set: int = 0) -> list[Any]:
+    """Every rank's object, by rank of the process set."""
+    everybodys = allgather_bytes(context, dumps(obj), name, process_set)
+    return [pickle.loads(data) for data in everybodys]  # noqa: S301 - see the module
 
 
 def _part(name: str | None, part: str) -> str | None:

@@ -1,11 +1,25 @@
 """Reigen for PyTorch (2.4 or later): ``import reigen.torch as hvd`` in a script written for Horovod."""
 
 from reigen.errors import HorovodInternalError
-from reigen.frontends.collectives import Average, Max, Min, Product, Sum, poll, synchronize
+from reigen.frontends.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from reigen.frontends.collectives import Adasum, Average, Max, Min, Product, Sum, poll, synchronize
+from reigen.frontends.functions import barrier, join
 from reigen.frontends.job import (
     cross_rank,
     cross_size,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -13,6 +27,7 @@ from reigen.frontends.job import (
     shutdown,
     size,
 )
+from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from reigen.torch.compression import Compression
 from reigen.torch.ops import (
     allgather,
@@ -23,29 +38,39 @@ from reigen.torch.ops import (
     allreduce_async_,
     alltoall,
     alltoall_async,
-    barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
-    global_process_set,
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
 )
 from reigen.torch.optimizer import DistributedOptimizer
+from reigen.torch.sparse import sparse_allreduce_async
 from reigen.torch.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from reigen.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -63,18 +88,40 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -43,20 +45,20 @@ class TorchAdapter:
     """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense tensors; a device's are staged through the host."""
 
     def dtype(self, tensor: torch.Tensor) -> DType:
-        """The element type.
-
-        Raises:
-            UnsupportedTypeError: it cannot be communicated, or this is no dense tensor.
-        """
-        if not isinstance(tensor, torch.Tensor):
-            raise UnsupportedTypeError(f"a torch.Tensor is needed, got {type(tensor).__name__}")
-        if tensor.layout is not torch.strided:
-            raise UnsupportedTypeError(f"Tensor layout {tensor.layout} is not supported; use to_dense()")
+        """The element type; raises UnsupportedTypeError if it cannot be communicated."""
         return dtype_of(tensor.dtype)
 
-    def shape(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The shape; () for a scalar."""
-        return tuple(tensor.shape)
+    def given(self, value: Any, *, writable: bool = False) -> torch.Tensor:
+        """The value itself, if it is a dense tensor."""
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedTypeError(f"a torch.Tensor is needed, got {type(value).__name__}")
+        if value.layout is not torch.strided:
+            raise UnsupportedTypeError(f"Tensor layout {value.layout} is not supported; use to_dense()")
+        return value
+
+    def device(self, tensor: torch.Tensor) -> str:
+        """``cpu``, ``cuda``, ..."""
+        return tensor.device.type
 
     def array(self, tensor: torch.Tensor) -> tuple[Array, bool]:
         """The contents, and whether the array is the tensor's memory."""

@@ -1,28 +1,27 @@
 """Backward of the collectives. Each is itself a collective, so every rank must run backward through it.
 
 The rules are Horovod's, so that gradients of existing models stay the same: backward of allgather and broadcast
-*averages* over the ranks.
+*averages* over the ranks. Backward takes place in the process set of forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from reigen import context
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Collectives
+from reigen.frontends.collectives import Collectives, Reducing
+from reigen.frontends.process_sets import ProcessSet
 from reigen.torch.adapter import TorchAdapter
 from reigen.types import ReduceOp
 
 COLLECTIVES = Collectives(TorchAdapter(), context.current)
 
 _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
-
-
-def _done(pending: Any) -> Any:
-    return pending.wait()
+_MEAN = Reducing(ReduceOp.AVERAGE, 1.0, 1.0)
 
 
 class Allreduce(torch.autograd.Function):
@@ -30,60 +29,96 @@ class Allreduce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, prescale: float, postscale: float
+        ctx: Any, tensor: torch.Tensor, how: Reducing, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         """Allreduce ``tensor``."""
-        ctx.args = (op, None if name is None else f"{name}.grad", prescale, postscale)
-        result: torch.Tensor = _done(COLLECTIVES.allreduce(tensor, op, name, prescale, postscale, blocking=True))
-        return result
+        ctx.args = (how, _of_grad(name), process_set)
+        return COLLECTIVES.allreduce(tensor, how, name, process_set, blocking=True).take()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Raises ArgumentError for Min, Max and Product, which have no such rule."""
-        if ctx.args[0] not in _LINEAR:
-            raise ArgumentError(f"allreduce with op={ctx.args[0].name.title()} has no gradient; detach() its input")
-        return _done(COLLECTIVES.allreduce(grads[0], *ctx.args, blocking=True)), None, None, None, None
+        """Raises ArgumentError for operators that have no such rule."""
+        _check_linear("allreduce", ctx.args[0])
+        return COLLECTIVES.allreduce(grads[0], *ctx.args, blocking=True).take(), None, None, None
+
+
+class GroupedAllreduce(torch.autograd.Function):
+    """Backward: grouped allreduce of the gradients with the same operator and scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, how: Reducing, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Allreduce all ``tensors``."""
+        ctx.args = (how, _of_grad(name), process_set)
+        results = COLLECTIVES.grouped_allreduce(tensors, how, name, process_set, blocking=True).take()
+        return _outputs(ctx, results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Raises ArgumentError for operators that have no such rule."""
+        _check_linear("grouped_allreduce", ctx.args[0])
+        wanted = [grads[index] for index in ctx.floating]
+        reduced = COLLECTIVES.grouped_allreduce(wanted, *ctx.args, blocking=True).take()
+        return None, None, None, *_spread(ctx, reduced)
 
 
 class Allgather(torch.autograd.Function):
     """Backward: the average of the gradients over the ranks, and of it the rows that came from this rank."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
         """Allgather ``tensor``."""
-        ctx.shape, ctx.name = tensor.shape, name
-        result: torch.Tensor = _done(COLLECTIVES.allgather(tensor, name, blocking=True))
-        return result
+        ctx.shape, ctx.name, ctx.process_set = tensor.shape, _of_grad(name), process_set
+        return COLLECTIVES.allgather(tensor, name, process_set, blocking=True).take()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One allreduce, and one small allgather: this rank cannot know where its rows begin."""
-        name = None if ctx.name is None else f"{ctx.name}.grad"
-        averaged = _done(COLLECTIVES.allreduce(grads[0], ReduceOp.AVERAGE, name, 1.0, 1.0, blocking=True))
-        own = ctx.shape[0] if ctx.shape else 1
-        rows = _done(
-            COLLECTIVES.allgather(torch.tensor([own]), None if name is None else f"{name}.rows", blocking=True)
-        ).tolist()
-        rank = context.current().rank
-        return averaged.narrow(0, sum(rows[:rank]), own).reshape(ctx.shape), None
+        averaged = COLLECTIVES.allreduce(grads[0], _MEAN, ctx.name, ctx.process_set, blocking=True).take()
+        (own,) = _own_rows([averaged], [ctx.shape], ctx.name, ctx.process_set)
+        return own, None, None
+
+
+class GroupedAllgather(torch.autograd.Function):
+    """Backward: for each tensor the average of the gradients, and of it the rows that came from this rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Allgather all ``tensors``."""
+        ctx.name, ctx.process_set = _of_grad(name), process_set
+        results = COLLECTIVES.grouped_allgather(tensors, name, process_set, blocking=True).take()
+        outputs = _outputs(ctx, results)
+        ctx.shapes = [tensors[index].shape for index in ctx.floating]
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """One grouped allreduce and one small allgather."""
+        wanted = [grads[index] for index in ctx.floating]
+        averaged = COLLECTIVES.grouped_allreduce(wanted, _MEAN, ctx.name, ctx.process_set, blocking=True).take()
+        return None, None, *_spread(ctx, _own_rows(averaged, ctx.shapes, ctx.name, ctx.process_set))
 
 
 class Broadcast(torch.autograd.Function):
     """Backward: the average of the gradients on the root, zeros elsewhere."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+    ) -> torch.Tensor:
         """Broadcast ``tensor``."""
-        ctx.root_rank, ctx.name = root_rank, name
-        result: torch.Tensor = _done(COLLECTIVES.broadcast(tensor, root_rank, name, blocking=True))
-        return result
+        ctx.root_rank, ctx.args = root_rank, (_MEAN, _of_grad(name), process_set)
+        return COLLECTIVES.broadcast(tensor, root_rank, name, process_set, blocking=True).take()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One allreduce."""
-        name = None if ctx.name is None else f"{ctx.name}.grad"
-        averaged = _done(COLLECTIVES.allreduce(grads[0], ReduceOp.AVERAGE, name, 1.0, 1.0, blocking=True))
-        return averaged if context.current().rank == ctx.root_rank else torch.zeros_like(averaged), None, None
+        averaged = COLLECTIVES.allreduce(grads[0], *ctx.args, blocking=True).take()
+        is_root = context.current().rank == ctx.root_rank
+        return averaged if is_root else torch.zeros_like(averaged), None, None, None
 
 
 class Alltoall(torch.autograd.Function):
@@ -91,11 +126,11 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, splits: tuple[int, ...] | None, name: str | None
+        ctx: Any, tensor: torch.Tensor, splits: tuple[int, ...] | None, name: str | None, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Alltoall of ``tensor``; the second result is int32: the rows that came from each rank."""
-        output, received = _done(COLLECTIVES.alltoall(tensor, splits, name, blocking=True))
-        ctx.received, ctx.shape, ctx.name = received, tensor.shape, name
+        output, received = COLLECTIVES.alltoall(tensor, splits, name, process_set, blocking=True).take()
+        ctx.shape, ctx.args = tensor.shape, (received, _of_grad(name), process_set)
         counts = torch.tensor(received, dtype=torch.int32)
         ctx.mark_non_differentiable(counts)
         return output, counts
@@ -103,11 +138,10 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Rows that were not sent get zeros."""
-        name = None if ctx.name is None else f"{ctx.name}.grad"
-        returned, _ = _done(COLLECTIVES.alltoall(grads[0], ctx.received, name, blocking=True))
+        returned, _ = COLLECTIVES.alltoall(grads[0], *ctx.args, blocking=True).take()
         gradient = returned.new_zeros(ctx.shape)
         gradient[: returned.shape[0]] = returned
-        return gradient, None, None
+        return gradient, None, None, None
 
 
 class Reducescatter(torch.autograd.Function):
@@ -115,20 +149,82 @@ class Reducescatter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, op: ReduceOp, name: str | None, prescale: float, postscale: float
+        ctx: Any, tensor: torch.Tensor, how: Reducing, name: str | None, process_set: ProcessSet
     ) -> torch.Tensor:
         """Reducescatter ``tensor``."""
-        ctx.op, ctx.name, ctx.scale = op, name, prescale * postscale
-        result: torch.Tensor = _done(COLLECTIVES.reducescatter(tensor, op, name, prescale, postscale, blocking=True))
-        return result
+        ctx.how, ctx.args = how, (_of_grad(name), process_set)
+        return COLLECTIVES.reducescatter(tensor, how, name, process_set, blocking=True).take()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Raises ArgumentError for Min, Max and Product, which have no such rule."""
-        if ctx.op not in _LINEAR:
-            raise ArgumentError(f"reducescatter with op={ctx.op.name.title()} has no gradient; detach() its input")
-        gathered = _done(
-            COLLECTIVES.allgather(grads[0], None if ctx.name is None else f"{ctx.name}.grad", blocking=True)
-        )
-        scale = ctx.scale * (context.current().size if ctx.op is ReduceOp.SUM else 1)
-        return gathered if scale == 1 else gathered * scale, None, None, None, None
+        """Raises ArgumentError for operators that have no such rule."""
+        _check_linear("reducescatter", ctx.how)
+        gathered = COLLECTIVES.allgather(grads[0], *ctx.args, blocking=True).take()
+        return _scaled(gathered, ctx.how, ctx.args[1]), None, None, None
+
+
+class GroupedReducescatter(torch.autograd.Function):
+    """Backward: grouped allgather of the gradients, times the number of ranks for Sum, and times the scales."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, how: Reducing, name: str | None, process_set: ProcessSet, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Reducescatter all ``tensors``."""
+        ctx.how, ctx.args = how, (_of_grad(name), process_set)
+        results = COLLECTIVES.grouped_reducescatter(tensors, how, name, process_set, blocking=True).take()
+        return _outputs(ctx, results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Raises ArgumentError for operators that have no such rule."""
+        _check_linear("grouped_reducescatter", ctx.how)
+        wanted = [grads[index] for index in ctx.floating]
+        gathered = COLLECTIVES.grouped_allgather(wanted, *ctx.args, blocking=True).take()
+        scaled = [_scaled(gradient, ctx.how, ctx.args[1]) for gradient in gathered]
+        return None, None, None, *_spread(ctx, scaled)
+
+
+def _of_grad(name: str | None) -> str | None:
+    return None if name is None else f"{name}.grad"
+
+
+def _check_linear(function: str, how: Reducing) -> None:
+    if how.op not in _LINEAR:
+        raise ArgumentError(f"{function} with op={how.op.name.title()} has no gradient; detach() its input")
+
+
+def _scaled(gradient: torch.Tensor, how: Reducing, process_set: ProcessSet) -> torch.Tensor:
+    """The gradient of a reducescatter, times what its scales and a sum make of it."""
+    scale = how.prescale * how.postscale * (process_set.size() or 1 if how.op is ReduceOp.SUM else 1)
+    return gradient if scale == 1 else gradient * scale
+
+
+def _own_rows(
+    gathered: Sequence[torch.Tensor], shapes: Sequence[torch.Size], name: str | None, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """Of each gathered tensor the rows that this rank contributed, in the shape that they had here."""
+    rows = torch.tensor([[shape[0] if shape else 1 for shape in shapes]])
+    rows_name = None if name is None else f"{name}.rows"
+    everybodys = COLLECTIVES.allgather(rows, rows_name, process_set, blocking=True).take()
+    begins = everybodys[: process_set.rank()].sum(0).tolist()
+    return [
+        tensor.narrow(0, begin, count).reshape(shape)
+        for tensor, begin, count, shape in zip(gathered, begins, rows[0].tolist(), shapes, strict=True)
+    ]
+
+
+def _outputs(ctx: Any, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """A group's results; only those of floating point take part in backward."""
+    ctx.num_members = len(results)
+    ctx.floating = [index for index, result in enumerate(results) if result.is_floating_point()]
+    ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+    return tuple(results)
+
+
+def _spread(ctx: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients in the places of a group's members; None for the others."""
+    spread: list[torch.Tensor | None] = [None] * ctx.num_members
+    for index, gradient in zip(ctx.floating, gradients, strict=True):
+        spread[index] = gradient
+    return spread

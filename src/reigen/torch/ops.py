@@ -6,7 +6,9 @@ raises :class:`~reigen.errors.UnsupportedTypeError` (a ValueError). A wrong argu
 :class:`~reigen.errors.ArgumentError` (a ValueError) on this rank alone. A collective that fails raises
 :class:`~reigen.errors.CollectiveError` (also named ``HorovodInternalError``, a RuntimeError) from ``synchronize``.
 
-Collectives match between ranks by ``name``; those without one match in the order in which they are submitted.
+Collectives match between ranks by ``name``; those without one match in the order in which they are submitted. With a
+``process_set`` its ranks take part and no others: "all ranks" below are the ranks of the set. The blocking functions
+that return new tensors are differentiable; the asynchronous and the in-place ones are not.
 """
 
 from __future__ import annotations
@@ -17,16 +19,37 @@ from typing import Any
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Average, Pending, check_op, check_process_set, choose_op
+from reigen.frontends.collectives import Average, Reducing, reducing
+from reigen.frontends.functions import Handle, SharedFunctions
+from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.torch.compression import Compression, Compressor
-from reigen.torch.differentiable import COLLECTIVES, Allgather, Allreduce, Alltoall, Broadcast, Reducescatter
-from reigen.types import GLOBAL_PROCESS_SET, ProcessSet
+from reigen.torch.differentiable import (
+    COLLECTIVES,
+    Allgather,
+    Allreduce,
+    Alltoall,
+    Broadcast,
+    GroupedAllgather,
+    GroupedAllreduce,
+    GroupedReducescatter,
+    Reducescatter,
+)
 
-#: All ranks of the job.
-global_process_set = GLOBAL_PROCESS_SET
+_SHARED: SharedFunctions[torch.Tensor, torch.Tensor] = SharedFunctions(COLLECTIVES)
 
-#: What the asynchronous collectives return; :func:`poll` and :func:`synchronize` take it.
-Handle = Pending[Any]
+allgather_async = _SHARED.allgather_async
+allreduce_ = _SHARED.allreduce_
+allreduce_async = _SHARED.allreduce_async
+allreduce_async_ = _SHARED.allreduce_async_
+broadcast_ = _SHARED.broadcast_
+broadcast_async = _SHARED.broadcast_async
+broadcast_async_ = _SHARED.broadcast_async_
+grouped_allgather_async = _SHARED.grouped_allgather_async
+grouped_allreduce_ = _SHARED.grouped_allreduce_
+grouped_allreduce_async = _SHARED.grouped_allreduce_async
+grouped_allreduce_async_ = _SHARED.grouped_allreduce_async_
+grouped_reducescatter_async = _SHARED.grouped_reducescatter_async
+reducescatter_async = _SHARED.reducescatter_async
 
 
 def allreduce(
@@ -41,73 +64,47 @@ def allreduce(
 ) -> torch.Tensor:
     """``postscale * op(prescale * tensor)`` over all ranks, as a new tensor like ``tensor``. Differentiable.
 
+    Integers are averaged and scaled in float64 and truncated toward zero; float16 and bfloat16 are scaled in float32
+    and rounded before they are added.
+
     Args:
         tensor: the same shape and dtype on every rank.
         average: deprecated; use ``op``.
         name: matches the ranks' calls.
         compression: in which type the tensor travels.
-        op: Average (the default), Sum, Min, Max or Product.
+        op: Average (the default), Sum, Adasum, Min, Max or Product.
         prescale_factor: multiplied in before the reduction.
         postscale_factor: multiplied in after it.
-        process_set: only ``global_process_set``.
+        process_set: whose ranks take part.
     """
-    check_process_set(process_set)
-    chosen = choose_op(average, op)
+    how = reducing(average, op, prescale_factor, postscale_factor)
     compressed, ctx = compression.compress(tensor)
-    if _needs_graph(compressed):
-        args = (chosen, name, float(prescale_factor), float(postscale_factor))
-        result = _apply(Allreduce, compressed, *args)
+    return compression.decompress(_allreduce(compressed, how, name, process_set), ctx)
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """:func:`allreduce` of several tensors, all or none of them. Differentiable.
+
+    The arguments are those of :func:`allreduce`; the tensors may differ in shape and dtype, but are on one kind of
+    device.
+    """
+    how = reducing(average, op, prescale_factor, postscale_factor)
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    inputs = [tensor for tensor, _ in compressed]
+    if any(map(_needs_graph, inputs)):
+        results = _apply(GroupedAllreduce, how, name, process_set, *inputs)
     else:
-        result = COLLECTIVES.allreduce(
-            compressed, chosen, name, prescale_factor, postscale_factor, blocking=True
-        ).take()
-    return compression.decompress(result, ctx)
-
-
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin :func:`allreduce`; ``synchronize`` gives a new tensor, which is not differentiable."""
-    check_process_set(process_set)
-    return COLLECTIVES.allreduce(tensor, choose_op(average, op), name, prescale_factor, postscale_factor)
-
-
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """:func:`allreduce` in place: the result is written into ``tensor``, which is returned."""
-    check_process_set(process_set)
-    chosen = choose_op(average, op)
-    return COLLECTIVES.allreduce(
-        tensor, chosen, name, prescale_factor, postscale_factor, in_place=True, blocking=True
-    ).take()
-
-
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin :func:`allreduce_`. The tensor must not be touched before ``synchronize``, which completes it."""
-    check_process_set(process_set)
-    chosen = choose_op(average, op)
-    return COLLECTIVES.allreduce(tensor, chosen, name, prescale_factor, postscale_factor, in_place=True)
+        results = COLLECTIVES.grouped_allreduce(inputs, how, name, process_set, blocking=True).take()
+    return _decompressed(compression, results, compressed)
 
 
 def allgather(
@@ -116,23 +113,24 @@ def allgather(
     """All ranks' tensors, concatenated along dimension 0 in rank order. Differentiable.
 
     Args:
-        tensor: dimension 0 may differ between ranks, the others not. Scalars give a vector of ``size()`` elements.
+        tensor: dimension 0 may differ between ranks, the others not. Scalars give a vector of one element a rank.
         name: matches the ranks' calls.
-        process_set: only ``global_process_set``.
+        process_set: whose ranks take part.
     """
-    check_process_set(process_set)
     if _needs_graph(tensor):
-        gathered: torch.Tensor = _apply(Allgather, tensor, name)
+        gathered: torch.Tensor = _apply(Allgather, tensor, name, process_set)
         return gathered
-    return COLLECTIVES.allgather(tensor, name, blocking=True).take()
+    return COLLECTIVES.allgather(tensor, name, process_set, blocking=True).take()
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin :func:`allgather`; the result is not differentiable."""
-    check_process_set(process_set)
-    return COLLECTIVES.allgather(tensor, name)
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """:func:`allgather` of several tensors, all or none of them. Differentiable."""
+    inputs = list(tensors)
+    if any(map(_needs_graph, inputs)):
+        return list(_apply(GroupedAllgather, name, process_set, *inputs))
+    return COLLECTIVES.grouped_allgather(inputs, name, process_set, blocking=True).take()
 
 
 def broadcast(
@@ -142,39 +140,14 @@ def broadcast(
 
     Args:
         tensor: the same shape and dtype on every rank.
-        root_rank: whose contents all get.
+        root_rank: whose contents all get; its rank in the job, also where a process set takes part.
         name: matches the ranks' calls.
-        process_set: only ``global_process_set``.
+        process_set: whose ranks take part.
     """
-    check_process_set(process_set)
     if _needs_graph(tensor):
-        received: torch.Tensor = _apply(Broadcast, tensor, root_rank, name)
+        received: torch.Tensor = _apply(Broadcast, tensor, root_rank, name, process_set)
         return received
-    return COLLECTIVES.broadcast(tensor, root_rank, name, blocking=True).take()
-
-
-def broadcast_async(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin :func:`broadcast`; the result is not differentiable."""
-    check_process_set(process_set)
-    return COLLECTIVES.broadcast(tensor, root_rank, name)
-
-
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """:func:`broadcast` in place: the root's contents are written into ``tensor``, which is returned."""
-    check_process_set(process_set)
-    return COLLECTIVES.broadcast(tensor, root_rank, name, in_place=True, blocking=True).take()
-
-
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin :func:`broadcast_`. The tensor must not be touched before ``synchronize``, which completes it."""
-    check_process_set(process_set)
-    return COLLECTIVES.broadcast(tensor, root_rank, name, in_place=True)
+    return COLLECTIVES.broadcast(tensor, root_rank, name, process_set, blocking=True).take()
 
 
 def alltoall(
@@ -183,21 +156,24 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Row block i of every rank's tensor goes to rank i. Differentiable.
+    """Row block i of every rank's tensor goes to the i-th rank. Differentiable.
 
     Args:
         tensor: all dimensions but the first are the same on every rank.
         splits: rows for each rank, a list or an int32 vector; None for equal parts, which must come out even.
         name: matches the ranks' calls.
-        process_set: only ``global_process_set``.
+        process_set: whose ranks take part.
 
     Returns:
         What was received, in rank order; if ``splits`` were given, a pair of it and the rows received from each rank
-        (an int32 vector of ``size()`` elements).
+        (an int32 vector).
     """
-    check_process_set(process_set)
-    rows = _rows(splits)
-    output, received = _apply(Alltoall, tensor, rows, name)
+    if _needs_graph(tensor):
+        output, received = _apply(Alltoall, tensor, _rows(splits), name, process_set)
+    else:
+        output, received = _with_counts(
+            COLLECTIVES.alltoall(tensor, _rows(splits), name, process_set, blocking=True).take()
+        )
     return output if splits is None else (output, received)
 
 
@@ -208,8 +184,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin :func:`alltoall`; ``synchronize`` always gives the pair. The result is not differentiable."""
-    check_process_set(process_set)
-    return COLLECTIVES.alltoall(tensor, _rows(splits), name).then(_with_counts)
+    return COLLECTIVES.alltoall(tensor, _rows(splits), name, process_set).then(_with_counts)
 
 
 def reducescatter(
@@ -221,40 +196,52 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce over all ranks and keep this rank's rows: the first ``rows % size()`` ranks get one more. Differentiable.
+    """Reduce over all ranks and keep this rank's rows: the first ``rows % size`` ranks get one more. Differentiable.
 
-    The arguments are those of :func:`allreduce`; a scalar is refused.
+    The arguments are those of :func:`allreduce`; a scalar is refused, and so is Adasum.
     """
-    check_process_set(process_set)
-    chosen = check_op(op)
+    how = reducing(None, op, prescale_factor, postscale_factor)
     compressed, ctx = compression.compress(tensor)
     if _needs_graph(compressed):
-        args = (chosen, name, float(prescale_factor), float(postscale_factor))
-        result = _apply(Reducescatter, compressed, *args)
+        result: torch.Tensor = _apply(Reducescatter, compressed, how, name, process_set)
     else:
-        result = COLLECTIVES.reducescatter(
-            compressed, chosen, name, prescale_factor, postscale_factor, blocking=True
-        ).take()
+        result = COLLECTIVES.reducescatter(compressed, how, name, process_set, blocking=True).take()
     return compression.decompress(result, ctx)
 
 
-def reducescatter_async(
-    tensor: torch.Tensor,
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor],
     name: str | None = None,
+    compression: Compressor = Compression.none,
     op: int = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle:
-    """Begin :func:`reducescatter`; the result is not differentiable."""
-    check_process_set(process_set)
-    return COLLECTIVES.reducescatter(tensor, check_op(op), name, prescale_factor, postscale_factor)
+) -> list[torch.Tensor]:
+    """:func:`reducescatter` of several tensors, all or none of them. Differentiable."""
+    how = reducing(None, op, prescale_factor, postscale_factor)
+    compressed = [compression.compress(tensor) for tensor in tensors]
+    inputs = [tensor for tensor, _ in compressed]
+    if any(map(_needs_graph, inputs)):
+        results = _apply(GroupedReducescatter, how, name, process_set, *inputs)
+    else:
+        results = COLLECTIVES.grouped_reducescatter(inputs, how, name, process_set, blocking=True).take()
+    return _decompressed(compression, results, compressed)
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has come here."""
-    check_process_set(process_set)
-    COLLECTIVES.barrier()
+def _allreduce(tensor: torch.Tensor, how: Reducing, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    if _needs_graph(tensor):
+        result: torch.Tensor = _apply(Allreduce, tensor, how, name, process_set)
+        return result
+    return COLLECTIVES.allreduce(tensor, how, name, process_set, blocking=True).take()
+
+
+def _decompressed(
+    compression: Compressor,
+    results: Sequence[torch.Tensor],
+    compressed: Sequence[tuple[torch.Tensor, torch.dtype | None]],
+) -> list[torch.Tensor]:
+    return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, compressed, strict=True)]
 
 
 def _needs_graph(tensor: torch.Tensor) -> bool:

@@ -13,12 +13,12 @@ import torch
 
 from reigen.errors import ArgumentError
 from reigen.frontends.collectives import Average, check_process_set
+from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.torch.arguments import check_compression, choose_groups, choose_reduction, name_parameters
 from reigen.torch.averager import Finished, GradientAverager, release
 from reigen.torch.compression import Compression, Compressor
-from reigen.torch.ops import allreduce, global_process_set
+from reigen.torch.ops import allreduce
 from reigen.torch.reducer import ReduceOptions, check_finished
-from reigen.types import ProcessSet
 
 _Closure = Callable[[], Any]
 

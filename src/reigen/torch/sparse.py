@@ -1,16 +1,57 @@
-"""Sparse gradients: their indices and values are gathered from all ranks, as Horovod does."""
+"""Sparse tensors: their indices and values are gathered from all ranks, as Horovod does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reigen.frontends.collectives import Pending
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.frontends.collectives import Pending, check_op
+from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.torch.differentiable import COLLECTIVES
+from reigen.types import ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str | None, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Begin an allreduce of sparse tensors: the indices of all ranks, beside their values.
+
+    Args:
+        tensor: a COO tensor, of the same shape, dtype and number of sparse dimensions on every rank.
+        name: matches the ranks' calls.
+        op: Average, which divides the values by the number of ranks, or Sum.
+        process_set: whose ranks take part.
+
+    Returns:
+        A function; call it for the result, as ``poll`` and ``synchronize`` do not take it. An index that several ranks
+        have is there several times; ``coalesce()`` adds up.
+
+    Raises:
+        UnsupportedTypeError: the tensor is not sparse.
+        ArgumentError: another operator.
+    """
+    chosen = check_op(op)
+    if chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ArgumentError(f"sparse tensors can be reduced with op=Average or Sum, not {chosen.name.title()}")
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
+        raise UnsupportedTypeError("sparse_allreduce_async() needs a sparse tensor in COO format")
+    own = tensor.detach().coalesce()
+    label = None if name is None else f"{name}.sparse"
+    gathered = COLLECTIVES.grouped_allgather([own.indices().t(), own.values()], label, process_set)
+    size = process_set.size() or 1 if chosen is ReduceOp.AVERAGE else 1
+
+    def wait() -> torch.Tensor:
+        rows, values = gathered.take()
+        values = values if size == 1 else values / size
+        return torch.sparse_coo_tensor(rows.t(), values, own.shape, check_invariants=False)
+
+    return wait
 
 
 class SparseGradients:

@@ -13,9 +13,9 @@ from reigen import context
 from reigen.errors import ArgumentError
 from reigen.frontends import objects
 from reigen.frontends.agreement import check_digests, digest_of
-from reigen.frontends.collectives import check_process_set, check_root, synchronize
-from reigen.torch.ops import broadcast_async_, global_process_set
-from reigen.types import ProcessSet
+from reigen.frontends.collectives import as_root, check_root, synchronize
+from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
+from reigen.torch.ops import broadcast_async_
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -92,10 +92,10 @@ def broadcast_object(
         obj: read on the root alone; anything that pickle (or cloudpickle, if it is installed) can write.
         root_rank: whose object all get.
         name: matches the ranks' calls.
-        process_set: only ``global_process_set``.
+        process_set: whose ranks take part; ``root_rank`` is a rank of the job all the same.
     """
-    check_process_set(process_set)
-    return objects.broadcast_object(context.current(), obj, root_rank, name)
+    current = context.current()
+    return objects.broadcast_object(current, obj, as_root(root_rank), name, number_of(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:

@@ -13,11 +13,14 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from reigen import context as contexts
 from reigen.errors import ArgumentError
+from reigen.frontends.collectives import Reducing
 from reigen.torch.differentiable import COLLECTIVES
 from reigen.types import ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context
+
+_SUM = Reducing(ReduceOp.SUM, 1.0, 1.0)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -145,7 +148,7 @@ class SyncBatchNorm(_BatchNorm):
         if self._place is None or self._place[0] is not context:
             self._place = context, next(context.layer_numbers[0])
         name = f"sync_batch_norm.{self._place[1]}{what}"
-        return COLLECTIVES.allreduce(tensor, ReduceOp.SUM, name, 1.0, 1.0, in_place=True, blocking=True).take()
+        return COLLECTIVES.allreduce(tensor, _SUM, name, in_place=True, blocking=True).take()
 
 
 @dataclass(frozen=True)
