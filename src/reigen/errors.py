@@ -20,6 +20,8 @@
     +-- LaunchError                             the launcher could not do what it was asked
     +-- AuthenticationError                     the other end of a connection does not know the job's secret
     +-- WireError                               bytes of another process are no message, or too many
+    +-- HostsUpdatedInterrupt (RuntimeError)    the hosts of an elastic job have changed
+    +-- HorovodVersionMismatchError (ImportError)   a framework of another version than the one that was built for
 
 Facts are fields; the message is made from them, so that programs never parse English.
 """
@@ -179,3 +181,19 @@ class AuthenticationError(ReigenError):
 
 class WireError(ReigenError):
     """Bytes between two processes are not a message of the protocol, or larger than it allows."""
+
+
+class HostsUpdatedInterrupt(ReigenError, RuntimeError):  # noqa: N818  Horovod's name
+    """The hosts of an elastic job have changed: its state is kept, and training goes on with the new ones.
+
+    Attributes:
+        skip_sync: hosts were only removed, so that nobody needs the state of another.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        self.skip_sync = skip_sync
+        super().__init__("the hosts of the job have changed")
+
+
+class HorovodVersionMismatchError(ReigenError, ImportError):
+    """A framework has another version than the one that was built for. Scripts may name it; nothing here is built."""

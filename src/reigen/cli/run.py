@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.local import BINDINGS
 from reigen.launch.options import Options, complain
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         parser.error(str(error))
     try:
-        return run_local(options, os.environ)
+        return run_local(options, as_horovod(os.environ) if chosen.as_horovod else os.environ)
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--start-timeout", type=_seconds, metavar="S", help="how long init() waits for all ranks")
     add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
+    add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
     add("--verbose", action="store_true", help="say what is started, where, and why there")
     add(
         "--output-filename",

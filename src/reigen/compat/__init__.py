@@ -1,0 +1,21 @@
+"""``import horovod`` for unmodified scripts: a directory for PYTHONPATH, in which ``horovod`` re-exports Reigen.
+
+`reigen run --as-horovod` prepends it for the ranks and what they start; ``python -m reigen.compat`` prints it, for
+other ways to start. Nothing is installed under Horovod's name, so an installed Horovod stays as it is: it is only
+hidden where this directory comes first. ``python -E`` and ``python -I`` ignore PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import pathsep
+from pathlib import Path
+
+#: What stands here is importable as a top-level module: the package ``horovod``.
+DIRECTORY = str(Path(__file__).parent)
+
+
+def as_horovod(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with the directory first in PYTHONPATH."""
+    rest = [entry for entry in environ.get("PYTHONPATH", "").split(pathsep) if entry and entry != DIRECTORY]
+    return {**environ, "PYTHONPATH": pathsep.join([DIRECTORY, *rest])}

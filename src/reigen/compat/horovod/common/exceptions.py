@@ -1,0 +1,5 @@
+"""Errors."""
+
+from reigen.errors import HorovodInternalError, HorovodVersionMismatchError, HostsUpdatedInterrupt
+
+__all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]

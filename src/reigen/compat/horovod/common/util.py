@@ -1,0 +1,33 @@
+"""Small questions and helpers."""
+
+from reigen.frontends.built import ccl_built, cuda_built, ddl_built, gloo_built, mpi_built, nccl_built, rocm_built
+from reigen.frontends.horovod import (
+    check_extension,
+    check_num_rank_power_of_2,
+    env,
+    extension_available,
+    gpu_available,
+    is_iterable,
+    is_version_greater_equal_than,
+    num_rank_is_power_2,
+    split_list,
+)
+
+__all__ = [
+    "ccl_built",
+    "check_extension",
+    "check_num_rank_power_of_2",
+    "cuda_built",
+    "ddl_built",
+    "env",
+    "extension_available",
+    "gloo_built",
+    "gpu_available",
+    "is_iterable",
+    "is_version_greater_equal_than",
+    "mpi_built",
+    "nccl_built",
+    "num_rank_is_power_2",
+    "rocm_built",
+    "split_list",
+]

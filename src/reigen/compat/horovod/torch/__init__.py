@@ -1,0 +1,10 @@
+"""Everything of ``reigen.torch``, and Horovod's inner modules."""
+
+from reigen.torch import *
+
+from . import compression as compression
+from . import elastic as elastic
+from . import functions as functions
+from . import mpi_ops as mpi_ops
+from . import optimizer as optimizer
+from . import sync_batch_norm as sync_batch_norm
