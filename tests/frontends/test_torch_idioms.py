@@ -268,7 +268,6 @@ def wrong_arguments() -> None:
         "backward_passes_per_step": {"backward_passes_per_step": 0},
         "gradient_predivide_factor is supported only": {"gradient_predivide_factor": 2.0, "op": hvd.Sum},
         "must be positive": {"gradient_predivide_factor": 0.0},
-        "Adasum": {"op": 2},
         "op must be": {"op": 9},
         "positive integer or a list": {"groups": -1},
         "list of lists": {"groups": [named[0][1]]},

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reigen.errors import ArgumentError, UnsupportedError
+from reigen.errors import ArgumentError
 from reigen.frontends.collectives import check_op
 from reigen.frontends.compression import Cast
 from reigen.torch.compression import Compressor
@@ -26,8 +26,6 @@ def choose_reduction(op: int, predivide: float) -> Reduction:
         ArgumentError: there is no such operator, or a factor that does not go with it.
     """
     chosen = check_op(op)
-    if chosen is ReduceOp.ADASUM:
-        raise UnsupportedError("op=Adasum is not supported by DistributedOptimizer")
     if predivide != 1.0 and chosen is not ReduceOp.AVERAGE:
         raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
     if not predivide > 0:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
-from reigen.errors import ArgumentError
+from reigen import context as contexts
 from reigen.frontends.collectives import Average, check_process_set
 from reigen.frontends.process_sets import ProcessSet, global_process_set
+from reigen.torch.adasum_optimizer import AdasumOptimizer, DeltaExchange, check_adasum_options
 from reigen.torch.arguments import check_compression, choose_groups, choose_reduction, name_parameters
 from reigen.torch.averager import Finished, GradientAverager, release
 from reigen.torch.compression import Compression, Compressor
 from reigen.torch.ops import allreduce
 from reigen.torch.reducer import ReduceOptions, check_finished
-
-_Closure = Callable[[], Any]
+from reigen.torch.wrapping import Closure, WrappedOptimizer, check_plain, wrap
+from reigen.types import ReduceOp
 
 
 def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it returns is an optimizer
@@ -52,7 +53,10 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         named_parameters: what ``model.named_parameters()`` gives; the names are used in messages.
         compression: the element type in which gradients travel.
         backward_passes_per_step: gradients that are summed up (not averaged) locally before they are reduced.
-        op: Average, Sum, Min, Max or Product.
+        op: Average, Sum, Min, Max or Product. With Adasum, and several ranks, each rank's optimizer steps on its own
+            gradients, and what that did to each parameter is combined over the ranks, 2, 4, 8, ... of them, when
+            ``step()`` is called; ``synchronize()`` does nothing then and ``skip_synchronize()`` is an AssertionError.
+            ``groups`` mean nothing. Sparse gradients are left to the optimizer, unless ``sparse_as_dense``.
         gradient_predivide_factor: with Average, gradients are divided by it before they are added, multiplied after.
         num_groups: deprecated; use ``groups``.
         groups: which gradients are reduced together: lists of parameters, each reduced when all its members have their
@@ -67,6 +71,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     Raises:
         ArgumentError: an argument makes no sense; the names do not cover the parameters, or are not unique.
         UnsupportedTypeError: a parameter's dtype cannot be communicated.
+        UnsupportedError: Adasum with a process set, or another number of ranks (a NotImplementedError, too).
         NotInitializedError: ``init()`` has not been called.
 
     Example:
@@ -78,10 +83,17 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             with optimizer.skip_synchronize():
                 optimizer.step()
     """
-    check_process_set(process_set)
-    if isinstance(optimizer, AveragingOptimizer):
-        raise ArgumentError("this optimizer is a DistributedOptimizer already")
+    check_plain(optimizer)
     named = name_parameters(optimizer, named_parameters)
+    if op == ReduceOp.ADASUM:
+        check_adasum_options(gradient_predivide_factor, process_set)
+        if contexts.current().size > 1:
+            exchange = DeltaExchange(named, check_compression(compression), backward_passes_per_step, sparse_as_dense)
+            combining = wrap(optimizer, AdasumOptimizer)
+            combining.attach(exchange)
+            return combining
+        op = Average  # of one rank
+    check_process_set(process_set)
     options = ReduceOptions(
         reduction=choose_reduction(op, gradient_predivide_factor),
         compression=check_compression(compression),
@@ -89,16 +101,12 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         groups=choose_groups(groups, num_groups),
     )
     averager = GradientAverager(named, options, backward_passes_per_step)
-    base = type(optimizer)
-    cls = type(base.__name__, (AveragingOptimizer, base), {"__module__": base.__module__, "__doc__": base.__doc__})
-    wrapped: AveragingOptimizer = object.__new__(cls)
-    # A scheduler made before has put a bound `step` of the plain optimizer here; it would bypass the averaging.
-    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped = wrap(optimizer, AveragingOptimizer)
     wrapped.attach(averager)
     return wrapped
 
 
-class AveragingOptimizer(torch.optim.Optimizer):
+class AveragingOptimizer(WrappedOptimizer):
     """What :func:`DistributedOptimizer` puts in front of an optimizer's own class."""
 
     _averager: GradientAverager
@@ -151,7 +159,7 @@ class AveragingOptimizer(torch.optim.Optimizer):
         finally:
             self._skips = False
 
-    def step(self, closure: _Closure | None = None) -> Any:
+    def step(self, closure: Closure | None = None) -> Any:
         """Reduce the gradients if that has not been done, then let the wrapped class update the parameters.
 
         Args:
@@ -203,18 +211,10 @@ class AveragingOptimizer(torch.optim.Optimizer):
             self._finish(Finished.NOBODY)
         super().load_state_dict(state_dict)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are plain optimizers: the averaging belongs to this process and this object."""
-        plain = type(self).__mro__[2]
-        return _blank, (plain,), self.__getstate__()
-
     def _finish(self, by: Finished) -> None:
         self._averager.finish(self._parameters(), by)
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.__dict__["param_groups"] for parameter in group["params"]]
-
-    def _reduced(self, closure: _Closure) -> _Closure:
+    def _reduced(self, closure: Closure) -> Closure:
         """The closure, followed by the reduction of the gradients that it computed."""
 
         def call() -> Any:
@@ -227,7 +227,3 @@ class AveragingOptimizer(torch.optim.Optimizer):
             return loss
 
         return call
-
-
-def _blank(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    return cls.__new__(cls)

@@ -91,7 +91,7 @@ class Reducer:
         self._region: Region | None = None
         self._sparse = SparseGradients({})
         self._bind(context)
-        self._hooks = [_watch(p, self._hook(i)) for i, p in enumerate(self.parameters)]
+        self._hooks = [watch(p, self._hook(i)) for i, p in enumerate(self.parameters)]
 
     def start(self) -> None:
         """Contribute and submit everything that this pass has not yet; collective in the first pass.
@@ -316,7 +316,8 @@ def _grouped(parameters: Sequence[torch.Tensor], groups: Mapping[torch.Tensor, i
     return list(members.values())
 
 
-def _watch(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def watch(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``hook(parameter)`` whenever backward has added to its gradient."""
     register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
     return register(hook)
 

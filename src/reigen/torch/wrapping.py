@@ -1,0 +1,51 @@
+"""What every optimizer that we wrap has in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from reigen.errors import ArgumentError
+
+#: Computes the loss anew, with its gradients.
+Closure = Callable[[], Any]
+
+Front = TypeVar("Front", bound="WrappedOptimizer")
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """Base of what stands in front of an optimizer's own class."""
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.__dict__["param_groups"] for parameter in group["params"]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are plain optimizers: what we add belongs to this process and this object."""
+        plain = type(self).__bases__[1]
+        return _blank, (plain,), self.__getstate__()
+
+
+def check_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Accept an optimizer that is not wrapped.
+
+    Raises:
+        ArgumentError: it is.
+    """
+    if isinstance(optimizer, WrappedOptimizer):
+        raise ArgumentError("this optimizer is a DistributedOptimizer already")
+
+
+def wrap(optimizer: torch.optim.Optimizer, front: type[Front]) -> Front:
+    """An instance of a new subclass of ``front`` and the optimizer's class, with the optimizer's state."""
+    base = type(optimizer)
+    cls = type(base.__name__, (front, base), {"__module__": base.__module__, "__doc__": base.__doc__})
+    wrapped: Front = object.__new__(cls)
+    # A scheduler made before has put a bound `step` of the plain optimizer here; it would bypass the front.
+    wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    return wrapped
+
+
+def _blank(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    return cls.__new__(cls)
