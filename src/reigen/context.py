@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 import os
+import socket
 import threading
 import time
 from collections import Counter, defaultdict
@@ -31,6 +32,7 @@ from reigen.engine.negotiation import UNNAMED, Coordinator
 from reigen.engine.observer import Observer
 from reigen.engine.transport import Solitude
 from reigen.errors import ArgumentError, CollectiveError, NotInitializedError, UnsupportedError
+from reigen.observe.timeline import Timeline
 from reigen.planes.adasum import check_adasum
 from reigen.planes.base import Region
 from reigen.planes.choice import choose
@@ -39,7 +41,7 @@ from reigen.planes.shm import ShmPlane, shm_plane_bytes
 from reigen.types import DType, ReduceOp
 from reigen.wire.mailbox import Mailbox, mailbox_bytes
 
-__all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "shutdown"]
+__all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "mark", "shutdown"]
 
 _log = logging.getLogger(__name__)
 
@@ -90,7 +92,11 @@ class Context:
             self._engine = _engine_alone(config)
         else:
             self._engine, self._release = _engine_on_host(topology, config, rendezvous, generation)
+        #: of all ranks' collectives; see `Timeline.start`
+        self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname())
+        if self.size > 1:
             self._engine.start(cpu)
+        self.timeline.start_as_configured(config.timeline, config.timeline_mark_cycles)
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
@@ -410,8 +416,11 @@ class Context:
 
     def close(self) -> None:
         """Leave the job. What is outstanding here fails; ranks that wait for this one get PeerLostError."""
-        self._engine.close()
-        self._release()
+        try:
+            self.timeline.close()
+        finally:
+            self._engine.close()
+            self._release()
 
     def _submit(self, operation: Operation, task: Task, blocking: bool) -> Handle:
         handle = Handle(self._engine, operation.name, task)
@@ -630,6 +639,13 @@ def _watch_forks() -> None:
 def is_initialized() -> bool:
     """Whether this process is in a job. Never raises."""
     return _current is not None
+
+
+def mark(name: str) -> None:
+    """For a timeline: the calling thread has come to the end of another ``name``. Raises nothing, outside a job too."""
+    job = _current
+    if job is not None:
+        job.timeline.mark(name)
 
 
 def current() -> Context:

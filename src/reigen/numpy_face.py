@@ -59,6 +59,8 @@ from reigen.frontends.job import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from reigen.types import DTYPES, DType
@@ -120,6 +122,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]
 

@@ -170,9 +170,9 @@ class Engine:
             if operation.name in self._handles:
                 raise DuplicateNameError(operation.name)
             self._handles[operation.name] = handle
+            if (observer := self._observer) is not None:
+                observer.submitted(operation)  # before anybody can begin it
             self._inbox.append(operation)
-        if (observer := self._observer) is not None:
-            observer.submitted(operation)
         if self._thread is None:
             self.wait_for(handle)
         elif not blocking:

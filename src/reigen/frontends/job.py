@@ -98,3 +98,31 @@ def is_homogeneous() -> bool:
     """Whether all hosts have the same number of ranks; the one host that there is has."""
     job = context.current()
     return job.local_size == job.size
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record on all ranks what the collectives take time for, into one file of rank 0's host (docs/timeline.md).
+
+    Rank 0 decides, and tells the others; other ranks may call it too, which does nothing. HOROVOD_TIMELINE need not be
+    set. A file that exists is replaced.
+
+    Args:
+        file_path: a Chrome trace, for Perfetto, chrome://tracing and ``reigen trace``; valid JSON while it grows.
+        mark_cycles: mark every round of negotiation.
+
+    Raises:
+        NotInitializedError: ``init()`` has not been called.
+        ArgumentError: on rank 0: a timeline is being recorded already, or the file cannot be written.
+    """
+    context.current().timeline.start(str(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Complete the timeline that was started last; without one, do nothing. On rank 0; elsewhere it does nothing.
+
+    ``shutdown()``, and the end of the script, do it too.
+
+    Raises:
+        NotInitializedError: ``init()`` has not been called.
+    """
+    context.current().timeline.stop()

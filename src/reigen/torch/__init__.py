@@ -26,6 +26,8 @@ from reigen.frontends.job import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from reigen.torch.compression import Compression
@@ -123,5 +125,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -186,6 +186,7 @@ class AveragingOptimizer(WrappedOptimizer):
         finally:
             averager.stepped()
         averager.updated(self._parameters())
+        contexts.mark("STEP")
         return loss
 
     # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.

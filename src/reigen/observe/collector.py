@@ -1,0 +1,109 @@
+"""Rank 0's thread that puts what all ranks have recorded into one file."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reigen.engine.messages import Topic
+from reigen.observe.chrome import Merger
+from reigen.observe.messages import Closed, Final, Page, Stop, encode
+from reigen.observe.sender import PERIOD_SECONDS, Recording
+from reigen.observe.writer import TraceFile
+
+if TYPE_CHECKING:
+    from reigen.observe.timeline import Channel
+
+#: Pages of other ranks that wait to be written: 24 KiB each at most. More are dropped, and counted.
+_MAX_PAGES = 2000
+#: How long the file waits for the last events of the other ranks, once it is to be closed.
+_FINAL_SECONDS = 3.0
+_SLICE_SECONDS = 0.02
+_JOIN_SECONDS = 10.0
+_log = logging.getLogger("reigen")
+
+
+class Collector:
+    """Writes one timeline.
+
+    Args:
+        channel: of rank 0.
+        recording: of rank 0.
+        path: the file.
+        size: number of ranks.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, channel: Channel, recording: Recording, path: Path, size: int) -> None:
+        self.path = path
+        self.session = recording.session
+        self._channel, self._recording = channel, recording
+        self._merger = Merger(recording.clock.read(), time.time_ns() // 1000, size)
+        self._file = TraceFile(path, self._merger.first)
+        self._pages: deque[tuple[int, Page]] = deque()
+        #: pages that were dropped because too many waited, by rank
+        self._lost: Counter[int] = Counter()
+        #: ranks that may still send something
+        self._expected = set(range(1, size))
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reigen-timeline-0", daemon=True)
+
+    @property
+    def is_active(self) -> bool:
+        """False once the file has been closed."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Complete the file; returns when that is done."""
+        self._ending.set()
+        self._thread.join(_JOIN_SECONDS)
+
+    def receive(self, rank: int, message: Page | Final) -> None:
+        """What another rank sent. Quick."""
+        if isinstance(message, Final):
+            if not self._ending.is_set():  # it leaves, or has lost touch: no collective can follow
+                self._ending.set()
+            self._expected.discard(rank)
+        elif len(self._pages) < _MAX_PAGES:
+            self._pages.append((rank, message))
+        else:
+            self._lost[rank] += 1
+
+    def _run(self) -> None:
+        try:
+            while self._channel.works and not self._ending.wait(PERIOD_SECONDS):
+                self._write()
+            self._channel.post(Topic.TIMELINE, encode(Stop(self.session)))
+            until = time.monotonic() + _FINAL_SECONDS
+            while self._channel.works and self._expected and time.monotonic() < until:
+                time.sleep(_SLICE_SECONDS)
+                self._write()
+            self._channel.observe(None)
+            self._write()
+            self._file.append([self._merger.lost(rank, count) for rank, count in sorted(self._lost.items())])
+        except OSError as error:
+            _log.warning("the timeline %s ends here, it cannot be written: %s", self.path, error.strerror)
+            self._channel.observe(None)
+            self._channel.post(Topic.TIMELINE, encode(Stop(self.session)))
+        finally:
+            self._file.close()
+            self._channel.post(Topic.TIMELINE, encode(Closed(self.session)))
+
+    def _write(self) -> None:
+        """Write what this rank has recorded, and what has come from the others."""
+        for page in self._recording.pages(0, 0):
+            self._file.append(self._merger.records(0, page))
+        while self._pages:
+            rank, page = self._pages.popleft()
+            self._file.append(self._merger.records(rank, page))
+            time.sleep(0)

@@ -1,0 +1,121 @@
+"""What ranks say to each other about a timeline, in notes beside the collectives.
+
+a. Rank 0 opens the file and says `Start`. From then on every rank records, and sends what it has recorded as `Page`.
+b. A rank measures how far its clock is from rank 0's: `Ping`, answered by `Pong` (see `reigen.observe.clocks`).
+c. Rank 0 says `Stop`. Every rank sends the rest, and `Final`. Rank 0 closes the file, and says `Closed`.
+d. A rank that leaves the job says `Final` unasked, and waits for `Closed`; rank 0 then goes on with (c), because no
+   collective can follow. So the last events of all ranks arrive before the first of them is gone.
+
+Every wait is bounded, and ends when a rank is lost.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+#: ``(form, label, row, begin, nanoseconds, arguments)``: label and arguments are places in lists, -1 for none.
+Slice = tuple[int, int, int, int, int, int]
+
+#: Forms of slices: complete, begun (and long since), ended, instant.
+COMPLETE, BEGUN, OVER, INSTANT = range(4)
+#: The phase of a Chrome trace, by form.
+PHASES = ("X", "B", "E", "i")
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """Record from now on.
+
+    Attributes:
+        session: number of the timeline in this job.
+        mark_cycles: whether the engine's rounds of negotiation are shown.
+        clock: identity of rank 0's clock.
+    """
+
+    session: int
+    mark_cycles: bool
+    clock: str
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Record no more, and send the rest."""
+
+    session: int
+
+
+class Closed(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The file is complete."""
+
+    session: int
+
+
+class Pong(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Rank 0's clock said ``there`` when it read this rank's `Ping`."""
+
+    session: int
+    rank: int
+    sent: int
+    there: int
+
+
+class Ping(msgspec.Struct, frozen=True, array_like=True, tag=11):
+    """What does rank 0's clock say? This one's says ``sent``."""
+
+    session: int
+    sent: int
+
+
+class Page(msgspec.Struct, frozen=True, array_like=True, tag=12):
+    """Some slices of one rank, complete in itself: pages before it may have been lost.
+
+    Attributes:
+        session: number of the timeline in this job.
+        host: the rank's.
+        offset: nanoseconds to add to this rank's clock to have rank 0's.
+        error: largest error of it in nanoseconds; -1 when it is not known yet.
+        num_dropped: events that this rank has dropped so far, because it could not send them in time.
+        rows: number and title of rows that appear for the first time.
+        labels: name and category of slices.
+        arguments: JSON objects.
+        slices: in the order in which they were known.
+    """
+
+    session: int
+    host: str
+    offset: int
+    error: int
+    num_dropped: int
+    rows: list[tuple[int, str]]
+    labels: list[tuple[str, str]]
+    arguments: list[bytes]
+    slices: list[Slice]
+
+
+class Final(msgspec.Struct, frozen=True, array_like=True, tag=13):
+    """This rank will send no more pages."""
+
+    session: int
+
+
+ToRankZero = Ping | Page | Final
+FromRankZero = Start | Stop | Closed | Pong
+
+_ENCODER = msgspec.msgpack.Encoder()
+_TO = msgspec.msgpack.Decoder(ToRankZero)
+_FROM = msgspec.msgpack.Decoder(FromRankZero)
+
+
+def encode(message: ToRankZero | FromRankZero) -> bytes:
+    """One message as a note's data."""
+    return _ENCODER.encode(message)
+
+
+def decode_at_rank_zero(data: bytes) -> ToRankZero:
+    """Raises msgspec.DecodeError for anything but what `encode` writes."""
+    message: ToRankZero = _TO.decode(data)
+    return message
+
+
+def decode_from_rank_zero(data: bytes) -> FromRankZero:
+    """Raises msgspec.DecodeError for anything but what `encode` writes."""
+    message: FromRankZero = _FROM.decode(data)
+    return message

@@ -1,0 +1,209 @@
+"""The timeline of a job, as one rank takes part in it: when to record, whom to send it to, who writes it.
+
+Every rank has a `Timeline` from the beginning; it costs nothing until it is started. The protocol stands in
+`reigen.observe.messages`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from reigen.engine.messages import Topic
+from reigen.engine.observer import Observer
+from reigen.errors import ArgumentError
+from reigen.observe.clocks import Clock, this_clock
+from reigen.observe.collector import Collector
+from reigen.observe.messages import (
+    Closed,
+    Final,
+    Page,
+    Ping,
+    Pong,
+    Start,
+    Stop,
+    decode_at_rank_zero,
+    decode_from_rank_zero,
+    encode,
+)
+from reigen.observe.recorder import Recorder
+from reigen.observe.sender import Recording, Sender
+
+#: How long a rank that leaves waits until the file is complete; longer than rank 0 waits for the others.
+_LEAVE_SECONDS = 5.0
+_SLICE_SECONDS = 0.05
+_log = logging.getLogger("reigen")
+
+
+class Channel(Protocol):
+    """What a timeline needs of a rank's engine. `reigen.engine.engine.Engine` is one."""
+
+    @property
+    def works(self) -> bool:
+        """Whether notes still go anywhere."""
+        ...
+
+    @property
+    def unsent(self) -> int:
+        """Notes that have not left yet."""
+        ...
+
+    def post(self, topic: Topic, data: bytes) -> None:
+        """Send a note: rank 0's go to all others, theirs to rank 0."""
+        ...
+
+    def listen(self, topic: Topic, listener: Callable[[int, bytes], None]) -> None:
+        """Have ``listener(sender, data)`` called for each note, on the thread that drives the engine."""
+        ...
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell ``observer`` what the engine does."""
+        ...
+
+
+class Timeline:
+    """One rank's part in the job's timelines, of which there is at most one at a time.
+
+    Args:
+        channel: of this rank. It must not have received anything yet: notes for nobody are dropped.
+        rank: this rank.
+        size: number of ranks.
+        host: this rank's host.
+        clock: this rank's.
+    """
+
+    def __init__(self, channel: Channel, rank: int, size: int, host: str, clock: Clock | None = None) -> None:
+        self._channel = channel
+        self._rank, self._size, self._host = rank, size, host
+        self._clock = clock or this_clock()
+        self._lock = threading.Lock()
+        self._recorder: Recorder | None = None
+        #: rank 0: who writes the file; the other ranks: who sends to rank 0
+        self._collector: Collector | None = None
+        self._sender: Sender | None = None
+        self._session = 0
+        channel.listen(Topic.TIMELINE, self._hear_ranks if rank == 0 else self._hear_rank_zero)
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        """Rank 0: record on all ranks, into a file. Other ranks: nothing; rank 0 tells them.
+
+        Raises:
+            ArgumentError: a timeline is being recorded already; the file cannot be written.
+        """
+        if self._rank != 0:
+            return
+        with self._lock:
+            if self._collector is not None and self._collector.is_active:
+                raise ArgumentError(
+                    f"a timeline is being written to {self._collector.path} already: call stop_timeline() first"
+                )
+            recorder = self._begin_recording()
+            recording = Recording(recorder, self._clock, self._session + 1, self._host, mark_cycles)
+            try:
+                collector = Collector(self._channel, recording, Path(path).absolute(), self._size)
+            except OSError as error:
+                self._end_recording()
+                raise ArgumentError(f"the timeline cannot be written to {path}: {error.strerror}") from error
+            self._session += 1
+            self._collector = collector
+            self._channel.post(Topic.TIMELINE, encode(Start(self._session, mark_cycles, self._clock.identity)))
+            collector.start()
+
+    def prepare(self) -> None:
+        """Other ranks than 0: begin to record, since rank 0 is about to start a timeline."""
+        with self._lock:
+            if self._rank != 0 and self._recorder is None:
+                self._begin_recording()
+
+    def start_as_configured(self, path: str | None, mark_cycles: bool) -> None:
+        """At the beginning of the job, what its environment asks for. A job does not fail for want of a timeline."""
+        if path is None or path == "DYNAMIC":
+            return
+        if self._rank != 0:
+            self.prepare()
+            return
+        try:
+            self.start(path, mark_cycles)
+        except ArgumentError as error:
+            _log.warning("%s; the job goes on without it", error)
+            self._channel.post(Topic.TIMELINE, encode(Stop(self._session + 1)))
+
+    def stop(self) -> None:
+        """Rank 0: complete the file; returns when that is done. Other ranks: nothing. Without a timeline, nothing."""
+        with self._lock:
+            if self._collector is not None:
+                self._collector.finish()
+                self._collector = None
+                self._recorder = None
+
+    def close(self) -> None:
+        """Before this rank leaves the job: make sure that the file has its last events. Raises nothing; bounded."""
+        self.stop()
+        sender = self._sender
+        if sender is not None:
+            sender.finish()
+            until = time.monotonic() + _LEAVE_SECONDS
+            while self._channel.works and not sender.is_closed.wait(_SLICE_SECONDS) and time.monotonic() < until:
+                pass
+        with self._lock:
+            self._end_recording()
+
+    def mark(self, name: str) -> None:
+        """The calling thread has come to the end of another ``name``."""
+        recorder = self._recorder
+        if recorder is not None:
+            recorder.mark(name)
+
+    def _begin_recording(self) -> Recorder:
+        self._recorder = Recorder(self._clock.read)
+        self._channel.observe(self._recorder)
+        return self._recorder
+
+    def _end_recording(self) -> None:
+        self._channel.observe(None)
+        self._recorder = None
+
+    # -- notes, on the thread that drives the engine ------------------------------------------------------------------
+
+    def _hear_ranks(self, sender: int, data: bytes) -> None:
+        try:
+            message = decode_at_rank_zero(data)
+        except msgspec.DecodeError:
+            _log.warning("rank %d sent an unreadable piece of its timeline", sender)
+            return
+        collector = self._collector
+        if collector is None or message.session != collector.session:
+            return
+        match message:
+            case Ping(session, sent):
+                self._channel.post(Topic.TIMELINE, encode(Pong(session, sender, sent, self._clock.read())))
+            case Page() | Final():
+                collector.receive(sender, message)
+
+    def _hear_rank_zero(self, sender: int, data: bytes) -> None:
+        try:
+            message = decode_from_rank_zero(data)
+        except msgspec.DecodeError:
+            _log.warning("rank 0 sent an unreadable message about the timeline")
+            return
+        match message:
+            case Start(session, mark_cycles, clock):
+                recorder = self._recorder or self._begin_recording()
+                recording = Recording(recorder, self._clock, session, self._host, mark_cycles)
+                self._sender = Sender(self._channel, recording, self._rank, clock)
+                self._sender.start()
+            case Stop(session):
+                self._end_recording()
+                if self._sender is not None and self._sender.session == session:
+                    self._sender.end()
+            case Closed(session):
+                if self._sender is not None and self._sender.session == session:
+                    self._sender.is_closed.set()
+            case Pong() if self._sender is not None:
+                self._sender.answered(message)

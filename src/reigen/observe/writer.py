@@ -1,0 +1,74 @@
+"""A JSON array in a file that is valid after every write.
+
+Records are written over the closing bracket, with a new one behind them, by one call: whenever the process is killed,
+between two instructions, the file is a JSON array. The kernel itself can be cut short by SIGKILL between two pages of
+one call; so what fits into the file's last page goes first, and only one record at a time crosses the border of a page:
+what is left is a fraction of a microsecond for each page. `reigen.observe.reading` copes with that, too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+_PAGE_BYTES = 4096
+_END = b"\n]\n"
+
+
+class TraceFile:
+    """The file that a timeline is written to. For one thread.
+
+    Args:
+        path: where; what was there is replaced at once by a valid file.
+        first: the first record, a JSON value.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, first: bytes) -> None:
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        try:
+            #: where the closing bracket's line begins
+            self._end = 0
+            self._put(b"[\n" + first)
+            fresh.replace(path)
+        except BaseException:
+            os.close(self._fd)
+            fresh.unlink(missing_ok=True)
+            raise
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Add JSON values to the array.
+
+        Raises:
+            OSError: not all could be written; the file holds those before, and is valid.
+        """
+        begin = 0
+        while begin < len(records):
+            room = -(self._end + len(_END)) % _PAGE_BYTES
+            end = begin + 1
+            nbytes = len(records[begin]) + 2
+            while end < len(records) and nbytes + len(records[end]) + 2 <= room:
+                nbytes += len(records[end]) + 2
+                end += 1
+            self._put(b"".join(b",\n" + record for record in records[begin:end]))
+            begin = end
+
+    def close(self) -> None:
+        """Nothing can be added any more."""
+        os.close(self._fd)
+
+    def _put(self, text: bytes) -> None:
+        data = text + _END
+        num_written = 0
+        try:
+            while num_written < len(data):  # less than all: the next attempt says why
+                num_written += os.pwrite(self._fd, data[num_written:], self._end + num_written)
+        except OSError:
+            os.pwrite(self._fd, _END, self._end)
+            os.ftruncate(self._fd, self._end + len(_END))
+            raise
+        self._end += len(text)
