@@ -270,17 +270,24 @@ def test_sparse_gradients(rank_pool, as_dense):
 
 
 def becomes_sparse() -> None:
+    """Nobody saw a sparse gradient in the first step; in the second only rank 0 has one; in the third all have."""
+    rank, n = hvd.rank(), hvd.size()
     embedding = nn.Embedding(4, 2, sparse=True)
+    nn.init.zeros_(embedding.weight)
     other = nn.Parameter(torch.ones(1))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*embedding.parameters(), other], lr=0.1))
-    (other * 1).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    with pytest.raises(ValueError, match="sparse_as_dense"):
-        embedding(torch.tensor([1])).sum().backward()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([*embedding.parameters(), other], lr=1.0), op=hvd.Sum)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = other.sum()
+        if step == 2 or (step == 1 and rank == 0):
+            loss = loss + embedding(torch.tensor([1, 1])).sum()
+        loss.backward()
+        optimizer.step()
+    assert embedding.weight.tolist() == [[0, 0], [-2 - 2 * n, -2 - 2 * n], [0, 0], [0, 0]]
+    assert other.item() == 1 - 3 * n
 
 
-def test_a_gradient_that_becomes_sparse_later_is_refused(rank_pool):
+def test_a_gradient_that_becomes_sparse_later_is_made_dense(rank_pool):
     rank_pool(2).run(becomes_sparse, init=True)
 
 

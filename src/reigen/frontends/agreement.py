@@ -33,27 +33,29 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks go by: rank 0's order, and for every parameter the largest ``sparse_dims`` that any rank saw."""
+    """What all go by: the first rank's order, and for every parameter the largest ``sparse_dims`` that any rank saw."""
 
     order: tuple[int, ...]
     sparse_dims: tuple[int, ...]
 
 
-def agree(context: Context, proposal: Proposal, name: str) -> Agreement:
-    """Collective: every rank's proposal in, the same agreement out.
+def agree(context: Context, proposal: Proposal, name: str, process_set: int = 0) -> Agreement:
+    """Collective over the process set: every rank's proposal in, the same agreement out.
 
     Raises:
         MismatchError: the descriptions differ. Every rank raises it; it says where each one first differs from rank 0.
     """
-    replies = allgather_bytes(context, _packed(proposal), f"{name}.agreement")
-    check_digests(context, [reply[:32] for reply in replies], proposal.description, name)
+    replies = allgather_bytes(context, _packed(proposal), f"{name}.agreement", process_set)
+    check_digests(context, [reply[:32] for reply in replies], proposal.description, name, process_set)
     num_parameters = len(proposal.sparse_dims)
     dims = [reply[32 : 32 + num_parameters] for reply in replies]
     order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]
     return Agreement(tuple(order), tuple(max(column) for column in zip(*dims, strict=True)))
 
 
-def check_digests(context: Context, digests: Sequence[bytes], description: tuple[str, ...], name: str) -> None:
+def check_digests(
+    context: Context, digests: Sequence[bytes], description: tuple[str, ...], name: str, process_set: int = 0
+) -> None:
     """Raise the same error on every rank unless all digests are equal; collective only if they are not.
 
     Raises:
@@ -61,8 +63,8 @@ def check_digests(context: Context, digests: Sequence[bytes], description: tuple
     """
     if all(digest == digests[0] for digest in digests):
         return
-    descriptions = allgather_object(context, description, f"{name}.description")
-    details = dict(enumerate(first_differences(descriptions)))
+    descriptions = allgather_object(context, description, f"{name}.description", process_set)
+    details = dict(zip(context.process_sets[process_set], first_differences(descriptions), strict=True))
     raise MismatchError("the ranks have different parameters or options", tensor=name, ranks=(), details=details)
 
 

@@ -118,16 +118,6 @@ def check_op(op: int) -> ReduceOp:
         raise ArgumentError(f"op must be Average, Sum, Adasum, Min, Max or Product, got {op!r}") from None
 
 
-def check_process_set(process_set: ProcessSet) -> None:
-    """Accept the set of all ranks.
-
-    Raises:
-        ArgumentError: it is another one.
-    """
-    if number_of(process_set):
-        raise ArgumentError(f"process_set must be global_process_set, got {process_set!r}")
-
-
 class Collectives(Generic[Tensor]):
     """The collectives for one framework. What is no tensor is refused with UnsupportedTypeError.
 

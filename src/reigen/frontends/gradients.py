@@ -13,7 +13,8 @@ c. ``finish()`` names every gradient that was not collected (the executor contri
 
 In the first pass there is no plan: nothing is collected, and the order of arrival is recorded. The executor agrees on
 one order with the other ranks, makes a plan and calls :meth:`GradientTracker.adopt` before that pass's ``finish()``.
-From the second pass on, buckets are submitted while backward runs.
+From the second pass on, buckets are submitted while backward runs. Where the ranks cannot agree, the executor adopts
+some plan for one pass and calls :meth:`GradientTracker.abandon` after it: the next one is like the first.
 """
 
 from __future__ import annotations
@@ -126,6 +127,12 @@ class GradientTracker:
         self.plan = plan
         self._submissions = [Arrival(collect=True, submit=unit) for unit in plan.units]
         self._members = [sum(len(plan.buckets[bucket].places) for bucket in unit) for unit in plan.units]
+        self._forget_buckets()
+
+    def abandon(self) -> None:
+        """The plan was for the pass that has ended: the next one has none."""
+        self.plan = None
+        self._members, self._submissions = [], []
         self._forget_buckets()
 
     def finish(self) -> Finish:

@@ -126,4 +126,4 @@ def _tell(ranks: Sequence[int]) -> str:
 
 
 def _allreduce(context: Context, array: NDArray[Any], op: ReduceOp, name: str, process_set: int) -> None:
-    context.allreduce(array, array, DTYPES["int64"], op=op, name=name, blocking=True).wait()
+    context.allreduce(array, array, DTYPES["int64"], op=op, name=name, process_set=process_set, blocking=True).wait()

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import check_op
+from reigen.frontends.collectives import Reducing, check_op
 from reigen.frontends.compression import Cast
 from reigen.torch.compression import Compressor
-from reigen.torch.reducer import Reduction
 from reigen.types import ReduceOp
 
 #: How many groups, or the number of its group for each parameter that is in one; None for buckets of the usual size.
 Groups = int | Mapping[torch.Tensor, int] | None
 
 
-def choose_reduction(op: int, predivide: float) -> Reduction:
+def choose_reduction(op: int, predivide: float) -> Reducing:
     """The operator and its factors that ``op`` and ``gradient_predivide_factor`` mean.
 
     Raises:
@@ -30,7 +29,7 @@ def choose_reduction(op: int, predivide: float) -> Reduction:
         raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
     if not predivide > 0:
         raise ArgumentError(f"gradient_predivide_factor must be positive, got {predivide!r}")
-    return Reduction(chosen, 1.0 / predivide, float(predivide))
+    return Reducing(chosen, 1.0 / predivide, float(predivide))
 
 
 def check_compression(compression: Compressor) -> Compressor:

@@ -8,11 +8,14 @@ from enum import Enum
 import torch
 
 from reigen import context as contexts
-from reigen.errors import ArgumentError, CollectiveError
+from reigen.errors import ArgumentError, StepOrderError
+from reigen.frontends.collectives import Reducing
 from reigen.frontends.gradients import check_passes
-from reigen.frontends.replicas import check_replicas
+from reigen.frontends.process_sets import number_of
 from reigen.torch.adapter import bytes_of, dtype_of
+from reigen.torch.differentiable import COLLECTIVES
 from reigen.torch.reducer import ReduceOptions, Reducer, check_finished
+from reigen.types import ReduceOp
 
 
 class Finished(Enum):
@@ -26,11 +29,13 @@ class Finished(Enum):
 class GradientAverager:
     """Reducers for the parameters known at construction, and one more for each lot that is found trainable later.
 
-    With one rank there are none: nothing is hooked, nothing is communicated.
+    There are none where nothing is to be reduced, with one rank in the process set or this one outside it: nothing is
+    hooked, nothing is communicated.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], options: ReduceOptions, passes: int) -> None:
         self._context = contexts.current()
+        number_of(options.process_set)  # a set that is not registered is a mistake on every rank, also outside it
         self._options = options
         self._passes = check_passes(passes)
         self._names = {parameter: name for name, parameter in named}
@@ -72,7 +77,7 @@ class GradientAverager:
                 self._names.setdefault(parameter, f"parameter.{len(self._known)}")
                 self._known[id(parameter)] = parameter
                 new.append(parameter)
-        if new and self._context.size > 1:
+        if new and self._others:
             named = [(self._names[parameter], parameter) for parameter in new]
             self.reducers.append(Reducer(self._context, named, self._options, self._passes))
 
@@ -84,26 +89,40 @@ class GradientAverager:
             by: on whose behalf.
 
         Raises:
-            CollectiveError: an operation failed.
+            CollectiveError: an operation failed; the pass is over.
+            StepOrderError: a gradient has been changed while it was on its way, and not by ``synchronize()``'s caller.
             ArgumentError: the optimizer was made for a job of one rank and there are more now.
         """
         self._check_context()
         self.adopt(parameters)
-        for reducer in self.reducers:
-            reducer.start()
-        failure: CollectiveError | None = None
-        for reducer in self.reducers:
-            try:
-                reducer.wait()
-            except CollectiveError as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        if by is Finished.READER:
+            self._check_unchanged()
+        failure: Exception | None = None
+        for act in (Reducer.start, Reducer.wait):
+            for reducer in self.reducers:
+                try:
+                    act(reducer)
+                except Exception as error:  # noqa: BLE001 - raised below, when the others are through
+                    failure = failure or error
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # it holds this frame
         self._finished = by
 
     def stepped(self) -> None:
         """The gradients have been used or dropped: the next step needs new ones."""
         self._finished = Finished.NOBODY
+
+    def average(self, loss: torch.Tensor) -> torch.Tensor:
+        """Collective: the mean of every rank's ``loss``."""
+        if not self.reducers:
+            return loss
+        team = self.reducers[0].team
+        return COLLECTIVES.allreduce(
+            loss, Reducing(ReduceOp.AVERAGE, 1.0, 1.0), f"{team.name}.loss", team.process_set
+        ).take()
 
     def updated(self, parameters: Sequence[torch.Tensor]) -> None:
         """The optimizer has changed its parameters; every so many times (REIGEN_CHECK_REPLICAS) they are compared.
@@ -117,7 +136,7 @@ class GradientAverager:
         self._num_updates += 1
         if self._num_updates % every == 0:
             names = [self._names.get(p, f"parameter {index}") for index, p in enumerate(parameters)]
-            check_replicas(self._context, [bytes_of(p) for p in parameters], names, self.reducers[0].name)
+            self.reducers[0].team.check_replicas([bytes_of(p) for p in parameters], names)
 
     def discard(self) -> None:
         """The gradients are about to be cleared.
@@ -144,11 +163,26 @@ class GradientAverager:
         for reducer in self.reducers:
             reducer.tracker.set_backward_passes_per_step(passes)
 
+    @property
+    def _others(self) -> bool:
+        """Whether there are ranks with which this one reduces."""
+        members = self._options.process_set
+        return bool(members.included()) and (members.size() or 1) > 1
+
+    def _check_unchanged(self) -> None:
+        changed = [name for reducer in self.reducers for name in reducer.changed()]
+        if changed:
+            raise StepOrderError(
+                f"gradients were changed between backward() and step(), while they were on their way to the other "
+                f"ranks: {', '.join(changed[:5])}{' ...' if len(changed) > 5 else ''}. Call optimizer.synchronize() "
+                "before clipping or scaling, and step() within optimizer.skip_synchronize()"
+            )
+
     def _check_context(self) -> None:
         current = contexts.current()
         if current is self._context:
             return
-        if self._known and not self.reducers and current.size > 1:
+        if self._known and not self.reducers and self._others:
             raise ArgumentError(
                 "this DistributedOptimizer was made in a job of one rank, so it has watched no gradient; "
                 f"make a new one for the job of {current.size} ranks"

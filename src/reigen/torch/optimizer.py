@@ -12,13 +12,12 @@ from typing import Any, cast
 import torch
 
 from reigen import context as contexts
-from reigen.frontends.collectives import Average, check_process_set
+from reigen.frontends.collectives import Average
 from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.torch.adasum_optimizer import AdasumOptimizer, DeltaExchange, check_adasum_options
 from reigen.torch.arguments import check_compression, choose_groups, choose_reduction, name_parameters
 from reigen.torch.averager import Finished, GradientAverager, release
 from reigen.torch.compression import Compression, Compressor
-from reigen.torch.ops import allreduce
 from reigen.torch.reducer import ReduceOptions, check_finished
 from reigen.torch.wrapping import Closure, WrappedOptimizer, check_plain, wrap
 from reigen.types import ReduceOp
@@ -63,7 +62,7 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             gradients, the parameters in no list as usual; or a number of groups, into which the parameters are divided
             in the order in which rank 0's gradients arrive. The same on every rank. Without it buckets are filled up.
         sparse_as_dense: make sparse gradients dense. Otherwise their indices and values are gathered.
-        process_set: only ``global_process_set``.
+        process_set: the ranks that average among themselves. A rank outside it has a plain optimizer of its own.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step()`` added.
@@ -93,12 +92,12 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             combining.attach(exchange)
             return combining
         op = Average  # of one rank
-    check_process_set(process_set)
     options = ReduceOptions(
-        reduction=choose_reduction(op, gradient_predivide_factor),
+        how=choose_reduction(op, gradient_predivide_factor),
         compression=check_compression(compression),
         sparse_as_dense=sparse_as_dense,
         groups=choose_groups(groups, num_groups),
+        process_set=process_set,
     )
     averager = GradientAverager(named, options, backward_passes_per_step)
     wrapped = wrap(optimizer, AveragingOptimizer)
@@ -224,7 +223,7 @@ class AveragingOptimizer(WrappedOptimizer):
                 self._finish(Finished.READER)
             if isinstance(self, torch.optim.LBFGS):
                 self._averager.stepped()
-                return allreduce(torch.as_tensor(loss).detach())
+                return self._averager.average(torch.as_tensor(loss).detach())
             return loss
 
         return call

@@ -3,6 +3,9 @@
 The memory of the buckets is registered at the end of the first pass, in ``synchronize()`` or ``step()``, when the order
 in which gradients arrive is known: registering is collective, and there every rank comes, whatever its model did. From
 then on ``p.grad`` is a view of its bucket, and buckets are reduced in place while backward runs.
+
+While some rank has joined, nothing can be agreed on nor registered. A pass that finds no plan then improvises: a plan
+that needs no agreement, in ordinary memory, for this pass alone.
 """
 
 from __future__ import annotations
@@ -10,33 +13,28 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from reigen import context as contexts
-from reigen.errors import ArgumentError, CollectiveError, StepOrderError
-from reigen.frontends.adapter import Array
-from reigen.frontends.agreement import Agreement, Proposal, agree
+from reigen.errors import ArgumentError, CollectiveError, JoinedError, StepOrderError
+from reigen.frontends.agreement import Agreement, Proposal
 from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, divide, plan_buckets
+from reigen.frontends.collectives import Reducing
 from reigen.frontends.gradients import GradientTracker
-from reigen.torch.adapter import dtype_of, tensor_over
+from reigen.frontends.process_sets import ProcessSet
+from reigen.frontends.team import Team
+from reigen.torch.adapter import dtype_of
 from reigen.torch.compression import Compressor
+from reigen.torch.places import Places, strides_of
 from reigen.torch.sparse import SparseGradients
-from reigen.types import DTYPES, DType, ReduceOp
+from reigen.types import DTYPES, ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context, Handle, Region
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """``postscale * op(prescale * gradient)``."""
-
-    op: ReduceOp
-    prescale: float
-    postscale: float
 
 
 @dataclass(frozen=True)
@@ -44,23 +42,25 @@ class ReduceOptions:
     """How gradients are reduced; the same on every rank.
 
     Attributes:
-        reduction: the operator and its factors.
+        how: the operator and its factors.
         compression: in which element type gradients travel.
         sparse_as_dense: sparse gradients are made dense instead of being gathered.
         groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
+        process_set: the ranks that reduce together.
     """
 
-    reduction: Reduction
+    how: Reducing
     compression: Compressor
     sparse_as_dense: bool
     groups: int | Mapping[torch.Tensor, int] | None
+    process_set: ProcessSet
 
 
 class Reducer:
     """Keeps the gradients of some parameters the same on all ranks.
 
     Args:
-        context: the job.
+        context: the job; this rank is in the options' process set.
         parameters: names and parameters, in the same order on every rank.
         options: how to reduce.
         backward_passes_per_step: gradients that are summed up locally before they are communicated.
@@ -75,6 +75,7 @@ class Reducer:
     ) -> None:
         self.parameters = [parameter for _, parameter in parameters]
         self.tracker = GradientTracker(len(parameters), backward_passes_per_step)
+        self.team = Team(context, options.process_set, options.how)
         self._names = [name for name, _ in parameters]
         self._options = options
         own = [dtype_of(p.dtype) for p in self.parameters]
@@ -84,25 +85,25 @@ class Reducer:
             wire is dtype and p.device.type == "cpu"
             for wire, dtype, p in zip(self._wire, own, self.parameters, strict=True)
         ]
-        #: a tensor over each parameter's place in its bucket; None before the plan, and for sparse gradients
-        self._places: list[torch.Tensor | None] = [None] * len(parameters)
-        self._arrays: list[Array] = []
+        self._places = Places(self.parameters)
+        #: what p.grad was, and its version, when it was last seen in this pass: who changes it later spoils the sum
+        self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
         self._handles: dict[int, Handle] = {}
         self._region: Region | None = None
         self._sparse = SparseGradients({})
-        self._bind(context)
         self._hooks = [watch(p, self._hook(i)) for i, p in enumerate(self.parameters)]
 
     def start(self) -> None:
-        """Contribute and submit everything that this pass has not yet; collective in the first pass.
+        """Contribute and submit everything that this pass has not yet; collective where there is no plan.
 
         Raises:
             MismatchError: the ranks have different parameters (first pass).
+            JoinedError: a gradient is sparse, and some rank has joined (first pass).
             CollectiveError: the job is broken.
         """
         if not self.tracker.num_arrived:
             self._follow_context()
-        if self._context.size == 1:
+        if self.team.size == 1:
             return
         if self.tracker.plan is None:
             self._settle()
@@ -110,7 +111,7 @@ class Reducer:
         for index in left.missing:
             self._collect(index, self.parameters[index])
         self._submit(left.submit)
-        self._sparse.start(self._context, self.name, self.parameters)
+        self._sparse.start(self.team, self.parameters)
 
     def wait(self) -> None:
         """Wait for everything that was submitted; then every ``p.grad`` is the reduced gradient, and a new pass begins.
@@ -126,12 +127,28 @@ class Reducer:
             except CollectiveError as error:
                 failure = failure or error
         self.tracker.reset()
-        if failure is not None:
-            raise failure
-        for index, place in enumerate(self._places):
-            if place is not None:
-                self._deliver(self.parameters[index], place, self._direct[index])
-        self._sparse.wait(self.parameters, self._context.size)
+        self._seen = [None] * len(self.parameters)
+        if failure is None:
+            for index, place in enumerate(self._places.tensors):
+                if place is not None:
+                    self._deliver(self.parameters[index], place, self._direct[index])
+        if self._region is None:  # improvised: p.grad keeps the memory alive for as long as it is needed
+            self.tracker.abandon()
+            self._places.forget(copy=False)
+        self._sparse.wait(self.team, self.parameters, self._names)
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # it holds this frame
+
+    def changed(self) -> list[str]:
+        """Names of parameters whose complete gradients somebody has changed or replaced since they were taken."""
+        return [
+            self._names[index]
+            for index in self.tracker.order
+            if self.parameters[index].grad is not None and self._seen[index] != _state_of(self.parameters[index])
+        ]
 
     def release(self) -> None:
         """Take the hooks off and give the buckets' memory back; gradients that lie there are copied out first."""
@@ -139,29 +156,20 @@ class Reducer:
             hook.remove()
         self._forget_region()
 
-    def _bind(self, context: Context) -> None:
-        self._context = context
-        self.name = f"gradients.{next(context.gradient_sets[0])}"
-
     def _follow_context(self) -> None:
         """After shutdown() and init(), begin anew with the new context: agree again, register again."""
         current = contexts.current()
-        if current is not self._context:
+        if current is not self.team.context:
             self._forget_region()
             self._handles.clear()
             self.tracker = GradientTracker(len(self.parameters), self.tracker.backward_passes_per_step)
-            self._bind(current)
+            self.team = Team(current, self._options.process_set, self._options.how)
 
     def _forget_region(self) -> None:
-        for index, place in enumerate(self._places):
-            parameter = self.parameters[index]
-            if place is not None and parameter.grad is place:
-                parameter.grad = place.clone()
-            self._places[index] = None
-        self._arrays = []
+        self._places.forget(copy=True)
         region, self._region = self._region, None
         if region is not None:
-            self._context.free(region)
+            self.team.free(region)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -171,13 +179,16 @@ class Reducer:
             arrival = self.tracker.gradient(index)
             if arrival.collect:
                 self._collect(index, parameter)
+                self._seen[index] = _state_of(parameter)
                 self._submit(arrival.submit)
+            else:
+                self._seen[index] = _state_of(parameter)
 
         return on_gradient
 
     def _collect(self, index: int, parameter: torch.Tensor) -> None:
         """Bring the gradient to its place; without one, zeros."""
-        place = self._places[index]
+        place = self._places.tensors[index]
         gradient = parameter.grad
         if gradient is place or place is None:
             return
@@ -187,20 +198,11 @@ class Reducer:
                 return  # frozen by now: the optimizer must not see a gradient
         else:
             if gradient.requires_grad or gradient.layout is not torch.strided:
-                gradient = self._dense(index, gradient.detach())
+                # It had a dense place before it was ever sparse, on any rank.
+                gradient = gradient.detach().to_dense()
             place.copy_(gradient)
         if self._direct[index]:
             parameter.grad = place
-
-    def _dense(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        if gradient.layout is torch.strided:
-            return gradient
-        if not self._options.sparse_as_dense:
-            raise ArgumentError(
-                f"the gradient of {self._names[index]} was dense or absent on every rank in the first step "
-                "and is sparse now; use sparse_as_dense=True"
-            )
-        return gradient.to_dense()
 
     def _submit(self, buckets: tuple[int, ...]) -> None:
         for position, bucket in enumerate(buckets):
@@ -211,22 +213,11 @@ class Reducer:
                 raise
 
     def _reduce(self, bucket: int) -> None:
-        plan, region = self.tracker.plan, self._region
-        array, reduction = self._arrays[bucket], self._options.reduction
-        if not array.size:
-            return
+        plan, array = self.tracker.plan, self._places.arrays[bucket]
         assert plan is not None
-        assert region is not None
-        self._handles[bucket] = self._context.allreduce(
-            array,
-            array,
-            DTYPES[plan.buckets[bucket].dtype],
-            op=reduction.op,
-            name=f"{self.name}.{bucket}",
-            prescale=reduction.prescale,
-            postscale=reduction.postscale,
-            region=region,
-        )
+        if array.size:
+            part = f"improvised.{bucket}" if self._region is None else str(bucket)
+            self._handles[bucket] = self.team.reduce(array, DTYPES[plan.buckets[bucket].dtype], part, self._region)
 
     def _deliver(self, parameter: torch.Tensor, place: torch.Tensor, direct: bool) -> None:
         gradient = parameter.grad
@@ -241,14 +232,34 @@ class Reducer:
 
     def _settle(self) -> None:
         """End of the first pass: agree with the other ranks, plan, and register the memory."""
-        agreement = agree(self._context, self._proposal(), self.name)
+        try:
+            agreement = self.team.agree(self._proposal())
+        except JoinedError as error:
+            self._improvise(error)
+            return
         order = arrival_order(agreement.order, len(self.parameters))
         dense = [index for index in order if not agreement.sparse_dims[index]]
-        specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        plan = plan_buckets(specs, dense, self._context.config.bucket_bytes, self._groups(dense))
         self._sparse = self._sparse_gradients(agreement)
-        self._register(plan)
+        plan = self._plan(dense, self._groups(dense))
+        region = self.team.allocate(plan.nbytes)
+        self._region = region
+        self._places.lay_out(plan, region.array)
         self.tracker.adopt(plan)
+
+    def _improvise(self, refusal: JoinedError) -> None:
+        """Plan for this pass alone, without agreement: in the order of definition, in ordinary memory."""
+        dims = np.array([self._sparse_dims(p) for p in self.parameters], np.uint8)
+        self.team.maximum(dims, DTYPES["uint8"], "sparse")
+        if dims.any():
+            name = self._names[int(dims.argmax())]
+            raise SparseGradients.refused(name, refusal) from None
+        plan = self._plan(range(len(self.parameters)))
+        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
+        self.tracker.adopt(plan)
+
+    def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
+        specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
+        return plan_buckets(specs, order, self.team.context.config.bucket_bytes, groups)
 
     def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
         """The parameters, by their numbers, that are submitted together."""
@@ -257,23 +268,12 @@ class Reducer:
             return divide(order, groups)
         return _grouped(self.parameters, groups or {})
 
-    def _register(self, plan: BucketPlan) -> None:
-        region = self._context.allocate(max(1, plan.nbytes), name=self.name)
-        region.array[:] = 0  # also brings the pages in, and leaves no garbage between the places
-        self._region = region
-        for bucket in plan.buckets:
-            wire = DTYPES[bucket.dtype]
-            self._arrays.append(region.array[bucket.offset : bucket.offset + bucket.nbytes].view(wire.storage))
-            for place in bucket.places:
-                array = region.array[place.offset : place.offset + place.nbytes]
-                self._places[place.parameter] = _place(array, wire, self.parameters[place.parameter])
-
     def _proposal(self) -> Proposal:
-        reduction, groups = self._options.reduction, self._options.groups
+        how, groups = self._options.how, self._options.groups
         number = f", {groups} groups" if isinstance(groups, int) else ""
-        lines = [f"op={reduction.op.name}, scaled by {reduction.prescale} and {reduction.postscale}{number}"]
+        lines = [f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}"]
         for name, parameter, wire in zip(self._names, self.parameters, self._wire, strict=True):
-            layout = f"shape {tuple(parameter.shape)}, strides {_strides(parameter)}"
+            layout = f"shape {tuple(parameter.shape)}, strides {strides_of(parameter)}"
             lines.append(f"{name}: {parameter.dtype} as {wire.name}, {layout}")
         if isinstance(groups, Mapping):
             members = _grouped(self.parameters, groups)
@@ -288,7 +288,7 @@ class Reducer:
 
     def _sparse_gradients(self, agreement: Agreement) -> SparseGradients:
         dims = {index: dim for index, dim in enumerate(agreement.sparse_dims) if dim}
-        op = self._options.reduction.op
+        op = self._options.how.op
         if dims and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ArgumentError(f"sparse gradients need op=Average or op=Sum, got {op.name}")
         return SparseGradients(dims, average=op is ReduceOp.AVERAGE)
@@ -322,13 +322,7 @@ def watch(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Remo
     return register(hook)
 
 
-def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a dense tensor laid out in memory like the parameter."""
-    return torch.empty_like(parameter, device="meta").stride()
-
-
-def _place(array: Array, wire: DType, parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor with the parameter's shape and layout over ``array``: its own storage, so that copies stay small."""
-    flat: Any = tensor_over(array.view(wire.storage), wire)
-    view: torch.Tensor = flat.as_strided(parameter.shape, _strides(parameter))
-    return view
+def _state_of(parameter: torch.Tensor) -> tuple[int, int]:
+    """Differs if ``p.grad`` has become another tensor, or has been changed in place."""
+    gradient = parameter.grad
+    return id(gradient), -1 if gradient is None else gradient._version

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.errors import ArgumentError, CollectiveError, JoinedError, UnsupportedTypeError
 from reigen.frontends.collectives import Pending, check_op
 from reigen.frontends.process_sets import ProcessSet, global_process_set
+from reigen.frontends.team import Team
 from reigen.torch.differentiable import COLLECTIVES
 from reigen.types import ReduceOp
-
-if TYPE_CHECKING:
-    from reigen.context import Context
 
 
 def sparse_allreduce_async(
@@ -65,32 +62,49 @@ class SparseGradients:
     def __init__(self, dims: dict[int, int], *, average: bool = False) -> None:
         self._dims = dims
         self._average = average
-        self._pending: dict[int, tuple[Pending[torch.Tensor], Pending[torch.Tensor]]] = {}
+        self._pending: dict[int, Pending[list[torch.Tensor]]] = {}
 
-    def start(self, context: Context, name: str, parameters: list[torch.Tensor]) -> None:
+    @staticmethod
+    def refused(name: str, error: JoinedError) -> JoinedError:
+        """What to say of a sparse gradient that cannot be gathered, because some rank has joined."""
+        return JoinedError(
+            "this gradient is sparse, so it is gathered from all ranks, and some have joined; "
+            "use DistributedOptimizer(sparse_as_dense=True) where ranks have different amounts of data",
+            tensor=name,
+            ranks=error.ranks,
+        )
+
+    def start(self, team: Team, parameters: list[torch.Tensor]) -> None:
         """Submit every sparse gradient; a rank without one contributes nothing, a dense one is made sparse."""
         for index, dim in self._dims.items():
-            gradient = _coalesced(parameters[index], dim)
-            label = f"{name}.sparse.{index}"
-            self._pending[index] = (
-                COLLECTIVES.allgather(gradient.indices().t(), f"{label}.indices"),
-                COLLECTIVES.allgather(gradient.values(), f"{label}.values"),
-            )
+            own = _coalesced(parameters[index], dim)
+            both = [own.indices().t(), own.values()]
+            name = f"{team.name}.sparse.{index}"
+            self._pending[index] = COLLECTIVES.grouped_allgather(both, name, team.process_set)
 
-    def wait(self, parameters: list[torch.Tensor], size: int) -> None:
+    def wait(self, team: Team, parameters: list[torch.Tensor], names: list[str]) -> None:
         """Every rank's indices and values, in rank order, become the gradient. Repeated indices are not merged.
 
         Raises:
-            CollectiveError: an operation failed.
+            CollectiveError: the first failure; all operations have been waited for.
         """
         pending, self._pending = self._pending, {}
-        for index, (indices, values) in pending.items():
-            rows: Any = indices.wait()
-            data: Any = values.wait()
+        failure: CollectiveError | None = None
+        for index, gathered in pending.items():
+            try:
+                rows, values = gathered.take()
+            except CollectiveError as error:
+                failure = failure or (self.refused(names[index], error) if isinstance(error, JoinedError) else error)
+                continue
             if self._average:
-                data = data / size
+                values = values / team.size
             parameter = parameters[index]
-            parameter.grad = torch.sparse_coo_tensor(rows.t(), data, parameter.shape, check_invariants=False)
+            parameter.grad = torch.sparse_coo_tensor(rows.t(), values, parameter.shape, check_invariants=False)
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # it holds this frame
 
 
 def _coalesced(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:

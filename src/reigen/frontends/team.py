@@ -1,0 +1,81 @@
+"""The ranks that reduce the same gradients: what an optimizer's logic says to the engine, whatever the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reigen.frontends.adapter import Array
+from reigen.frontends.agreement import Agreement, Proposal, agree
+from reigen.frontends.collectives import Reducing
+from reigen.frontends.process_sets import ProcessSet, number_of
+from reigen.frontends.replicas import check_replicas
+from reigen.types import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from reigen.context import Context, Handle, Region
+
+
+class Team:
+    """The ranks that reduce one list of gradients together, as one of them sees it.
+
+    Args:
+        context: the job.
+        process_set: the ranks; this one is among them.
+        how: what is done with the gradients.
+
+    Attributes:
+        name: the same on every rank, for the list of gradients; the names of all its operations begin with it.
+        size: number of ranks.
+        by_active: averages divide by the ranks that have not joined, instead of by all.
+
+    Raises:
+        ArgumentError: the process set is not registered.
+    """
+
+    def __init__(self, context: Context, process_set: ProcessSet, how: Reducing) -> None:
+        self.context = context
+        self.process_set = process_set
+        self.how = how
+        self._number = number_of(process_set)
+        self.size = len(context.process_sets[self._number])
+        self.name = f"gradients.{next(context.gradient_sets[self._number])}"
+        self.by_active = False
+
+    def agree(self, proposal: Proposal) -> Agreement:
+        """Collective: see :func:`~reigen.frontends.agreement.agree`."""
+        return agree(self.context, proposal, self.name, self._number)
+
+    def reduce(self, array: Array, dtype: DType, part: str, region: Region | None = None) -> Handle:
+        """Reduce gradients in place; ``region`` is the registered memory in which they lie, if they do."""
+        how = self.how
+        return self.context.allreduce(
+            array,
+            array,
+            dtype,
+            op=how.op,
+            name=f"{self.name}.{part}",
+            prescale=how.prescale,
+            postscale=how.postscale,
+            region=region,
+            divide_by_active=self.by_active and how.op is ReduceOp.AVERAGE,
+            process_set=self._number,
+        )
+
+    def maximum(self, array: Array, dtype: DType, part: str) -> None:
+        """Put the largest that any rank has into each element; waits. Works while some rank has joined."""
+        name = f"{self.name}.{part}"
+        where = self._number
+        self.context.allreduce(array, array, dtype, op=ReduceOp.MAX, name=name, process_set=where, blocking=True).wait()
+
+    def allocate(self, nbytes: int) -> Region:
+        """Registered memory; collective."""
+        return self.context.allocate(max(1, nbytes), name=self.name, process_set=self._number)
+
+    def check_replicas(self, tensors: Sequence[Array], names: Sequence[str]) -> None:
+        """Collective: see :func:`~reigen.frontends.replicas.check_replicas`."""
+        check_replicas(self.context, tensors, names, self.name, self._number)
+
+    def free(self, region: Region) -> None:
+        """Give it back."""
+        self.context.free(region, process_set=self._number)

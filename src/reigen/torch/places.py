@@ -1,0 +1,62 @@
+"""Where the gradients lie while they are reduced: a tensor over each one's place in the memory of the buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from reigen.frontends.adapter import Array
+from reigen.frontends.buckets import BucketPlan
+from reigen.torch.adapter import tensor_over
+from reigen.types import DTYPES, DType
+
+
+class Places:
+    """The buckets of one plan at a time.
+
+    Args:
+        parameters: whose gradients they hold.
+
+    Attributes:
+        tensors: one for each parameter, shaped like it, in the element type that travels; None for a parameter that is
+            not in the plan.
+        arrays: the buckets.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters = parameters
+        self.tensors: list[torch.Tensor | None] = [None] * len(parameters)
+        self.arrays: list[Array] = []
+
+    def lay_out(self, plan: BucketPlan, memory: Array) -> None:
+        """Put the plan's buckets into ``memory``: bytes."""
+        memory[: plan.nbytes] = 0  # also brings the pages in, and leaves no garbage between the places
+        self.arrays = []
+        for bucket in plan.buckets:
+            wire = DTYPES[bucket.dtype]
+            self.arrays.append(memory[bucket.offset : bucket.offset + bucket.nbytes].view(wire.storage))
+            for place in bucket.places:
+                array = memory[place.offset : place.offset + place.nbytes]
+                self.tensors[place.parameter] = _place(array, wire, self._parameters[place.parameter])
+
+    def forget(self, copy: bool) -> None:
+        """The memory is used no more. With ``copy`` gradients that lie there are copied out, because it goes away."""
+        for parameter, place in zip(self._parameters, self.tensors, strict=True):
+            if copy and place is not None and parameter.grad is place:
+                parameter.grad = place.clone()
+        self.tensors = [None] * len(self._parameters)
+        self.arrays = []
+
+
+def strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a dense tensor laid out in memory like the parameter."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _place(array: Array, wire: DType, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor with the parameter's shape and layout over ``array``: its own storage, so that copies stay small."""
+    flat: Any = tensor_over(array.view(wire.storage), wire)
+    view: torch.Tensor = flat.as_strided(parameter.shape, strides_of(parameter))
+    return view
