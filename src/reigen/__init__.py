@@ -12,17 +12,20 @@ from reigen._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from reigen.numpy_face import *  # noqa: F403 - the list is there
+    from reigen.runner import run as run
 
 
 def __getattr__(name: str) -> object:
+    if name == "run":
+        return import_module(f"{__name__}.runner").run
     is_ours = name == "__all__" or not (name.startswith("_") or find_spec(f"{__name__}.{name}"))
     face = import_module(f"{__name__}.numpy_face") if is_ours else None
     if face is None or name not in (*face.__all__, "__all__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = sorted([*face.__all__, "__version__"]) if name == "__all__" else getattr(face, name)
+    value: object = sorted([*face.__all__, "__version__", "run"]) if name == "__all__" else getattr(face, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *import_module(f"{__name__}.numpy_face").__all__})
+    return sorted({*globals(), *import_module(f"{__name__}.numpy_face").__all__, "run"})

@@ -18,6 +18,7 @@
     |   +-- ReplicaError                        the ranks hold different parameters
     |   +-- SharedMemoryError                   the machine has not enough memory for a segment
     +-- LaunchError                             the launcher could not do what it was asked
+    |   +-- RankFailedError                     a rank of run() raised, exited or was killed
     +-- AuthenticationError                     the other end of a connection does not know the job's secret
     +-- WireError                               bytes of another process are no message, or too many
     +-- HostsUpdatedInterrupt (RuntimeError)    the hosts of an elastic job have changed
@@ -173,6 +174,24 @@ class LaunchError(ReigenError):
     def __init__(self, message: str, exit_code: int = 1) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+class RankFailedError(LaunchError):
+    """A function that ``run()`` called did not return in one rank, which failed first and by itself.
+
+    Attributes:
+        rank: which.
+        exit_code: what its process exited with; 128 + n where a signal n ended it.
+        signum: the signal that ended it, or None.
+        traceback: what a rank that raised would have printed, else empty.
+        __cause__: the exception of that rank, or None where it raised none or it cannot be loaded here.
+    """
+
+    def __init__(
+        self, message: str, exit_code: int = 1, *, rank: int = -1, signum: int | None = None, traceback: str = ""
+    ) -> None:
+        self.rank, self.signum, self.traceback = rank, signum, traceback
+        super().__init__(message, exit_code)
 
 
 class AuthenticationError(ReigenError):

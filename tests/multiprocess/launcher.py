@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DEADLINE_SECONDS = 20.0
-_MARK = "REIGEN_TEST_MARK"
+MARK = "REIGEN_TEST_MARK"
 
 
 def until(condition: Callable[[], object], seconds: float = DEADLINE_SECONDS) -> None:
@@ -30,7 +30,7 @@ def marked(mark: str) -> dict[int, str]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
-                if f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes():
+                if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes():
                     command = (entry / "cmdline").read_bytes()
                     if command:
                         found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
@@ -69,7 +69,7 @@ def launched(*arguments: str, **options: object) -> Iterator[Launcher]:
     """`reigen run ARGUMENTS`; at the end of the block no process of the job may be left."""
     mark = uuid.uuid4().hex
     pipes: dict[str, object] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environ = {**os.environ, _MARK: mark, **dict(options.pop("env", {}))}  # type: ignore[call-overload]
+    environ = {**os.environ, MARK: mark, **dict(options.pop("env", {}))}  # type: ignore[call-overload]
     command = [sys.executable, "-m", "reigen", "run", *arguments]
     process = subprocess.Popen(command, env=environ, **{**pipes, **options})  # type: ignore[call-overload]
     try:

@@ -50,13 +50,14 @@ def test_the_face_of_reigen_is_the_list_of_numpy_face() -> None:
 
     listed = numpy_face.__all__
     assert listed == sorted(set(listed))
-    assert reigen.__all__ == sorted([*listed, "__version__"])  # type: ignore[attr-defined]
-    assert set(dir(reigen)) >= set(listed)
+    assert reigen.__all__ == sorted([*listed, "__version__", "run"])  # type: ignore[attr-defined]
+    assert set(dir(reigen)) >= {*listed, "run"}
     for each in listed:
         assert getattr(reigen, each) is getattr(numpy_face, each)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = reigen.nothing  # type: ignore[attr-defined]
-    code = "from reigen import *; assert allreduce and grouped_allreduce and ProcessSet and __version__"
+    assert reigen.run.__module__ == "reigen.runner.call"
+    code = "from reigen import *; assert run and allreduce and grouped_allreduce and ProcessSet and __version__"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -31,13 +31,18 @@ def dies_with_parent() -> Callable[[], None]:
     survives exec, except into a setuid program, and is not inherited: what the child starts does not have it.
     """
     prctl, parent = _prctl(), os.getpid()
+    return lambda: _die_with(prctl, parent)
 
-    def in_child() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before the wish was made
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    return in_child
+def die_with(parent: int) -> None:
+    """From now on the kernel kills this process when its parent ends, or the parent's thread that started it."""
+    _die_with(_prctl(), parent)
+
+
+def _die_with(prctl: Callable[[int, int], None], parent: int) -> None:
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the wish was made
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def below(ancestor: int) -> set[int]:

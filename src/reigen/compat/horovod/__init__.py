@@ -3,6 +3,8 @@
 The version is that of the last Horovod whose interface this is, and says that it is not that Horovod.
 """
 
+from reigen.runner import run
+
 __version__ = "0.28.1+reigen"
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "run"]

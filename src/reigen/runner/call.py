@@ -1,0 +1,204 @@
+"""`run`: one function in several processes that form a job; its results, by rank."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from reigen.errors import LaunchError
+from reigen.launch.processes import signal_name
+from reigen.runner.failures import died, raised, unreadable
+from reigen.runner.interpreter import command
+from reigen.runner.keeper import Order
+from reigen.runner.line import Line
+from reigen.runner.options import Arguments, Settings, settle
+from reigen.runner.parcel import pack, thaw, unpack
+from reigen.runner.verdict import Died, Lost, Raised, Returned, Stopped, judge
+from reigen.runner.watch import Watch
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | os.PathLike[str] | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | os.PathLike[str] | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
+
+    ``func`` calls ``init()`` itself, as a script does. Function, arguments and results are pickled by cloudpickle:
+    lambdas, closures, and classes of ``__main__`` work. Modules are imported by name, from this process's ``sys.path``.
+    The processes have this one's environment and working directory; what they print comes out here, line by line, with
+    the rank in front. They cannot read this process's stdin.
+
+    May be called from any thread, from several at the same time, and from a function that itself was started so.
+
+    Args:
+        func: what to call.
+        args: its arguments, the same in all processes.
+        kwargs: its keyword arguments.
+        num_proc: how many processes.
+        min_num_proc: of an elastic job, which is not possible yet; ``num_proc`` is allowed.
+        max_num_proc: the same.
+        slots: no effect.
+        reset_limit: no effect.
+        cooldown_range: no effect.
+        hosts: this host, ``"localhost:4"``; others are not possible yet.
+        hostfile: a file with such hosts, a line each: ``localhost slots=4``.
+        host_discovery_script: not possible yet.
+        start_timeout: how many seconds ``init()`` waits for all ranks.
+        ssh_port: no effect.
+        ssh_identity_file: no effect.
+        disable_cache: no effect.
+        output_filename: a directory; what rank N prints is kept in ``rank.N/stdout`` and ``rank.N/stderr`` there, too.
+        verbose: tell on stderr what is started, where, and why there.
+        use_gloo: no effect.
+        use_mpi: no effect.
+        mpi_args: no effect.
+        network_interface: no effect.
+        network_interfaces: no effect.
+        executable: the Python to run, with Reigen installed; by default this process's.
+        np: deprecated, ``num_proc``.
+        min_np: deprecated, ``min_num_proc``.
+        max_np: deprecated, ``max_num_proc``.
+
+    Returns:
+        What the processes returned, by rank.
+
+    Raises:
+        RankFailedError: a rank raised, exited or was killed. It tells of the first one that failed by itself; its
+            ``__cause__`` is the exception of that rank, where it can be loaded here. The other ranks were stopped.
+        ConfigError: (a ValueError) arguments make no sense, or ask for what is not possible yet.
+        UnsupportedTypeError: ``func`` or an argument cannot be pickled.
+        SharedMemoryError: the machine has not enough memory for the pickle of ``func`` and its arguments.
+        LaunchError: processes cannot be started, or the launcher was stopped by a signal.
+
+    Example::
+
+        def train(learning_rate):
+            import reigen.torch as hvd
+
+            hvd.init()
+            ...
+            return loss
+
+        losses = reigen.run(train, (0.1,), num_proc=4)
+    """
+    deprecated = {"num_proc": np, "min_num_proc": min_np, "max_num_proc": max_np}
+    for name, value in deprecated.items():
+        if value is not None:
+            old = name.replace("num_proc", "np")
+            warnings.warn(f"run(): {old} is deprecated, use {name}", DeprecationWarning, stacklevel=2)
+    settings, warning = settle(
+        Arguments(
+            num_proc=num_proc if np is None else np,
+            min_num_proc=min_num_proc if min_np is None else min_np,
+            max_num_proc=max_num_proc if max_np is None else max_np,
+            slots=slots,
+            reset_limit=reset_limit,
+            cooldown_range=cooldown_range,
+            hosts=hosts,
+            hostfile=hostfile,
+            host_discovery_script=host_discovery_script,
+            start_timeout=start_timeout,
+            ssh_port=ssh_port,
+            ssh_identity_file=ssh_identity_file,
+            disable_cache=disable_cache,
+            output_filename=output_filename,
+            verbose=verbose,
+            use_gloo=use_gloo,
+            use_mpi=use_mpi,
+            mpi_args=mpi_args,
+            network_interface=network_interface,
+            network_interfaces=network_interfaces,
+            executable=executable,
+        )
+    )
+    if warning:
+        warnings.warn(f"run(): {warning}", stacklevel=2)
+    return _run((func, tuple(args), dict(kwargs or {})), settings)
+
+
+def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], settings: Settings) -> list[Any]:
+    parcel = pack(call, "the function, or one of its arguments,")
+    try:
+        ours, theirs = Line.pair()
+        with ours:
+            with theirs:
+                watch = Watch(_keeper(settings, parcel, theirs.fileno()), ours, (parcel, theirs.fileno()))
+            with watch:
+                watch.wait()
+                return _outcome(watch, settings.num_ranks)
+    finally:
+        os.close(parcel)
+
+
+def _keeper(settings: Settings, parcel: int, line: int) -> tuple[str, ...]:
+    order = Order(
+        caller=os.getpid(),
+        call=parcel,
+        line=line,
+        num_ranks=settings.num_ranks,
+        start_timeout_seconds=settings.start_timeout_seconds,
+        output_directory=settings.output_directory,
+        verbose=settings.verbose,
+        executable=settings.executable,
+    )
+    return command("reigen.runner.keeper", [msgspec.json.encode(order).decode()])
+
+
+def _outcome(watch: Watch, size: int) -> list[Any]:
+    """The results by rank.
+
+    Raises:
+        RankFailedError: a rank failed, or what it returned cannot be loaded here.
+        LaunchError: the launcher failed.
+    """
+    match judge(watch.messages, size):
+        case Returned():
+            return [_result(watch, rank, size) for rank in range(size)]
+        case Raised(report):
+            text, frozen = unpack(watch.parcels[report.rank])
+            raise raised(report, size, text) from thaw(frozen)
+        case Died(rank, exit_code, returned):
+            raise died(rank, size, exit_code, returned=returned)
+        case Stopped(signum):
+            raise LaunchError(f"the job was stopped: its launcher was sent {signal_name(signum)}", 128 + signum)
+        case Lost(reason):
+            raise LaunchError(reason or "the job's launcher was killed, and so were the ranks", watch.exit_code or 1)
+
+
+def _result(watch: Watch, rank: int, size: int) -> Any:
+    parcel = watch.parcels.pop(rank)
+    try:
+        return unpack(parcel)
+    except Exception as error:
+        raise unreadable(rank, size, error) from error
+    finally:
+        os.close(parcel)

@@ -1,0 +1,103 @@
+"""A rank of `reigen.run`: loads the function, calls it, and tells the caller what came of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from reigen.cluster.environ import detect
+from reigen.errors import PeerLostError
+from reigen.runner.line import Line, Report
+from reigen.runner.parcel import freeze, pack, unpack
+
+#: A rank that has failed may take this long to end.
+_LAST_SECONDS = 5.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do the task; returns the exit code.
+
+    Args:
+        arguments: the descriptors of the call's parcel and of the line.
+    """
+    call, line = map(int, arguments)
+    os.set_inheritable(call, False)
+    rank = detect(os.environ).topology.rank
+    with Line(line) as caller:
+        try:
+            func, args, kwargs = _load(call)
+            report, parcel = Report(rank), _pack_result(func(*args, **kwargs), rank)
+        except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
+            report, parcel = _failed(rank, error), _pack_error(error)
+        # Before this process begins to end: whoever waits for this rank fails later than it, and says so later.
+        caller.send(report, parcel)
+        os.close(parcel)
+    if not report.failed:
+        return 0
+    code = report.exit_code or 1  # sys.exit(0) in the function is no result: the others must not wait for one
+    _end_within(_LAST_SECONDS, code)
+    return code
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """End this process even if a thread that the function started goes on: the others wait for this rank."""
+
+    def end() -> None:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _load(call: int) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
+    try:
+        func, args, kwargs = unpack(call)
+    except Exception as error:
+        error.add_note("reigen.run: the function, or an argument, cannot be loaded in the rank")
+        raise
+    finally:
+        os.close(call)
+    return func, args, kwargs
+
+
+def _pack_result(result: object, rank: int) -> int:
+    return pack(result, f"what the function returned in rank {rank} ({type(result).__name__})")
+
+
+def _failed(rank: int, error: BaseException) -> Report:
+    code = 1
+    if isinstance(error, SystemExit):
+        code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+    text = traceback.format_exception_only(error)[0].strip()
+    return Report(rank, failed=True, is_victim=_is_victim(error), exit_code=code & 0xFF, text=text)
+
+
+def _is_victim(error: BaseException) -> bool:
+    """Whether this rank failed because another one had gone, however the function put it."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is None or id(each) in seen:
+            continue
+        if isinstance(each, PeerLostError):
+            return True
+        seen.add(id(each))
+        todo += [each.__cause__, each.__context__]
+    return False
+
+
+def _pack_error(error: BaseException) -> int:
+    """A parcel with the text of the traceback and, where it can be pickled, the exception."""
+    trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without main()
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    return pack((text, freeze(error)), "a traceback")

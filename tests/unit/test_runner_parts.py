@@ -1,0 +1,158 @@
+"""The line, parcels, and what the arguments of `run` come to."""
+
+import dataclasses
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from reigen.errors import ConfigError, SharedMemoryError, UnsupportedTypeError
+from reigen.runner import interpreter, parcel
+from reigen.runner.line import Arrival, Complaint, Exited, Line, Report
+from reigen.runner.options import Arguments, settle
+
+ARGUMENTS = Arguments(**{field.name: None for field in dataclasses.fields(Arguments)} | {"num_proc": 2})
+
+
+# ---------------------------------------------------------------- the line
+
+
+def test_messages_stay_whole_and_in_order():
+    ours, theirs = Line.pair()
+    with ours:
+        with theirs:
+            theirs.send(Exited(3, -9))
+            theirs.send(Complaint("x" * 100_000))
+            assert ours.receive() == Arrival(Exited(3, -9), None)
+            assert ours.receive() == Arrival(Complaint("x" * 4000), None)
+            with pytest.raises(BlockingIOError):
+                ours.receive()
+        assert ours.receive() is None
+
+
+def test_a_report_brings_its_parcel():
+    ours, theirs = Line.pair()
+    sent = parcel.pack("hello", "a word")
+    with ours, theirs:
+        theirs.send(Report(0), sent)
+        os.close(sent)
+        arrival = ours.receive()
+    assert arrival.message == Report(0)
+    assert not os.get_inheritable(arrival.descriptor)
+    assert parcel.unpack(arrival.descriptor) == "hello"
+    os.close(arrival.descriptor)
+
+
+# ---------------------------------------------------------------- parcels
+
+
+def test_a_parcel_is_read_by_many_and_changed_by_nobody():
+    sent = parcel.pack(lambda x: x + 1, "a function")
+    try:
+        assert [parcel.unpack(sent)(each) for each in range(3)] == [1, 2, 3]
+        with pytest.raises(PermissionError):
+            os.write(sent, b"x")
+        with pytest.raises(PermissionError):
+            os.ftruncate(sent, 1)
+        assert fcntl.fcntl(sent, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+    finally:
+        os.close(sent)
+
+
+def test_arrays_arrive_as_they_were():
+    array = np.random.default_rng(1).normal(size=(300, 1000))
+    sent = parcel.pack({"a": array, "b": array.T}, "arrays")
+    got = parcel.unpack(sent)
+    os.close(sent)
+    assert (got["a"] == array).all()
+    assert (got["b"] == array.T).all()
+    got["a"][0] = 0  # it is the receiver's own
+
+
+def test_what_cannot_be_sent():
+    with pytest.raises(UnsupportedTypeError, match=r"^the thing cannot be sent: TypeError: .*lock"):
+        parcel.pack(threading.Lock(), "the thing")
+
+
+def test_a_shortage_of_memory_is_an_error(monkeypatch):
+    monkeypatch.setattr(parcel, "available_memory_bytes", lambda: 17 << 20)
+    os.close(parcel.pack(np.zeros(10_000), "a small array"))
+    with pytest.raises(SharedMemoryError, match=r"a large array: 2\.\d MiB needed on this rank, 17\.0 MiB available"):
+        parcel.pack(np.zeros(1 << 21, np.uint8), "a large array")
+
+
+class Picky(Exception):
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def test_exceptions_that_travel_and_those_that_do_not():
+    error = ValueError("a", 3)
+    error.add_note("n")
+    got = parcel.thaw(parcel.freeze(error))
+    assert (type(got), got.args, got.__notes__) == (ValueError, ("a", 3), ["n"])
+    assert parcel.thaw(parcel.freeze(Picky(1, 2))) is None
+    assert parcel.freeze(ValueError(threading.Lock())) is None
+
+
+# ---------------------------------------------------------------- interpreters
+
+
+def test_a_new_interpreter_finds_what_this_one_finds(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    (tmp_path / "wanted.py").write_text("import sys\ndef main(arguments): print(arguments, sys.argv); return 7")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    for executable in (None, sys.executable):
+        command = interpreter.command("wanted", ["a", "b c"], executable)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (7, "['a', 'b c'] ['-c']\n", "")
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def test_the_plain_case_warns_of_nothing():
+    settings, warning = settle(ARGUMENTS)
+    assert dataclasses.astuple(settings) == (2, None, None, False, None)
+    assert warning == ""
+
+
+def test_what_has_no_effect_is_named_once():
+    arguments = dataclasses.replace(ARGUMENTS, use_gloo=True, use_mpi=False, ssh_port=22, network_interfaces=["lo"])
+    assert settle(arguments)[1] == "no effect on a job of one host: use_gloo, ssh_port, network_interfaces"
+
+
+def test_what_means_the_same_as_a_job_of_this_host(tmp_path):
+    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
+    for changes in (
+        {"hosts": "localhost:2"},
+        {"hosts": f"{socket.gethostname()}:4"},
+        {"hostfile": tmp_path / "hosts"},
+        {"min_num_proc": 2, "max_num_proc": 2},
+    ):
+        assert settle(dataclasses.replace(ARGUMENTS, **changes)) == settle(ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hosts": "localhost:2", "hostfile": "x"}, "two ways to say the same"),
+        ({"hosts": "elsewhere:2"}, "elsewhere: a job runs on the host that starts it, so far"),
+        ({"hosts": "localhost:1"}, "have 1 slots, and 2 processes"),
+        ({"hostfile": "/nonexistent"}, "'/nonexistent' cannot be read"),
+        ({"min_num_proc": 1}, "min_num_proc=1: elastic jobs, .* are not possible yet"),
+        ({"min_num_proc": 2, "max_num_proc": 4}, "^max_num_proc=4: elastic"),
+        ({"host_discovery_script": "x.sh"}, "^host_discovery_script: elastic"),
+        ({"num_proc": 0}, "at least 1, not 0"),
+        ({"num_proc": "2"}, "a number of processes, not '2'"),
+        ({"start_timeout": 0}, "greater than 0, not 0"),
+    ],
+)
+def test_what_makes_no_sense_or_is_not_possible_yet(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        settle(dataclasses.replace(ARGUMENTS, **changes))

@@ -1,0 +1,57 @@
+"""What came of a job, from what its processes said: messages in, verdict out."""
+
+import pytest
+
+from reigen.runner.line import Complaint, Ended, Exited, Report
+from reigen.runner.verdict import Died, Lost, Raised, Returned, Stopped, judge
+
+FINE = Ended(None)
+
+
+def raised(rank, **facts):
+    return Report(rank, failed=True, exit_code=1, **facts)
+
+
+def victim(rank):
+    return raised(rank, is_victim=True)
+
+
+def test_all_returned():
+    messages = [Report(1), Report(0), Exited(1, 0), Exited(0, 0), FINE]
+    assert judge(messages, 2) == Returned()
+
+
+def test_the_first_that_raised_by_itself():
+    messages = [Report(2), victim(0), raised(3), raised(1), Exited(0, 1), Exited(1, 1), Exited(3, 1), FINE]
+    assert judge(messages, 4) == Raised(raised(3))
+
+
+def test_a_rank_that_takes_its_time_to_end_is_still_the_culprit():
+    messages = [raised(1), victim(0), Exited(0, 1), Exited(1, -15), FINE]
+    assert judge(messages, 2) == Raised(raised(1))
+
+
+@pytest.mark.parametrize("exit_code", [-9, 7, 0])
+def test_a_silent_death_is_what_its_victims_died_of(exit_code):
+    messages = [Exited(1, exit_code), victim(0), Exited(0, 1), FINE]
+    assert judge(messages, 2) == Died(1, exit_code, returned=False)
+    assert judge([messages[1], messages[0], *messages[2:]], 2) == Died(1, exit_code, returned=False)
+
+
+def test_a_death_after_the_function_is_a_failure_too():
+    assert judge([Report(0), Exited(0, -11), FINE], 1) == Died(0, -11, returned=True)
+
+
+def test_whoever_the_launcher_stops_is_no_culprit():
+    messages = [victim(0), Exited(0, 1), Exited(1, -15), FINE]  # rank 1 had left the job, and lived on
+    assert judge(messages, 2) == Raised(victim(0))
+
+
+def test_whoever_stops_the_launcher():
+    assert judge([Exited(0, -15), Exited(1, -15), Ended(15)], 2) == Stopped(15)
+
+
+def test_a_launcher_that_could_not_do_its_part():
+    assert judge([Complaint("no such command: x")], 2) == Lost("no such command: x")
+    assert judge([Report(0), Report(1)], 2) == Lost("")
+    assert judge([], 1) == Lost("")
