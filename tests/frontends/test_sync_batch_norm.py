@@ -265,6 +265,31 @@ def test_names_are_a_layers_own(rank_pool):
     assert rank_pool(2).run(numbered, init=True) == [names * 2] * 2
 
 
+def in_sets() -> None:
+    """Ranks 0 and 2 normalise together, rank 1 alone; all of them have another layer in common."""
+    pair, single = hvd.add_process_set([0, 2]), hvd.add_process_set([1])
+    own = single if hvd.rank() == 1 else pair
+    x, _ = everything((2, 5, 4), 2, 0)
+    pieces = x.split([2, 5, 4])
+    together, everywhere = SyncBatchNorm(CHANNELS, process_set=own).double(), SyncBatchNorm(CHANNELS).double()
+    truth = nn.BatchNorm1d(CHANNELS).double()
+    expected = truth(pieces[1] if hvd.rank() == 1 else torch.cat([pieces[0], pieces[2]]))
+    result = copy.deepcopy(together)(pieces[hvd.rank()])
+    torch.testing.assert_close(result, {0: expected[:2], 1: expected, 2: expected[2:]}[hvd.rank()])
+    common = everywhere(together(pieces[hvd.rank()]))
+    assert_identical_everywhere(everywhere)
+    assert abs(hvd.allreduce(common.sum(0), op=hvd.Sum)).max() < 1e-9
+    outside = SyncBatchNorm(CHANNELS, process_set=pair if own is single else single)
+    with pytest.raises(ValueError, match="process set"):
+        outside(torch.zeros(3, CHANNELS))
+    with pytest.raises(ValueError, match="not registered"):
+        SyncBatchNorm(CHANNELS, process_set=hvd.ProcessSet([0, 1]))(torch.zeros(3, CHANNELS))
+
+
+def test_process_sets(rank_pool):
+    rank_pool(3).run(in_sets, init=True, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+
+
 def joined() -> None:
     """A rank that has no more data contributes an empty batch."""
     truth, layer = nn.BatchNorm1d(CHANNELS).double(), SyncBatchNorm(CHANNELS).double()

@@ -43,7 +43,7 @@ SIGNATURES = {
     "broadcast_object": "(obj, root_rank=0, name=None, process_set=P)",
     "allgather_object": "(obj, name=None)",
     "SyncBatchNorm": "(num_features, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True, "
-    "device=None, dtype=None)",
+    "process_set=P, device=None, dtype=None)",
     "DistributedOptimizer": "(optimizer, named_parameters=None, compression=C, backward_passes_per_step=1, op=0, "
     "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=P)",
 }

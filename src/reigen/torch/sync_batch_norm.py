@@ -14,6 +14,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from reigen import context as contexts
 from reigen.errors import ArgumentError
 from reigen.frontends.collectives import Reducing
+from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
 from reigen.torch.differentiable import COLLECTIVES
 from reigen.types import ReduceOp
 
@@ -42,12 +43,13 @@ class SyncBatchNorm(_BatchNorm):
         momentum: weight of the new value in the running statistics; None for their plain average over all batches.
         affine: learn a weight and a bias per channel.
         track_running_stats: keep running statistics, for evaluation.
+        process_set: the ranks whose batches belong together.
         device: where parameters and buffers lie.
         dtype: their element type.
     """
 
-    #: the job in which this layer has a number, and that number
-    _place: tuple[Context, int] | None = None
+    #: the job and the process set in which this layer has a number, and that number
+    _place: tuple[Context, int, int] | None = None
 
     def __init__(
         self,
@@ -56,11 +58,13 @@ class SyncBatchNorm(_BatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
         *,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._process_set = process_set
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise.
@@ -72,11 +76,11 @@ class SyncBatchNorm(_BatchNorm):
             The same shape, dtype and memory format.
 
         Raises:
-            ArgumentError: wrong number of dimensions or channels.
+            ArgumentError: wrong number of dimensions or channels; this rank is not in the process set.
             CollectiveError: another rank was lost, or did something else.
         """
         self._check_input_dim(input)
-        if not self.training or contexts.current().size == 1:
+        if not self.training or len(self._ranks()) == 1:
             return super().forward(input)
         moments = self._gather(_Moments.of(input.detach()))
         if moments.count == 0:
@@ -88,7 +92,7 @@ class SyncBatchNorm(_BatchNorm):
         return normalised
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: nn.Module) -> nn.Module:
+    def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
         """``module`` with every batch norm in it replaced by a `SyncBatchNorm` of the same parameters and buffers.
 
         Parameters stay the same objects, so an optimizer that was made before goes on working. A module that is a batch
@@ -101,13 +105,20 @@ class SyncBatchNorm(_BatchNorm):
         if isinstance(module, _BatchNorm) and not isinstance(module, cls):
             if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
                 raise ArgumentError("a lazy batch norm has no parameters yet; run the model once, then convert it")
-            converted = cls(module.num_features, module.eps, module.momentum, module.affine, module.track_running_stats)
+            converted = cls(
+                module.num_features,
+                module.eps,
+                module.momentum,
+                module.affine,
+                module.track_running_stats,
+                process_set,
+            )
             # The very same tensors, whatever their dtype and device.
             converted._parameters = dict(module._parameters)
             converted._buffers = dict(module._buffers)
             converted.training = module.training
         for name, child in module.named_children():
-            converted.add_module(name, cls.convert_sync_batchnorm(child))
+            converted.add_module(name, cls.convert_sync_batchnorm(child, process_set))
         return converted
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,9 +138,9 @@ class SyncBatchNorm(_BatchNorm):
         Each rank writes its own into its row of a table of zeros; the sum of the tables is the list of all. Zeros are
         what a rank that has joined contributes, and mean an empty batch.
         """
-        context = contexts.current()
-        table = torch.zeros(context.size, 2 * self.num_features + 1, dtype=torch.float64)
-        table[context.rank] = own.row()
+        ranks = self._ranks()
+        table = torch.zeros(len(ranks), 2 * self.num_features + 1, dtype=torch.float64)
+        table[ranks.index(contexts.current().rank)] = own.row()
         return _Moments.combined(self._sum(table, ""), own.mean)
 
     def _track(self, moments: _Moments) -> None:
@@ -142,13 +153,21 @@ class SyncBatchNorm(_BatchNorm):
         self.running_mean.mul_(1.0 - weight).add_(weight * moments.mean.to(self.running_mean.dtype))
         self.running_var.mul_(1.0 - weight).add_(weight * unbiased.to(self.running_var.dtype))
 
+    def _ranks(self) -> tuple[int, ...]:
+        """Those whose batches belong together, this one among them."""
+        context, number = contexts.current(), number_of(self._process_set)
+        ranks = context.process_sets[number]
+        if context.rank not in ranks:
+            raise ArgumentError(f"rank {context.rank} is not in process set {number}, whose ranks are {list(ranks)}")
+        return ranks
+
     def _sum(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Sum over all ranks, in place."""
-        context = contexts.current()
-        if self._place is None or self._place[0] is not context:
-            self._place = context, next(context.layer_numbers[0])
-        name = f"sync_batch_norm.{self._place[1]}{what}"
-        return COLLECTIVES.allreduce(tensor, _SUM, name, in_place=True, blocking=True).take()
+        context, number = contexts.current(), number_of(self._process_set)
+        if self._place is None or self._place[:2] != (context, number):
+            self._place = context, number, next(context.layer_numbers[number])
+        name = f"sync_batch_norm.{self._place[2]}{what}"
+        return COLLECTIVES.allreduce(tensor, _SUM, name, self._process_set, in_place=True, blocking=True).take()
 
 
 @dataclass(frozen=True)
