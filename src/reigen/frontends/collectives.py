@@ -320,9 +320,7 @@ class Collectives(Generic[Tensor]):
         return _Both(self._adapter, accepted, source, target, dtype, in_place, aliases)
 
     def _group(self, tensors: Iterable[object]) -> list[Tensor]:
-        if not isinstance(tensors, Iterable):
-            raise ArgumentError(f"a group is a list of tensors, got {type(tensors).__name__}")
-        group = [self._adapter.given(tensor) for tensor in tensors]
+        group = [self._adapter.given(tensor) for tensor in as_group(tensors)]
         devices = sorted({self._adapter.device(tensor) for tensor in group})
         if len(devices) > 1:
             raise UnsupportedError(f"the tensors of a group must be on one kind of device, got {', '.join(devices)}")
@@ -357,6 +355,17 @@ class _Both(NamedTuple, Generic[Tensor]):
         else:
             self.adapter.write(self.tensor, self.target)
         return self.tensor
+
+
+def as_group(tensors: Iterable[Other]) -> list[Other]:
+    """What a user passed as a group, as a list.
+
+    Raises:
+        ArgumentError: it cannot be one.
+    """
+    if not isinstance(tensors, Iterable):
+        raise ArgumentError(f"a group is a list of tensors, got {type(tensors).__name__}")
+    return list(tensors)
 
 
 def as_root(root_rank: object) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Average, Reducing, reducing
+from reigen.frontends.collectives import Average, Reducing, as_group, reducing
 from reigen.frontends.functions import Handle, SharedFunctions
 from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.torch.compression import Compression, Compressor
@@ -98,7 +98,7 @@ def grouped_allreduce(
     device.
     """
     how = reducing(average, op, prescale_factor, postscale_factor)
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    compressed = [compression.compress(tensor) for tensor in as_group(tensors)]
     inputs = [tensor for tensor, _ in compressed]
     if any(map(_needs_graph, inputs)):
         results = _apply(GroupedAllreduce, how, name, process_set, *inputs)
@@ -127,7 +127,7 @@ def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """:func:`allgather` of several tensors, all or none of them. Differentiable."""
-    inputs = list(tensors)
+    inputs = as_group(tensors)
     if any(map(_needs_graph, inputs)):
         return list(_apply(GroupedAllgather, name, process_set, *inputs))
     return COLLECTIVES.grouped_allgather(inputs, name, process_set, blocking=True).take()
@@ -220,7 +220,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """:func:`reducescatter` of several tensors, all or none of them. Differentiable."""
     how = reducing(None, op, prescale_factor, postscale_factor)
-    compressed = [compression.compress(tensor) for tensor in tensors]
+    compressed = [compression.compress(tensor) for tensor in as_group(tensors)]
     inputs = [tensor for tensor, _ in compressed]
     if any(map(_needs_graph, inputs)):
         results = _apply(GroupedReducescatter, how, name, process_set, *inputs)
