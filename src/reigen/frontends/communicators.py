@@ -18,22 +18,13 @@ class Communicator(Protocol):
         """Everybody's object, in the communicator's order."""
 
 
-def translated(comm: Communicator, rank: int, size: int) -> list[int]:
+def translated(comm: Communicator, rank: int) -> list[int]:
     """The global ranks of a communicator's processes, in its order. Collective over the communicator.
 
     Args:
         comm: an mpi4py communicator.
         rank: the global rank of this process.
-        size: how many ranks the job has.
-
-    Raises:
-        ArgumentError: MPI knows nothing of this job's other processes.
     """
-    if comm.Get_size() == 1 and size > 1:
-        raise ArgumentError(
-            f"the communicator holds this process alone, in a job of {size}: was the job started without mpirun? "
-            "Give a list of ranks instead"
-        )
     return [int(each) for each in comm.allgather(rank)]
 
 

@@ -46,7 +46,12 @@ def _ranks_of(comm: object) -> list[int] | None:
         return None
     if is_communicator(comm):
         place = detect(os.environ).topology
-        return translated(comm, place.rank, place.size)
+        if comm.Get_size() == 1 and place.size > 1:
+            raise ArgumentError(
+                f"the communicator holds this process alone, in a job of {place.size}: MPI knows nothing of a job that "
+                f"mpirun has not started. Use comm=[{place.rank}] if a job of this rank alone is meant"
+            )
+        return translated(comm, place.rank)
     if isinstance(comm, Iterable):
         comm = list(comm)
         if any(map(is_communicator, comm)):

@@ -244,7 +244,7 @@ def _check_same(all_lists: Sequence[Sequence[tuple[bool, list[int]]]]) -> None:
 def _ranks_in(job: context.Context, process_set: ProcessSet) -> list[int]:
     if process_set.mpi_comm is None:
         return process_set.ranks or []
-    return sorted(translated(process_set.mpi_comm, job.rank, job.size))
+    return sorted(translated(process_set.mpi_comm, job.rank))
 
 
 def _dynamic() -> context.Context:
