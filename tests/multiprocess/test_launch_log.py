@@ -60,3 +60,23 @@ def test_without_the_launchers_prefix_messages_tell_the_rank_themselves():
     assert status == 0
     assert "reigen info rank 0: log_hide_time = True (default: False), set by HOROVOD_LOG_HIDE_TIME\n" in err
     assert "rank 1" not in err
+
+
+def test_options_and_the_configuration_file_reach_the_ranks(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("params: {cache_capacity: 5, cycle_time_ms: 1}\nlogging: {level: info}\nwether: fine\n")
+    line = ["-np", "1", "-H", "localhost:2", "--config-file", str(file), "--fusion-threshold-mb", "2", "--gloo"]
+    program = "import reigen; reigen.init(); print('done')"
+    environ = {"HOROVOD_FUSION_THRESHOLD": "7"}
+    status, out, err = run(*line, "-prefix-timestamp", sys.executable, "-c", program, env=environ)
+    assert status == 0, err
+    assert re.fullmatch(f"{TIME}\\[0\\] done\n", out)
+    told = re.sub(f"(?m)^{TIME}\\[0\\] {TIME}", "", err).splitlines()
+    assert (
+        told[0] == "reigen run: accepted, without effect here: params.cycle_time_ms in the configuration file, --gloo"
+    )
+    assert told[1] == "reigen run: the configuration file has settings that mean nothing: wether"
+    default = 128 << 20
+    assert f"reigen info: fusion_threshold_bytes = 2097152 (default: {default}), set by --fusion-threshold-mb" in told
+    origin = "params.cache_capacity in the configuration file"
+    assert f"reigen info: cache_capacity = 5 (default: 1024), set by {origin}" in told

@@ -38,6 +38,13 @@ def test_what_is_no_command(arguments, capsys):
         (["-np", "two", "true"], "invalid int value: 'two'"),
         (["-np", "2"], "no command to run"),
         (["true"], "required: -np/--num-proc"),
+        (["-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots, and 3 processes were asked for"),
+        (["-np", "3", "-H", "node7:4", "true"], "hosts: node7: a job runs on the host that starts it"),
+        (["-np", "3", "-hostfile", "/nowhere", "true"], "cannot read the host file /nowhere"),
+        (["-np", "3", "--config-file", "/nowhere", "true"], "cannot read the configuration file /nowhere"),
+        (["-np", "3", "--config-file", __file__, "true"], "test_cli.py is no YAML"),
+        (["-np", "3", "--min-np", "2", "true"], "--min-np 2: there are no elastic jobs yet"),
+        (["-np", "3", "--cache-capacity=-2", "true"], "cache_capacity=-2 must be >= 0"),
         (["-np", "2", "--grace-seconds", "-1", "true"], "grace must be a number of seconds"),
         (["-np", "2", "--bind", "sockets", "true"], "invalid choice: 'sockets'"),
     ],
@@ -47,6 +54,30 @@ def test_options_of_run_that_make_no_sense(arguments, complaint, capsys):
         main(["run", *arguments])
     assert caught.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["-cb", "--check-build"])
+def test_check_build_has_the_form_of_horovodruns(flag, capsys, monkeypatch):
+    monkeypatch.setattr(check.metadata, "version", {"torch": "9.9"}.__getitem__)
+    assert main(["run", flag]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"Reigen v{__version__}:"
+    assert [line for line in rest if line.startswith("Available")] == [
+        "Available Frameworks:",
+        "Available Controllers:",
+        "Available Tensor Operations:",
+    ]
+    assert "    [X] PyTorch" in rest
+    assert "    [ ] MPI" in rest
+    assert "    [X] Shared memory" in rest
+
+
+@pytest.mark.parametrize("flag", ["-v", "--version"])
+def test_version_of_run(flag, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["run", flag])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"reigen {__version__}\n"
 
 
 def test_check_says_what_is_here_and_that_a_job_can_run(capsys):

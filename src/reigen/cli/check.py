@@ -55,6 +55,30 @@ def main(arguments: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
+def build_report() -> str:
+    """What there is, in the form of `horovodrun --check-build`."""
+    sections: dict[str, dict[str, bool]] = {
+        "Frameworks": {"TensorFlow": False, "PyTorch": _version("torch") is not None, "MXNet": False, "NumPy": True},
+        "Controllers": {"MPI": False, "Gloo": False, "Reigen": True},
+        "Tensor Operations": {
+            "NCCL": False,
+            "DDL": False,
+            "CCL": False,
+            "MPI": False,
+            "Gloo": False,
+            "Shared memory": True,
+        },
+    }
+    lines = [f"Reigen v{__version__}:"]
+    for title, entries in sections.items():
+        lines += [
+            "",
+            f"Available {title}:",
+            *(f"    [{'X' if here else ' '}] {name}" for name, here in entries.items()),
+        ]
+    return "\n".join(lines)
+
+
 def look_around(environ: Mapping[str, str]) -> list[Finding]:
     """Everything that the report says, in its order. Imports no framework."""
     return [*_versions(), *_kernel(), *_machine(), *_frameworks(), *_planes(environ)]

@@ -2,91 +2,87 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from reigen.cli.run_options import parser
 from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.local import BINDINGS
+from reigen.launch.horovodrun import Translation, check_fixed_size, translate
+from reigen.launch.hosts import check_all_here, parse_hostfile, parse_hosts
 from reigen.launch.options import Options, complain
 from reigen.launch.supervise import run_local
-
-_EPILOG = """\
-The command and its arguments are passed on as they are, without a shell; `--` may stand before them. Its output comes
-line by line with the rank in front. When a process fails, the others are stopped, its last words are printed last, and
-its exit code is that of `reigen run` (128 + n for a signal n).
-
-example: reigen run -np 4 python train.py --epochs 3
-"""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
-    parser = _parser()
-    chosen = parser.parse_args(arguments)
+    made = parser()
+    chosen = made.parse_args(arguments)
+    if chosen.check_build:
+        from reigen.cli.check import build_report
+
+        print(build_report())
+        return 0
+    if chosen.num_ranks is None:
+        made.error("the following arguments are required: -np/--num-proc")
     command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
     try:
+        translation = translate(vars(chosen), _document(chosen.config_file), os.environ)
+        check_fixed_size(chosen.num_ranks, chosen.min_ranks, chosen.max_ranks, chosen.host_discovery_script)
         options = Options(
             command=tuple(command),
             num_ranks=chosen.num_ranks,
             bind=chosen.bind,
             grace_seconds=chosen.grace_seconds,
-            start_timeout_seconds=chosen.start_timeout,
             prefix=chosen.prefix,
+            timestamps=chosen.timestamps,
             verbose=chosen.verbose,
             output_directory=chosen.output_directory,
         )
+        _check_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)
     except ConfigError as error:
-        parser.error(str(error))
+        made.error(str(error))
+    _tell(translation)
+    environ = {**os.environ, **translation.variables}
     try:
-        return run_local(options, as_horovod(os.environ) if chosen.as_horovod else os.environ)
+        return run_local(options, as_horovod(environ) if chosen.as_horovod else environ)
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds greater than 0, not {text}")
-    return value
+def _check_hosts(listed: str | None, file: Path | None, num_ranks: int) -> None:
+    if listed is not None:
+        hosts = parse_hosts(listed)
+    elif file is not None:
+        try:
+            hosts = parse_hostfile(file.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the host file {file}: {error}") from None
+    else:
+        return
+    name = socket.gethostname()
+    check_all_here(hosts, num_ranks, {name, name.partition(".")[0]})
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="reigen run",
-        description="Start a job on this machine: the same command in N processes.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="reigen run -np N [options] command ...",
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("-np", "--num-proc", dest="num_ranks", type=int, required=True, metavar="N", help="how many processes")
-    add(
-        "--bind",
-        choices=BINDINGS,
-        help="bind ranks to processors, or do not (default: where there is at least one for each rank)",
-    )
-    add(
-        "--grace-seconds",
-        type=float,
-        default=5.0,
-        metavar="S",
-        help="time between asking a process to stop and killing it (default: 5)",
-    )
-    add("--start-timeout", type=_seconds, metavar="S", help="how long init() waits for all ranks")
-    add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
-    add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
-    add("--verbose", action="store_true", help="say what is started, where, and why there")
-    add(
-        "--output-filename",
-        dest="output_directory",
-        type=Path,
-        metavar="DIR",
-        help="keep what each rank prints in DIR/rank.N/stdout and DIR/rank.N/stderr, too",
-    )
-    add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")
-    return parser
+def _document(path: Path | None) -> object:
+    """What the configuration file holds; None without one."""
+    if path is None:
+        return None
+    import yaml
+
+    try:
+        return yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"the configuration file {path} is no YAML: {error}") from None
+
+
+def _tell(translation: Translation) -> None:
+    if translation.without_effect:
+        complain(f"accepted, without effect here: {', '.join(translation.without_effect)}")
+    if translation.unknown:
+        complain(f"the configuration file has settings that mean nothing: {', '.join(translation.unknown)}")

@@ -23,6 +23,7 @@ class Options:
         grace_seconds: how long a process may take to stop before it is killed.
         start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
         prefix: whether output lines begin with their rank.
+        timestamps: whether they begin with the time, before the rank.
         verbose: tell what is started, where, and why there.
         output_directory: where to keep what each rank prints, too: ``rank.N/stdout`` and ``rank.N/stderr``; or None.
         descriptors: open files that every rank inherits, under the numbers that they have here.
@@ -37,6 +38,7 @@ class Options:
     grace_seconds: float = 5.0
     start_timeout_seconds: float | None = None
     prefix: bool = True
+    timestamps: bool = False
     verbose: bool = False
     output_directory: Path | None = None
     descriptors: tuple[int, ...] = ()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import select
 import sys
+import time
 from contextlib import suppress
 from typing import TextIO
 
-from reigen.launch.output import Log, Screen, Terminal
+from reigen.launch.output import Clock, Log, Screen, Terminal
 
 #: A pipe that is ready takes this much without blocking (PIPE_BUF).
 _WRITE_BYTES = 4096
@@ -60,22 +61,29 @@ class Outlet:
         del self.pending[:written]
 
 
-def outlets(*, prefix: bool) -> tuple[Outlet, Outlet]:
+def outlets(*, prefix: bool, timestamps: bool) -> tuple[Outlet, Outlet]:
     """The launcher's stdout and stderr. Where both are one terminal, one outlet: its last line must be known."""
-    out = _outlet(sys.stdout, prefix)
+    clock = _now if timestamps else None
+    out = _outlet(sys.stdout, prefix, clock)
     if isinstance(out.screen, Terminal) and _same_terminal(sys.stdout, sys.stderr):
         return out, out
-    return out, _outlet(sys.stderr, prefix)
+    return out, _outlet(sys.stderr, prefix, clock)
 
 
-def _outlet(stream: TextIO, prefix: bool) -> Outlet:
+def _outlet(stream: TextIO, prefix: bool, clock: Clock | None) -> Outlet:
     fd = stream.fileno()
     if not os.isatty(fd):
-        return Outlet(fd, Log(prefix=prefix))
+        return Outlet(fd, Log(prefix=prefix, clock=clock))
     num_columns = 0
     with suppress(OSError):
         num_columns = os.get_terminal_size(fd).columns
-    return Outlet(fd, Terminal(prefix=prefix, num_columns=num_columns or 80))
+    return Outlet(fd, Terminal(prefix=prefix, num_columns=num_columns or 80, clock=clock))
+
+
+def _now() -> bytes:
+    seconds = time.time()
+    text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return f"{text}.{int(seconds % 1 * 1000):03} ".encode()
 
 
 def _same_terminal(one: TextIO, other: TextIO) -> bool:

@@ -7,10 +7,14 @@ at the bottom, drawn again below every line that another rank prints. Elsewhere 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 #: A longer line comes out in pieces, so that memory stays bounded.
 MAX_LINE_BYTES = 1 << 16
+
+#: Gives the time as it stands before a line.
+Clock = Callable[[], bytes]
 
 _ERASE = b"\r\x1b[K"
 
@@ -65,14 +69,15 @@ class Log:
 
     Args:
         prefix: whether lines begin with their rank.
+        clock: what they begin with before it: the time.
     """
 
-    def __init__(self, *, prefix: bool) -> None:
-        self._prefix = prefix
+    def __init__(self, *, prefix: bool, clock: Clock | None = None) -> None:
+        self._prefix, self._clock = prefix, clock
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
         """The lines, whole."""
-        head = prefix_of(source[0]) if self._prefix else b""
+        head = _head(source[0], self._prefix, self._clock)
         return b"".join([head + line + b"\n" for line in lines])
 
     def collapse(self, rest: bytes) -> bytes:
@@ -86,17 +91,18 @@ class Terminal:
     Args:
         prefix: whether lines begin with their rank.
         num_columns: how wide it is.
+        clock: what lines begin with before their rank: the time.
     """
 
-    def __init__(self, *, prefix: bool, num_columns: int) -> None:
-        self._prefix = prefix
+    def __init__(self, *, prefix: bool, num_columns: int, clock: Clock | None = None) -> None:
+        self._prefix, self._clock = prefix, clock
         self._num_columns = num_columns
         #: The unfinished line that is drawn, and whose it is.
         self._drawn, self._owner = b"", (0, 0)
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
         """The lines, above the unfinished line of rank 0."""
-        head = prefix_of(source[0]) if self._prefix else b""
+        head = _head(source[0], self._prefix, self._clock)
         out = [_ERASE] if self._drawn and lines else []
         out += [head + visible(line) + b"\n" for line in lines]
         before = self._drawn
@@ -118,6 +124,10 @@ class Terminal:
         if b"\x1b" in line or len(text) < self._num_columns:
             return line
         return text[: self._num_columns - 1].encode(errors="surrogateescape")
+
+
+def _head(rank: int, prefix: bool, clock: Clock | None) -> bytes:
+    return (b"" if clock is None else clock()) + (prefix_of(rank) if prefix else b"")
 
 
 def prefix_of(rank: int) -> bytes:

@@ -126,7 +126,7 @@ class Supervisor:
         self._options, self._listener = options, listener
         self._job = Job(options.num_ranks)
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._outlets = outlets(prefix=options.prefix)
+        self._outlets = outlets(prefix=options.prefix, timestamps=options.timestamps)
         #: Pipes that are open.
         self._pipes: list[_Pipe] = []
         #: Outlets that wait for their reader: the selector has them. It has not the pipes that lead to a full one.

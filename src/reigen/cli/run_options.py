@@ -1,0 +1,124 @@
+"""The parser of `reigen run`: its own options, and all of `horovodrun`'s under the same names."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from reigen._version import __version__
+from reigen.launch.horovodrun import CONTROLLERS, OPTIONS, Option
+from reigen.launch.local import BINDINGS
+
+_EPILOG = """\
+The command and its arguments are passed on as they are, without a shell; `--` may stand before them. Its output comes
+line by line with the rank in front. When a process fails, the others are stopped, its last words are printed last, and
+its exit code is that of `reigen run` (128 + n for a signal n).
+
+Options win over the environment, and the environment over the configuration file. All other options of horovodrun are
+accepted, too; where they can have no effect in a job on one host, `reigen run` says so.
+
+example: reigen run -np 4 python train.py --epochs 3
+"""
+
+#: Other spellings of an option: (spelling, its name, what it stands for or None where it takes a value).
+_ALIASES: tuple[tuple[tuple[str, ...], str, bool | None], ...] = (
+    (("--log-without-timestamp", "--log-hide-timestamp"), "log_with_timestamp", False),
+    (("--network-interface",), "network_interfaces", None),
+    (("-p",), "ssh_port", None),
+    (("-i",), "ssh_identity_file", None),
+)
+
+Add = Callable[..., argparse.Action]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser. Options that were not given are None, False, or what `--help` says."""
+    made = argparse.ArgumentParser(
+        prog="reigen run",
+        description="Start a job on this machine: the same command in N processes.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="reigen run -np N [options] command ...",
+        allow_abbrev=False,
+    )
+    _add_general(made.add_argument)
+    _add_output(made.add_argument_group("output").add_argument)
+    _add_hosts(made)
+    for title, options in OPTIONS.items():
+        group = made.add_argument_group(title)
+        for option in options:
+            _add(group, option, option.help if title else argparse.SUPPRESS)
+    made.add_argument("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")
+    return made
+
+
+def _add_general(add: Add) -> None:
+    add("-v", "--version", action="version", version=f"reigen {__version__}")
+    add("-cb", "--check-build", action="store_true", help="say what there is, in the form of horovodrun, and end")
+    add("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="how many processes")
+    add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
+    add("--config-file", type=Path, metavar="FILE", help="settings in YAML, as horovodrun reads them")
+    add(
+        "--bind",
+        choices=BINDINGS,
+        help="bind ranks to processors, or do not (default: where there is at least one for each rank)",
+    )
+    add(
+        "--grace-seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="time between asking a process to stop and killing it (default: 5)",
+    )
+
+
+def _add_output(add: Add) -> None:
+    add("--verbose", action="store_true", help="say what is started, where, and why there")
+    add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
+    add(
+        "-prefix-timestamp",
+        "--prefix-output-with-timestamp",
+        dest="timestamps",
+        action="store_true",
+        help="print lines with the time",
+    )
+    add(
+        "--output-filename",
+        dest="output_directory",
+        type=Path,
+        metavar="DIR",
+        help="keep what each rank prints in DIR/rank.N/stdout and DIR/rank.N/stderr, too",
+    )
+
+
+def _add_hosts(made: argparse.ArgumentParser) -> None:
+    group = made.add_argument_group("hosts")
+    add = group.add_mutually_exclusive_group().add_argument
+    add("-H", "--hosts", metavar="HOST:N", help="this host and its slots, localhost:4; others are an error so far")
+    add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file: localhost slots=4")
+    add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
+    for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):
+        group.add_argument(*flags, dest=name, type=int, help=argparse.SUPPRESS)
+
+
+def _add(group: argparse._ArgumentGroup, option: Option, text: str) -> None:
+    if option.name == "controller":
+        exclusive = group.add_mutually_exclusive_group()
+        for controller in CONTROLLERS:
+            exclusive.add_argument(
+                f"--{controller}", dest=option.name, action="store_const", const=controller, help=text
+            )
+        return
+    if not option.is_switch:
+        num_values = 2 if option.name == "blacklist_cooldown_range" else None
+        aliases = [flag for flags, name, value in _ALIASES if name == option.name and value is None for flag in flags]
+        group.add_argument(*aliases, option.flag, dest=option.name, nargs=num_values, metavar="X", help=text)
+        return
+    exclusive = group.add_mutually_exclusive_group()
+    on = option.flag.replace("[no-]", "")
+    exclusive.add_argument(on, dest=option.name, action="store_const", const=True, help=text)
+    off = [option.flag.replace("[no-]", "no-")] if on != option.flag else []
+    off += [flag for flags, name, value in _ALIASES if name == option.name and value is False for flag in flags]
+    if off:
+        exclusive.add_argument(*off, dest=option.name, action="store_const", const=False, help=text)

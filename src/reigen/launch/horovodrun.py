@@ -1,0 +1,324 @@
+"""The options of `horovodrun` and its configuration file, translated into the ranks' environment. Decides, no I/O.
+
+a. Each option is a line of OPTIONS: its spelling, where it stands in the file, what it may hold, and the variable of
+   the knob that it sets, or none where it has no meaning in a job on one host.
+b. What the command line says wins over the environment, and that over the file.
+c. What has no meaning is accepted; `translate` lists it, so that the user is told once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from reigen.errors import ConfigError
+
+#: JSON: variable -> the option that set it.
+ORIGINS_VARIABLE = "REIGEN_ORIGINS"
+
+#: Values of ``controller``, each an option of its own.
+CONTROLLERS = ("gloo", "mpi", "jsrun")
+
+_MIB = 1 << 20
+_LEVELS = "TRACE, DEBUG, INFO, WARNING, ERROR, FATAL"
+
+
+def _count(text: str) -> str:
+    value = int(text)
+    if value < 0:
+        raise ConfigError("must be >= 0")
+    return str(value)
+
+
+def _number(text: str) -> str:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ConfigError("must be >= 0")
+    return f"{value:.12g}"
+
+
+def _above_0(text: str) -> str:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ConfigError("must be > 0")
+    return f"{value:.12g}"
+
+
+def _fraction(text: str) -> str:
+    if not 0 <= float(text) <= 1:
+        raise ConfigError("must be in [0, 1]")
+    return text
+
+
+def _mebibytes(text: str) -> str:
+    return str(int(_count(text)) * _MIB)
+
+
+def _cpus(text: str) -> str:
+    return ",".join(_count(cpu) for cpu in text.split(","))
+
+
+def _level(text: str) -> str:
+    if text.upper() not in _LEVELS.split(", "):
+        raise ConfigError(f"must be one of {_LEVELS}")
+    return text.lower()
+
+
+def _switch(text: str) -> str:
+    if text not in {"True", "False"}:
+        raise ConfigError("must be true or false")
+    return "1" if text == "True" else "0"
+
+
+def _inverse(text: str) -> str:
+    return "0" if _switch(text) == "1" else "1"
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _controller(text: str) -> str:
+    if text not in CONTROLLERS:
+        raise ConfigError(f"must be one of {', '.join(CONTROLLERS)}")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of `horovodrun` that sets a knob, or has no effect.
+
+    Attributes:
+        flag: its spelling; ``--[no-]x`` is a switch with two.
+        parse: makes the variable's text of the option's, or of the file's value; raises ValueError.
+        path: where it stands in the configuration file; empty: nowhere.
+        variable: the knob's, without its prefix; empty: no effect.
+        help: what it does.
+    """
+
+    flag: str
+    parse: Callable[[str], str]
+    path: str = ""
+    variable: str = ""
+    help: str = ""
+
+    @property
+    def name(self) -> str:
+        """As an attribute: ``--[no-]stall-check`` is stall_check."""
+        return self.flag.replace("[no-]", "").strip("-").replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it takes no value."""
+        return self.parse in {_switch, _inverse}
+
+
+#: Group -> the options that set a knob.
+OPTIONS: dict[str, tuple[Option, ...]] = {
+    "start": (
+        Option(
+            "--gloo-timeout-seconds",
+            _above_0,
+            "library_options.gloo_timeout_seconds",
+            "START_TIMEOUT",
+            "the same as --start-timeout, which wins",
+        ),
+        Option("--start-timeout", _above_0, "", "START_TIMEOUT", "seconds that init() waits for all ranks"),
+        Option(
+            "--thread-affinity",
+            _cpus,
+            "library_options.thread_affinity",
+            "THREAD_AFFINITY",
+            "processor of the engine's thread, or a list by local rank: 0,4",
+        ),
+    ),
+    "tunables": (
+        Option(
+            "--fusion-threshold-mb",
+            _mebibytes,
+            "params.fusion_threshold_mb",
+            "FUSION_THRESHOLD",
+            "MiB of small tensors that travel together; 0: none do",
+        ),
+        Option(
+            "--cache-capacity",
+            _count,
+            "params.cache_capacity",
+            "CACHE_CAPACITY",
+            "entries of the response cache; 0: off",
+        ),
+    ),
+    "timeline": (
+        Option("--timeline-filename", _text, "timeline.filename", "TIMELINE", "file for the timeline"),
+        Option(
+            "--[no-]timeline-mark-cycles",
+            _switch,
+            "timeline.mark_cycles",
+            "TIMELINE_MARK_CYCLES",
+            "mark the engine's turns in it",
+        ),
+    ),
+    "stalled collectives": (
+        Option("--[no-]stall-check", _inverse, "stall_check.enabled", "STALL_CHECK_DISABLE", "look for them"),
+        Option(
+            "--stall-check-warning-time-seconds",
+            _above_0,
+            "stall_check.warning_time_seconds",
+            "STALL_CHECK_TIME_SECONDS",
+            "until a warning tells of one",
+        ),
+        Option(
+            "--stall-check-shutdown-time-seconds",
+            _number,
+            "stall_check.shutdown_time_seconds",
+            "STALL_SHUTDOWN_TIME_SECONDS",
+            "until it ends the job; 0: never",
+        ),
+    ),
+    "log": (
+        Option("--log-level", _level, "logging.level", "LOG", "the least severe messages that are shown: " + _LEVELS),
+        Option(
+            "--log-with-timestamp", _inverse, "logging.with_timestamp", "LOG_HIDE_TIME", "messages begin with the time"
+        ),
+    ),
+    "": (
+        Option("--cycle-time-ms", _number, "params.cycle_time_ms"),
+        Option("--[no-]hierarchical-allreduce", _switch, "params.hierarchical_allreduce"),
+        Option("--[no-]hierarchical-allgather", _switch, "params.hierarchical_allgather"),
+        Option("--[no-]torus-allreduce", _switch, "params.torus_allreduce"),
+        Option("--[no-]autotune", _switch, "autotune.enabled"),
+        Option("--autotune-log-file", _text, "autotune.log_file"),
+        Option("--autotune-warmup-samples", _count, "autotune.warmup_samples"),
+        Option("--autotune-steps-per-sample", _count, "autotune.steps_per_sample"),
+        Option("--autotune-bayes-opt-max-samples", _count, "autotune.bayes_opt_max_samples"),
+        Option("--autotune-gaussian-process-noise", _fraction, "autotune.gaussian_process_noise"),
+        Option("--[no-]mpi-threads-disable", _switch, "library_options.mpi_threads_disable"),
+        Option("--mpi-args", _text),
+        Option("--tcp", _switch),
+        Option("--binding-args", _text),
+        Option("--num-nccl-streams", _count, "library_options.num_nccl_streams"),
+        Option("--ssh-port", _count),
+        Option("--ssh-identity-file", _text),
+        Option("--network-interfaces", _text),
+        Option("--disable-cache", _switch),
+        Option("--elastic-timeout", _count),
+        Option("--reset-limit", _count),
+        Option("--slots-per-host", _count),
+        Option("--blacklist-cooldown-range", _text),
+        Option("--controller", _controller, "controller"),
+    ),
+}
+
+#: Names of a knob's variable, where they are not REIGEN_X and HOROVOD_X alone.
+_OTHER_NAMES = {
+    "START_TIMEOUT": ("HOROVOD_GLOO_TIMEOUT_SECONDS",),
+    "LOG": ("REIGEN_LOG_LEVEL", "HOROVOD_LOG_LEVEL"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What options and configuration file come to.
+
+    Attributes:
+        variables: what the ranks' environment gets.
+        without_effect: options, and settings of the file, that were accepted and have no effect.
+        unknown: settings of the file that mean nothing.
+    """
+
+    variables: dict[str, str]
+    without_effect: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def translate(chosen: Mapping[str, object], document: object, environ: Mapping[str, str]) -> Translation:
+    """The environment that options and configuration file ask for.
+
+    Args:
+        chosen: options of the command line by name, None where they were not given.
+        document: what the configuration file holds, as YAML makes it; None for no file.
+        environ: the launcher's environment.
+
+    Raises:
+        ConfigError: a value makes no sense; names the option or the setting.
+    """
+    settings = dict(_flat(document))
+    variables: dict[str, str] = {}
+    origins: dict[str, str] = {}
+    idle: list[str] = []
+    for option in (option for group in OPTIONS.values() for option in group):
+        given, filed = chosen.get(option.name), settings.pop(option.path, None)
+        value = filed if given is None else given
+        if value is None:
+            continue
+        name = f"{option.path} in the configuration file" if given is None else _typed(option, given)
+        text = _parsed(option, value, option.path if given is None else option.name)
+        variable = f"REIGEN_{option.variable}"
+        if not option.variable:
+            idle.append(name)
+        elif given is not None or not _is_set(option.variable, environ):
+            variables[variable], origins[variable] = text, name
+    if origins:
+        variables[ORIGINS_VARIABLE] = json.dumps(origins)
+    return Translation(variables, tuple(idle), tuple(settings))
+
+
+def _flat(document: object) -> Iterator[tuple[str, object]]:
+    """The file's settings by path: ``params.cache_capacity``."""
+    if document is None:
+        return
+    if not isinstance(document, dict):
+        raise ConfigError("the configuration file must hold sections such as 'params:', each with its settings")
+    for section, content in document.items():
+        if not isinstance(content, dict):
+            yield str(section), content
+            continue
+        for key, value in content.items():
+            yield f"{section}.{key}", value
+
+
+def _parsed(option: Option, value: object, name: str) -> str:
+    try:
+        return option.parse(str(value))
+    except ConfigError as error:
+        raise ConfigError(f"{name}={value} {error}") from None
+    except ValueError:
+        kind = "a whole number" if option.parse in {_count, _mebibytes, _cpus} else "a number"
+        raise ConfigError(f"{name}={value} must be {kind}") from None
+
+
+def _typed(option: Option, value: object) -> str:
+    """How the option was written."""
+    if option.name == "controller":
+        return f"--{value}"
+    if value is False and option.name == "log_with_timestamp":
+        return "--log-without-timestamp"
+    return option.flag.replace("[no-]", "no-" if value is False else "")
+
+
+def _is_set(variable: str, environ: Mapping[str, str]) -> bool:
+    names = (f"REIGEN_{variable}", f"HOROVOD_{variable}", *_OTHER_NAMES.get(variable, ()))
+    return any(environ.get(name) for name in names)
+
+
+def check_fixed_size(num_ranks: int, least: int | None, most: int | None, discovery_script: str | None) -> None:
+    """Make sure that a job of ``num_ranks`` processes, no more and no fewer, is what was asked for.
+
+    Args:
+        num_ranks: -np.
+        least: --min-np.
+        most: --max-np.
+        discovery_script: --host-discovery-script.
+
+    Raises:
+        ConfigError: an elastic job was asked for.
+    """
+    asked = {"--min-np": least, "--max-np": most}
+    elastic = [f"{flag} {value}" for flag, value in asked.items() if value not in {None, num_ranks}]
+    if discovery_script is not None:
+        elastic.append(f"--host-discovery-script {discovery_script}")
+    if elastic:
+        raise ConfigError(
+            f"{', '.join(elastic)}: there are no elastic jobs yet; a job has its {num_ranks} processes to its end"
+        )
