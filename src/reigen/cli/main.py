@@ -15,6 +15,7 @@ COMMANDS = {
     "run": "start a job: the same command in several processes",
     "check": "say what is installed here, whether jobs can run, and how",
     "bench": "measure, beside the peers, in one run",
+    "trace": "say what a timeline tells, and what to do about it",
 }
 
 

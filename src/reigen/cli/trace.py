@@ -1,0 +1,124 @@
+"""`reigen trace FILE`: what a timeline tells, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reigen.observe.advice import Summary, bytes_text, summarize, time_text
+from reigen.observe.analysis import worst
+from reigen.observe.reading import TraceError, read
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+#: Columns of the tables where there is no terminal.
+_WIDTH = 120
+_EPILOG = """\
+Columns: "in all" is the time that carrying out takes on a rank, "alone" or what travels together shares it by bytes;
+median and p95 are of one, with what travels with it. "waited" is from a rank's submission until all had come.
+"hidden" is the part of the communication in which the training thread had something else to do.
+"missing alone": all others had come, and only this rank had not.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the summary; returns 0, or 1 for a file that is no timeline."""
+    parser = argparse.ArgumentParser(
+        prog="reigen trace",
+        description="Say what a timeline tells: what took how long, what was hidden, for whom the others waited.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="what HOROVOD_TIMELINE or start_timeline() wrote")
+    parser.add_argument("--top", type=int, default=10, metavar="N", help="lines of the longest tables (default: 10)")
+    chosen = parser.parse_args(arguments)
+    if chosen.top < 1:
+        parser.error("--top must be at least 1")
+    try:
+        summary = summarize(read(chosen.file))
+    except TraceError as error:
+        print(f"reigen trace: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"reigen trace: {chosen.file}: {error.strerror}", file=sys.stderr)
+        return 1
+    from rich.console import Console
+
+    show(summary, Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False), chosen.top)
+    return 0
+
+
+def show(summary: Summary, console: Console, top: int) -> None:
+    """Print everything, ``top`` lines of tables that can be long."""
+    trace = summary.trace
+    failures = f", {len(trace.failures)} failed" if trace.failures else ""
+    console.print(
+        f"{trace.size} ranks, {time_text(trace.end)}, {len(trace.executions)} collectives on all ranks{failures}; "
+        f"times of different ranks are exact to {time_text(max(trace.clock_errors.values(), default=0.0))}"
+    )
+    console.print(_collectives_table(summary, top))
+    if summary.steps:
+        console.print(_steps_table(summary))
+    if summary.occurrences:
+        console.print(_late_table(summary))
+        console.print(_worst_table(summary, top))
+    for sentence in summary.advice:
+        console.print(f"* {sentence}", markup=False)
+
+
+def _table(title: str, *headings: str, numbers: str) -> Table:
+    """A table; ``numbers`` are the headings of further columns, aligned to the right."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers.split(","):
+        table.add_column(heading.strip(), justify="right", no_wrap=True)
+    return table
+
+
+def _collectives_table(summary: Summary, top: int) -> Table:
+    columns = "count, size, in all, median, p95, waited, p95, GB/s"
+    table = _table("collectives, on one rank", "what", "tensor", numbers=columns)
+    for row in summary.collectives[:top]:
+        speed = f"{row.bytes_per_second / 1e9:.2f}" if row.bytes_per_second else ""
+        times = (row.total, row.median, row.p95, row.negotiation, row.negotiation_p95)
+        table.add_row(row.kind, row.name, str(row.count), bytes_text(row.nbytes), *map(time_text, times), speed)
+    rest = summary.collectives[top:]
+    if rest:
+        count, busy = sum(row.count for row in rest), sum(row.total for row in rest)
+        table.add_row(f"{len(rest)} more", "", str(count), "", time_text(busy), "", "", "", "", "")
+    return table
+
+
+def _steps_table(summary: Summary) -> Table:
+    table = _table("a step, median", numbers="rank, steps, step, waits, computes, communication, hidden")
+    for row in summary.steps:
+        times = (row.step, row.waiting, max(0.0, row.step - row.waiting), row.communication)
+        hidden = "" if row.hidden is None else f"{row.hidden:.0%}"
+        table.add_row(str(row.rank), str(row.count), *map(time_text, times), hidden)
+    return table
+
+
+def _late_table(summary: Summary) -> Table:
+    columns = "last, of its collectives, missing alone: median, p95, in all"
+    table = _table("who came last", "rank", numbers=columns)
+    for row in summary.late:
+        times = map(time_text, (row.median, row.p95, row.total))
+        name = summary.trace.names[row.rank].removeprefix("rank ")
+        table.add_row(name, str(row.times_last), f"{row.part_last:.0%}", *times)
+    return table
+
+
+def _worst_table(summary: Summary, top: int) -> Table:
+    table = _table("the longest waits for one rank", "what", "tensor", numbers="at, missing alone, rank")
+    for one in worst(summary.occurrences, top):
+        table.add_row(one.kind, one.tensor, time_text(one.alone[0]), time_text(one.lateness), str(one.last))
+    return table

@@ -1,0 +1,181 @@
+"""What to do about what a timeline shows, in sentences. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from reigen.observe.analysis import (
+    CollectiveRow,
+    LateRow,
+    Occurrence,
+    StepRow,
+    collectives,
+    lateness,
+    occurrences,
+    percentile,
+    steps,
+)
+from reigen.observe.reading import Trace
+
+#: Smaller things are not worth a sentence: parts of the steps, or of the whole time where no steps are marked.
+_WORTHWHILE = 0.02
+_EXPOSED = 0.1
+_HIDDEN = 0.5
+#: A rank that is last so many times as often as chance would have it.
+_TOO_OFTEN = 1.5
+_SMALL_BYTES = 64 << 10
+_MANY_A_STEP = 32
+_FEW_TOGETHER = 4
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Everything that `reigen trace` shows.
+
+    Attributes:
+        trace: the timeline.
+        collectives: what took time.
+        steps: how much of it was hidden.
+        occurrences: collectives, put together from all ranks.
+        late: for whom the others waited.
+        advice: what to do, the most important first.
+    """
+
+    trace: Trace
+    collectives: list[CollectiveRow]
+    steps: list[StepRow]
+    occurrences: list[Occurrence]
+    late: list[LateRow]
+    advice: list[str]
+
+
+def summarize(trace: Trace) -> Summary:
+    """Figures, and what they mean."""
+    rows, marked, found = collectives(trace), steps(trace), occurrences(trace)
+    late = lateness(trace, found)
+    advice = [
+        *_pending(trace),
+        *_latecomers(trace, marked, late),
+        *_exposed(marked),
+        *_small(trace, marked),
+        *_doubts(trace),
+    ]
+    return Summary(trace, rows, marked, found, late, advice or ["nothing stands out"])
+
+
+def time_text(micros: float) -> str:
+    """Three digits and a unit.
+
+    Example:
+        >>> time_text(12.34), time_text(4567.0), time_text(2.5e6)
+        ('12.3 us', '4.57 ms', '2.50 s')
+    """
+    for unit, scale in (("s", 1e6), ("ms", 1e3), ("us", 1.0)):
+        if micros >= scale or unit == "us":
+            value = micros / scale
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    raise AssertionError("the last unit takes everything")
+
+
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes with a unit.
+
+    Example:
+        >>> bytes_text(40), bytes_text(4096), bytes_text(26214400)
+        ('40 B', '4.0 KiB', '25.0 MiB')
+    """
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _pending(trace: Trace) -> list[str]:
+    """What the job hung in when it ended."""
+    by_tensor: dict[str, dict[int, float]] = {}
+    for one in trace.pending:
+        by_tensor.setdefault(one.tensor, {})[one.rank] = one.since
+    said = []
+    for tensor, waiting in sorted(by_tensor.items(), key=lambda item: min(item[1].values()))[:3]:
+        missing = [rank for rank in range(trace.size) if rank not in waiting]
+        text = (
+            f"at the end rank(s) {_listed(list(waiting))} had been waiting in {tensor!r} for "
+            f"{time_text(trace.end - min(waiting.values()))}"
+        )
+        said.append(f"{text}; rank(s) {_listed(missing)} had not submitted it: look there" if missing else text)
+    return said
+
+
+def _latecomers(trace: Trace, marked: list[StepRow], late: list[LateRow]) -> list[str]:
+    num_steps = max((row.count for row in marked), default=0)
+    whole = trace.end
+    if num_steps:
+        whole = num_steps * percentile([row.step for row in marked], 0.5)
+    said = []
+    for row in late:
+        fair = 1 / max(2, len(trace.names))
+        if row.total < _WORTHWHILE * whole or row.part_last < _TOO_OFTEN * fair:
+            continue
+        cost = f"{time_text(row.total / num_steps)} a step" if num_steps else f"{time_text(row.total)} in all"
+        said.append(
+            f"rank {row.rank} was the last in {row.part_last:.0%} of the collectives; it alone was missing for {cost} "
+            f"({row.total / whole:.0%} of the time): look at its data loading, its share of the data, and what else "
+            "runs on its host"
+        )
+    return said
+
+
+def _exposed(marked: list[StepRow]) -> list[str]:
+    said = []
+    for row in marked:
+        if row.hidden is None or row.hidden >= _HIDDEN:
+            continue
+        exposed = row.communication * (1 - row.hidden)
+        if exposed >= _EXPOSED * row.step:
+            said.append((exposed, row))
+    if not said:
+        return []
+    exposed, row = max(said, key=lambda item: item[0])
+    assert row.hidden is not None
+    text = (
+        f"on rank {row.rank}, {time_text(exposed)} of a step of {time_text(row.step)} is communication that nothing "
+        f"hides ({row.hidden:.0%} is hidden): more computing for each step (a larger batch, backward_passes_per_step), "
+        "fewer bytes (Compression.fp16 or bf16) or other buckets (REIGEN_BUCKET_BYTES) help"
+    )
+    return [text]
+
+
+def _small(trace: Trace, marked: list[StepRow]) -> list[str]:
+    reductions = [one for one in trace.executions if one.kind == "ALLREDUCE" and one.nbytes <= _SMALL_BYTES]
+    num_steps = sum(row.count for row in marked)
+    if not num_steps:
+        return []
+    a_step = len(reductions) / num_steps
+    together = percentile([one.batch for one in reductions], 0.5)
+    if a_step < _MANY_A_STEP or together >= _FEW_TOGETHER:
+        return []
+    size = bytes_text(percentile([one.nbytes for one in reductions], 0.5))
+    text = (
+        f"many small tensors: {a_step:.0f} allreduces a step of at most 64 KiB (median {size}), {together:.0f} of them "
+        "together: submit them all before waiting for the first (the _async functions), or as one "
+        "(grouped_allreduce, DistributedOptimizer)"
+    )
+    return [text]
+
+
+def _doubts(trace: Trace) -> list[str]:
+    said = []
+    if not trace.steps and trace.executions:
+        said.append("no steps are marked (DistributedOptimizer does it): what computing hides is unknown")
+    if trace.num_dropped:
+        said.append(f"{trace.num_dropped} events or pages came too fast and were dropped: figures are of the rest")
+    if len(trace.names) < trace.size:
+        absent = [rank for rank in range(trace.size) if rank not in trace.names]
+        said.append(f"nothing was heard of rank(s) {_listed(absent)}")
+    if trace.is_cut:
+        said.append("the file breaks off in the middle of a record: figures are of what is before")
+    return said
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

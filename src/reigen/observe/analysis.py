@@ -1,0 +1,284 @@
+"""What a timeline tells: what took how long, what was hidden behind computing, and for whom the others waited.
+
+Times are microseconds. Pure: a `Trace` in, figures out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from reigen.engine.negotiation import UNNAMED
+from reigen.observe.intervals import Interval, intersection, total, union
+from reigen.observe.reading import Execution, Trace
+
+#: More names than this are shown with their numbers replaced by ``*``.
+MAX_NAMES = 24
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """All executions of one kind and name.
+
+    Attributes:
+        kind: ALLREDUCE and the like.
+        name: of the tensor; numbers may be ``*``.
+        count: how often on each rank, about.
+        nbytes: of one, the median.
+        total: time of carrying them out on one rank, on average. What travels together shares it by bytes.
+        median: of one, with all that travels together with it.
+        p95: of one, likewise.
+        negotiation: median time from submission to begin.
+        negotiation_p95: likewise.
+        bytes_per_second: of carrying out; 0 where there are none.
+    """
+
+    kind: str
+    name: str
+    count: int
+    nbytes: int
+    total: float
+    median: float
+    p95: float
+    negotiation: float
+    negotiation_p95: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """The steps of one rank; medians over its steps.
+
+    Attributes:
+        rank: which.
+        count: how many.
+        step: time of a step.
+        waiting: of it, the caller could only wait for collectives.
+        communication: of it, collectives were carried out.
+        hidden: part of the communication in which the caller did not wait; of all steps together.
+    """
+
+    rank: int
+    count: int
+    step: float
+    waiting: float
+    communication: float
+    hidden: float | None
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """One collective as all its ranks took part in it.
+
+    Attributes:
+        kind: ALLREDUCE and the like.
+        tensor: its name.
+        submitted: when, by rank.
+        last: the rank that came last, or None if that is less than the clocks' errors.
+        alone: since when it was the only one that was missing.
+    """
+
+    kind: str
+    tensor: str
+    submitted: dict[int, float]
+    last: int | None
+    alone: Interval
+
+    @property
+    def lateness(self) -> float:
+        """How long only the last one was missing."""
+        return self.alone[1] - self.alone[0]
+
+
+@dataclass(frozen=True)
+class LateRow:
+    """How often, and how much, one rank was the last.
+
+    Attributes:
+        rank: which.
+        times_last: in so many collectives.
+        part_last: of those that it took part in with others.
+        median: time in which only this rank was missing, when it was last.
+        p95: likewise.
+        total: time in which all others had come to some collective and only this rank was missing.
+    """
+
+    rank: int
+    times_last: int
+    part_last: float
+    median: float
+    p95: float
+    total: float
+
+
+def percentile(values: Iterable[float], part: float) -> float:
+    """The value below which ``part`` of the values lie, interpolated; 0 if there are none.
+
+    Example:
+        >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([0.0, 10.0], 0.95)
+        (2.0, 9.5)
+    """
+    ordered = sorted(values)
+    if not ordered:
+        return 0.0
+    place = part * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def collectives(trace: Trace) -> list[CollectiveRow]:
+    """What took time, longest first."""
+    names = _short_names(trace.executions)
+    weights: defaultdict[tuple[int, float], int] = defaultdict(int)
+    members: defaultdict[tuple[int, float], int] = defaultdict(int)
+    for one in trace.executions:
+        weights[one.rank, one.begun] += one.nbytes
+        members[one.rank, one.begun] += 1
+    groups: defaultdict[tuple[str, str], list[Execution]] = defaultdict(list)
+    for one in trace.executions:
+        groups[one.kind, names[one.tensor]].append(one)
+    rows = []
+    for (kind, name), found in groups.items():
+        num_ranks = len({one.rank for one in found})
+        busy = 0.0
+        for one in found:
+            weight = weights[one.rank, one.begun]
+            share = one.nbytes / weight if weight else 1 / members[one.rank, one.begun]
+            busy += (one.ended - one.begun) * share
+        durations = [one.ended - one.begun for one in found]
+        waits = [one.begun - one.submitted for one in found if one.submitted is not None]
+        rows.append(
+            CollectiveRow(
+                kind,
+                name,
+                round(len(found) / num_ranks),
+                int(percentile([one.nbytes for one in found], 0.5)),
+                busy / num_ranks,
+                percentile(durations, 0.5),
+                percentile(durations, 0.95),
+                percentile(waits, 0.5),
+                percentile(waits, 0.95),
+                sum(one.nbytes for one in found) / busy * 1e6 if busy else 0.0,
+            )
+        )
+    return sorted(rows, key=lambda row: -row.total)
+
+
+def steps(trace: Trace) -> list[StepRow]:
+    """How much of the steps is communication, and how much of that is hidden; empty if no steps are marked."""
+    rows = []
+    for rank, marked in sorted(trace.steps.items()):
+        busy = union((one.begun, one.ended) for one in trace.executions if one.rank == rank)
+        waits = union(trace.waits.get(rank, ()))
+        exposed = intersection(busy, waits)
+        communication, waiting, seen = (clip(kind, sorted(marked)) for kind in (busy, waits, exposed))
+        rows.append(
+            StepRow(
+                rank,
+                len(marked),
+                percentile([end - begin for begin, end in marked], 0.5),
+                percentile(waiting, 0.5),
+                percentile(communication, 0.5),
+                1 - sum(seen) / sum(communication) if sum(communication) else None,
+            )
+        )
+    return rows
+
+
+def clip(intervals: Sequence[Interval], spans: Sequence[Interval]) -> list[float]:
+    """For each of the spans, which follow each other, how much of it the intervals (a `union`) cover."""
+    found, first = [], 0
+    for begin, end in spans:
+        while first < len(intervals) and intervals[first][1] <= begin:
+            first += 1
+        covered, index = 0.0, first
+        while index < len(intervals) and intervals[index][0] < end:
+            covered += min(end, intervals[index][1]) - max(begin, intervals[index][0])
+            index += 1
+        found.append(covered)
+    return found
+
+
+def occurrences(trace: Trace) -> list[Occurrence]:
+    """Which executions of different ranks belong together, in order of time; those that two ranks or more recorded.
+
+    All ranks have submitted a collective before the first of them begins it, and each submits the next of the same name
+    after that. So, in the order in which they begin, executions of a name belong together until one was submitted after
+    the others' begin.
+    """
+    by_name: defaultdict[tuple[str, str, int], list[Execution]] = defaultdict(list)
+    for one in trace.executions:
+        if one.submitted is not None:
+            by_name[one.kind, one.tensor, one.process_set].append(one)
+    found: list[Occurrence] = []
+    for (kind, tensor, _), executions in by_name.items():
+        group: dict[int, Execution] = {}
+        first_begun = 0.0
+        for one in sorted(executions, key=lambda e: e.begun):
+            assert one.submitted is not None
+            slack = trace.clock_errors.get(one.rank, 0.0)
+            if group and (one.rank in group or one.submitted - slack > first_begun):
+                _add(found, kind, tensor, group, trace)
+                group = {}
+            if not group:
+                first_begun = one.begun + trace.clock_errors.get(one.rank, 0.0)
+            group[one.rank] = one
+        _add(found, kind, tensor, group, trace)
+    return sorted(found, key=lambda occurrence: occurrence.alone[1])
+
+
+def lateness(trace: Trace, found: Sequence[Occurrence]) -> list[LateRow]:
+    """For whom the others waited; the rank that cost most first."""
+    rows = []
+    for rank in sorted(trace.names):
+        mine = [occurrence for occurrence in found if rank in occurrence.submitted]
+        late = [occurrence for occurrence in mine if occurrence.last == rank]
+        times = [occurrence.lateness for occurrence in late]
+        rows.append(
+            LateRow(
+                rank,
+                len(late),
+                len(late) / len(mine) if mine else 0.0,
+                percentile(times, 0.5),
+                percentile(times, 0.95),
+                total(union(occurrence.alone for occurrence in late)),
+            )
+        )
+    return sorted(rows, key=lambda row: -row.total)
+
+
+def worst(found: Sequence[Occurrence], most: int) -> list[Occurrence]:
+    """The collectives whose last rank was alone in being missing for the longest time.
+
+    Of those that were waiting for the same rank at the same time, the longest.
+    """
+    chosen: list[Occurrence] = []
+    for one in sorted((o for o in found if o.last is not None), key=lambda o: -o.lateness):
+        if not any(one.last == o.last and intersection([one.alone], [o.alone]) for o in chosen):
+            chosen.append(one)
+        if len(chosen) == most:
+            break
+    return chosen
+
+
+def _add(found: list[Occurrence], kind: str, tensor: str, group: dict[int, Execution], trace: Trace) -> None:
+    if len(group) < 2:
+        return
+    submitted = {rank: one.submitted for rank, one in group.items() if one.submitted is not None}
+    before, last = sorted(submitted, key=submitted.__getitem__)[-2:]
+    doubt = trace.clock_errors.get(before, 0.0) + trace.clock_errors.get(last, 0.0)
+    alone = (submitted[before], submitted[last])
+    is_clear = alone[1] - alone[0] > doubt
+    found.append(Occurrence(kind, tensor, submitted, last if is_clear else None, alone))
+
+
+def _short_names(executions: Iterable[Execution]) -> dict[str, str]:
+    """For each tensor the name under which it is counted."""
+    tensors = {one.tensor for one in executions}
+    short = {name: f"{name.partition(UNNAMED)[0]}{UNNAMED}*" if UNNAMED in name else name for name in tensors}
+    if len(set(short.values())) > MAX_NAMES:
+        short = {name: re.sub(r"\d+", "*", name) for name in tensors}
+    return short

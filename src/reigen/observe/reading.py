@@ -1,0 +1,225 @@
+"""A timeline's file, read: complete, or cut short anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from reigen.errors import ReigenError
+from reigen.observe.chrome import START_RECORD
+from reigen.observe.intervals import Interval
+from reigen.observe.layout import COLLECTIVE, ERROR, NEGOTIATION, THREAD
+
+
+class TraceError(ReigenError):
+    """A file that is no timeline."""
+
+
+class _Arguments(msgspec.Struct):
+    tensor: str = ""
+    bytes: int = 0
+    batch: int = 1
+    process_set: int = 0
+    name: str = ""
+    error_us: float | None = None
+    count: int = 0
+    size: int = 0
+
+
+class _Line(msgspec.Struct):
+    """What is read of a record; see `reigen.observe.chrome.Record`."""
+
+    name: str = ""
+    ph: str = ""
+    pid: int = 0
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    cat: str = ""
+    args: _Arguments | None = None
+
+
+_ALL = msgspec.json.Decoder(list[_Line])
+_ONE = msgspec.json.Decoder(_Line)
+_NOTHING = _Arguments()
+
+
+@dataclass(slots=True)
+class Execution:
+    """A collective on one rank. Times are microseconds since the timeline's start.
+
+    Attributes:
+        rank: where.
+        kind: ALLREDUCE and the like.
+        tensor: its name.
+        process_set: whose ranks took part.
+        nbytes: of this rank's tensor.
+        batch: how many travelled together.
+        submitted: None when that was not recorded.
+        begun: when it was begun to be carried out.
+        ended: when it was over.
+    """
+
+    rank: int
+    kind: str
+    tensor: str
+    process_set: int
+    nbytes: int
+    batch: int
+    submitted: float | None
+    begun: float
+    ended: float
+
+
+@dataclass(slots=True)
+class Pending:
+    """A submission that had not been answered when the recording ended."""
+
+    rank: int
+    tensor: str
+    since: float
+
+
+@dataclass(slots=True)
+class Trace:
+    """A timeline.
+
+    Attributes:
+        size: number of ranks of the job.
+        names: of the ranks that recorded something, with their hosts.
+        executions: in no order.
+        failures: rank and tensor of submissions that failed.
+        pending: what the ranks were waiting for at the end.
+        steps: by rank, in order.
+        waits: by rank: times at which a caller could do nothing but wait.
+        clock_errors: by rank: the largest error of its times, in microseconds.
+        num_dropped: events, or pages of them, that are missing.
+        end: the last time in the file.
+        is_cut: the file breaks off.
+    """
+
+    size: int = 0
+    names: dict[int, str] = field(default_factory=dict)
+    executions: list[Execution] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    steps: dict[int, list[Interval]] = field(default_factory=dict)
+    waits: dict[int, list[Interval]] = field(default_factory=dict)
+    clock_errors: dict[int, float] = field(default_factory=dict)
+    num_dropped: int = 0
+    end: float = 0.0
+    is_cut: bool = False
+
+
+def read(path: Path) -> Trace:
+    """Read a timeline that Reigen has written.
+
+    Raises:
+        TraceError: it is none.
+        OSError: the file cannot be read.
+    """
+    data = path.read_bytes()
+    try:
+        lines, is_cut = _ALL.decode(data), False
+    except msgspec.DecodeError:
+        lines, is_cut = _salvage(data), True
+    if not lines or lines[0].name != START_RECORD or lines[0].args is None:
+        raise TraceError(
+            f"{path} is no timeline of Reigen: its first record would be {START_RECORD}. "
+            "HOROVOD_TIMELINE=FILE or start_timeline(FILE) writes one"
+        )
+    trace = _Reader(lines[0].args.size).read(lines)
+    trace.is_cut = is_cut
+    return trace
+
+
+def _salvage(data: bytes) -> list[_Line]:
+    """The records before the first that is broken: each has a line of its own."""
+    lines: list[_Line] = []
+    for text in data.splitlines():
+        record = text.strip().strip(b",")
+        if record in (b"[", b"]", b""):
+            continue
+        try:
+            lines.append(_ONE.decode(record))
+        except msgspec.DecodeError:
+            break
+    return lines
+
+
+class _Reader:
+    """Puts records together."""
+
+    def __init__(self, size: int) -> None:
+        self._trace = Trace(size)
+        #: by rank and tensor: when it was submitted
+        self._submitted: dict[tuple[int, str], float] = {}
+        #: by rank and row: slices that have begun and not ended
+        self._open: dict[tuple[int, int], list[_Line]] = {}
+        self._dropped: dict[tuple[int, str], int] = {}
+
+    def read(self, lines: list[_Line]) -> Trace:
+        for line in lines:
+            if line.ph == "X":
+                self._complete(line)
+            elif line.ph == "M":
+                self._about(line, line.args or _NOTHING)
+            elif line.ph == "B":
+                self._open.setdefault((line.pid, line.tid), []).append(line)
+            elif line.ph == "E":
+                self._end(line)
+            elif line.cat == ERROR:
+                self._trace.failures.append((line.pid, (line.args or _NOTHING).tensor))
+                self._submitted.pop((line.pid, (line.args or _NOTHING).tensor), None)
+            self._trace.end = max(self._trace.end, line.ts + line.dur)
+        for opened in self._open.values():
+            for line in opened:
+                if line.cat == NEGOTIATION:
+                    self._trace.pending.append(Pending(line.pid, (line.args or _NOTHING).tensor, line.ts))
+                elif line.cat == THREAD:
+                    self._trace.waits.setdefault(line.pid, []).append((line.ts, self._trace.end))
+        self._trace.num_dropped = sum(self._dropped.values())
+        return self._trace
+
+    def _complete(self, line: _Line) -> None:
+        arguments = line.args or _NOTHING
+        trace, rank = self._trace, line.pid
+        if line.cat == NEGOTIATION:
+            self._submitted[rank, arguments.tensor] = line.ts
+        elif line.cat == COLLECTIVE:
+            trace.executions.append(
+                Execution(
+                    rank,
+                    line.name,
+                    arguments.tensor,
+                    arguments.process_set,
+                    arguments.bytes,
+                    arguments.batch,
+                    self._submitted.pop((rank, arguments.tensor), None),
+                    line.ts,
+                    line.ts + line.dur,
+                )
+            )
+        elif line.cat == THREAD:
+            kept = trace.steps if line.name == "STEP" else trace.waits if line.name == "WAIT" else {}
+            kept.setdefault(rank, []).append((line.ts, line.ts + line.dur))
+
+    def _end(self, line: _Line) -> None:
+        opened = self._open.get((line.pid, line.tid), [])
+        for index in range(len(opened) - 1, -1, -1):
+            if opened[index].name == line.name:
+                begun = opened.pop(index)
+                begun.dur = line.ts - begun.ts
+                self._complete(begun)
+                return
+
+    def _about(self, line: _Line, arguments: _Arguments) -> None:
+        trace, rank = self._trace, line.pid
+        if line.name == "process_name":
+            trace.names[rank] = arguments.name
+        elif line.name == "clock_offset" and arguments.error_us is not None:
+            trace.clock_errors[rank] = max(trace.clock_errors.get(rank, 0.0), arguments.error_us)
+        elif line.name in ("dropped_events", "dropped_pages"):
+            self._dropped[rank, line.name] = arguments.count
