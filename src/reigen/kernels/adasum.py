@@ -23,6 +23,10 @@ from reigen.types import DType
 
 Vectors = NDArray[np.float64]
 
+#: Dot products of more elements are not to be had with the same bits everywhere: from 10,000 on OpenBLAS uses as many
+#: threads as it finds.
+MOST_COLUMNS = 1 << 13
+
 _TINY = float(np.finfo(np.float64).tiny)
 
 
@@ -52,13 +56,15 @@ def products(vectors: Vectors) -> Vectors:
     """``(a.b, |a|^2, |b|^2)`` of each adjacent pair.
 
     Args:
-        vectors: (2m, k).
+        vectors: (2m, k), with k at most `MOST_COLUMNS`.
 
     Returns:
         (m, 3).
     """
-    a, b = vectors[0::2], vectors[1::2]
-    return np.stack([np.einsum("ik,ik->i", x, y) for x, y in ((a, b), (a, a), (b, b))], axis=-1)
+    result = np.empty((len(vectors) // 2, 3))
+    for row, a, b in zip(result, vectors[0::2], vectors[1::2], strict=True):
+        row[:] = np.dot(a, b), np.dot(a, a), np.dot(b, b)
+    return result
 
 
 def factors(summed: Vectors) -> Vectors:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reigen.kernels.adasum import Vectors, check_adasum, combine, factors, load, products, store
+from reigen.kernels.adasum import MOST_COLUMNS, Vectors, check_adasum, combine, factors, load, products, store
 from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array, Buffer, DataPlane
 from reigen.types import DTYPES, DType, ReduceOp
@@ -36,7 +36,7 @@ __all__ = ["adasum", "check_adasum"]
 #: of one exchange, on each rank
 PIECE_BYTES = 1 << 21
 #: of all ranks' vectors that are computed on together
-BLOCK_ELEMENTS = 1 << 15
+BLOCK_ELEMENTS = 1 << 16
 
 _FLOAT64 = DTYPES["float64"]
 
@@ -112,6 +112,7 @@ class _Adasum:
 
     def __init__(self, plane: DataPlane, dtype: DType, targets: Sequence[Array], deadline: float) -> None:
         self._plane, self._dtype, self._targets, self._deadline = plane, dtype, targets, deadline
+        self._block = max(1, min(MOST_COLUMNS, BLOCK_ELEMENTS // plane.size))
         self._widths = [target.size // plane.size for target in targets]
         self._rows = [self._matrix(target) for target in targets]
         #: every rank's elements beyond the last whole slice of each tensor: (n, fewer than n)
@@ -172,11 +173,8 @@ class _Adasum:
             self._plane.allgather(slice_, [slice_.size] * size, gathered.reshape(-1), self._deadline)
             self._put(piece, gathered)
         for tensor, (target, rest) in enumerate(zip(self._targets, self._rests, strict=True)):
-            target[target.size - rest.shape[1] :] = self._result(tensor, rest, postscale)
-
-    @property
-    def _block(self) -> int:
-        return max(1, BLOCK_ELEMENTS // self._plane.size)
+            if rest.size:
+                target[target.size - rest.shape[1] :] = self._result(tensor, rest, postscale)
 
     def _matrix(self, array: Array) -> Array:
         """Whole slices of an array, one in a row."""
