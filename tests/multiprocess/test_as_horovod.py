@@ -119,6 +119,14 @@ def test_a_training_script_runs_unmodified_and_so_does_what_it_starts():
     assert float(accuracy[1]) > 0.85
 
 
+@pytest.mark.slow
+def test_a_test_suite_runs_unmodified():
+    status, _, err = run("--as-horovod", "-np", "2", "--no-prefix", sys.executable, str(SCRIPTS / "suite_torch.py"))
+    assert status == 0, err
+    assert err.count("OK\n") == 2
+    assert "skipped" not in err
+
+
 def test_without_the_option_nothing_is_called_horovod():
     code = "import importlib.util; print(importlib.util.find_spec('horovod'))"
     assert run("-np", "1", "--no-prefix", sys.executable, "-c", code)[1] == "None\n"
