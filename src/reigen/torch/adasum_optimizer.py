@@ -118,8 +118,7 @@ class DeltaExchange:
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """A step begins: copies of the parameters that take part, of which ``parameters`` may add some."""
-        if contexts.current() is not self._context:
-            self._bind()
+        self._follow_context()
         self.adopt(parameters)
         self.take_gradients()
         return [p.detach().clone(memory_format=torch.preserve_format) for p in self._parameters]
@@ -163,6 +162,7 @@ class DeltaExchange:
 
         GradScaler leaves out the steps of such gradients, each rank for itself; all must come to the same answer.
         """
+        self._follow_context()
         if self._context.size == 1:
             return
         gradients = [p.grad.detach() for p in self._parameters if p.grad is not None]
@@ -183,8 +183,12 @@ class DeltaExchange:
         for hook in self._hooks:
             hook.remove()
 
+    def _follow_context(self) -> None:
+        """After shutdown() and init(), belong to the new job."""
+        if contexts.current() is not self._context:
+            self._bind()
+
     def _bind(self) -> None:
-        """Belong to the job of now: another after shutdown() and init()."""
         self._context = contexts.current()
         self._name = f"adasum.{next(self._context.gradient_sets[0])}"
         self._num_steps = 0
