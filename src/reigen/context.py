@@ -537,7 +537,10 @@ def _engine_on_host(
         plane.close()
         neighbours.close()
 
-    return Engine(plane, mailbox, neighbours, coordinator, config.deadline_seconds, looks), release
+    engine = Engine(plane, mailbox, neighbours, coordinator, config.deadline_seconds, looks)
+    if not config.stall_check_disable:
+        engine.watch_stalls(config.stall_check_seconds, config.stall_shutdown_seconds, neighbours.pids)
+    return engine, release
 
 
 # -- the one context of this process ----------------------------------------------------------------

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -34,13 +35,15 @@ from reigen.engine.messages import (
     Piece,
     Report,
     Response,
+    Stop,
     Topic,
     decode_announcements,
     decode_reports,
     encode,
 )
-from reigen.engine.negotiation import Coordinator, Execute, Instruction, Participant
+from reigen.engine.negotiation import Coordinator, Execute, Instruction, Participant, stopped
 from reigen.engine.observer import Observer
+from reigen.engine.stall_watch import Seat, StallWatch
 from reigen.engine.transport import Transport, Watch
 from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, PeerLostError, SharedMemoryError
 from reigen.planes.base import DataPlane
@@ -110,6 +113,12 @@ class Engine:
         self._listeners: dict[Topic, Listener] = {}
         #: the beginnings of messages that come in pieces, by sender
         self._pieces: dict[int, bytearray] = {}
+        #: messages that were received in the middle of a collective, to be read after it
+        self._unread: list[tuple[int, bytes]] = []
+        #: looks for stalls, if somebody should
+        self._stalls: StallWatch | None = None
+        #: the collective whose data is being moved, and its deadline
+        self._running: tuple[Operation, float] | None = None
         #: told of everything, while there is one
         self._observer: Observer | None = None
         #: every operation of this rank that is not complete
@@ -212,6 +221,24 @@ class Engine:
         """From now on tell ``observer``, and nobody else; None ends it."""
         self._observer = observer
 
+    def watch_stalls(self, check_seconds: float, shutdown_seconds: float, pids: Sequence[int]) -> None:
+        """From now on collectives that wait too long are told of; before `start`.
+
+        Args:
+            check_seconds: how long a collective may wait before rank 0 warns of it.
+            shutdown_seconds: how long before rank 0 ends the job; 0 for never.
+            pids: process ids by rank.
+        """
+
+        def outstanding() -> list[str]:
+            submitted = [*(told.operation for told in self._participant.pending.values()), *self._inbox]
+            return [operation.name for operation in submitted if operation.kind is not Kind.FREE]
+
+        code = Engine._wait_for.__code__
+        seat = Seat(self._plane.rank, pids, self.post, outstanding, code, self._coordinator)
+        self._stalls = StallWatch(seat, check_seconds, shutdown_seconds, self._deadline_seconds)
+        self.listen(Topic.STACKS, self._stalls.heard)
+
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive if nobody does."""
         observer = self._observer
@@ -303,7 +330,7 @@ class Engine:
         return (
             self._broken is None
             and not self._closed
-            and bool(self._inbox or self._notes or self._handles or self._transport.pending())
+            and bool(self._inbox or self._notes or self._handles or self._unread or self._transport.pending())
         )
 
     # -- driving ------------------------------------------------------------------------------------------------------
@@ -327,7 +354,8 @@ class Engine:
     def _step(self) -> bool:
         """Take in what has come and carry out what follows; False when there was nothing."""
         worked = self._take_submissions()
-        for rank, data in self._transport.receive():
+        unread, self._unread = self._unread, []
+        for rank, data in unread or self._transport.receive():
             worked = True
             self._read(rank, data)
         self._report()
@@ -397,7 +425,13 @@ class Engine:
             listener(sender, note.data)
 
     def _announce(self, coordinator: Coordinator) -> bool:
-        said = coordinator.announce(time.monotonic())
+        now = time.monotonic()
+        if self._stalls is not None and now >= self._stalls.next_look:
+            error = self._look_for_stalls(self._stalls, coordinator, now)
+            if error is not None:
+                self._give_up(error)
+                return True
+        said = coordinator.announce(now)
         if not said:
             return False
         self._send(said)
@@ -476,8 +510,11 @@ class Engine:
         ]
         observer = self._observer
         plane = self._teams[batch[0][0].process_set].plane
+        self._running = (batch[0][0], deadline)
         results: Sequence[Outcome | CollectiveError]
         try:
+            if plane is not None:
+                plane.lacking = self._lacking
             if observer is not None:
                 observer.began(batch)
                 if plane is not None:
@@ -489,11 +526,55 @@ class Engine:
             if first.kind is Kind.ADD_SET and self._coordinator is not None:
                 self._coordinator.abandon_set(response.value)
         finally:
+            self._running = None
+            if self._stalls is not None:
+                self._stalls.went_on()
             if observer is not None:
                 if plane is not None:
                     plane.phase_ended = None
                 observer.ended(batch)
         self._finish([(operation.name, result) for (operation, _), result in zip(batch, results, strict=True)])
+
+    def _lacking(self, members: Sequence[int]) -> None:
+        """In the middle of a collective, on the thread that drives: some of its ranks do not come.
+
+        Reports are taken in, announcements are kept for later, notes about stalls are answered.
+        """
+        assert self._running is not None
+        operation, deadline = self._running
+        for rank, data in self._transport.receive():
+            if self._coordinator is not None:
+                self._read(rank, data)
+                continue
+            self._unread.append((rank, data))
+            for announcement in decode_announcements(data):
+                if isinstance(announcement, Stop):
+                    raise stopped(announcement)
+                if isinstance(announcement, Note) and announcement.topic is Topic.STACKS:
+                    self._hand_over(rank, announcement)
+        if self._stalls is None:
+            return
+        ranks = self._teams[operation.process_set].ranks
+        missing = tuple(ranks[member] for member in members)
+        ready = tuple(rank for rank in ranks if rank not in missing)
+        self._stalls.lacking(operation, deadline - self._deadline_seconds, ready, missing)
+        now = time.monotonic()
+        if self._coordinator is not None and now >= self._stalls.next_look:
+            error = self._look_for_stalls(self._stalls, self._coordinator, now)
+            if error is not None:
+                raise error
+        self._send_notes()
+        self._transport.flush()
+
+    def _look_for_stalls(self, stalls: StallWatch, coordinator: Coordinator, now: float) -> CollectiveError | None:
+        """The error with which the job is to end, if it is; all have been told then."""
+        error = stalls.look(now)
+        if error is not None:
+            coordinator.stop(error)
+            self._send(coordinator.announce(now))
+            with contextlib.suppress(CollectiveError):  # they learn it from abort(), in fewer words
+                self._empty_backlog(now + _GRACE_SECONDS)
+        return error
 
     def _finish(self, results: Sequence[tuple[str, Outcome | CollectiveError]]) -> None:
         """These operations are over; wake who waits for them. A name is free again before its handle is done."""
@@ -528,7 +609,10 @@ class Engine:
         if self._transport.backlog:
             return _BACKLOG_SECONDS
         expiry = self._coordinator.next_expiry() if self._coordinator is not None else None
-        return longest if expiry is None else max(0.0, min(longest, expiry - time.monotonic()))
+        until = math.inf if expiry is None else expiry
+        if self._stalls is not None:
+            until = min(until, self._stalls.due())
+        return max(0.0, min(longest, until - time.monotonic()))
 
     def _look_around(self) -> None:
         """Nobody said anything: is somebody gone, or the coordinator stuck?"""

@@ -213,7 +213,16 @@ class Left(msgspec.Struct, frozen=True, array_like=True, tag=14):
     rank: int
 
 
-Announcement = Run | Refuse | Forget | Left | Note | Piece
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag=15):
+    """The job ends with a DeadlineError on all ranks; the attributes are the error's."""
+
+    reason: str
+    tensor: str
+    ranks: tuple[int, ...]
+    details: tuple[tuple[int, str], ...]
+
+
+Announcement = Run | Refuse | Forget | Left | Stop | Note | Piece
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REPORTS = msgspec.msgpack.Decoder(list[Report])

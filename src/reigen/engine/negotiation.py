@@ -29,6 +29,7 @@ G. A rank that shuts down says `Leave`, as its last word. The coordinator announ
    since nothing can be complete without that rank. On `Left` every rank fails what it has outstanding, and whatever it
    submits later.
 H. A rank that dies says nothing. Whoever notices tells its own participant (`lose`), with the same effect as `Left`.
+   What waits too long ends the job, if that is wanted: the coordinator announces `Stop`, with the same effect, too.
 
 Beyond all ranks and single tensors
 -----------------------------------
@@ -68,8 +69,10 @@ from reigen.engine.messages import (
     Report,
     Response,
     Run,
+    Stop,
     Submit,
 )
+from reigen.engine.stall import Wait
 from reigen.errors import (
     CollectiveError,
     DeadlineError,
@@ -187,6 +190,8 @@ class Participant:
                             f"rank {rank} has left the job (shutdown, or the end of the script)", ranks=(rank,)
                         )
                     )
+            case Stop():
+                return self.lose(stopped(announcement))
         return []
 
     def lose(self, error: CollectiveError) -> list[Instruction]:
@@ -328,9 +333,7 @@ class Coordinator:
                     self._enter(record.response.name, rank, record.operations[rank], slot, now)
             case Leave():
                 self._flush()
-                self._closed = True
-                self._table.clear()
-                self._said.append(Left(rank))
+                self._close(Left(rank))
 
     def announce(self, now: float) -> list[Announcement]:
         """Steps C to F: what all ranks, this one too, are to be told next."""
@@ -345,6 +348,39 @@ class Coordinator:
         for entry in self._table.values():
             return entry.since + self._deadline
         return None
+
+    @property
+    def process_sets(self) -> dict[int, tuple[int, ...]]:
+        """Their ranks, ascending, by number."""
+        return dict(self._sets)
+
+    def waits(self) -> list[Wait]:
+        """Everything that waits for ranks and that ranks wait for, oldest first."""
+        found = []
+        for name, entry in self._table.items():
+            first = next(iter(entry.operations.values()))
+            if first.kind not in _HOUSEKEEPING:
+                ready, missing = tuple(sorted(entry.operations)), self._missing(entry)
+                found.append(Wait(name, first.kind.name.lower(), first.process_set, entry.since, ready, missing))
+        return found
+
+    def waits_since(self) -> float | None:
+        """Since when the first of `waits` does."""
+        for entry in self._table.values():
+            if next(iter(entry.operations.values())).kind not in _HOUSEKEEPING:
+                return entry.since
+        return None
+
+    def stop(self, error: DeadlineError) -> None:
+        """Step H: the job ends. What was ready is not begun any more."""
+        if not self._closed:
+            self._ready.clear()
+            self._close(Stop(error.reason, error.tensor or "", error.ranks, tuple(sorted(error.details.items()))))
+
+    def _close(self, last: Stop | Left) -> None:
+        self._closed = True
+        self._table.clear()
+        self._said.append(last)
 
     def _enter(self, name: str, rank: int, operation: Operation, slot: int, now: float) -> None:
         entry = self._table.get(name)
@@ -521,6 +557,11 @@ class Coordinator:
         assert all(e.by_slot <= len(e.operations) for e in self._table.values())
         assert all(e.slot in self._cache for e in self._table.values() if e.by_slot)
         assert list(self._table.values()) == sorted(self._table.values(), key=lambda e: e.since)
+
+
+def stopped(stop: Stop) -> DeadlineError:
+    """The error that every rank gets."""
+    return DeadlineError(stop.reason, tensor=stop.tensor or None, ranks=stop.ranks, details=dict(stop.details))
 
 
 def _listed(ranks: Sequence[int]) -> str:

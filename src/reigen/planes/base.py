@@ -34,6 +34,10 @@ Array = NDArray[Any]
 #: timeline: MEMCPY_IN_FUSION_BUFFER, WAIT_FOR_OTHER_RANKS, SHM_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER.
 PhaseEnded = Callable[[str], None]
 
+#: Told, again and again, while a call waits for other ranks of the group for longer than a moment, which ones have not
+#: come. Called about ten times a second on the thread that waits. What it raises ends the call.
+Lacking = Callable[[Sequence[int]], None]
+
 
 @dataclass(frozen=True, slots=True)
 class Region:
@@ -89,6 +93,7 @@ class DataPlane(Protocol):
     capabilities: Capabilities
     #: who wants to be told, if anybody
     phase_ended: PhaseEnded | None
+    lacking: Lacking | None
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
         """Reduce each buffer over all ranks; every rank gets the result. All or no buffers are registered memory.

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from reigen.cluster.neighbours import Mapped, Members
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
-from reigen.planes.base import Array, Buffer, Capabilities, PhaseEnded, Region
+from reigen.planes.base import Array, Buffer, Capabilities, Lacking, PhaseEnded, Region
 from reigen.planes.direct import BLOCK_BYTES, DirectReduction, Reader, addresses_of
 from reigen.planes.null import NullPlane
 from reigen.planes.strung import Strung, slice_of
@@ -79,10 +79,11 @@ class ShmPlane:
     def __init__(self, neighbours: Members, part: Mapped, looks: int, direct_bytes: int = DIRECT_BYTES) -> None:
         self.rank, self.size = neighbours.rank, neighbours.size
         self.phase_ended: PhaseEnded | None = None
+        self.lacking: Lacking | None = None
         self._neighbours = neighbours
         self._looks = looks
         words = [[Word(array, line * _LINE) for array in part.arrays] for line in range(2)]
-        self._filled, self._reduced = (Turnstile(w, neighbours, looks) for w in words)
+        self._filled, self._reduced = (Turnstile(w, neighbours, looks, self._lacks) for w in words)
         self._slots = [
             [array[_WORDS_BYTES + k * SLOT_BYTES :][:SLOT_BYTES] for array in part.arrays] for k in range(_NUM_SLOTS)
         ]
@@ -357,6 +358,10 @@ class ShmPlane:
     def _wait_reduced(self, deadline: float) -> None:
         self._reduced.wait(self._reduced.post(), deadline)
         self._ended("WAIT_FOR_OTHER_RANKS")
+
+    def _lacks(self, members: Sequence[int]) -> None:
+        if self.lacking is not None:
+            self.lacking(members)
 
     def _ended(self, phase: str) -> None:
         if self.phase_ended is not None:

@@ -11,7 +11,7 @@ need, so then it sleeps at once.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from reigen.cluster.neighbours import Members, listed
 from reigen.errors import DeadlineError
@@ -29,13 +29,21 @@ class Turnstile:
         words: the counters in rank order, zero at first.
         neighbours: who is asked whether the others still live.
         looks: how often to look before sleeping.
+        lacking: told who has not come, about ten times a second while somebody has not.
     """
 
-    def __init__(self, words: Sequence[Word], neighbours: Members, looks: int) -> None:
+    def __init__(
+        self,
+        words: Sequence[Word],
+        neighbours: Members,
+        looks: int,
+        lacking: Callable[[Sequence[int]], None] = lambda _: None,
+    ) -> None:
         self._own = words[neighbours.rank]
         self._others = [(rank, word) for rank, word in enumerate(words) if rank != neighbours.rank]
         self._neighbours = neighbours
         self._looks = looks
+        self._lacking = lacking
         self._publish, _ = fences()
         #: how often this rank has posted
         self.count = 0
@@ -70,6 +78,9 @@ class Turnstile:
         if reached(word.load(), step):
             return
         missing = self._missing(step)
+        if missing:
+            self._lacking(missing)
+            missing = self._missing(step)
         while missing and (error := self._neighbours.failure(missing)) is not None:
             still = self._missing(step)
             if still == missing:

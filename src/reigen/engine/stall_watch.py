@@ -1,0 +1,190 @@
+"""Stalls in a running job: rank 0 inspects, every rank answers where it is.
+
+All of it travels as notes (`Topic.STACKS`), which the thread that drives the engine reads, also while it waits inside
+of a collective. A rank that computes has its engine's thread parked; a note wakes it.
+
+a. Rank 0 knows what waits in negotiation. What waits in the middle of moving data is known to those that wait there:
+   the lowest of them tells rank 0 (`_Stuck`), and tells when it goes on (`_Free`).
+b. Rank 0 asks (`_Where`) all ranks, those that are named answer (`_Here`).
+
+Rank 0 that does not answer itself is beyond this: the others' deadlines end that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+
+import msgspec
+
+from reigen.engine import stall_report
+from reigen.engine.messages import Operation, Topic
+from reigen.engine.negotiation import Coordinator
+from reigen.engine.stall import Ask, GiveUp, Over, StallInspector, Wait, Warn, listed
+from reigen.engine.whereabouts import Whereabouts, process_state, whereabouts
+from reigen.errors import DeadlineError
+
+_log = logging.getLogger(__name__)
+
+
+class _Where(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    number: int
+    ranks: tuple[int, ...]
+
+
+class _Here(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    number: int
+    whereabouts: Whereabouts
+
+
+class _Stuck(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """In the middle of a collective for so long, and lacking these ranks."""
+
+    name: str
+    kind: str
+    process_set: int
+    seconds: float
+    ready: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class _Free(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Not stuck any more."""
+
+
+_DECODER = msgspec.msgpack.Decoder(_Where | _Here | _Stuck | _Free)
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The rank on which a `StallWatch` sits.
+
+    Attributes:
+        rank: its number.
+        pids: process ids by rank, as far as the ranks are on this host.
+        post: sends a note.
+        outstanding: names of the collectives that are not complete here.
+        waiting: code of the method in which threads wait for a handle.
+        coordinator: on rank 0.
+    """
+
+    rank: int
+    pids: Sequence[int]
+    post: Callable[[Topic, bytes], None]
+    outstanding: Callable[[], list[str]]
+    waiting: CodeType
+    coordinator: Coordinator | None
+
+
+class StallWatch:
+    """One rank's part. All methods are for the thread that drives the engine.
+
+    Args:
+        seat: the rank.
+        check_seconds: how long a collective may wait before rank 0 warns of it.
+        shutdown_seconds: how long before rank 0 ends the job; 0 for never.
+        deadline_seconds: how long at all.
+    """
+
+    def __init__(self, seat: Seat, check_seconds: float, shutdown_seconds: float, deadline_seconds: float) -> None:
+        self._seat = seat
+        self._check = min(check_seconds, shutdown_seconds or check_seconds)
+        #: the thread that made this, which called init(): it is the one that trains
+        self._thread = threading.get_ident()
+        self._inspector = StallInspector(check_seconds, shutdown_seconds, deadline_seconds)
+        #: stuck in the middle of a collective: by the rank that told
+        self._stuck: dict[int, Wait] = {}
+        #: what this rank has told of itself
+        self._told: _Stuck | None = None
+        self._running = ""
+
+    @property
+    def next_look(self) -> float:
+        """When `look` wants to be called; never on other ranks than 0."""
+        return self._inspector.next_look if self._seat.coordinator is not None else math.inf
+
+    def due(self) -> float:
+        """When `look` has something to do, at the latest, if nothing happens."""
+        coordinator = self._seat.coordinator
+        if coordinator is None:
+            return math.inf
+        return self._inspector.due(0.0 if self._stuck else coordinator.waits_since())
+
+    def look(self, now: float) -> DeadlineError | None:
+        """On rank 0: ask, warn. Returns the error with which the job is to end, if it is."""
+        coordinator = self._seat.coordinator
+        if coordinator is None:
+            return None
+        waits = [*coordinator.waits(), *self._stuck.values()]
+        for instruction in self._inspector.look(waits, now):
+            match instruction:
+                case Ask(number, ranks):
+                    self._post(_Where(number, ranks))
+                    if self._seat.rank in ranks:
+                        self._inspector.answered(self._seat.rank, number, self._here())
+                case Warn(stall):
+                    _log.warning("%s", stall_report.report(stall, coordinator.process_sets, self._states(stall.silent)))
+                case Over(over, moment):
+                    _log.warning("%s", stall_report.over(over, moment))
+                case GiveUp(stall):
+                    states = self._states(stall.silent)
+                    _log.error("%s", stall_report.report(stall, coordinator.process_sets, states))
+                    return stall_report.as_error(stall, states)
+        return None
+
+    def heard(self, sender: int, data: bytes) -> None:
+        """A note has come. Some come twice."""
+        match _DECODER.decode(data):
+            case _Where(number, ranks):
+                if self._seat.rank in ranks:
+                    self._post(_Here(number, self._here()))
+            case _Here(number, answer):
+                self._inspector.answered(sender, number, answer)
+            case _Stuck(name, kind, process_set, seconds, ready, missing):
+                since = time.monotonic() - seconds
+                self._stuck[sender] = Wait(name, kind, process_set, since, ready, missing, is_running=True)
+            case _Free():
+                self._stuck.pop(sender, None)
+
+    def lacking(self, operation: Operation, since: float, ready: tuple[int, ...], missing: tuple[int, ...]) -> None:
+        """This rank waits in the middle of a collective for ``missing``, as ``ready`` do; called every now and then."""
+        kind = operation.kind.name.lower()
+        self._running = f"{kind} {operation.name}, for whose data {listed(missing)} did not come yet"
+        seconds = time.monotonic() - since
+        if seconds < self._check or self._seat.rank != min(ready):
+            return
+        if self._told is not None and self._told.missing == missing:
+            return
+        self._told = _Stuck(operation.name, kind, operation.process_set, seconds, ready, missing)
+        if self._seat.coordinator is None:
+            self._post(self._told)
+        else:
+            self._stuck[self._seat.rank] = Wait(
+                operation.name, kind, operation.process_set, since, ready, missing, is_running=True
+            )
+
+    def went_on(self) -> None:
+        """The collective of which `lacking` was told is over."""
+        self._running = ""
+        if self._told is None:
+            return
+        self._told = None
+        if self._seat.coordinator is None:
+            self._post(_Free())
+        else:
+            self._stuck.pop(self._seat.rank, None)
+
+    def _post(self, message: _Where | _Here | _Stuck | _Free) -> None:
+        self._seat.post(Topic.STACKS, msgspec.msgpack.encode(message))
+
+    def _here(self) -> Whereabouts:
+        return whereabouts(self._thread, self._seat.waiting, self._seat.outstanding(), self._running)
+
+    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        pids = self._seat.pids
+        return {rank: process_state(pids[rank]) for rank in ranks if rank < len(pids)}
