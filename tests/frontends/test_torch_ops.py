@@ -227,6 +227,28 @@ def test_gradients(rank_pool, size):
     rank_pool(size).run(gradients, init=True)
 
 
+def gradients_of_gradients() -> None:
+    """The squared result of a sum over n ranks: 2 n y is its gradient, which depends on x through two more sums."""
+    n = hvd.size()
+    for reduce, factor in (
+        (lambda x: hvd.allreduce(x, op=hvd.Sum), n),
+        (lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, name="group")[0], n),
+        (hvd.allreduce, 1),
+        (hvd.alltoall, 1),
+    ):
+        x = torch.arange(1.0, n + 1, requires_grad=True)
+        y = reduce(x)
+        (first,) = torch.autograd.grad((y * y).sum(), x, create_graph=True)
+        assert first.tolist() == (2 * factor * (x * factor if reduce is not hvd.alltoall else x)).tolist()
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert second.tolist() == [2.0 * factor * factor] * n
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_of_gradients(rank_pool, size):
+    rank_pool(size).run(gradients_of_gradients, init=True)
+
+
 def overwritten() -> None:
     weight = torch.ones(2, requires_grad=True)
     value = weight * 2

@@ -1,12 +1,13 @@
-"""Backward of the collectives. Each is itself a collective, so every rank must run backward through it.
+"""The blocking collectives that return new tensors, and their backward.
 
-The rules are Horovod's, so that gradients of existing models stay the same: backward of allgather and broadcast
-*averages* over the ranks. Backward takes place in the process set of forward.
+Each backward is itself a collective, so every rank must run backward through it; it takes place in the process set of
+forward, and can be differentiated again. The rules are Horovod's, so that gradients of existing models stay the same:
+backward of allgather and broadcast *averages* over the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,82 @@ _LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
 _MEAN = Reducing(ReduceOp.AVERAGE, 1.0, 1.0)
 
 
+def allreduce(tensor: torch.Tensor, how: Reducing, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    """Reduce over the ranks of the set."""
+    if _needs_graph(tensor):
+        result: torch.Tensor = _apply(Allreduce, tensor, how, name, process_set)
+        return result
+    return COLLECTIVES.allreduce(tensor, how, name, process_set, blocking=True).take()
+
+
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor], how: Reducing, name: str | None, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """Reduce several tensors, all or none."""
+    if _needs_graph(*tensors):
+        return list(_apply(GroupedAllreduce, how, name, process_set, *tensors))
+    return COLLECTIVES.grouped_allreduce(tensors, how, name, process_set, blocking=True).take()
+
+
+def allgather(tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    """Concatenate along dimension 0."""
+    if _needs_graph(tensor):
+        result: torch.Tensor = _apply(Allgather, tensor, name, process_set)
+        return result
+    return COLLECTIVES.allgather(tensor, name, process_set, blocking=True).take()
+
+
+def grouped_allgather(tensors: Sequence[torch.Tensor], name: str | None, process_set: ProcessSet) -> list[torch.Tensor]:
+    """Concatenate several tensors, all or none."""
+    if _needs_graph(*tensors):
+        return list(_apply(GroupedAllgather, name, process_set, *tensors))
+    return COLLECTIVES.grouped_allgather(tensors, name, process_set, blocking=True).take()
+
+
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    """The root's tensor."""
+    if _needs_graph(tensor):
+        result: torch.Tensor = _apply(Broadcast, tensor, root_rank, name, process_set)
+        return result
+    return COLLECTIVES.broadcast(tensor, root_rank, name, process_set, blocking=True).take()
+
+
+def alltoall(
+    tensor: torch.Tensor, splits: Sequence[int] | None, name: str | None, process_set: ProcessSet
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What came from all ranks, and how many rows from each: int32."""
+    if _needs_graph(tensor):
+        result: tuple[torch.Tensor, torch.Tensor] = _apply(Alltoall, tensor, splits, name, process_set)
+        return result
+    return with_counts(COLLECTIVES.alltoall(tensor, splits, name, process_set, blocking=True).take())
+
+
+def reducescatter(tensor: torch.Tensor, how: Reducing, name: str | None, process_set: ProcessSet) -> torch.Tensor:
+    """Reduce, and keep this rank's rows."""
+    if _needs_graph(tensor):
+        result: torch.Tensor = _apply(Reducescatter, tensor, how, name, process_set)
+        return result
+    return COLLECTIVES.reducescatter(tensor, how, name, process_set, blocking=True).take()
+
+
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor], how: Reducing, name: str | None, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    """Reduce several tensors, all or none, and keep this rank's rows of each."""
+    if _needs_graph(*tensors):
+        return list(_apply(GroupedReducescatter, how, name, process_set, *tensors))
+    return COLLECTIVES.grouped_reducescatter(tensors, how, name, process_set, blocking=True).take()
+
+
+def with_counts(result: tuple[torch.Tensor, tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result of an alltoall with its row counts as an int32 tensor."""
+    output, received = result
+    return output, torch.tensor(received, dtype=torch.int32)
+
+
+# -- their backward ---------------------------------------------------------------------------------------------------
+
+
 class Allreduce(torch.autograd.Function):
     """Backward: allreduce of the gradients with the same operator and scales."""
 
@@ -39,7 +116,7 @@ class Allreduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Raises ArgumentError for operators that have no such rule."""
         _check_linear("allreduce", ctx.args[0])
-        return COLLECTIVES.allreduce(grads[0], *ctx.args, blocking=True).take(), None, None, None
+        return allreduce(grads[0], *ctx.args), None, None, None
 
 
 class GroupedAllreduce(torch.autograd.Function):
@@ -59,8 +136,7 @@ class GroupedAllreduce(torch.autograd.Function):
         """Raises ArgumentError for operators that have no such rule."""
         _check_linear("grouped_allreduce", ctx.args[0])
         wanted = [grads[index] for index in ctx.floating]
-        reduced = COLLECTIVES.grouped_allreduce(wanted, *ctx.args, blocking=True).take()
-        return None, None, None, *_spread(ctx, reduced)
+        return None, None, None, *_spread(ctx, grouped_allreduce(wanted, *ctx.args))
 
 
 class Allgather(torch.autograd.Function):
@@ -75,7 +151,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One allreduce, and one small allgather: this rank cannot know where its rows begin."""
-        averaged = COLLECTIVES.allreduce(grads[0], _MEAN, ctx.name, ctx.process_set, blocking=True).take()
+        averaged = allreduce(grads[0], _MEAN, ctx.name, ctx.process_set)
         (own,) = _own_rows([averaged], [ctx.shape], ctx.name, ctx.process_set)
         return own, None, None
 
@@ -98,7 +174,7 @@ class GroupedAllgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One grouped allreduce and one small allgather."""
         wanted = [grads[index] for index in ctx.floating]
-        averaged = COLLECTIVES.grouped_allreduce(wanted, _MEAN, ctx.name, ctx.process_set, blocking=True).take()
+        averaged = grouped_allreduce(wanted, _MEAN, ctx.name, ctx.process_set)
         return None, None, *_spread(ctx, _own_rows(averaged, ctx.shapes, ctx.name, ctx.process_set))
 
 
@@ -116,7 +192,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """One allreduce."""
-        averaged = COLLECTIVES.allreduce(grads[0], *ctx.args, blocking=True).take()
+        averaged = allreduce(grads[0], *ctx.args)
         is_root = context.current().rank == ctx.root_rank
         return averaged if is_root else torch.zeros_like(averaged), None, None, None
 
@@ -126,19 +202,19 @@ class Alltoall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, splits: tuple[int, ...] | None, name: str | None, process_set: ProcessSet
+        ctx: Any, tensor: torch.Tensor, splits: Sequence[int] | None, name: str | None, process_set: ProcessSet
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Alltoall of ``tensor``; the second result is int32: the rows that came from each rank."""
         output, received = COLLECTIVES.alltoall(tensor, splits, name, process_set, blocking=True).take()
         ctx.shape, ctx.args = tensor.shape, (received, _of_grad(name), process_set)
-        counts = torch.tensor(received, dtype=torch.int32)
+        _, counts = with_counts((output, received))
         ctx.mark_non_differentiable(counts)
         return output, counts
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Rows that were not sent get zeros."""
-        returned, _ = COLLECTIVES.alltoall(grads[0], *ctx.args, blocking=True).take()
+        returned, _ = alltoall(grads[0], *ctx.args)
         gradient = returned.new_zeros(ctx.shape)
         gradient[: returned.shape[0]] = returned
         return gradient, None, None, None
@@ -159,7 +235,7 @@ class Reducescatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Raises ArgumentError for operators that have no such rule."""
         _check_linear("reducescatter", ctx.how)
-        gathered = COLLECTIVES.allgather(grads[0], *ctx.args, blocking=True).take()
+        gathered = allgather(grads[0], *ctx.args)
         return _scaled(gathered, ctx.how, ctx.args[1]), None, None, None
 
 
@@ -180,9 +256,18 @@ class GroupedReducescatter(torch.autograd.Function):
         """Raises ArgumentError for operators that have no such rule."""
         _check_linear("grouped_reducescatter", ctx.how)
         wanted = [grads[index] for index in ctx.floating]
-        gathered = COLLECTIVES.grouped_allgather(wanted, *ctx.args, blocking=True).take()
+        gathered = grouped_allgather(wanted, *ctx.args)
         scaled = [_scaled(gradient, ctx.how, ctx.args[1]) for gradient in gathered]
         return None, None, None, *_spread(ctx, scaled)
+
+
+def _needs_graph(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
+    apply: Callable[..., Any] = function.apply
+    return apply(*args)
 
 
 def _of_grad(name: str | None) -> str | None:

@@ -13,27 +13,17 @@ that return new tensors are differentiable; the asynchronous and the in-place on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Average, Reducing, as_group, reducing
+from reigen.frontends.collectives import Average, as_group, reducing
 from reigen.frontends.functions import Handle, SharedFunctions
 from reigen.frontends.process_sets import ProcessSet, global_process_set
+from reigen.torch import differentiable
 from reigen.torch.compression import Compression, Compressor
-from reigen.torch.differentiable import (
-    COLLECTIVES,
-    Allgather,
-    Allreduce,
-    Alltoall,
-    Broadcast,
-    GroupedAllgather,
-    GroupedAllreduce,
-    GroupedReducescatter,
-    Reducescatter,
-)
+from reigen.torch.differentiable import COLLECTIVES, with_counts
 
 _SHARED: SharedFunctions[torch.Tensor, torch.Tensor] = SharedFunctions(COLLECTIVES)
 
@@ -79,7 +69,7 @@ def allreduce(
     """
     how = reducing(average, op, prescale_factor, postscale_factor)
     compressed, ctx = compression.compress(tensor)
-    return compression.decompress(_allreduce(compressed, how, name, process_set), ctx)
+    return compression.decompress(differentiable.allreduce(compressed, how, name, process_set), ctx)
 
 
 def grouped_allreduce(
@@ -99,11 +89,7 @@ def grouped_allreduce(
     """
     how = reducing(average, op, prescale_factor, postscale_factor)
     compressed = [compression.compress(tensor) for tensor in as_group(tensors)]
-    inputs = [tensor for tensor, _ in compressed]
-    if any(map(_needs_graph, inputs)):
-        results = _apply(GroupedAllreduce, how, name, process_set, *inputs)
-    else:
-        results = COLLECTIVES.grouped_allreduce(inputs, how, name, process_set, blocking=True).take()
+    results = differentiable.grouped_allreduce([tensor for tensor, _ in compressed], how, name, process_set)
     return _decompressed(compression, results, compressed)
 
 
@@ -117,20 +103,14 @@ def allgather(
         name: matches the ranks' calls.
         process_set: whose ranks take part.
     """
-    if _needs_graph(tensor):
-        gathered: torch.Tensor = _apply(Allgather, tensor, name, process_set)
-        return gathered
-    return COLLECTIVES.allgather(tensor, name, process_set, blocking=True).take()
+    return differentiable.allgather(tensor, name, process_set)
 
 
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """:func:`allgather` of several tensors, all or none of them. Differentiable."""
-    inputs = as_group(tensors)
-    if any(map(_needs_graph, inputs)):
-        return list(_apply(GroupedAllgather, name, process_set, *inputs))
-    return COLLECTIVES.grouped_allgather(inputs, name, process_set, blocking=True).take()
+    return differentiable.grouped_allgather(as_group(tensors), name, process_set)
 
 
 def broadcast(
@@ -144,10 +124,7 @@ def broadcast(
         name: matches the ranks' calls.
         process_set: whose ranks take part.
     """
-    if _needs_graph(tensor):
-        received: torch.Tensor = _apply(Broadcast, tensor, root_rank, name, process_set)
-        return received
-    return COLLECTIVES.broadcast(tensor, root_rank, name, process_set, blocking=True).take()
+    return differentiable.broadcast(tensor, root_rank, name, process_set)
 
 
 def alltoall(
@@ -168,12 +145,7 @@ def alltoall(
         What was received, in rank order; if ``splits`` were given, a pair of it and the rows received from each rank
         (an int32 vector).
     """
-    if _needs_graph(tensor):
-        output, received = _apply(Alltoall, tensor, _rows(splits), name, process_set)
-    else:
-        output, received = _with_counts(
-            COLLECTIVES.alltoall(tensor, _rows(splits), name, process_set, blocking=True).take()
-        )
+    output, received = differentiable.alltoall(tensor, _rows(splits), name, process_set)
     return output if splits is None else (output, received)
 
 
@@ -184,7 +156,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin :func:`alltoall`; ``synchronize`` always gives the pair. The result is not differentiable."""
-    return COLLECTIVES.alltoall(tensor, _rows(splits), name, process_set).then(_with_counts)
+    return COLLECTIVES.alltoall(tensor, _rows(splits), name, process_set).then(with_counts)
 
 
 def reducescatter(
@@ -202,11 +174,7 @@ def reducescatter(
     """
     how = reducing(None, op, prescale_factor, postscale_factor)
     compressed, ctx = compression.compress(tensor)
-    if _needs_graph(compressed):
-        result: torch.Tensor = _apply(Reducescatter, compressed, how, name, process_set)
-    else:
-        result = COLLECTIVES.reducescatter(compressed, how, name, process_set, blocking=True).take()
-    return compression.decompress(result, ctx)
+    return compression.decompress(differentiable.reducescatter(compressed, how, name, process_set), ctx)
 
 
 def grouped_reducescatter(
@@ -221,19 +189,8 @@ def grouped_reducescatter(
     """:func:`reducescatter` of several tensors, all or none of them. Differentiable."""
     how = reducing(None, op, prescale_factor, postscale_factor)
     compressed = [compression.compress(tensor) for tensor in as_group(tensors)]
-    inputs = [tensor for tensor, _ in compressed]
-    if any(map(_needs_graph, inputs)):
-        results = _apply(GroupedReducescatter, how, name, process_set, *inputs)
-    else:
-        results = COLLECTIVES.grouped_reducescatter(inputs, how, name, process_set, blocking=True).take()
+    results = differentiable.grouped_reducescatter([tensor for tensor, _ in compressed], how, name, process_set)
     return _decompressed(compression, results, compressed)
-
-
-def _allreduce(tensor: torch.Tensor, how: Reducing, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-    if _needs_graph(tensor):
-        result: torch.Tensor = _apply(Allreduce, tensor, how, name, process_set)
-        return result
-    return COLLECTIVES.allreduce(tensor, how, name, process_set, blocking=True).take()
 
 
 def _decompressed(
@@ -244,15 +201,6 @@ def _decompressed(
     return [compression.decompress(result, ctx) for result, (_, ctx) in zip(results, compressed, strict=True)]
 
 
-def _needs_graph(tensor: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and bool(getattr(tensor, "requires_grad", False))
-
-
-def _apply(function: type[torch.autograd.Function], *args: object) -> Any:
-    apply: Callable[..., Any] = function.apply
-    return apply(*args)
-
-
 def _rows(splits: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] | None:
     if splits is None:
         return None
@@ -261,8 +209,3 @@ def _rows(splits: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] | None
             raise ArgumentError(f"splits must be a 1-D int32 tensor, got {splits.dim()}-D {splits.dtype}")
         return tuple(splits.tolist())
     return tuple(int(split) for split in splits)
-
-
-def _with_counts(result: tuple[torch.Tensor, tuple[int, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-    output, received = result
-    return output, torch.tensor(received, dtype=torch.int32)
