@@ -75,6 +75,8 @@ class Context:
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.cross_rank, self.cross_size = topology.cross_rank, topology.cross_size
         self.config = config
+        #: whether averages of gradients divide by the ranks that have not joined: in a loop over uneven data
+        self.counts_active = False
         #: how often this rank has joined: the same on all ranks that are not just waiting for the others to do so
         self.num_joins = 0
         #: numbers for unnamed operations, by process set: the same on every member that submits in the same order

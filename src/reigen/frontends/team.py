@@ -27,7 +27,6 @@ class Team:
     Attributes:
         name: the same on every rank, for the list of gradients; the names of all its operations begin with it.
         size: number of ranks.
-        by_active: averages divide by the ranks that have not joined, instead of by all.
 
     Raises:
         ArgumentError: the process set is not registered.
@@ -40,7 +39,6 @@ class Team:
         self._number = number_of(process_set)
         self.size = len(context.process_sets[self._number])
         self.name = f"gradients.{next(context.gradient_sets[self._number])}"
-        self.by_active = False
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Collective: see :func:`~reigen.frontends.agreement.agree`."""
@@ -58,7 +56,7 @@ class Team:
             prescale=how.prescale,
             postscale=how.postscale,
             region=region,
-            divide_by_active=self.by_active and how.op is ReduceOp.AVERAGE,
+            divide_by_active=self.context.counts_active and how.op is ReduceOp.AVERAGE,
             process_set=self._number,
         )
 

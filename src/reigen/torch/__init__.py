@@ -59,6 +59,7 @@ from reigen.torch.optimizer import DistributedOptimizer
 from reigen.torch.sparse import sparse_allreduce_async
 from reigen.torch.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from reigen.torch.sync_batch_norm import SyncBatchNorm
+from reigen.torch.uneven import uneven_data
 
 __all__ = [
     "Adasum",
@@ -128,4 +129,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "synchronize",
+    "uneven_data",
 ]

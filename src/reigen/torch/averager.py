@@ -11,7 +11,7 @@ from reigen import context as contexts
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.frontends.collectives import Reducing
 from reigen.frontends.gradients import check_passes
-from reigen.frontends.process_sets import number_of
+from reigen.frontends.process_sets import ProcessSet, number_of
 from reigen.torch.adapter import bytes_of, dtype_of
 from reigen.torch.differentiable import COLLECTIVES
 from reigen.torch.reducer import ReduceOptions, Reducer, check_finished
@@ -42,8 +42,11 @@ class GradientAverager:
         #: by id, which is faster to look up than a tensor; holding the tensor keeps its id its own
         self._known: dict[int, torch.Tensor] = {}
         self._finished = Finished.NOBODY
-        #: updates of the parameters since the ranks last began to count alike
+        #: passes that were finished
+        self.num_passes = 0
+        #: updates of the parameters since all ranks joined for the n-th time: only from then on do they count alike
         self._num_updates = 0
+        self._num_joins = 0
         self.reducers: list[Reducer] = []
         self.adopt([parameter for _, parameter in named])
 
@@ -51,6 +54,15 @@ class GradientAverager:
     def backward_passes_per_step(self) -> int:
         """Gradients that are summed up locally before they are communicated."""
         return self._passes
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that reduce together."""
+        return self._options.process_set
+
+    def named(self, parameters: Iterable[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """The parameters with their names."""
+        return [(self._names.get(p, f"parameter {index}"), p) for index, p in enumerate(parameters)]
 
     @property
     def outstanding(self) -> bool:
@@ -110,6 +122,7 @@ class GradientAverager:
         finally:
             del failure  # it holds this frame
         self._finished = by
+        self.num_passes += 1
 
     def stepped(self) -> None:
         """The gradients have been used or dropped: the next step needs new ones."""
@@ -133,9 +146,11 @@ class GradientAverager:
         every = self._context.config.check_replicas
         if not every or not self.reducers:
             return
+        if self._num_joins != self._context.num_joins:
+            self._num_joins, self._num_updates = self._context.num_joins, 0
         self._num_updates += 1
         if self._num_updates % every == 0:
-            names = [self._names.get(p, f"parameter {index}") for index, p in enumerate(parameters)]
+            names = [name for name, _ in self.named(parameters)]
             self.reducers[0].team.check_replicas([bytes_of(p) for p in parameters], names)
 
     def discard(self) -> None:
