@@ -19,6 +19,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen import log
+from reigen.cluster.claim import claim
 from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
 from reigen.cluster.neighbours import meet
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient, Room
@@ -569,7 +570,7 @@ def init(
 
     Raises:
         ArgumentError: ``ranks`` are none of the job, or this rank is not one of them.
-        ConfigError: the environment is contradictory, or asks for what there is not.
+        ConfigError: the environment is contradictory, asks for what there is not, or belongs to another process.
         DeadlineError: other ranks did not come; names them.
         AuthenticationError: the launcher's rendezvous knows another secret.
     """
@@ -609,6 +610,8 @@ def _join(job: Job, config: Config, ranks: Sequence[int] | None) -> Context:
     timeout = config.start_timeout_seconds
     rendezvous = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, timeout)
     try:
+        life = claim(rendezvous, job.topology.rank)
+        room = f"{life} {room}" if life else room
         meeting = Room(rendezvous, room) if room else rendezvous
         context = Context(topology, config, meeting, _generations[job.secret, room])
         _generations[job.secret, room] += 1

@@ -6,6 +6,8 @@ import atexit
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.multiprocess.launcher import run
 
 from reigen import context
 from reigen.cluster.environ import detect
@@ -214,3 +217,29 @@ def fork_after_init() -> str:
 def test_a_forked_child_is_no_rank_and_does_no_harm(rank_pool: Pools) -> None:
     for rank, text in enumerate(rank_pool(2).run(fork_after_init, init=True)):
         assert text.startswith(f"this process was forked from rank {rank} after init()")
+
+
+def start_a_child() -> tuple[int, str]:
+    """A process that the rank starts calls init(); then the rank goes on, leaves and comes again."""
+    job = context.init()
+    child = subprocess.run(
+        [sys.executable, "-c", "import reigen; reigen.init()"], stderr=subprocess.PIPE, text=True, check=False
+    )
+    x = np.ones(4, np.float32)
+    job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name="x").wait()
+    context.shutdown()
+    context.init().barrier().wait()
+    context.shutdown()
+    return int(x[0]), child.stderr.splitlines()[-1]
+
+
+def test_a_process_that_a_rank_starts_is_no_rank_and_does_no_harm(rank_pool: Pools) -> None:
+    for rank, (total, complaint) in enumerate(rank_pool(2).run(start_a_child)):
+        assert total == 2
+        assert f"ConfigError: rank {rank} of this job is process" in complaint
+
+
+def test_processes_that_follow_one_another_as_one_rank_form_jobs_one_after_another() -> None:
+    program = "import reigen as r, numpy as n; r.init(); print(int(r.allreduce(n.full(1, r.rank() + 1), op=r.Sum)[0]))"
+    script = f'"{sys.executable}" -c "{program}" && "{sys.executable}" -c "{program}"'
+    assert run("-np", "2", "--no-prefix", "sh", "-c", script) == (0, "3\n" * 4, "")

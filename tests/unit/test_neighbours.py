@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from reigen.cluster.neighbours import Neighbours, Status, meet
+from reigen.cluster.neighbours import Neighbours, Status, meet, this_machine
 from reigen.cluster.rendezvous import LocalRendezvous
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
 from reigen.testing import RankError, run_threads
@@ -39,6 +39,29 @@ def test_every_part_of_every_rank_is_mapped_by_all() -> None:
     for neighbours, seen in run_threads(act, 3):
         assert seen == [[10, 11, 12], [20, 21, 22]]
         neighbours.close()
+
+
+def test_ranks_that_met_another_try_of_each_other_do_not_go_on() -> None:
+    """Rank 1 gives up while rank 0 has its card already, and tries again."""
+
+    def act(rank: int, rendezvous: LocalRendezvous) -> None:
+        if rank == 1:
+            with pytest.raises(DeadlineError):
+                meet(rendezvous, 1, 2, 0, 0.05)
+            stale = Segment.create("another try")
+            stale.grow(PAGE_BYTES, "a test")
+            rendezvous.put("0/card/1", card(os.getpid(), stale.fd, stale.inode))
+            rendezvous.put("rank 0 may come", b"")
+            rendezvous.get("0/mapped/0", 30.0)
+            stale.close()
+            with pytest.raises(PeerLostError):
+                meet(rendezvous, 1, 2, 0, 30.0)[0].close()
+        else:
+            rendezvous.get("rank 0 may come", 30.0)
+            with pytest.raises(PeerLostError, match=r"rank\(s\) 1 gave up during init\(\) and tried again"):
+                meet(rendezvous, 0, 2, 0, 30.0)[0].close()
+
+    run_threads(act, 2)
 
 
 def test_growth_is_reserved_by_each_and_mapped_by_all() -> None:
@@ -118,9 +141,7 @@ def test_generations_do_not_see_each_other() -> None:
 
 
 def card(pid: int, fd: int, inode: int, machine: str = "", problem: str = "") -> bytes:
-    from reigen.cluster.neighbours import _machine
-
-    return msgspec.msgpack.encode((pid, fd, inode, machine or _machine(), problem))
+    return msgspec.msgpack.encode((pid, fd, inode, machine or this_machine(), problem))
 
 
 @pytest.mark.parametrize(

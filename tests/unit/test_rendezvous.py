@@ -39,6 +39,15 @@ def ranks(request, server):
             yield clients
 
 
+def test_the_first_value_stays_for_who_wants_to_be_the_first(ranks):
+    zero, one = ranks
+    assert zero.put_first("place", b"zero") == b"zero"
+    assert one.put_first("place", b"one") == b"zero"
+    assert one.get("place", 10.0) == b"zero"
+    one.put("place", b"two")
+    assert zero.put_first("place", b"zero") == b"two"
+
+
 def raw(server):
     host, port = server.address.split(":")
     return socket.create_connection((host, int(port)), timeout=10)

@@ -90,7 +90,8 @@ def _from_reigen(environ: Mapping[str, str]) -> Job:
         raise ConfigError(
             "the variables that `reigen run` gives to each process are not in order:\n  "
             + "\n  ".join(problems)
-            + "\nStart the job with `reigen run -np N ...`, or unset all REIGEN_* variables to run one process alone."
+            + "\nStart the job with `reigen run -np N ...`; to run one process alone, unset REIGEN_*, HOROVOD_*, RANK "
+            "and WORLD_SIZE."
         )
     return Job(
         topology, rendezvous, secret, "reigen run", f"REIGEN_RANK is set: rank {topology.rank} of {topology.size}"

@@ -3,11 +3,13 @@
 How they meet: each rank creates its segment, tells (process id, descriptor, which machine) at the rendezvous, waits for
 everybody's, maps them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however
 it ends, and cannot be confused by a process id that is used again. Whoever has mapped everything says so at the
-rendezvous and waits for the others, so that nobody leaves before all have opened what they need.
+rendezvous, and what, and waits for the others, so that nobody leaves before all have opened what they need, and nobody
+goes on with the segment of a try that has been given up.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import select
 import time
@@ -66,7 +68,7 @@ class _Card(msgspec.Struct, array_like=True, frozen=True):
     problem: str = ""
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Equal for two processes that can open each other's /proc/PID/fd: one kernel, one process namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
@@ -343,8 +345,9 @@ def meet(
         except PeerLostError as error:  # it may have given up because another had died
             raise waiting.loss() or error from None
         whole = [segment.map(0, sum(sizes)) for segment in segments]
-        rendezvous.put(f"{generation}/mapped/{rank}", b"")
-        _collect(rendezvous, f"{generation}/mapped", size, waiting)
+        view = hashlib.sha256(b"".join(found)).digest()
+        rendezvous.put(f"{generation}/mapped/{rank}", view)
+        _check_views(view, _collect(rendezvous, f"{generation}/mapped", size, waiting))
     except BaseException:
         for segment in {id(s): s for s in [own, *segments]}.values():
             segment.close()
@@ -387,7 +390,7 @@ def _hand_in_card(rendezvous: Rendezvous, key: str, own: Segment, nbytes: int, s
         own.grow(nbytes, "staging and control messages", sharers=size)
     except SharedMemoryError as error:
         problem = error
-    card = _Card(os.getpid(), own.fd, own.inode, _machine(), "" if problem is None else problem.reason)
+    card = _Card(os.getpid(), own.fd, own.inode, this_machine(), "" if problem is None else problem.reason)
     rendezvous.put(key, msgspec.msgpack.encode(card))
     if problem is not None:
         raise problem
@@ -426,6 +429,17 @@ def _check_card(peer: int, card: _Card, theirs: _Card) -> None:
             "the ranks do not share one machine and one process namespace, which shared memory needs",
             ranks=(peer,),
             details={peer: theirs.machine},
+        )
+
+
+def _check_views(own: bytes, views: Sequence[bytes]) -> None:
+    """All have mapped the same segments, unless some rank gave up and came again while the others met it."""
+    others = [peer for peer, theirs in enumerate(views) if theirs != own]
+    if others:
+        raise PeerLostError(
+            f"rank(s) {listed(others)} gave up during init() and tried again while this one met them; "
+            "call init() again",
+            ranks=others,
         )
 
 

@@ -37,6 +37,9 @@ class Rendezvous(Protocol):
     def put(self, key: str, value: bytes) -> None:
         """Make ``value`` known under ``key``; a later value replaces it."""
 
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then."""
+
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key``, waited for.
 
@@ -61,6 +64,14 @@ class LocalRendezvous:
         with self._changed:
             self._values[key] = value
             self._changed.notify_all()
+
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then."""
+        check_entry(key, value)
+        with self._changed:
+            kept = self._values.setdefault(key, value)
+            self._changed.notify_all()
+            return kept
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key``, waited for; raises TimeoutError."""
@@ -89,6 +100,10 @@ class Room:
     def put(self, key: str, value: bytes) -> None:
         """Make ``value`` known under ``key`` in this room."""
         self._rendezvous.put(f"{self._name}/{key}", value)
+
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` in this room unless there is one; returns the one that there is then."""
+        return self._rendezvous.put_first(f"{self._name}/{key}", value)
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key`` in this room, waited for; raises TimeoutError."""
@@ -141,6 +156,18 @@ class RendezvousClient:
         with self._lock:
             request = self._next_request()
             self._call(Put(request, key, value), request, key, self._timeout_seconds)
+
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then.
+
+        Raises:
+            As `put` does.
+        """
+        check_entry(key, value)
+        with self._lock:
+            request = self._next_request()
+            reply = self._call(Put(request, key, value, only_first=True), request, key, self._timeout_seconds)
+        return reply.value if isinstance(reply, Value) else value
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key``, waited for.

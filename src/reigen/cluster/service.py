@@ -3,7 +3,8 @@
 The protocol, after the handshake of ``wire.auth``, one msgspec message a frame:
 
 a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers Done(request),
-   and serves everyone who waits for the key.
+   and serves everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays
+   and is answered: Value(request, value).
 b. A rank sends Get(request, key). The service answers Value(request, value) at once, or when the key is put.
 c. A rank that gave up waiting sends Forget(request). An answer that crosses it on the way is ignored.
 d. What cannot be served is answered with Refused(request, reason).
@@ -50,6 +51,7 @@ class Put(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fi
     request: int
     key: str
     value: bytes
+    only_first: bool = False
 
 
 class Get(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -127,6 +129,8 @@ class Store:
 
     def _put(self, owner: Any, message: Put) -> list[tuple[Any, Reply]]:
         old = self._values.get(message.key)
+        if message.only_first and old is not None:
+            return [(owner, Value(message.request, old))]
         num_bytes = self._num_bytes + len(message.value) - len(old or b"")
         if num_bytes > MAX_STORE_BYTES or (old is None and len(self._values) >= MAX_KEYS):
             return [

@@ -1,0 +1,83 @@
+"""One process at a time is a rank.
+
+Whatever a rank starts inherits the variables that make it a rank. If such a process calls ``init()``, too, it must get
+an error, not its parent's place. So each process that joins writes itself down at the rendezvous, once for each rank,
+and the first one holds the rank until its end. The one that comes after that end (``python a.py && python b.py``) is
+the rank's next life; lives meet apart from each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import msgspec
+
+from reigen.cluster.neighbours import this_machine
+from reigen.cluster.rendezvous import Rendezvous
+from reigen.errors import ConfigError
+
+_SHOWN_CHARACTERS = 200
+
+
+class _Holder(msgspec.Struct, array_like=True, frozen=True):
+    """A process, told apart from all others that have had, or will have, its number.
+
+    Attributes:
+        pid: its number.
+        started: when it was started, clock ticks since the machine was.
+        machine: where.
+    """
+
+    pid: int
+    started: int
+    machine: str
+
+
+def claim(rendezvous: Rendezvous, rank: int) -> int:
+    """Become ``rank``. Repeating it changes nothing.
+
+    Returns:
+        How many processes have been this rank before, and have ended.
+
+    Raises:
+        ConfigError: another process is this rank.
+    """
+    _, started = _state(os.getpid())
+    own = _Holder(os.getpid(), started, this_machine())
+    for life in itertools.count():
+        kept = rendezvous.put_first(f"process/{rank}/{life}", msgspec.msgpack.encode(own))
+        holder = msgspec.msgpack.decode(kept, type=_Holder)
+        if holder == own:
+            return life
+        if holder.machine != own.machine or _runs(holder):
+            raise ConfigError(
+                f"rank {rank} of this job is process {holder.pid}{_command(holder)}, which still runs. This process, "
+                f"{own.pid}, has inherited its environment and is no rank: what a rank starts does without init(). To "
+                "give it a job of its own, start it by `reigen run -np 1 COMMAND`, or without the variables REIGEN_*, "
+                "HOROVOD_*, RANK and WORLD_SIZE."
+            )
+    raise AssertionError("lives are counted without end")
+
+
+def _runs(holder: _Holder) -> bool:
+    try:
+        state, started = _state(holder.pid)
+    except OSError:
+        return False
+    return started == holder.started and state not in {"Z", "X"}
+
+
+def _state(pid: int) -> tuple[str, int]:
+    """The state of a process, a letter, and when it was started."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+    return words[0], int(words[19])
+
+
+def _command(holder: _Holder) -> str:
+    try:
+        words = Path(f"/proc/{holder.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return f" ({' '.join(words).strip()[:_SHOWN_CHARACTERS]})"

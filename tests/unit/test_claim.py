@@ -1,0 +1,72 @@
+"""Who is a rank: one process at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from reigen.cluster.claim import claim
+from reigen.cluster.neighbours import this_machine
+from reigen.cluster.rendezvous import LocalRendezvous
+from reigen.errors import ConfigError
+
+
+def started(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+@contextmanager
+def held_by_a_child(rendezvous, rank):
+    """A process that waits for the end of its input, as the holder of a rank."""
+    with subprocess.Popen(
+        [sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as child:
+        holder = [child.pid, started(child.pid), this_machine()]
+        rendezvous.put(f"process/{rank}/0", msgspec.msgpack.encode(holder))
+        yield child
+
+
+def test_the_first_process_holds_the_rank_and_may_come_again():
+    rendezvous = LocalRendezvous()
+    assert [claim(rendezvous, 3) for _ in range(3)] == [0, 0, 0]
+    assert claim(rendezvous, 4) == 0
+
+
+def test_another_process_is_refused_while_the_first_runs():
+    rendezvous = LocalRendezvous()
+    with held_by_a_child(rendezvous, 1) as child:
+        with pytest.raises(ConfigError) as caught:
+            claim(rendezvous, 1)
+        text = str(caught.value)
+        assert f"rank 1 of this job is process {child.pid} ({sys.executable} -Sc input()), which still runs" in text
+        assert f"This process, {os.getpid()}," in text
+        assert "reigen run -np 1" in text
+        assert claim(rendezvous, 0) == 0
+
+
+def test_after_its_end_the_next_process_is_the_next_life():
+    rendezvous = LocalRendezvous()
+    with held_by_a_child(rendezvous, 1) as child:
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert claim(rendezvous, 1) == 1  # it has ended, though nobody has asked how
+    assert claim(rendezvous, 1) == 1
+
+
+def test_a_process_number_that_is_used_again_is_another_process():
+    rendezvous = LocalRendezvous()
+    rendezvous.put("process/0/0", msgspec.msgpack.encode([os.getpid(), started(os.getpid()) - 1, this_machine()]))
+    assert claim(rendezvous, 0) == 1
+
+
+def test_a_process_of_another_machine_cannot_be_looked_at():
+    rendezvous = LocalRendezvous()
+    rendezvous.put("process/0/0", msgspec.msgpack.encode([1 << 30, 1, "elsewhere"]))
+    with pytest.raises(ConfigError, match=f"process {1 << 30}, which still runs"):
+        claim(rendezvous, 0)
