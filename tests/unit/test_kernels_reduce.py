@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import struct
+import weakref
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import reduce as fold
@@ -277,3 +279,19 @@ def test_reductions_that_make_no_sense() -> None:
         Reduction(dtype_named("float32"), ReduceOp.SUM, 0)
     with pytest.raises(ArgumentError, match="int32 cannot be scaled by inf"):
         Reduction(dtype_named("int32"), ReduceOp.SUM, 2, prescale=math.inf)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32", "int64"])
+def test_scratch_ends_with_its_reducer(name: str) -> None:
+    """Not when the garbage collector comes: hundreds of batches may be reduced until then."""
+    dtype = dtype_named(name)
+    reducer = Reducer(Reduction(dtype, ReduceOp.AVERAGE, 2, 0.5, 2.0))
+    arrays = [np.zeros(8, dtype.storage) for _ in range(3)]
+    gc.disable()
+    try:
+        reducer.reduce(arrays[:2], arrays[2])
+        alive = weakref.ref(reducer)
+        del reducer
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -97,6 +97,11 @@ def neutral_of(dtype: DType, op: ReduceOp) -> Any:
     return value
 
 
+#: From an input to what is combined, or from that to the result. The reducer is an argument: a bound method would be a
+#: cycle, and a reducer's scratch would live on until the garbage collector comes.
+_Step = Callable[["Reducer", NDArray[Any], NDArray[Any]], None]
+
+
 class Reducer:
     """Computes one :class:`Reduction` on block after block. Keeps scratch between calls; not for two threads at once.
 
@@ -116,16 +121,16 @@ class Reducer:
         #: In what the elements are combined.
         self._working: np.dtype[Any] = np.dtype(np.float32) if is_half else reduction.dtype.storage
         #: How an input gets into the working type, where it is not combined as it is.
-        self._load: half.Convert | None = None
+        self._load: _Step | None = None
         #: How the combined elements get into the result, where they are not the result.
-        self._store: half.Convert | None = None
+        self._store: _Step | None = None
         if is_half:
-            self._load, self._store = self._load_half, self._store_half
+            self._load, self._store = Reducer._load_half, Reducer._store_half
             self._widen, self._narrow = half.converters(reduction.dtype.name)
         elif reduction.dtype.is_floating:
-            self._load = self._scale_float if reduction.prescale != 1.0 else None
+            self._load = Reducer._scale_float if reduction.prescale != 1.0 else None
         elif reduction.prescale != 1.0:
-            self._load = self._scale_integer
+            self._load = Reducer._scale_integer
         self._finish = self._choose_finish()
 
     def reduce(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
@@ -143,18 +148,18 @@ class Reducer:
             if self._store is None:
                 self._combine(inputs, out)
                 if self._finish is not None:
-                    self._finish(out)
+                    self._finish(self, out)
             else:
                 total = self._take("total", len(out), self._working)
                 self._combine(inputs, total)
                 if self._finish is not None:
-                    self._finish(total)
-                self._store(total, out)
+                    self._finish(self, total)
+                self._store(self, total, out)
 
     def _combine(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Fold ``inputs``, loaded, in rank order; ``out`` may be one of them."""
         if len(inputs) == 1:
-            (self._load or _copy)(inputs[0], out)
+            self._load(self, inputs[0], out) if self._load else np.copyto(out, inputs[0])
         elif self._load is None:
             self._combine_raw(inputs, out)
         else:
@@ -171,16 +176,16 @@ class Reducer:
             self._ufunc(total, other, out=total)
         self._ufunc(total, last, out=out)
 
-    def _combine_loaded(self, load: half.Convert, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+    def _combine_loaded(self, load: _Step, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         first, *rest = inputs
         last = rest.pop()
         total = self._accumulator(out, inputs[1:])
         loaded = self._take("loaded", len(out), self._working)
-        load(first, total)
+        load(self, first, total)
         for other in rest:
-            load(other, loaded)
+            load(self, other, loaded)
             self._ufunc(total, loaded, out=total)
-        load(last, loaded)
+        load(self, last, loaded)
         self._ufunc(total, loaded, out=out)
 
     def _accumulator(self, out: NDArray[Any], pending: Sequence[NDArray[Any]]) -> NDArray[Any]:
@@ -219,13 +224,13 @@ class Reducer:
 
     # What follows the last combination, in place.
 
-    def _choose_finish(self) -> Callable[[NDArray[Any]], None] | None:
+    def _choose_finish(self) -> Callable[[Reducer, NDArray[Any]], None] | None:
         reduction = self.reduction
         divisor = reduction.count if reduction.op is ReduceOp.AVERAGE else 1
         if divisor == 1 and reduction.postscale == 1.0:
             return None
         if not reduction.dtype.is_floating:
-            return lambda total: self._finish_integer(total, divisor)
+            return lambda reducer, total: reducer._finish_integer(total, divisor)
         # In the working precision: a quotient by a power of two is the product with its reciprocal.
         real = self._working.type
         factor, quotient = real(reduction.postscale), real(divisor)
@@ -234,7 +239,7 @@ class Reducer:
             if divisor & (divisor - 1) == 0 and folded * quotient == factor:
                 factor, quotient = folded, real(1.0)
 
-        def finish(total: NDArray[Any]) -> None:
+        def finish(_: Reducer, total: NDArray[Any]) -> None:
             if quotient != 1.0:
                 np.divide(total, quotient, out=total)
             if factor != 1.0:
@@ -253,10 +258,6 @@ class Reducer:
         np.divide(total, float(divisor), out=values, dtype=np.float64)
         np.multiply(values, self.reduction.postscale, out=values)
         _truncate(values, total)
-
-
-def _copy(source: NDArray[Any], target: NDArray[Any]) -> None:
-    np.copyto(target, source)
 
 
 def _truncate(values: NDArray[np.float64], target: NDArray[Any]) -> None:
