@@ -47,7 +47,7 @@ from reigen.frontends.collectives import (
     reducing,
     synchronize,
 )
-from reigen.frontends.functions import Handle, SharedFunctions, barrier, join
+from reigen.frontends.functions import Handle, SharedFunctions, allgather_object, barrier, broadcast_object, join
 from reigen.frontends.job import (
     cross_rank,
     cross_size,
@@ -77,6 +77,7 @@ __all__ = [
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
@@ -88,6 +89,7 @@ __all__ = [
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
     "ccl_built",
     "cross_rank",
     "cross_size",

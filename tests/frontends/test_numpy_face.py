@@ -39,6 +39,8 @@ def arrays() -> None:
     assert received.tolist() == [1] * n
     assert hvd.reducescatter(np.arange(n), op=hvd.Sum).tolist() == [rank * n]
     assert hvd.synchronize(hvd.reducescatter_async(np.arange(n))).tolist() == [rank]
+    assert hvd.broadcast_object({"from": rank}, n - 1) == {"from": n - 1}
+    assert hvd.allgather_object([rank] * rank) == [[r] * r for r in range(n)]
     hvd.barrier()
 
 

@@ -1,4 +1,4 @@
-"""Horovod's functions that are the same for every framework: asynchronous and in-place collectives, barrier, join.
+"""Horovod's functions that are the same for every framework: all that is asynchronous or in place, barrier, join.
 
 A framework's package makes one :class:`SharedFunctions` and takes its bound methods as its own functions. What differs
 between frameworks (blocking collectives that are differentiable, compression, ``alltoall``) each of them writes itself.
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from reigen import context
+from reigen.frontends import objects
 from reigen.frontends.adapter import Tensor
-from reigen.frontends.collectives import Average, Collectives, Pending, reducing
+from reigen.frontends.collectives import Average, Collectives, Pending, as_root, reducing
 from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
 
 #: What may be passed as a tensor.
@@ -190,3 +191,23 @@ def join(device: int = -1) -> int:
         The last rank that joined: the one that has seen the most data. The same on every rank.
     """
     return context.current().join(blocking=True).wait().value
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object, on every rank.
+
+    Args:
+        obj: read on the root alone; anything that pickle (or cloudpickle, if it is installed) can write.
+        root_rank: whose object all get.
+        name: matches the ranks' calls.
+        process_set: whose ranks take part; ``root_rank`` is a rank of the job all the same.
+    """
+    current = context.current()
+    return objects.broadcast_object(current, obj, as_root(root_rank), name, number_of(process_set))
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, as a list by rank."""
+    return objects.allgather_object(context.current(), obj, name)

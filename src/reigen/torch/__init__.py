@@ -14,7 +14,7 @@ from reigen.frontends.built import (
     rocm_built,
 )
 from reigen.frontends.collectives import Adasum, Average, Max, Min, Product, Sum, poll, synchronize
-from reigen.frontends.functions import barrier, join
+from reigen.frontends.functions import allgather_object, barrier, broadcast_object, join
 from reigen.frontends.job import (
     cross_rank,
     cross_size,
@@ -57,7 +57,7 @@ from reigen.torch.ops import (
 )
 from reigen.torch.optimizer import DistributedOptimizer
 from reigen.torch.sparse import sparse_allreduce_async
-from reigen.torch.state import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
+from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 from reigen.torch.sync_batch_norm import SyncBatchNorm
 from reigen.torch.uneven import uneven_data
 

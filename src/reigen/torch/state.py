@@ -1,4 +1,4 @@
-"""Start from the same state everywhere: parameters, optimizer state, objects."""
+"""Start from the same state everywhere: parameters and optimizer state."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from reigen import context
 from reigen.errors import ArgumentError
 from reigen.frontends import objects
 from reigen.frontends.agreement import check_digests, digest_of
-from reigen.frontends.collectives import as_root, check_root, synchronize
-from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
+from reigen.frontends.collectives import check_root, synchronize
 from reigen.torch.ops import broadcast_async_
 
 
@@ -81,26 +80,6 @@ def broadcast_optimizer_state(
         synchronize(handle)
     if not is_root:
         _install(optimizer, parameters, snapshot)
-
-
-def broadcast_object(
-    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
-    """The root's object, on every rank.
-
-    Args:
-        obj: read on the root alone; anything that pickle (or cloudpickle, if it is installed) can write.
-        root_rank: whose object all get.
-        name: matches the ranks' calls.
-        process_set: whose ranks take part; ``root_rank`` is a rank of the job all the same.
-    """
-    current = context.current()
-    return objects.broadcast_object(current, obj, as_root(root_rank), name, number_of(process_set))
-
-
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, as a list by rank."""
-    return objects.allgather_object(context.current(), obj, name)
 
 
 class _Pickler(pickle.Pickler):
