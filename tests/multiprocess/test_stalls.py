@@ -265,6 +265,31 @@ def test_a_rank_that_stops_in_the_middle_of_a_collective_is_told_of(
     assert "Stall over: allgather in a set" in everything
 
 
+def rank_zero_stops(path: str, where: str) -> list[str]:
+    numbers = pids()
+    job = context.current()
+    with told_and_gate(path) as (told, _):
+        told.expect(lambda: os.kill(numbers[0], signal.SIGCONT))
+        held = stop if job.rank == 0 else nothing
+        if where == "negotiation":
+            held()
+            reduce("t")
+        else:
+            gather("t", held)
+        reduce("u")
+        return told.messages
+
+
+@pytest.mark.parametrize("where", ["negotiation", "middle"])
+def test_of_rank_zero_another_rank_tells(where: str, path: str, rank_pool: Callable[[int], RankPool]) -> None:
+    results = rank_pool(3).run(rank_zero_stops, path, where, init=True, env=CHECK)
+    first = results[1][0]
+    assert first.startswith("Stall: rank 0 does not answer within 2 s: its process ")
+    assert "is stopped, by SIGSTOP" in first
+    assert "  t has waited for 2." in first
+    assert results[2] == []
+
+
 # -- the end of the job -----------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,19 @@ import pytest
 
 from reigen.engine.messages import Kind, Operation, Stop, Submit
 from reigen.engine.negotiation import Coordinator
-from reigen.engine.stall import ANSWER_SECONDS, Ask, GiveUp, Over, Stall, StallInspector, Wait, Warn, listed
+from reigen.engine.stall import (
+    ANSWER_SECONDS,
+    Ask,
+    CoordinatorCheck,
+    GiveUp,
+    Over,
+    Silence,
+    Stall,
+    StallInspector,
+    Wait,
+    Warn,
+    listed,
+)
 from reigen.engine.stall_report import as_error, over, report
 from reigen.engine.whereabouts import Place, Whereabouts, process_state, whereabouts
 from reigen.errors import DeadlineError
@@ -194,6 +206,29 @@ def test_the_line_of_the_program_comes_before_those_of_libraries() -> None:
         "its thread loader is at /home/u/train.py:3 in main: outer",
         "it has submitted, and not waited for, x, y and 5 more",
     ]
+
+
+def test_rank_one_asks_whether_rank_zero_is_there() -> None:
+    check = CoordinatorCheck(1.0, 0.0)
+    said = []
+    for tenth in range(200):
+        now = tenth / 10
+        if now == 9.0:
+            check.answered()
+        what = check.look(0.0, now)
+        if what is not None:
+            said.append((now, what.name))
+        if what is Silence.ASK and now > 9.0:
+            check.answered()
+    warned = [(1.0, "ASK"), (3.0, "WARN"), (4.0, "ASK"), (6.0, "WARN"), (8.0, "ASK"), (9.0, "OVER")]
+    assert said[:6] == warned
+    assert {what for _, what in said[6:]} == {"ASK"}
+
+
+def test_rank_one_gives_up_in_place_of_rank_zero() -> None:
+    check = CoordinatorCheck(1.0, 4.0)
+    said = [(tenth / 10, what.name) for tenth in range(80) if (what := check.look(0.0, tenth / 10)) is not None]
+    assert said[:4] == [(1.0, "ASK"), (3.0, "WARN"), (4.0, "ASK"), (6.0, "GIVE_UP")]
 
 
 @pytest.mark.parametrize(

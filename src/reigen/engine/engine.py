@@ -557,16 +557,19 @@ class Engine:
         ranks = self._teams[operation.process_set].ranks
         missing = tuple(ranks[member] for member in members)
         ready = tuple(rank for rank in ranks if rank not in missing)
-        self._stalls.lacking(operation, deadline - self._deadline_seconds, ready, missing)
-        now = time.monotonic()
-        if self._coordinator is not None and now >= self._stalls.next_look:
+        now, since = time.monotonic(), deadline - self._deadline_seconds
+        self._stalls.lacking(operation, since, ready, missing)
+        error = None
+        if self._coordinator is None:
+            error = self._stalls.look_at_rank_0(operation.name, since, now)
+        elif now >= self._stalls.next_look:
             error = self._look_for_stalls(self._stalls, self._coordinator, now)
-            if error is not None:
-                raise error
+        if error is not None:
+            raise error
         self._send_notes()
         self._transport.flush()
 
-    def _look_for_stalls(self, stalls: StallWatch, coordinator: Coordinator, now: float) -> CollectiveError | None:
+    def _look_for_stalls(self, stalls: StallWatch, coordinator: Coordinator, now: float) -> DeadlineError | None:
         """The error with which the job is to end, if it is; all have been told then."""
         error = stalls.look(now)
         if error is not None:
@@ -623,6 +626,12 @@ class Engine:
             self._break(error)
         elif self._overdue and time.monotonic() >= next(iter(self._overdue.values())):
             self._give_up(DeadlineError("rank 0, which coordinates, does not answer", ranks=(0,)))
+        elif self._overdue and self._stalls is not None:
+            name, overdue = next(iter(self._overdue.items()))
+            since = overdue - self._deadline_seconds - _GRACE_SECONDS
+            late = self._stalls.look_at_rank_0(name, since, time.monotonic())
+            if late is not None:
+                self._give_up(late)
 
     def _give_up(self, error: BaseException) -> None:
         """Something went wrong in the middle: the ranks may have lost step, so nothing can go on."""

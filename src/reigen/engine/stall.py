@@ -9,6 +9,9 @@ C. When what was warned of waits no longer, that is told, too (`Over`), unless i
 D. A collective that has waited for ``shutdown_seconds`` ends the job (`GiveUp`), once the ranks have answered as in A.
    If that is less than ``check_seconds`` there is no warning before.
 
+E. All this is rank 0's work. Rank 1, when it has waited for ``check_seconds`` itself, asks whether rank 0 answers, and
+   warns or gives up in its place if it does not (`CoordinatorCheck`).
+
 Who has joined is not missing, and a join that waits is no stall: both follow from what the coordinator says waits.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from reigen.engine.whereabouts import Whereabouts
 
@@ -249,6 +253,52 @@ class StallInspector:
 
     def _is_half_due(self, wait: Wait, now: float) -> bool:
         return wait.key not in self._warned and now >= wait.since + self._check / 2
+
+
+class Silence(Enum):
+    """What to do about a coordinator that may not be there."""
+
+    ASK = auto()
+    WARN = auto()
+    OVER = auto()
+    GIVE_UP = auto()
+
+
+class CoordinatorCheck:
+    """What rank 1 knows of rank 0 (step E). The arguments are those of `StallInspector`."""
+
+    def __init__(self, check_seconds: float, shutdown_seconds: float) -> None:
+        self._shutdown = shutdown_seconds or math.inf
+        self._check = min(check_seconds, self._shutdown)
+        #: when rank 0 was asked, until it has answered or was told of
+        self._asked: float | None = None
+        self._next = 0.0
+        self._times = 0
+        self._answered = False
+
+    def answered(self) -> None:
+        """Rank 0 has answered."""
+        self._asked = None
+        self._answered = True
+
+    def look(self, since: float, now: float) -> Silence | None:
+        """What is to be done, with something waiting here since ``since``; to be called ten times a second."""
+        if self._answered:
+            self._answered = False
+            self._next = now + self._check
+            was_silent, self._times = self._times > 0, 0
+            return Silence.OVER if was_silent else None
+        if self._asked is not None:
+            if now < self._asked + ANSWER_SECONDS:
+                return None
+            self._asked = None
+            self._next = now + self._check * 2**self._times
+            self._times += 1
+            return Silence.GIVE_UP if now >= since + self._shutdown else Silence.WARN
+        if now < since + self._check or now < min(self._next, since + self._shutdown):
+            return None
+        self._asked = now
+        return Silence.ASK
 
 
 def _since(wait: Wait) -> float:

@@ -69,6 +69,14 @@ def over(waits: Sequence[Wait], now: float) -> str:
     return "\n".join(texts)
 
 
+def silence(name: str, seconds: float, states: Mapping[int, str]) -> str:
+    """That rank 0 does not answer, told by another rank that has waited in ``name`` for so long."""
+    return (
+        f"Stall: {_no_answer(0, states)}\n  {name} has waited for {seconds:.3g} s. Rank 0 coordinates: until it goes "
+        "on no collective can begin."
+    )
+
+
 def _groups(waits: Sequence[Wait]) -> list[list[Wait]]:
     groups: dict[object, list[Wait]] = {}
     for wait in waits:
@@ -107,8 +115,7 @@ def _rank(rank: int, stall: Stall, states: Mapping[int, str]) -> list[str]:
     """Where a rank is, in lines."""
     answer = stall.answers.get(rank)
     if answer is None:
-        why = f"its process {states[rank]}" if states.get(rank) else "it is stopped, or busy in native code"
-        return [f"rank {rank} does not answer within {ANSWER_SECONDS:g} s: {why}"]
+        return [_no_answer(rank, states)]
     who = f"rank {rank} (process {answer.pid} on {answer.host})"
     own = next((place for place in answer.stack if not place.is_library), None)
     where = own or next(iter(answer.stack), None)
@@ -119,6 +126,11 @@ def _rank(rank: int, stall: Stall, states: Mapping[int, str]) -> list[str]:
             lines.append(f"    {'inside' if before else 'called from'} {_at(place)}")
     lines += [f"    its thread {name} is at {_at(place)}" for name, place in answer.threads]
     return [*lines, *(f"    {line}" for line in _waits_of(rank, answer, stall))]
+
+
+def _no_answer(rank: int, states: Mapping[int, str]) -> str:
+    why = f"its process {states[rank]}" if states.get(rank) else "it is stopped, or busy in native code"
+    return f"rank {rank} does not answer within {ANSWER_SECONDS:g} s: {why}"
 
 
 def _at(place: Place) -> str:

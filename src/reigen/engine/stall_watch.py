@@ -6,8 +6,7 @@ of a collective. A rank that computes has its engine's thread parked; a note wak
 a. Rank 0 knows what waits in negotiation. What waits in the middle of moving data is known to those that wait there:
    the lowest of them tells rank 0 (`_Stuck`), and tells when it goes on (`_Free`).
 b. Rank 0 asks (`_Where`) all ranks, those that are named answer (`_Here`).
-
-Rank 0 that does not answer itself is beyond this: the others' deadlines end that.
+c. Rank 1 asks rank 0 whether it is there (`_Ping`), which answers (`_Pong`). Only one rank does: one warning is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import msgspec
 from reigen.engine import stall_report
 from reigen.engine.messages import Operation, Topic
 from reigen.engine.negotiation import Coordinator
-from reigen.engine.stall import Ask, GiveUp, Over, StallInspector, Wait, Warn, listed
+from reigen.engine.stall import Ask, CoordinatorCheck, GiveUp, Over, Silence, StallInspector, Wait, Warn, listed
 from reigen.engine.whereabouts import Whereabouts, process_state, whereabouts
 from reigen.errors import DeadlineError
 
@@ -57,7 +56,16 @@ class _Free(msgspec.Struct, frozen=True, array_like=True, tag=4):
     """Not stuck any more."""
 
 
-_DECODER = msgspec.msgpack.Decoder(_Where | _Here | _Stuck | _Free)
+class _Ping(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Is rank 0 there?"""
+
+
+class _Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """It is."""
+
+
+_Message = _Where | _Here | _Stuck | _Free | _Ping | _Pong
+_DECODER = msgspec.msgpack.Decoder(_Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +105,7 @@ class StallWatch:
         #: the thread that made this, which called init(): it is the one that trains
         self._thread = threading.get_ident()
         self._inspector = StallInspector(check_seconds, shutdown_seconds, deadline_seconds)
+        self._coordinator_check = CoordinatorCheck(check_seconds, shutdown_seconds)
         #: stuck in the middle of a collective: by the rank that told
         self._stuck: dict[int, Wait] = {}
         #: what this rank has told of itself
@@ -137,6 +146,21 @@ class StallWatch:
                     return stall_report.as_error(stall, states)
         return None
 
+    def look_at_rank_0(self, name: str, since: float, now: float) -> DeadlineError | None:
+        """On rank 1, which waits in ``name``: is rank 0 there? Returns the error with which to give up, or None."""
+        if self._seat.rank != 1:
+            return None
+        match self._coordinator_check.look(since, now):
+            case Silence.ASK:
+                self._post(_Ping())
+            case Silence.WARN:
+                _log.warning("%s", stall_report.silence(name, now - since, self._states([0])))
+            case Silence.OVER:
+                _log.warning("Stall over: rank 0 answers.")
+            case Silence.GIVE_UP:
+                return DeadlineError(stall_report.silence(name, now - since, self._states([0])), ranks=(0,))
+        return None
+
     def heard(self, sender: int, data: bytes) -> None:
         """A note has come. Some come twice."""
         match _DECODER.decode(data):
@@ -150,6 +174,10 @@ class StallWatch:
                 self._stuck[sender] = Wait(name, kind, process_set, since, ready, missing, is_running=True)
             case _Free():
                 self._stuck.pop(sender, None)
+            case _Ping():
+                self._post(_Pong())
+            case _Pong():
+                self._coordinator_check.answered()
 
     def lacking(self, operation: Operation, since: float, ready: tuple[int, ...], missing: tuple[int, ...]) -> None:
         """This rank waits in the middle of a collective for ``missing``, as ``ready`` do; called every now and then."""
@@ -179,7 +207,7 @@ class StallWatch:
         else:
             self._stuck.pop(self._seat.rank, None)
 
-    def _post(self, message: _Where | _Here | _Stuck | _Free) -> None:
+    def _post(self, message: _Message) -> None:
         self._seat.post(Topic.STACKS, msgspec.msgpack.encode(message))
 
     def _here(self) -> Whereabouts:
