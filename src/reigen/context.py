@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from reigen.config import Config, load, misspelt, settings, without_effect
 from reigen.engine.engine import Engine, Listener
 from reigen.engine.execution import reduction_of
 from reigen.engine.handles import Handle, Outcome, Task
-from reigen.engine.messages import Kind, Operation, Topic
+from reigen.engine.messages import JOIN_NAME, Kind, Operation, Topic
 from reigen.engine.negotiation import UNNAMED, Coordinator
 from reigen.engine.observer import Observer
 from reigen.engine.transport import Solitude
@@ -47,6 +48,8 @@ __all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_init
 _log = logging.getLogger(__name__)
 
 _MAX_NAME_BYTES = 512
+#: How names that travel tell of a process set.
+_OF_A_SET = re.compile(r" \(process set \d+\)$")
 #: How often a waiting caller looks for an answer before it sleeps, where every rank has a core of its own.
 _LOOKS = 200
 
@@ -87,6 +90,8 @@ class Context:
         #: numbers for layers that communicate, by process set: the same on every member that first uses them in the
         #: same order
         self.layer_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
+        #: registered memory that was not given back: by process set and offset, where it lies
+        self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._release: Callable[[], None] = lambda: None
         #: the data plane in use, and why
         self.plane, self.plane_reason = choose(topology, config.plane)
@@ -320,9 +325,10 @@ class Context:
         Until then it takes part, with neutral elements, in the allreduces of those that have not joined. Their other
         collectives are refused (JoinedError). Unnamed operations are counted anew afterwards, since the others went on.
         """
+        handle = self._submit(Operation(Kind.JOIN, JOIN_NAME), Task(), blocking)
         self.num_joins += 1
         self._numbers.clear()
-        return self._submit(Operation(Kind.JOIN, "join"), Task(), blocking)
+        return handle
 
     # -- process sets -------------------------------------------------------------------------------------------------
 
@@ -360,6 +366,7 @@ class Context:
             raise ArgumentError(f"there is no process set {process_set} that could be removed")
         operation = Operation(Kind.REMOVE_SET, self._named(None, "remove_process_set", 0), shape=(process_set,))
         self._submit(operation, Task(), blocking=True).wait()
+        self._regions.pop(process_set, None)
         self._numbers.pop(process_set, None)
         self.gradient_sets.pop(process_set, None)
         self.layer_numbers.pop(process_set, None)
@@ -388,12 +395,16 @@ class Context:
         operation = Operation(Kind.ALLOCATE, base, shape=(nbytes,), process_set=process_set)
         region = self._submit(operation, Task(), blocking=True).wait().region
         assert region is not None
+        self._regions[process_set][region.offset] = region.array.ctypes.data
         return region
 
     def free(self, region: Region, *, process_set: int = 0) -> None:
         """Give a region back, once every rank has; returns at once. Does nothing in a job, or a set, that is over."""
         if self.plane == "null" or process_set not in self.process_sets:
             return  # the memory goes with its last view
+        if self._regions[process_set].get(region.offset) != region.array.ctypes.data:
+            return  # given back before, or of a set that is over and whose number is used again
+        del self._regions[process_set][region.offset]
         base = self._named(f"free.{region.offset}", "free", process_set)
         operation = Operation(Kind.FREE, base, offset=region.offset, process_set=process_set)
         try:
@@ -455,6 +466,8 @@ class Context:
             name = str(name)  # some scripts number their tensors
             if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
                 raise ArgumentError(f"a name must have 1 to {_MAX_NAME_BYTES} bytes, got {len(name.encode())}")
+            if name == JOIN_NAME or _OF_A_SET.search(name):
+                raise ArgumentError(f"the name {name!r} could be taken for another's; leave out the parenthesis")
         return f"{name} (process set {process_set})" if process_set else name
 
     @staticmethod
@@ -512,8 +525,18 @@ def _offset_in(region: Region, array: NDArray[Any]) -> int:
 
 def _engine_alone(config: Config) -> Engine:
     solitude = Solitude()
-    coordinator = Coordinator(1, config.cache_capacity, config.fusion_threshold_bytes, config.deadline_seconds)
-    return Engine(NullPlane(), solitude, solitude, coordinator, config.deadline_seconds, looks=0)
+    return Engine(NullPlane(), solitude, solitude, _coordinator(config, 1), config.deadline_seconds, looks=0)
+
+
+def _coordinator(config: Config, size: int) -> Coordinator:
+    return Coordinator(
+        size,
+        config.cache_capacity,
+        config.fusion_threshold_bytes,
+        config.deadline_seconds,
+        fuse_groups=not config.disable_group_fusion,
+        warn=_log.warning,
+    )
 
 
 def _engine_on_host(
@@ -531,9 +554,7 @@ def _engine_on_host(
         raise
     others = [r for r in range(size) if r != rank]
     mailbox = Mailbox(mail.arrays, rank, others if rank == 0 else [0], others if rank == 0 else [0])
-    coordinator = None
-    if rank == 0:
-        coordinator = Coordinator(size, config.cache_capacity, config.fusion_threshold_bytes, config.deadline_seconds)
+    coordinator = _coordinator(config, size) if rank == 0 else None
 
     def release() -> None:
         neighbours.leave()

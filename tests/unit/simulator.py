@@ -1,183 +1,66 @@
 """A seeded simulator of negotiation: the pure state machines over in-memory queues, with time and faults made up.
 
 One seed is one schedule: how many ranks, what each submits in which order, how long every message takes, what goes
-wrong. What must come of it is known without asking the machines: the k-th submission of a name on one rank belongs to
-the k-th on every other.
+wrong. What must come of it is known without asking the machines: in an epoch (what lies between two answers to JOIN),
+the k-th submission of a name on one rank belongs to the k-th on every other of its process set, and the ranks that have
+none have joined.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from msgspec import structs
+from tests.unit.schedules import FOREVER, Item, can_be_stood_in_for, make_plan, same_request
 
 from reigen.engine.messages import (
     Announcement,
     Cause,
+    Forget,
     Kind,
     Operation,
     Refuse,
     Report,
     Response,
     Run,
+    Submit,
     decode_announcements,
     decode_reports,
     encode,
 )
 from reigen.engine.negotiation import Coordinator, Execute, Fail, Participant
-from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, MismatchError, PeerLostError
-from reigen.types import DTYPES, ReduceOp
+from reigen.errors import (
+    CollectiveError,
+    DeadlineError,
+    DuplicateNameError,
+    JoinedError,
+    MismatchError,
+    PeerLostError,
+)
+from reigen.types import DTYPES
 
-FOREVER = 1e9
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one seed stands for."""
-
-    size: int
-    capacity: int
-    threshold_bytes: int
-    deadline_seconds: float
-    #: for each rank, what it submits, in order
-    programs: list[list[Operation]]
-    #: (rank, after how many of its submissions) or None
-    leaves: tuple[int, int] | None
-    dies: tuple[int, int] | None
-    #: messages travel as bytes
-    encoded: bool
-    #: how likely each kind of event is
-    weights: tuple[int, ...]
+#: A batch: the number of the announcement, and its place there.
+Where = tuple[int, int]
+_SETS = (Kind.ADD_SET, Kind.REMOVE_SET)
 
 
-def make_plan(rng: random.Random) -> Plan:
-    """Draw a schedule's parameters."""
-    size = rng.choice((1, 2, 2, 2, 3, 3, 3, 4, 5, 6))
-    fault = rng.choice(("", "", "", "", "late", "late", "leave", "die", "die"))
-    programs = _programs(rng, size)
-    where = (rng.randrange(size), rng.randrange(5))
-    if fault == "late" and size > 1:
-        for program in programs:  # some ranks lack some submissions
-            if rng.random() < 0.5 and program:
-                del program[rng.randrange(len(program)) :]
-    return Plan(
-        size=size,
-        capacity=rng.choice((0, 1, 2, 4, 1024, 1024)),
-        threshold_bytes=rng.choice((0, 40, 1 << 20)),
-        deadline_seconds=5.0 if fault == "late" else FOREVER,
-        programs=programs,
-        leaves=where if fault == "leave" else None,
-        dies=where if fault == "die" else None,
-        encoded=rng.random() < 0.1,
-        weights=(*(rng.choice((1, 1, 3, 9)) for _ in range(4)), rng.choice((0, 1, 3))),
-    )
+@dataclass(eq=False)
+class Submission:
+    """What a rank submitted once, and what became of it."""
 
-
-def _programs(rng: random.Random, size: int) -> list[list[Operation]]:
-    """Steps that use the same names again, in an order of its own on each rank; now and then something new."""
-    names = [f"t{i}" for i in range(rng.randrange(1, 5))]
-    kinds = rng.choice((_KINDS, (Kind.ALLREDUCE,)))
-    current: dict[str, list[Operation]] = {name: _operations(rng, name, size, kinds) for name in names}
-    programs: list[list[Operation]] = [[] for _ in range(size)]
-    for _ in range(rng.randrange(1, 5)):
-        for name in names:
-            if rng.random() < 0.25:  # what is cached does not hold any more
-                current[name] = _operations(rng, name, size, kinds)
-            elif rng.random() < 0.25:  # on one rank alone
-                rank = rng.randrange(size)
-                current[name] = [*current[name][:rank], _varied(rng, current[name][rank]), *current[name][rank + 1 :]]
-        for rank, program in enumerate(programs):
-            program.extend(current[name][rank] for name in rng.sample(names, len(names)))
-    return programs
-
-
-def _operations(rng: random.Random, name: str, size: int, kinds: Sequence[Kind]) -> list[Operation]:
-    kind = rng.choice(kinds)
-    rows, columns = rng.randrange(5), rng.randrange(1, 4)
-    common: dict[str, Any] = {"kind": kind, "name": name, "dtype": rng.choice(("float32", "float32", "float16"))}
-    if kind is Kind.BARRIER:
-        common["dtype"] = ""
-    elif kind is Kind.ALLOCATE:
-        common |= {"dtype": "", "shape": (4096,)}
-    elif kind is Kind.FREE:
-        common |= {"dtype": "", "offset": 64}
-    else:
-        common["shape"] = (rows, columns)
-    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
-        common |= {"op": rng.choice((ReduceOp.SUM, ReduceOp.MAX)), "prescale": rng.choice((1.0, 1.0, 0.5))}
-    if kind is Kind.ALLREDUCE and rng.random() < 0.3:
-        common["offset"] = 128
-    if kind is Kind.BROADCAST:
-        common["root"] = rng.randrange(size)
-    operations = [Operation(**common) for _ in range(size)]
-    if kind is Kind.ALLGATHER:
-        operations = [_changed(o, shape=(rng.randrange(3), columns)) for o in operations]
-    if kind is Kind.ALLTOALL:
-        splits = [tuple(rng.randrange(3) for _ in range(size)) for _ in range(size)]
-        operations = [_changed(o, shape=(sum(s), columns), splits=s) for o, s in zip(operations, splits, strict=True)]
-    if size > 1 and rng.random() < 0.25:
-        odd = rng.randrange(size)
-        operations[odd] = _spoiled(rng, operations[odd])
-    return operations
-
-
-_SINGLE = tuple(kind for kind in Kind if kind not in (Kind.JOIN, Kind.ADD_SET, Kind.REMOVE_SET))
-_KINDS = (Kind.ALLREDUCE, Kind.ALLREDUCE, Kind.ALLREDUCE, Kind.ALLREDUCE, *_SINGLE)
-
-
-def _changed(operation: Operation, **changes: Any) -> Operation:
-    values = {name: getattr(operation, name) for name in operation.__struct_fields__}
-    return Operation(**values | changes)
-
-
-def _varied(rng: random.Random, o: Operation) -> Operation:
-    """Another operation, which goes with the same ones of other ranks if ranks may differ in it."""
-    if o.kind is Kind.ALLGATHER and o.shape:
-        return _changed(o, shape=(rng.randrange(6), *o.shape[1:]))
-    if o.kind is Kind.ALLTOALL and o.shape:
-        splits = tuple(rng.randrange(4) for _ in o.splits)
-        return _changed(o, shape=(sum(splits), *o.shape[1:]), splits=splits)
-    return _spoiled(rng, o)
-
-
-def _spoiled(rng: random.Random, o: Operation) -> Operation:
-    """The operation with one thing different that may or may not matter to its kind."""
-    changes: list[dict[str, Any]] = [
-        {"kind": Kind.BROADCAST, "root": 0},
-        {"dtype": "int64"},
-        {"shape": (*o.shape, 1)},
-        {"shape": (o.shape[0] + 1, *o.shape[1:]) if o.shape else (1,)},
-        {"op": ReduceOp.MIN},
-        {"prescale": 7.0},
-        {"postscale": 7.0},
-        {"root": o.root + 1},
-        {"offset": o.offset + 1000},
-    ]
-    return _changed(o, **rng.choice(changes))
-
-
-def same_request(operations: list[Operation]) -> bool:
-    """Whether ranks that ask for this ask for one thing; written down anew from the documentation."""
-
-    def facts(o: Operation) -> tuple[object, ...]:
-        match o.kind:
-            case Kind.ALLREDUCE | Kind.REDUCESCATTER:
-                return (o.shape, o.op, o.prescale, o.postscale)
-            case Kind.BROADCAST:
-                return (o.shape, o.root)
-            case Kind.ALLGATHER | Kind.ALLTOALL:
-                return o.shape[1:]
-            case Kind.ALLOCATE:
-                return (o.shape,)
-            case Kind.FREE:
-                return (o.offset,)
-        return ()
-
-    return len({(o.kind, o.dtype, facts(o)) for o in operations}) == 1
+    operation: Operation
+    #: the process set by the program's number; for ADD_SET and REMOVE_SET the one that it makes or unmakes
+    number: int
+    #: how many answers to JOIN its rank had seen
+    epoch: int
+    #: the batch, or the number of the refusal; None while it is open, or when it failed since a rank is gone
+    ran: Where | None = None
+    refused: int | None = None
 
 
 @dataclass
@@ -185,25 +68,45 @@ class Rank:
     """A rank as the simulator sees it."""
 
     participant: Participant
-    program: deque[Operation]
+    program: deque[Item]
     #: on their way to the coordinator, and from it with their numbers
     up: deque[Report] = field(default_factory=deque)
     down: deque[tuple[int, Announcement]] = field(default_factory=deque)
     #: submitted and not answered
-    open: dict[str, Operation] = field(default_factory=dict)
+    open: dict[str, Submission] = field(default_factory=dict)
+    #: what the program waits for: JOIN, or a process set that is made or unmade
+    blocked: Submission | None = None
+    #: the coordinator's numbers of process sets by the program's
+    sets: dict[int, int] = field(default_factory=lambda: {0: 0})
+    epoch: int = 0
+    num_sets_asked: int = 0
     num_submitted: int = 0
     #: when each name was last submitted
     since: dict[str, float] = field(default_factory=dict)
-    count: Counter[str] = field(default_factory=Counter)
-    #: batches by number of announcement and place in it: what this rank submitted for each member
-    executed: list[tuple[int, int]] = field(default_factory=list)
+    executed: list[Where] = field(default_factory=list)
     gone: str = ""
     #: what was outstanding when this rank learned that another is gone; None before
-    lost: dict[str, Operation] | None = None
+    lost: dict[str, Submission] | None = None
 
     def has_submitted(self, name: str) -> bool:
         """Whether the name is, or was to the last, outstanding."""
         return name in (self.open if self.lost is None else self.lost)
+
+    @property
+    def waits_for_join(self) -> bool:
+        """Whether it has joined, and not been answered."""
+        return self.blocked is not None and self.blocked.operation.kind is Kind.JOIN
+
+
+@dataclass
+class Batch:
+    """What was announced, and what each rank executed of it."""
+
+    team: tuple[int, ...]
+    names: tuple[str, ...]
+    executed: dict[int, tuple[tuple[Operation, Response], ...]] = field(default_factory=dict)
+    #: for each member, the ranks that had submitted it
+    own: list[set[int]] = field(default_factory=list)
 
 
 class Simulation:
@@ -213,15 +116,39 @@ class Simulation:
         self.rng = random.Random(seed)
         self.plan = plan = make_plan(self.rng)
         self.now = 0.0
-        self.coordinator = Coordinator(plan.size, plan.capacity, plan.threshold_bytes, plan.deadline_seconds)
+        self.coordinator = Coordinator(
+            plan.size, plan.capacity, plan.threshold_bytes, plan.deadline_seconds, fuse_groups=plan.fuse_groups
+        )
         self.ranks = [Rank(Participant(r), deque(p)) for r, p in enumerate(plan.programs)]
         self.num_announced = 0
-        #: (announcement, batch) -> rank -> its operations and the responses
-        self.batches: dict[tuple[int, int], dict[int, tuple[tuple[Operation, Response], ...]]] = {}
+        self.batches: dict[Where, Batch] = {}
+        #: batches of each announcement
+        self.runs: dict[int, list[Where]] = {}
         #: announcement -> rank -> its operation and error
         self.refusals: dict[int, dict[int, tuple[Operation, CollectiveError]]] = {}
         self.refused: dict[int, Refuse] = {}
-        self.log: list[str] = []
+        #: process sets as they are after all that was announced, by the coordinator's numbers
+        self.sets: dict[int, tuple[int, ...]] = {0: tuple(range(plan.size))}
+        #: ranks of the sets by the program's numbers, and the epochs in which they were removed
+        self.teams: dict[int, tuple[int, ...]] = {0: tuple(range(plan.size))}
+        self.removed: dict[int, int] = {}
+        self.numbers_given: list[int] = []
+        #: what cached responses stand for
+        self.slots: dict[int, tuple[str, int]] = {}
+        #: ranks of which the coordinator knows that they have joined, and which told it something last
+        self.joined: list[int] = []
+        self.submissions: list[dict[tuple[int, int, str], list[Submission]]] = [
+            defaultdict(list) for _ in range(plan.size)
+        ]
+        #: what has happened: when, a format, and what to put into it
+        self._events: list[tuple[float, str, tuple[object, ...]]] = []
+
+    def log(self) -> list[str]:
+        """What has happened, line by line."""
+        return [f"{now:g}: {text % values}" for now, text, values in self._events]
+
+    def _note(self, text: str, *values: object) -> None:
+        self._events.append((self.now, text, values))
 
     # -- running
 
@@ -272,7 +199,15 @@ class Simulation:
             return self._die(rank)
         if not state.program:
             return False
-        operation = state.program[0]
+        if state.blocked is not None:
+            frees = state.program[0][0].kind is Kind.FREE  # which is done while a rank waits, too
+            if not (frees and state.waits_for_join):
+                return False
+        submission = self._next(rank)
+        if submission is None:  # its process set was never made
+            state.program.popleft()
+            return True
+        operation = submission.operation
         if operation.name in state.open:
             if self.rng.random() < 0.05:
                 self._submit_twice(state, operation)
@@ -283,14 +218,49 @@ class Simulation:
             self._submit_to_broken(state, operation)
             return True
         state.participant.submit(operation)
-        state.open[operation.name] = operation
-        state.count[operation.name] += 1
-        state.since[operation.name] = self.now
-        self.log.append(f"{self.now:g}: rank {rank} submits {operation}")
+        self._submitted(rank, submission)
+        self._note("rank %d submits %s", rank, operation)
         state.participant.validate_state()
         if self.plan.deadline_seconds < FOREVER and self.rng.random() < 0.3:
             self.now += self.rng.random() * 2
         return True
+
+    def _next(self, rank: int) -> Submission | None:
+        """What the program says next, in the coordinator's words; None if it is about a set that there is not."""
+        state = self.ranks[rank]
+        operation, number = state.program[0]
+        if operation.kind in _SETS:
+            name = f"{operation.kind.name.lower()}.noname.{state.num_sets_asked}"
+            shape = operation.shape
+            if operation.kind is Kind.REMOVE_SET:
+                if number not in state.sets:
+                    return None
+                shape = (state.sets[number],)
+            elif any(self.teams[known] == shape for known in state.sets):  # it could not be removed in time
+                return None
+            return Submission(structs.replace(operation, name=name, shape=shape), number, state.epoch)
+        if number:
+            there = state.sets.get(number)
+            if there is None:
+                return None
+            members = tuple(structs.replace(member, process_set=there) for member in operation.members)
+            name = f"{operation.name} (process set {there})"
+            operation = structs.replace(operation, name=name, process_set=there, members=members)
+        return Submission(operation, number, state.epoch)
+
+    def _submitted(self, rank: int, submission: Submission) -> None:
+        state, operation = self.ranks[rank], submission.operation
+        state.open[operation.name] = submission
+        state.since[operation.name] = self.now
+        if operation.kind in _SETS:
+            state.num_sets_asked += 1
+        elif operation.kind is Kind.JOIN:
+            state.num_sets_asked = 0
+        if operation.kind in (*_SETS, Kind.JOIN):
+            state.blocked = submission
+        about = 0 if operation.kind in _SETS else submission.number
+        epoch = 0 if operation.name == "free" else submission.epoch  # which waits for those who have joined, too
+        self.submissions[rank][about, epoch, operation.name].append(submission)
 
     def send(self, rank: int) -> bool:
         """What a rank has to say gets on its way."""
@@ -308,7 +278,14 @@ class Simulation:
         if not up or self._silent():
             return False
         report = up.popleft()
-        self.log.append(f"{self.now:g}: coordinator hears {report} of rank {rank}")
+        self._note("coordinator hears of rank %d: %s", rank, report)
+        if isinstance(report, Submit):
+            kind = report.operation.kind
+            if kind is Kind.JOIN:
+                self.joined.append(rank)
+            elif rank in self.joined and kind is not Kind.FREE:  # said again: it has joined no earlier than now
+                self.joined.remove(rank)
+                self.joined.append(rank)
         self.coordinator.hear(rank, report, self.now)
         self.coordinator.validate_state()
         return True
@@ -329,32 +306,79 @@ class Simulation:
         if not state.down:
             return self._notice(state)
         number, announcement = state.down.popleft()
-        self.log.append(f"{self.now:g}: rank {rank} hears {announcement}")
+        self._note("rank %d hears %s", rank, announcement)
+        concerning = deque(w for w in self.runs.get(number, ()) if rank in self.batches[w].team)
+        broken = state.participant.broken is not None
         instructions = state.participant.hear(announcement)
         state.participant.validate_state()
-        place = 0
         for instruction in instructions:
             if isinstance(instruction, Execute):
-                self._execute(rank, (number, place), instruction)
-                place += 1
+                self._execute(rank, concerning.popleft(), instruction)
             else:
                 self._fail(rank, number, instruction)
+        assert broken or not concerning, "a rank passes over what it should take part in"
         return True
 
     def _announce(self) -> bool:
         said = self.coordinator.announce(self.now)
+        if not said:
+            return False
         self.coordinator.validate_state()
-        heard = decode_announcements(encode(said)) if said and self.plan.encoded else said
+        heard = decode_announcements(encode(said)) if self.plan.encoded else said
         for announcement in heard:
+            self._note("announced is %s", announcement)
             if isinstance(announcement, Refuse):
                 self.refused[self.num_announced] = announcement
                 self._check_refusal(announcement)
             for state in self.ranks:
                 state.down.append((self.num_announced, announcement))
             if isinstance(announcement, Run):
-                self._check_fusion(announcement)
+                self._take_down(announcement)
+            elif isinstance(announcement, Forget):
+                for slot in announcement.slots:
+                    self.slots.pop(slot, None)
             self.num_announced += 1
-        return bool(said)
+        return True
+
+    def _take_down(self, run: Run) -> None:
+        """For whom each batch is."""
+        assert all(run.batches), "an empty batch"
+        wheres = self.runs[self.num_announced] = []
+        for place, batch in enumerate(run.batches):
+            items = [(i.name, i.process_set) if isinstance(i, Response) else self.slots[i] for i in batch]
+            [there] = {number for _, number in items}
+            assert there in self.sets, "something is executed in a process set that is removed"
+            where = self.num_announced, place
+            wheres.append(where)
+            self.batches[where] = Batch(self.sets[there], tuple(name for name, _ in items))
+            for item in batch:
+                if isinstance(item, Response):
+                    self._take_down_response(item)
+        if self.plan.threshold_bytes == 0:
+            assert all(len(batch) == 1 for batch in run.batches)
+
+    def _take_down_response(self, response: Response) -> None:
+        if response.slot >= 0:
+            assert response.slot not in self.slots, "a slot is used twice"
+            for slot in [s for s, meant in self.slots.items() if meant[0] == response.name]:
+                del self.slots[slot]
+            self.slots[response.slot] = response.name, response.process_set
+            assert self.plan.capacity
+        asked = [s.open[response.name].operation for s in self.ranks if response.name in s.open]
+        operation = asked[0] if asked else None
+        if operation is None or operation.kind not in (*_SETS, Kind.JOIN):
+            return
+        if operation.kind is Kind.JOIN:
+            assert sorted(self.joined) == list(range(self.plan.size)), "JOIN is answered when all have joined"
+            assert response.value == self.joined[-1], "the answer is the last that has joined"
+            self.joined.clear()
+        elif operation.kind is Kind.ADD_SET:
+            assert response.value == min(set(range(1, len(self.sets) + 1)) - set(self.sets)), "the lowest free number"
+            self.sets[response.value] = operation.shape
+            self.numbers_given.append(response.value)
+        else:
+            del self.sets[operation.shape[0]]
+            assert all(number in self.sets for _, number in self.slots.values()), "a removed set is still cached"
 
     # -- faults
 
@@ -364,17 +388,17 @@ class Simulation:
         self.send(rank)
         if rank == 0:  # its last act: it coordinates for itself, then for nobody
             while state.up:
-                self.coordinator.hear(0, state.up.popleft(), self.now)
+                self.tell(0)
             self._announce()
         state.gone = "left"
-        self.log.append(f"{self.now:g}: rank {rank} leaves")
+        self._note("rank %d leaves", rank)
         return True
 
     def _die(self, rank: int) -> bool:
         state = self.ranks[rank]
         state.gone = "died"
         state.participant.outgoing = []
-        self.log.append(f"{self.now:g}: rank {rank} dies")
+        self._note("rank %d dies", rank)
         return True
 
     def _notice(self, state: Rank) -> bool:
@@ -386,7 +410,7 @@ class Simulation:
         assert {f.name for f in failed if isinstance(f, Fail)} == set(state.open), "a loss fails what is outstanding"
         assert all(isinstance(f, Fail) and f.error.ranks == tuple(gone) for f in failed)
         state.participant.validate_state()
-        state.lost, state.open = state.open, {}
+        state.lost, state.open, state.blocked = state.open, {}, None
         return True
 
     @staticmethod
@@ -402,118 +426,213 @@ class Simulation:
             state.participant.submit(operation)
         assert caught.value.tensor == operation.name
 
-    # -- checks
+    # -- checks as it goes
 
-    def _execute(self, rank: int, where: tuple[int, int], execute: Execute) -> None:
-        state = self.ranks[rank]
-        for operation, _ in execute.batch:
-            assert state.open.pop(operation.name) == operation, "executed is what was submitted, once"
-            for other in self.ranks:
+    def _execute(self, rank: int, where: Where, execute: Execute) -> None:
+        state, batch = self.ranks[rank], self.batches[where]
+        assert tuple(operation.name for operation, _ in execute.batch) == batch.names
+        if not batch.own:
+            batch.own = [set() for _ in batch.names]
+        for place, (operation, response) in enumerate(execute.batch):
+            submission = state.open.pop(operation.name, None)
+            if submission is None:
+                assert state.waits_for_join, "a rank stands in that has not joined"
+                assert operation == response.template
+            else:
+                assert submission.operation == operation, "executed is what was submitted, once"
+                batch.own[place].add(rank)
+                submission.ran = where
+                self._came_to(rank, submission, response)
+            for member in batch.team:
+                other = self.ranks[member]
                 there = other is state or other.has_submitted(operation.name) or where in other.executed
-                assert there, "executed before every rank had submitted"
+                assert there or other.waits_for_join, "executed before every rank had submitted or joined"
         state.executed.append(where)
-        self.batches.setdefault(where, {})[rank] = execute.batch
+        batch.executed[rank] = execute.batch
+
+    def _came_to(self, rank: int, submission: Submission, response: Response) -> None:
+        """A rank's submission is executed: what follows for its program."""
+        state, kind = self.ranks[rank], submission.operation.kind
+        if state.blocked is submission:
+            state.blocked = None
+        if kind is Kind.ADD_SET:
+            self.teams[submission.number] = submission.operation.shape
+            state.sets[submission.number] = response.value
+        elif kind is Kind.REMOVE_SET:
+            del state.sets[submission.number]
+            self.removed[submission.number] = state.epoch
+        elif kind is Kind.JOIN:
+            assert all(s.operation.kind is Kind.FREE for s in state.open.values()), "JOIN is answered before the rest"
+            state.epoch += 1
 
     def _fail(self, rank: int, number: int, fail: Fail) -> None:
         state = self.ranks[rank]
-        operation = state.open.pop(fail.name)
+        submission = state.open.pop(fail.name)
+        if state.blocked is submission:
+            state.blocked = None
         assert fail.error.tensor == fail.name
         if isinstance(fail.error, PeerLostError):
             state.lost = state.lost or {}
-            state.lost[fail.name] = operation
+            state.lost[fail.name] = submission
             assert self.plan.leaves is not None
             assert fail.error.ranks == (self.plan.leaves[0],)
         else:
-            self.refusals.setdefault(number, {})[rank] = operation, fail.error
-
-    def _check_fusion(self, run: Run) -> None:
-        assert all(run.batches), "an empty batch"
-        if self.plan.threshold_bytes == 0:
-            assert all(len(batch) == 1 for batch in run.batches)
+            submission.refused = number
+            self.refusals.setdefault(number, {})[rank] = submission.operation, fail.error
 
     def _check_refusal(self, refuse: Refuse) -> None:
+        submitted, at_fault = set(refuse.submitted), set(refuse.at_fault)
+        assert submitted
+        asked = [s.open[refuse.name].operation for s in self.ranks if refuse.name in s.open]
+        if asked and at_fault:
+            team = set(self.sets[asked[0].process_set])
+            assert submitted | at_fault <= team
+            assert team - submitted - at_fault <= set(self.joined), "a refusal is about all who have not joined"
+        assert all(self.ranks[rank].has_submitted(refuse.name) or self.ranks[rank].gone for rank in submitted)
         if refuse.cause is Cause.LATE:
-            assert set(refuse.submitted) | set(refuse.at_fault) == set(range(self.plan.size))
-            assert not set(refuse.submitted) & set(refuse.at_fault)
-            assert refuse.submitted
-            assert refuse.at_fault
+            assert not submitted & at_fault
+            assert at_fault
             assert self.plan.deadline_seconds < FOREVER, "refused as late without a deadline"
-            assert all(self.ranks[rank].has_submitted(refuse.name) for rank in refuse.submitted)
             first = min(self.ranks[rank].since[refuse.name] for rank in refuse.submitted)
             assert self.now >= first + self.plan.deadline_seconds, "refused as late too early"
+        elif refuse.cause is Cause.JOINED:
+            assert not submitted & at_fault
+            assert at_fault <= set(self.joined)
+        elif "removed" in refuse.reason:
+            assert not at_fault
         else:
-            assert refuse.submitted == refuse.at_fault == tuple(range(self.plan.size))
+            assert submitted == at_fault
+
+    # -- checks at the end
 
     def _check_end(self) -> None:
-        for (number, _), members in self.batches.items():
+        for (number, _), batch in self.batches.items():
             assert number not in self.refused
-            self._check_batch(members)
+            if batch.executed:
+                self._check_batch(batch)
         for number, refuse in self.refused.items():
             self._check_refused(refuse, self.refusals.get(number, {}))
-        longest = max((state.executed for state in self.ranks), key=len)
-        for state in self.ranks:
-            assert state.executed == longest[: len(state.executed)], "ranks executed in different orders"
-        survivors = [state for state in self.ranks if not state.gone]
+        for rank, state in enumerate(self.ranks):
+            concerning = [where for where, batch in self.batches.items() if rank in batch.team]
+            assert state.executed == concerning[: len(state.executed)], "ranks executed in different orders"
         fault = any(state.gone for state in self.ranks)
-        for state in survivors:
-            assert not state.open, "a submission was never answered"
-            assert not state.participant.pending
-            assert not state.program
+        for state in self.ranks:
+            if state.gone:
+                continue
+            assert not [s for s in state.open.values() if s.operation.kind is not Kind.JOIN], "never answered"
+            assert not state.open or (self.plan.deadline_seconds < FOREVER and len(self.joined) < self.plan.size)
+            assert set(state.participant.pending) == set(state.open)
+            assert not state.program or state.open
             assert (state.participant.broken is not None) == (fault and self.plan.size > 1)
-            if not fault:
-                assert state.executed == longest
         if not fault:
-            self._check_outcomes()
+            assert all(set(batch.executed) == set(batch.team) for batch in self.batches.values())
             assert self.coordinator.next_expiry() is None, "a pending entry was left"
+            if self.plan.deadline_seconds >= FOREVER:
+                self._check_outcomes()
 
-    def _check_batch(self, members: dict[int, tuple[tuple[Operation, Response], ...]]) -> None:
+    def _check_batch(self, batch: Batch) -> None:
+        members = batch.executed
         ranks = sorted(members)
-        for place in range(len(members[ranks[0]])):
-            assert all(len(m) == len(members[ranks[0]]) for m in members.values())
+        assert all(len(m) == len(batch.names) for m in members.values())
+        for place in range(len(batch.names)):
             operations = [members[rank][place][0] for rank in ranks]
+            responses = [members[rank][place][1] for rank in ranks]
+            assert all(response == responses[0] for response in responses)
             assert same_request(operations), "executed although ranks want different things"
-            for rank in ranks:
-                operation, response = members[rank][place]
-                assert response.name == operation.name
-                if operation.kind is Kind.ALLGATHER:
-                    assert response.sizes[0][rank] == operation.shape[0]
-                elif operation.kind is Kind.ALLTOALL:
-                    assert response.sizes[rank] == operation.splits
-                if response.in_place:
-                    assert operation.offset == operations[0].offset >= 0
-        batch = [operation for operation, _ in members[ranks[0]]]
-        if len(batch) > 1:
-            assert {(o.kind, o.dtype, o.op, o.prescale, o.postscale) for o in batch} == {
-                (Kind.ALLREDUCE, batch[0].dtype, batch[0].op, batch[0].prescale, batch[0].postscale)
-            }
-            assert len({response.in_place for _, response in members[ranks[0]]}) == 1
-            sizes = [o.shape[0] * o.shape[1] * DTYPES[o.dtype].itemsize for o in batch]
-            assert sum(sizes) <= self.plan.threshold_bytes
+            own = batch.own[place]
+            if len(own) < len(ranks):
+                assert responses[0].slot == -1
+                assert can_be_stood_in_for(operations[0])
+                assert responses[0].num_active == len(own) or len(ranks) < len(batch.team)
+                self._check_not_in_place(responses[0], responses[0].template)
+            elif len(ranks) == len(batch.team):
+                assert responses[0].num_active == 0
+                assert responses[0].template is None
+            for rank, operation in zip(ranks, operations, strict=True):
+                if rank in own:
+                    self._check_parts(batch.team.index(rank), operation, responses[0], operations)
+        self._check_fused(members[ranks[0]])
+
+    @staticmethod
+    def _check_not_in_place(response: Response, template: Operation | None) -> None:
+        assert template is not None
+        for part, told in zip(template.parts, response.parts, strict=True):
+            assert part.offset == -1
+            assert not told.in_place
+
+    @staticmethod
+    def _check_parts(index: int, operation: Operation, response: Response, everybody: Sequence[Operation]) -> None:
+        for place, (part, told) in enumerate(zip(operation.parts, response.parts, strict=True)):
+            if part.kind is Kind.ALLGATHER:
+                assert told.sizes[0][index] == part.shape[0]
+            elif part.kind is Kind.ALLTOALL:
+                assert told.sizes[index] == part.splits
+            if told.in_place:
+                assert all(other.parts[place].offset == part.offset >= 0 for other in everybody)
+
+    def _check_fused(self, batch: Sequence[tuple[Operation, Response]]) -> None:
+        if len(batch) == 1:
+            return
+        parts = [p for o, r in batch for p in zip(o.parts, r.parts, strict=True)]
+        assert {o.kind for o, _ in parts} == {Kind.ALLREDUCE}
+        same = {(o.dtype, o.op, o.prescale, o.postscale, o.divide_by_active, o.process_set) for o, _ in parts}
+        assert len(same) == 1
+        assert len({response.num_active for _, response in batch}) == 1
+        assert len({told.in_place for _, told in parts}) == 1
+        assert self.plan.fuse_groups or not any(o.members for o, _ in batch)
+        sizes = [o.shape[0] * o.shape[1] * DTYPES[o.dtype].itemsize for o, _ in parts]
+        assert sum(sizes) <= self.plan.threshold_bytes
 
     def _check_refused(self, refuse: Refuse, heard: dict[int, tuple[Operation, CollectiveError]]) -> None:
         expected = {rank for rank in refuse.submitted if not self.ranks[rank].gone and self.ranks[rank].lost is None}
         assert expected <= set(heard) <= set(refuse.submitted), "a refusal did not reach who had submitted"
+        kind = {Cause.LATE: DeadlineError, Cause.JOINED: JoinedError, Cause.MISMATCH: MismatchError}[refuse.cause]
         for operation, error in heard.values():
             assert operation.name == refuse.name
-            assert isinstance(error, DeadlineError if refuse.cause is Cause.LATE else MismatchError)
+            assert type(error) is kind
             assert error.ranks == refuse.at_fault
-            assert refuse.cause is Cause.LATE or set(error.details) == set(range(self.plan.size))
-        if refuse.cause is not Cause.LATE and len(heard) == self.plan.size:
+            assert refuse.cause is not Cause.MISMATCH or set(error.details) == set(refuse.at_fault)
+        if refuse.cause is Cause.MISMATCH and refuse.at_fault and set(heard) == set(refuse.submitted):
             assert not same_request([operation for operation, _ in heard.values()]), "refused although all agree"
 
     def _check_outcomes(self) -> None:
-        """Without faults everything is determined: the k-th submissions of a name agree and run, or are refused."""
-        if self.plan.deadline_seconds < FOREVER:
+        """Without faults everything is determined: what belongs together agrees and runs, or is refused."""
+        keys = {key: None for of_rank in self.submissions for key in of_rank}
+        for key in keys:
+            team = self.teams[key[0]]
+            of_ranks = {rank: self.submissions[rank].get(key, []) for rank in team}
+            for k in range(max(map(len, of_ranks.values()))):
+                together = {rank: s[k] for rank, s in of_ranks.items() if k < len(s)}
+                self._check_outcome(key[0], together, [rank for rank in team if rank not in together])
+
+    def _check_outcome(self, number: int, together: Mapping[int, Submission], missing: Sequence[int]) -> None:
+        submissions = list(together.values())
+        operations = [s.operation for s in submissions]
+        refusals = [self.refused[s.refused] for s in submissions if s.refused is not None]
+        if any("removed" in refuse.reason for refuse in refusals):
+            assert number in self.removed, "refused although the set is there"
+            assert all("removed" in refuse.reason for refuse in refusals)
+            assert len(refusals) == len(submissions)
+            assert missing or self.plan.capacity not in (0, 1024), "refused although all had submitted before"
             return
-        expected: Counter[tuple[str, bool]] = Counter()
-        for name in {o.name for program in self.plan.programs for o in program}:
-            for together in zip(*([o for o in p if o.name == name] for p in self.plan.programs), strict=True):
-                expected[name, same_request(list(together))] += 1
-        found: Counter[tuple[str, bool]] = Counter()
-        for members in self.batches.values():
-            found.update((operation.name, True) for operation, _ in members[0])
-        found.update((refuse.name, False) for refuse in self.refused.values())
-        assert found == expected
+        assert not (missing and self.removed.get(number) == submissions[0].epoch), "waits in a removed set"
+        agree = same_request(operations)
+        if agree and (not missing or can_be_stood_in_for(operations[0])):
+            [where] = {s.ran for s in submissions}
+            assert where is not None, "refused although all agree"
+            assert set(missing) <= set(self.batches[where].executed), "a joined rank did not take part"
+        else:
+            [refused] = {s.refused for s in submissions}
+            assert refused is not None, "executed although it should not be"
+            if agree:
+                assert self.refused[refused].cause is Cause.JOINED
+                assert set(self.refused[refused].at_fault) == set(missing)
+            else:
+                assert self.refused[refused].cause is Cause.MISMATCH or missing
+
+    def names_submitted_again(self) -> bool:
+        """Whether some rank submitted some name more than once."""
+        return any(len(s) > 1 for of_rank in self.submissions for s in of_rank.values())
 
 
 def play(seed: int) -> Simulation:
@@ -522,7 +641,7 @@ def play(seed: int) -> Simulation:
     try:
         simulation.run()
     except Exception as error:
-        events = "\n  ".join(simulation.log[-40:])
+        events = "\n  ".join(simulation.log()[-40:])
         raise AssertionError(
             f"schedule of seed {seed} failed: {error!r}; replay with REIGEN_SIM_SEED={seed}\n"
             f"  {simulation.plan}\n  {events}"

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from reigen.cluster.rendezvous import LocalRendezvous
 from reigen.cluster.topology import Topology
 from reigen.config import Config
 from reigen.context import Context, Handle
-from reigen.errors import ArgumentError, JoinedError, MismatchError
+from reigen.engine.handles import Task
+from reigen.engine.messages import Kind, Operation
+from reigen.errors import ArgumentError, JoinedError, MismatchError, SharedMemoryError
 from reigen.testing import run_threads
 from reigen.types import DTYPES, ReduceOp
+from reigen.wire.segment import Segment
 
 FLOAT, DOUBLE, INT = DTYPES["float32"], DTYPES["float64"], DTYPES["int64"]
 
@@ -395,3 +399,114 @@ def test_a_set_without_the_joined_rank_is_not_concerned() -> None:
         return job.join(blocking=True).wait().value
 
     assert set(between(3, act)) <= {1, 2}
+
+
+def test_what_is_outstanding_when_the_last_rank_joins_is_done_first() -> None:
+    """Every rank has steps that the others have not, waits for none of them, and joins."""
+
+    def act(job: Context) -> float:
+        x = np.full(3, 1.0 + job.rank, np.float32)
+        handle = job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name=f"of rank {job.rank}", divide_by_active=True)
+        joining = job.join()
+        with pytest.raises(ArgumentError, match="this rank has joined"):
+            job.barrier()
+        joining.wait()
+        assert handle.done
+        handle.wait()
+        job.barrier().wait()
+        return float(x[0])
+
+    assert between(3, act) == [1.0, 2.0, 3.0]
+
+
+def test_a_tensor_cannot_be_called_as_one_of_a_process_set_or_a_join() -> None:
+    def act(job: Context) -> float:
+        for name in ("x (process set 1)", "join (all ranks)"):
+            with pytest.raises(ArgumentError, match="could be taken for another's"):
+                job.barrier(name=name)
+        return total(job, 1.0, name="join") + total(job, 1.0, name="(process set 1)")
+
+    assert between(2, act) == [4.0] * 2
+
+
+def test_memory_of_a_set_that_is_over_does_not_free_that_of_the_next_one() -> None:
+    """Its number is used again, and its place: what is given back late, or twice, is not the new memory."""
+
+    def act(job: Context) -> bool:
+        first = job.add_process_set([0, 1])
+        if job.rank < 2:
+            old = job.allocate(4096, name="old", process_set=first)
+        job.remove_process_set(first)
+        second = job.add_process_set([0, 1])
+        assert second == first
+        if job.rank < 2:
+            new = job.allocate(4096, name="new", process_set=second)
+            assert new.offset == old.offset
+            job.free(old, process_set=second)
+            job.barrier(process_set=second).wait()
+            other = job.allocate(4096, name="other", process_set=second)
+            assert other.offset != new.offset
+            job.free(other, process_set=second)
+            job.free(other, process_set=second)
+        return total(job, 1.0) == 3.0
+
+    assert all(between(3, act))
+
+
+def test_two_threads_that_make_or_unmake_the_same_set() -> None:
+    """Both are past the first check when neither is done: the second is refused on all ranks, and nothing breaks."""
+
+    def act(job: Context) -> float:
+        add = Operation(Kind.ADD_SET, "a", shape=(0, 1))
+        remove = Operation(Kind.REMOVE_SET, "c", shape=(1,))
+        for operation, text in ((add, "there is a process set"), (remove, "process set 1 has been removed")):
+            twice = [structs.replace(operation, name=f"{operation.name}{i}") for i in range(2)]
+            handles = [job._submit(o, Task(), blocking=False) for o in twice]
+            handles[0].wait()
+            with pytest.raises(MismatchError, match=text):
+                handles[1].wait()
+        assert dict(job.process_sets) == {0: (0, 1, 2)}
+        return total(job, 1.0)
+
+    assert between(3, act) == [3.0] * 3
+
+
+def test_a_set_that_finds_no_memory_is_no_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are told; the number goes to the next set, of which some of them are no members."""
+    grow, scarce = Segment.grow, [True]
+
+    def stingy(self: Segment, nbytes: int, what: str, *, sharers: int = 1) -> int:
+        if scarce[0] and "process set" in what:
+            raise SharedMemoryError.for_request(nbytes, 0, what)
+        return grow(self, nbytes, what, sharers=sharers)
+
+    monkeypatch.setattr(Segment, "grow", stingy)
+
+    def act(job: Context) -> float:
+        with pytest.raises(SharedMemoryError, match="process set"):
+            job.add_process_set([0, 1])
+        assert dict(job.process_sets) == {0: (0, 1, 2)}
+        job.barrier().wait()
+        scarce[0] = False
+        assert job.add_process_set([1, 2]) == 1
+        return total(job, 1.0, process_set=1) if job.rank else total(job, 1.0, name="alone", process_set=0)
+
+    def with_company(job: Context) -> float:
+        found = act(job)
+        if job.rank:
+            total(job, 1.0, name="alone")
+        return found
+
+    assert between(3, with_company) == [3.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 1024])
+def test_a_full_response_cache_is_told_of_once(capacity: int, caplog: pytest.LogCaptureFixture) -> None:
+    def act(job: Context) -> None:
+        for _ in range(3):
+            for name in "abc":
+                total(job, 1.0, name=name)
+
+    between(2, act, cache_capacity=capacity)
+    told = [record for record in caplog.records if "raise HOROVOD_CACHE_CAPACITY" in record.getMessage()]
+    assert len(told) == (capacity == 1)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from reigen.engine.messages import (
+    JOIN_NAME,
     Announcement,
     Cause,
     Forget,
@@ -244,7 +246,7 @@ def test_e_ready_that_crosses_forget_is_ignored_and_said_again_in_full() -> None
     p.submit(op("a"))
     p.outgoing.clear()
     assert p.hear(Forget((0,))) == []
-    assert p.outgoing == [Submit(op("a"))]
+    assert p.outgoing == [Submit(op("a"), instead_of=0)]
     p.validate_state()
 
 
@@ -352,3 +354,162 @@ def test_h_a_loss_has_the_effect_of_left_once() -> None:
     assert p.outgoing == []
     assert p.lose(PeerLostError("again", ranks=(0,))) == []
     assert p.broken is error
+
+
+# I
+
+
+def setting(c: Coordinator, size: int, *sets: tuple[int, ...]) -> list[int]:
+    """Make process sets; their numbers."""
+    numbers = []
+    for number, ranks in enumerate(sets):
+        add = Operation(Kind.ADD_SET, f"add{number}", shape=ranks)
+        [run] = told(c, *((rank, Submit(add)) for rank in range(size)))
+        assert isinstance(run, Run)
+        [[response]] = run.batches
+        assert isinstance(response, Response)
+        numbers.append(response.value)
+    return numbers
+
+
+def test_i_only_the_ranks_of_a_set_are_waited_for_and_take_part() -> None:
+    c = coordinator(3)
+    assert setting(c, 3, (0, 2)) == [1]
+    operation = op("t", process_set=1)
+    assert told(c, (2, Submit(operation))) == []
+    run = Run(((Response("t", 0, process_set=1),),))
+    assert told(c, (0, Submit(operation))) == [run]
+    stranger = Participant(1)
+    assert stranger.hear(run) == []
+    assert stranger.hear(Run(((0,),))) == []
+
+
+def test_i_what_waits_in_a_set_that_is_removed_is_refused_and_what_is_cached_is_forgotten() -> None:
+    c = coordinator(2)
+    setting(c, 2, (0,), (1,))
+    told(c, (1, Submit(op("t", process_set=2))))
+    told(c, (0, Submit(op("both"))), (1, Submit(op("both"))))
+    both = Operation(Kind.ADD_SET, "b", shape=(0, 1))
+    [refuse] = told(c, (0, Submit(both)), (1, Submit(both)))
+    assert isinstance(refuse, Refuse)
+    assert refuse.reason == "there is a process set of the ranks [0, 1] already"
+    remove = Operation(Kind.REMOVE_SET, "r", shape=(2,))
+    said = told(c, (0, Submit(remove)), (1, Submit(remove)))
+    assert said == [Forget((0,)), Run(((Response("r"),),))]
+    assert told(c, (1, Ready(0))) == []
+    [refuse] = told(c, (1, Submit(op("t", process_set=2), instead_of=0)))
+    assert refuse == Refuse("t", Cause.MISMATCH, "process set 2 has been removed", (1,))
+    [refuse] = told(c, (0, Submit(remove)), (1, Submit(remove)))  # two threads wanted it
+    assert refuse == Refuse("r", Cause.MISMATCH, "process set 2 has been removed", (0, 1))
+    assert setting(c, 2, (1,)) == [2]
+
+
+def test_i_a_set_that_could_not_be_made_is_no_set() -> None:
+    """Its number means another set later, which is not this rank's."""
+    p = Participant(0)
+    p.submit(Operation(Kind.ADD_SET, "a", shape=(0, 1)))
+    p.hear(Run(((Response("a", value=1),),)))
+    p.abandon_set(1)
+    assert p.hear(Run(((Response("t", process_set=1),),))) == []
+
+
+# J
+
+
+def test_j_groups_with_stand_ins_are_bounded_and_staged() -> None:
+    """A long group with a template is one announcement of its own; what lies in registered memory is staged."""
+    c = coordinator(2, threshold=1 << 30)
+    group = op("g", dtype="", shape=(), members=tuple(op("", offset=64 * i) for i in range(2000)))
+    told(c, (1, join()))
+    [first, run, last] = told(c, (0, Submit(op("a"))), (0, Submit(group)), (0, Submit(op("b"))))
+    assert isinstance(run, Run)
+    [[response]] = run.batches
+    assert isinstance(response, Response)
+    assert response.template is not None
+    assert all(member.offset == -1 for member in response.template.members)
+    assert not any(member.in_place for member in response.members)
+    assert len(encode([first])) < 1 << 10
+    assert len(encode([last])) < 1 << 10
+
+
+# K
+
+
+def join() -> Submit:
+    return Submit(Operation(Kind.JOIN, JOIN_NAME))
+
+
+def test_k_the_last_join_ends_what_is_outstanding_first() -> None:
+    """Each rank has something that the other has not: both are done, then everybody has joined."""
+    c = coordinator()
+    x, y = op("x"), op("y", kind=Kind.BARRIER, dtype="", shape=())
+    assert told(c, (0, Submit(x)), (1, Submit(y)), (0, join())) == [
+        Refuse("y", Cause.JOINED, "rank(s) 0 have joined, so they have no data for this barrier", (1,), (0,))
+    ]
+    assert told(c, (1, join())) == [Run(((Response("x", num_active=1, template=x),), (Response(JOIN_NAME, value=1),)))]
+    assert c.next_expiry() is None
+
+
+def test_k_a_rank_is_not_stood_in_for_in_what_it_has_submitted() -> None:
+    """Its Ready crossed the Forget: that it has joined counts when it has said so in full."""
+    c = coordinator(3, capacity=1)
+    everybody = range(3)
+    told(c, *((r, Submit(op("a"))) for r in everybody))
+    assert Forget((0,)) in told(c, *((r, Submit(op("b"))) for r in everybody))
+    assert told(c, (0, Ready(0)), (0, join()), (1, Submit(op("a"))), (2, join())) == []
+    [run] = told(c, (0, Submit(op("a"), instead_of=0)))
+    assert run == Run(((Response("a", num_active=2, template=op("a")),),))
+    assert told(c, (1, join())) == [Run(((Response(JOIN_NAME, value=1),),))]
+
+
+def test_k_memory_is_given_back_by_those_who_have_joined_too() -> None:
+    c = coordinator()
+    free = op("f", kind=Kind.FREE, dtype="", shape=(), offset=64)
+    assert told(c, (0, Submit(free)), (1, join())) == []
+    assert told(c, (1, Submit(free))) == [Run(((Response("f", in_place=True),),))]
+
+
+# L
+
+
+@pytest.mark.parametrize(
+    ("operation", "text"),
+    [
+        (op(process_set=1), r"rank 2 is not in process set 1, whose ranks are \[0, 1\]"),
+        (op(process_set=9), "process set 9 has been removed"),
+        (op(dtype="complex64"), "no data type 'complex64'"),
+        (op(kind=Kind.ALLGATHER, shape=()), r"allgather of shape \[\]"),
+        (op(shape=(-1,)), r"allreduce of shape \[-1\]"),
+        (op(kind=Kind.BROADCAST, root=3), "root rank 3 is not one of the ranks"),
+        (op(kind=Kind.ALLTOALL, splits=(1, 1)), r"splits \[1, 1\] of 4 rows among 3 ranks"),
+        (op(kind=Kind.ALLTOALL, splits=(2, 2, 2)), r"splits \[2, 2, 2\] of 4 rows"),
+        (op(JOIN_NAME), "only a join can be called"),
+        (op(kind=Kind.JOIN), "only a join can be called"),
+        (Operation(Kind.JOIN, JOIN_NAME, members=(op(""),)), "no groups of join"),
+        (op(members=(op("", kind=Kind.JOIN),)), "members of a group must be of its kind"),
+        (op(members=(op("", process_set=1),)), "members of a group must be of its kind and process set"),
+        (op(members=(op("", members=(op(""),)),)), "no groups themselves"),
+        (op(members=(op(""), op("", dtype="?"))), "no data type"),
+        (op(kind=Kind.ADD_SET, shape=(1, 0)), r"a process set of the ranks \[1, 0\] out of 3"),
+        (op(kind=Kind.ADD_SET, shape=(1, 3)), r"a process set of the ranks \[1, 3\] out of 3"),
+        (op(kind=Kind.ADD_SET, shape=()), r"a process set of the ranks \[\]"),
+        (op(kind=Kind.REMOVE_SET, shape=(0,)), r"the process set \[0\] cannot be removed"),
+        (op(kind=Kind.ADD_SET, shape=(0,), process_set=2), "add_set is for all ranks"),
+    ],
+)
+def test_l_what_makes_no_sense_is_refused_on_who_says_it_and_all_else_goes_on(operation: Operation, text: str) -> None:
+    c = coordinator(3)
+    setting(c, 3, (0, 1), (1, 2))
+    [refuse] = told(c, (2, Submit(operation)))
+    assert isinstance(refuse, Refuse)
+    assert re.search(text, refuse.reason), refuse.reason
+    assert refuse.submitted == (2,)
+    assert told(c, *((rank, Submit(op("good"))) for rank in range(3))) == [Run(((Response("good", 0),),))]
+
+
+def test_l_one_name_in_two_sets_is_a_mismatch() -> None:
+    c = coordinator(3)
+    setting(c, 3, (0, 1))
+    [refuse] = told(c, (0, Submit(op())), (1, Submit(op(process_set=1))), (2, Submit(op())))
+    assert isinstance(refuse, Refuse)
+    assert refuse.reason == "the process sets differ between ranks"

@@ -1,4 +1,4 @@
-"""Negotiation under thousands of random schedules: orders, delays, mismatches, deadlines, ranks that leave and die.
+"""Negotiation under thousands of random schedules: orders, delays, process sets, joins, mismatches, lost ranks.
 
 REIGEN_SIM_SEED=<seed> replays one of them.
 """
@@ -6,13 +6,15 @@ REIGEN_SIM_SEED=<seed> replays one of them.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from tests.unit.simulator import FOREVER, play
+from tests.unit.schedules import FOREVER
+from tests.unit.simulator import play
 
-from reigen.engine.messages import Cause
+from reigen.engine.messages import Cause, Kind
 
 _BLOCK = 500
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
@@ -37,18 +39,29 @@ def test_many_schedules(first: int) -> None:
 
 def test_the_schedules_reach_what_they_are_meant_to() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(500):
+    for seed in range(2_000):
         s = play(seed)
-        seen["fused"] += any(len(next(iter(m.values()))) > 1 for m in s.batches.values())
+        seen["fused"] += any(len(b.names) > 1 for b in s.batches.values())
         seen["mismatch"] += any(r.cause is not Cause.LATE for r in s.refused.values())
         seen["late"] += any(r.cause is Cause.LATE for r in s.refused.values())
         seen["died"] += any(r.gone == "died" for r in s.ranks)
         seen["left"] += any(r.gone == "left" for r in s.ranks)
         seen["rank 0 gone"] += bool(s.ranks[0].gone)
-        seen["cached"] += any("Ready" in line for line in s.log)
-        seen["forgotten"] += any("Forget" in line for line in s.log)
-        seen["submitted again"] += s.plan.deadline_seconds == FOREVER and any(
-            c > 1 for r in s.ranks for c in r.count.values()
-        )
+        log = "\n".join(s.log())
+        seen["cached"] += "Ready" in log
+        seen["forgotten"] += "Forget" in log
+        seen["submitted again"] += s.plan.deadline_seconds == FOREVER and s.names_submitted_again()
+        batches = [m for b in s.batches.values() for m in b.executed.values() if m]
+        seen["groups"] += any(o.members for m in batches for o, _ in m)
+        seen["joined"] += any(o.kind is Kind.JOIN for m in batches for o, _ in m)
+        seen["joined twice"] += any(state.epoch > 1 for state in s.ranks)
+        seen["stood in"] += any(r.template is not None for m in batches for _, r in m)
+        seen["in sets"] += any(o.process_set for m in batches for o, _ in m)
+        seen["stood in, in sets"] += any(r.template is not None and r.process_set for m in batches for _, r in m)
+        seen["refused: joined"] += any(r.cause is Cause.JOINED for r in s.refused.values())
+        seen["removed"] += bool(s.removed)
+        seen["refused: removed"] += any("removed" in r.reason for r in s.refused.values())
+        seen["number used again"] += max(Counter(s.numbers_given).values(), default=0) > 1
+        seen["said again in full"] += bool(re.search(r"instead_of=\d", log))
     assert min(seen.values()) >= 15, seen
-    assert len(seen) == 9
+    assert len(seen) == 20

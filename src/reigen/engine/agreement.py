@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from reigen.engine.messages import Kind, Operation, Response
+from reigen.engine.messages import JOIN_NAME, Kind, Operation, Response
+from reigen.types import DTYPES
 
 #: ``(what is wrong, what to show of each rank's operation)``
 Disagreement = tuple[str, Callable[[Operation], str]]
@@ -29,6 +30,7 @@ class _Check:
 
 #: Horovod's order, after the groups, which have no dtype of their own.
 _CHECKS = (
+    _Check(_ALL, lambda o: o.process_set, "the process sets differ", lambda o: f"process set {o.process_set}"),
     _Check(
         _ALL,
         lambda o: len(o.members),
@@ -61,6 +63,59 @@ _CHECKS = (
     _Check((Kind.FREE,), lambda o: o.offset, "the regions differ", lambda o: f"offset {o.offset}"),
     _Check(_SETS, lambda o: o.shape, "the process sets differ", lambda o: str(list(o.shape))),
 )
+
+
+_OF_ELEMENTS = (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER)
+_IN_GROUPS = (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.REDUCESCATTER)
+_OF_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ALLOCATE)
+_OF_ALL_RANKS = (Kind.JOIN, *_SETS)
+
+
+def fault(operation: Operation, rank: int, team: Sequence[int]) -> str | None:
+    """What makes no sense in an operation of ``rank`` whatever the others say; None where all is well.
+
+    What a front end submits has been checked there; this is for what it has overlooked, so that no rank fails in the
+    middle of a collective.
+
+    Args:
+        operation: what was submitted.
+        rank: who submitted it.
+        team: the ranks of its process set.
+    """
+    kind = operation.kind
+    if rank not in team:
+        return f"rank {rank} is not in process set {operation.process_set}, whose ranks are {list(team)}"
+    if kind in _OF_ALL_RANKS and operation.process_set:
+        return f"{kind.name.lower()} is for all ranks, not for a process set"
+    if (kind is Kind.JOIN) != (operation.name == JOIN_NAME):
+        return f"only a join can be called {JOIN_NAME!r}"
+    if not operation.members:
+        return _single_fault(operation, team)
+    if kind not in _IN_GROUPS:
+        return f"there are no groups of {kind.name.lower()}"
+    for member in operation.members:
+        if member.members or (member.kind, member.process_set) != (kind, operation.process_set):
+            return "the members of a group must be of its kind and process set, and no groups themselves"
+    return next(filter(None, (_single_fault(member, team) for member in operation.members)), None)
+
+
+def _single_fault(operation: Operation, team: Sequence[int]) -> str | None:
+    kind, shape = operation.kind, operation.shape
+    if kind in _OF_ELEMENTS and operation.dtype not in DTYPES:
+        return f"there is no data type {operation.dtype!r}"
+    if min(shape, default=0) < 0 or (kind in _OF_ROWS and not shape):
+        return f"{kind.name.lower()} of shape {list(shape)}"
+    if kind is Kind.BROADCAST and operation.root not in team:
+        return f"the root rank {operation.root} is not one of the ranks {list(team)}"
+    if kind is Kind.ALLTOALL:
+        splits = operation.splits
+        if len(splits) != len(team) or min(splits) < 0 or sum(splits) > shape[0]:
+            return f"splits {list(splits)} of {shape[0]} rows among {len(team)} ranks"
+    if kind is Kind.ADD_SET and (not shape or shape[-1] >= len(team) or sorted(set(shape)) != list(shape)):
+        return f"a process set of the ranks {list(shape)} out of {len(team)}"
+    if kind is Kind.REMOVE_SET and (len(shape) != 1 or not shape[0]):
+        return f"the process set {list(shape)} cannot be removed"
+    return None
 
 
 def disagreement(operations: Mapping[int, Operation]) -> Disagreement | None:

@@ -27,6 +27,7 @@ import msgspec
 from reigen.engine.execution import Team, execute, stand_in
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
+    JOIN_NAME,
     MAX_NOTE_BYTES,
     Announcement,
     Kind,
@@ -45,7 +46,14 @@ from reigen.engine.negotiation import Coordinator, Execute, Instruction, Partici
 from reigen.engine.observer import Observer
 from reigen.engine.stall_watch import Seat, StallWatch
 from reigen.engine.transport import Transport, Watch
-from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, PeerLostError, SharedMemoryError
+from reigen.errors import (
+    ArgumentError,
+    CollectiveError,
+    DeadlineError,
+    DuplicateNameError,
+    PeerLostError,
+    SharedMemoryError,
+)
 from reigen.planes.base import DataPlane
 from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
 
@@ -169,6 +177,7 @@ class Engine:
 
         Raises:
             DuplicateNameError: an operation of this name is outstanding.
+            ArgumentError: a join is outstanding.
             CollectiveError: a rank was lost, or the engine is shut down.
         """
         with self._mutex:
@@ -178,6 +187,8 @@ class Engine:
                 raise self._broken.of(operation.name)
             if operation.name in self._handles:
                 raise DuplicateNameError(operation.name)
+            if JOIN_NAME in self._handles and operation.kind is not Kind.FREE:
+                raise ArgumentError(f"{operation.name}: this rank has joined; wait for join() before anything else")
             self._handles[operation.name] = handle
             if (observer := self._observer) is not None:
                 observer.submitted(operation)  # before anybody can begin it
@@ -308,6 +319,9 @@ class Engine:
         self._transport.wake(Sleeper.ENGINE)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_GRACE_SECONDS)
+        for number, team in self._teams.items():
+            if free and number and team.plane is not None:
+                team.plane.close()
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -523,8 +537,10 @@ class Engine:
         except SharedMemoryError as error:
             results = [error.of(operation.name) for operation, _ in batch]
             first, response = batch[0]
-            if first.kind is Kind.ADD_SET and self._coordinator is not None:
-                self._coordinator.abandon_set(response.value)
+            if first.kind is Kind.ADD_SET:
+                self._participant.abandon_set(response.value)
+                if self._coordinator is not None:
+                    self._coordinator.abandon_set(response.value)
         finally:
             self._running = None
             if self._stalls is not None:

@@ -26,6 +26,10 @@ class Kind(IntEnum):
     REMOVE_SET = 11
 
 
+#: What every rank calls its JOIN, and nothing else is called.
+JOIN_NAME = "join (all ranks)"
+
+
 class Operation(msgspec.Struct, frozen=True, array_like=True):
     """What one rank asks for under a name.
 
@@ -117,9 +121,15 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """This rank has the tensor ready, and this is what it wants."""
+    """This rank has the tensor ready, and this is what it wants.
+
+    Attributes:
+        operation: what it wants.
+        instead_of: the number of the `Ready` that this replaces, since it crossed the `Forget`; else -1.
+    """
 
     operation: Operation
+    instead_of: int = -1
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):

@@ -36,27 +36,31 @@ Beyond all ranks and single tensors
 I. *Process sets.* An operation names its set; "every rank" above is then every rank of the set. All ranks still read
    all announcements, in one order, and pass over what is not theirs: sets that overlap cannot wait for each other in
    a circle. A set is made (and unmade) by an operation of all ranks; its number is in the response, the lowest free
-   one. What waits in a set that is unmade, or comes later, is refused.
+   one. What waits in a set that is unmade, or comes later, is refused. Two sets of the same ranks there are not.
 J. *Groups.* Several tensors under one name are one operation: submitted, compared, refused, cached, answered as one.
-K. *Join.* A rank that has no more data submits JOIN and nothing more until it is answered, which is when all ranks
-   have: with the last one's number. Meanwhile an operation that waits for joined ranks alone is complete. An allreduce
-   is announced with a template, from which those who did not submit it stand in with neutral elements; such responses
-   are not cached, nor in place (nobody could know when a stand-in has cleared its memory). Anything else is refused. A
-   JOIN waits as long as it takes.
+K. *Join.* A rank that has no more data submits JOIN and nothing more (but FREE) until it is answered, which is when all
+   ranks have: with the last one's number. Meanwhile an operation that waits for joined ranks alone is complete; at the
+   end that is every one, so nothing of before is outstanding when JOIN is answered. An allreduce is announced with a
+   template, from which those who did not submit it stand in with neutral elements; such responses are not cached, nor
+   in place (nobody could know when a stand-in has cleared its memory). Anything else is refused. A JOIN waits as long
+   as it takes. Where a `Ready` before it was ignored (E), it counts only when what is to be said in full has come: a
+   rank must not be stood in for in what it has submitted.
+L. An operation that makes no sense whatever the others say is refused on the rank that submitted it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import structs
 
 from reigen.engine import fusion
-from reigen.engine.agreement import disagreement, respond
+from reigen.engine.agreement import disagreement, fault, respond
 from reigen.engine.messages import (
+    JOIN_NAME,
     Announcement,
     Cause,
     Forget,
@@ -208,6 +212,10 @@ class Participant:
         """Step G: say goodbye. The caller fails what is pending."""
         self.outgoing.append(Leave())
 
+    def abandon_set(self, number: int) -> None:
+        """A process set could not be made after all."""
+        self._sets.discard(number)
+
     def _concerns(self, item: int | Response) -> bool:
         """Whether this rank is in the process set of an announced item (step I); a batch is of one set."""
         return item in self._by_slot if isinstance(item, int) else item.process_set in self._sets
@@ -244,12 +252,13 @@ class Participant:
         waiting = self.pending.get(name)
         if waiting is not None and waiting.slot == slot:
             waiting.slot = -1
-            self.outgoing.append(Submit(waiting.operation))
+            self.outgoing.append(Submit(waiting.operation, slot))
 
     def validate_state(self) -> None:
         """Check the invariants; for tests."""
         assert {e.slot for e in self._by_name.values()} == set(self._by_slot)
         assert all(e.operation.name == name for name, e in self._by_name.items())
+        assert all(e.operation.process_set in self._sets for e in self._by_name.values())
         assert all(w.slot < 0 or w.slot in self._by_slot for w in self.pending.values())
         assert self.broken is None or not (self.pending or self.outgoing)
 
@@ -262,6 +271,7 @@ class _Entry:
     """A name that some ranks have told of."""
 
     since: float
+    process_set: int
     operations: dict[int, Operation] = field(default_factory=dict)
     #: ranks that said so by the number of ``slot``
     by_slot: int = 0
@@ -285,6 +295,7 @@ class Coordinator:
         fusion_threshold_bytes: see `fusion.plan`.
         deadline_seconds: how long a name may wait for its last rank.
         fuse_groups: see `fusion.plan`.
+        warn: called when the response cache is full for the first time, with what to tell the user.
     """
 
     def __init__(
@@ -295,16 +306,21 @@ class Coordinator:
         deadline_seconds: float,
         *,
         fuse_groups: bool = True,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         self.size = size
         self._capacity = cache_capacity
         self._threshold = fusion_threshold_bytes
         self._fuse_groups = fuse_groups
         self._deadline = deadline_seconds
+        self._warn = warn
         #: process sets: their ranks in ascending order, by number
         self._sets: dict[int, tuple[int, ...]] = {0: tuple(range(size))}
-        #: ranks that have joined, in that order, and under which name
-        self._joined: dict[int, str] = {}
+        #: ranks that have joined, and those that will have when what they said by forgotten numbers has come in full
+        self._joined: set[int] = set()
+        self._joining: set[int] = set()
+        #: by rank: numbers by which it told of something when they had been forgotten
+        self._crossed: defaultdict[int, set[int]] = defaultdict(set)
         #: names that wait for ranks; oldest first, since they only ever enter at the end
         self._table: dict[str, _Entry] = {}
         #: slot -> record, least recently used first; and the slot of each name
@@ -320,17 +336,17 @@ class Coordinator:
         if self._closed:
             return
         match report:
-            case Submit(operation):
-                if operation.kind is Kind.JOIN:
-                    self._join(rank, operation)
-                elif operation.process_set in self._sets:
-                    self._enter(operation.name, rank, operation, -1, now)
-                else:
-                    self._refuse_removed(operation.name, operation.process_set, [rank])
+            case Submit(operation, instead_of):
+                self._take(rank, operation, now)
+                self._crossed[rank].discard(instead_of)
+                if rank in self._joining:
+                    self._join(rank)
             case Ready(slot):
                 record = self._cache.get(slot)
                 if record is not None:
                     self._enter(record.response.name, rank, record.operations[rank], slot, now)
+                else:
+                    self._crossed[rank].add(slot)
             case Leave():
                 self._flush()
                 self._close(Left(rank))
@@ -361,7 +377,7 @@ class Coordinator:
             first = next(iter(entry.operations.values()))
             if first.kind not in _HOUSEKEEPING:
                 ready, missing = tuple(sorted(entry.operations)), self._missing(entry)
-                found.append(Wait(name, first.kind.name.lower(), first.process_set, entry.since, ready, missing))
+                found.append(Wait(name, first.kind.name.lower(), entry.process_set, entry.since, ready, missing))
         return found
 
     def waits_since(self) -> float | None:
@@ -382,10 +398,23 @@ class Coordinator:
         self._table.clear()
         self._said.append(last)
 
+    def _take(self, rank: int, operation: Operation, now: float) -> None:
+        """Steps A, I, K, L: what a rank says in full."""
+        if operation.process_set not in self._sets:
+            self._refuse_removed(operation.name, operation.process_set, [rank])
+            return
+        reason = fault(operation, rank, self._sets[operation.process_set])
+        if reason is not None:
+            self._said.append(Refuse(operation.name, Cause.MISMATCH, reason, (rank,), (rank,)))
+        elif operation.kind is Kind.JOIN:
+            self._join(rank)
+        else:
+            self._enter(operation.name, rank, operation, -1, now)
+
     def _enter(self, name: str, rank: int, operation: Operation, slot: int, now: float) -> None:
         entry = self._table.get(name)
         if entry is None:
-            entry = self._table[name] = _Entry(now)
+            entry = self._table[name] = _Entry(now, operation.process_set)
         entry.operations[rank] = operation
         if slot >= 0:
             entry.slot = slot
@@ -393,18 +422,18 @@ class Coordinator:
         self._complete_if_all_came(name, entry)
 
     def _complete_if_all_came(self, name: str, entry: _Entry) -> None:
-        if len(entry.operations) < self.size and self._missing(entry):
+        some_missing = len(entry.operations) < len(self._sets[entry.process_set])
+        if some_missing and (not self._joined or self._missing(entry)):
             return
         del self._table[name]
         self._complete(name, entry)
 
     def _missing(self, entry: _Entry) -> tuple[int, ...]:
         """Ranks that the entry waits for."""
-        some = next(iter(entry.operations.values()))
-        waits_for_joined = some.kind in _HOUSEKEEPING
+        waits_for_joined = next(iter(entry.operations.values())).kind in _HOUSEKEEPING
         return tuple(
             rank
-            for rank in self._sets[some.process_set]
+            for rank in self._sets[entry.process_set]
             if rank not in entry.operations and (waits_for_joined or rank not in self._joined)
         )
 
@@ -412,7 +441,7 @@ class Coordinator:
         """Step B: every rank has told of the name."""
         submitted = tuple(sorted(entry.operations))
         first = entry.operations[submitted[0]]
-        ranks = self._sets[first.process_set]
+        ranks = self._sets[entry.process_set]
         if entry.by_slot == len(ranks):
             self._cache.move_to_end(entry.slot)
             self._ready.append((first, self._cache[entry.slot].response, True))
@@ -431,8 +460,9 @@ class Coordinator:
             details = tuple((rank, show(entry.operations[rank])) for rank in submitted)
             self._said.append(Refuse(name, Cause.MISMATCH, f"{what} between ranks", submitted, submitted, details))
         elif joined:
-            response = _stood_in(respond(entry.operations, -1), first, len(submitted))
-            self._ready.append((first, response, False))
+            self._ready.append(_stood_in(entry.operations))
+        elif (untimely := self._untimely(first)) is not None:
+            self._said.append(Refuse(name, Cause.MISMATCH, untimely, submitted))
         else:
             self._agree(first, entry.operations)
 
@@ -448,6 +478,14 @@ class Coordinator:
 
     # -- process sets and join ----------------------------------------------------------------------------------------
 
+    def _untimely(self, operation: Operation) -> str | None:
+        """Step I: why a set is not made, or not unmade, although all ranks want it: another thread was first."""
+        if operation.kind is Kind.ADD_SET and operation.shape in self._sets.values():
+            return f"there is a process set of the ranks {list(operation.shape)} already"
+        if operation.kind is Kind.REMOVE_SET and operation.shape[0] not in self._sets:
+            return f"process set {operation.shape[0]} has been removed"
+        return None
+
     def _add_set(self, ranks: tuple[int, ...]) -> int:
         """Step I."""
         number = next(number for number in itertools.count(1) if number not in self._sets)
@@ -458,7 +496,7 @@ class Coordinator:
         """Step I: what is ready in it is announced before; what waits is refused; what is cached is forgotten."""
         self._flush()
         for name, entry in list(self._table.items()):
-            if next(iter(entry.operations.values())).process_set == number:
+            if entry.process_set == number:
                 del self._table[name]
                 self._refuse_removed(name, number, sorted(entry.operations))
         gone = [slot for slot, record in self._cache.items() if record.response.process_set == number]
@@ -473,15 +511,18 @@ class Coordinator:
         reason = f"process set {number} has been removed"
         self._said.append(Refuse(name, Cause.MISMATCH, reason, tuple(submitted)))
 
-    def _join(self, rank: int, operation: Operation) -> None:
+    def _join(self, rank: int) -> None:
         """Step K."""
-        self._joined[rank] = operation.name
+        if self._crossed[rank]:
+            self._joining.add(rank)
+            return
+        self._joining.discard(rank)
+        self._joined.add(rank)
+        for name, entry in list(self._table.items()):  # only this one leaves it: sets change when nobody has joined
+            self._complete_if_all_came(name, entry)
         if len(self._joined) == self.size:
             self._joined.clear()
-            self._ready.append((operation, Response(operation.name, value=rank), False))
-            return
-        for name, entry in list(self._table.items()):
-            self._complete_if_all_came(name, entry)
+            self._ready.append((Operation(Kind.JOIN, JOIN_NAME), Response(JOIN_NAME, value=rank), False))
 
     def _new_slot(self, operation: Operation) -> int:
         if not self._capacity or operation.kind in _UNCACHED or UNNAMED in operation.name:
@@ -518,6 +559,12 @@ class Coordinator:
             if entry is None or not entry.by_slot:
                 gone.append(slot)
         self._drop(gone)
+        if gone and self._warn is not None:
+            self._warn(
+                f"more than {self._capacity} different tensors: the response cache forgets those that were not used "
+                "for the longest time, and negotiating them takes longer; raise HOROVOD_CACHE_CAPACITY"
+            )
+            self._warn = None
 
     def _drop(self, slots: Sequence[int]) -> None:
         """Step E."""
@@ -528,6 +575,9 @@ class Coordinator:
 
     def _expire(self, now: float) -> None:
         """Step F."""
+        expiry = self.next_expiry()
+        if expiry is None or now < expiry:
+            return
         for name, entry in list(self._table.items()):
             if now < entry.since + self._deadline:
                 return
@@ -554,6 +604,9 @@ class Coordinator:
         assert self._slots == {record.response.name: slot for slot, record in self._cache.items()}
         assert all(e.operations and self._missing(e) for e in self._table.values())
         assert len(self._joined) < self.size
+        assert all(self._crossed[rank] and rank not in self._joined for rank in self._joining)
+        assert all(e.process_set in self._sets for e in self._table.values())
+        assert all(record.response.process_set in self._sets for record in self._cache.values())
         assert all(e.by_slot <= len(e.operations) for e in self._table.values())
         assert all(e.slot in self._cache for e in self._table.values() if e.by_slot)
         assert list(self._table.values()) == sorted(self._table.values(), key=lambda e: e.since)
@@ -576,10 +629,16 @@ def _has_stand_ins(operation: Operation) -> bool:
     return is_sum or operation.prescale == 1.0
 
 
-def _stood_in(response: Response, first: Operation, num_active: int) -> Response:
+def _stood_in(operations: Mapping[int, Operation]) -> tuple[Operation, Response, bool]:
     """Step K: nothing in place, and a template for who did not submit the operation."""
-    template = structs.replace(first, offset=-1)
-    return structs.replace(response, in_place=False, num_active=num_active, template=template)
+    staged = {rank: _staged(operation) for rank, operation in operations.items()}
+    template = staged[min(staged)]
+    response = structs.replace(respond(staged, -1), num_active=len(staged), template=template)
+    return template, response, False
+
+
+def _staged(operation: Operation) -> Operation:
+    return structs.replace(operation, offset=-1, members=tuple(map(_staged, operation.members)))
 
 
 #: Size of one announcement, roughly; a message of the transport has room for more.
