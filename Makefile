@@ -48,6 +48,7 @@ test-fast: $(VENV)/.stamp-dev
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)
+	$(BIN)/reigen bench calls --np $(NP)
 	$(BIN)/reigen bench train-step --np $(NP)
 	$(BIN)/reigen bench startup --np $(NP)
 

@@ -1,4 +1,4 @@
-"""The peer torch.distributed with Gloo, for `reigen bench allreduce`: sums of float32 in place.
+"""The peer torch.distributed with Gloo, for `reigen bench allreduce` and `calls`: sums of float32 in place.
 
 By hand: torchrun --nproc-per-node 2 -m reigen.bench.rank benchmarks/gloo_allreduce.py ordinary 26214400
 """
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from reigen.bench.arrays import SumOf
-from reigen.bench.sizes import resnet50_counts
+from reigen.bench.sizes import element_counts
 from reigen.bench.work import Case
 
 BUCKET_BYTES = 25 << 20  # DDP's default
@@ -31,9 +31,9 @@ class Gloo:
                 tensor = torch.zeros(case.nbytes // 4)
                 return SumOf([tensor.numpy()], self.rank, self.size, lambda: dist.all_reduce(tensor))
             case "separate":
-                return self._asynchronous(resnet50_counts())
+                return self._asynchronous(element_counts(case))
             case "buckets":
-                return self._asynchronous(bucket_counts(resnet50_counts(), BUCKET_BYTES // 4))
+                return self._asynchronous(bucket_counts(element_counts(case), BUCKET_BYTES // 4))
         raise ValueError(f"there is no case {case.name!r}")
 
     def close(self) -> None:

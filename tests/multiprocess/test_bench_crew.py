@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from reigen.bench.crew import Crew, CrewSpec
+from reigen.bench.memory import DTYPES, measure
 from reigen.bench.work import Case
 from reigen.errors import LaunchError
 
@@ -82,3 +83,42 @@ def test_the_command_measures_and_writes_json(tmp_path: Path) -> None:
     modes = json.loads((tmp_path / "found.json").read_text())["rows"][0]["modes"]
     assert set(modes) == {"reigen registered", "reigen ordinary", "copy of as many bytes", "copy of fresh data"}
     assert all(len(summary["rounds"]) == 2 and summary["median"] > 0 for summary in modes.values())
+
+
+def test_variables_of_a_crew_are_its_own(tmp_path: Path) -> None:
+    program = tmp_path / "environment.py"
+    program.write_text(
+        "import os\n"
+        "class Program:\n"
+        "    versions = {'capacity': os.environ['REIGEN_CACHE_CAPACITY']}\n"
+        "    def close(self): pass\n"
+        "def start(rank, size): return Program()\n"
+    )
+    with Crew(CrewSpec("environment", str(program), 1, variables={"REIGEN_CACHE_CAPACITY": "0"})) as crew:
+        crew.spawn()
+        crew.meet()
+        assert crew.versions == {"capacity": "0"}
+    assert "REIGEN_CACHE_CAPACITY" not in os.environ
+
+
+@pytest.mark.slow
+def test_calls_are_measured_with_and_without_the_cache(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "reigen", "bench", "calls", "--tensors", "8", "--no-gradients", "--no-memory"]
+    options = ["--rounds", "2", "--seconds", "0.01", "--json", str(tmp_path / "found.json")]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=150, check=False)
+    assert ended.returncode == 0, ended.stderr
+    rows = json.loads((tmp_path / "found.json").read_text())["rows"]
+    ours = {"reigen separate", "reigen separate, no response cache", "reigen one group"}
+    assert {row["title"]: set(row["modes"]) for row in rows} == {
+        "8 tensors of 4 KiB": ours | {"gloo separate", "gloo 25 MiB buckets"},
+        "8 tensors of 4 B": ours,
+    }
+
+
+@pytest.mark.slow
+def test_staging_is_bounded_whatever_is_fused() -> None:
+    found = measure(2, 128 << 20, len(DTYPES), 200, 64 << 10)
+    assert found.tensors_bytes == 200 << 16
+    assert 1 << 20 < found.segment < 8 << 20
+    assert 0 < found.peak < 16 << 20
+    assert len(found.ranks) == 2

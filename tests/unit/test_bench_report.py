@@ -13,6 +13,7 @@ from rich.console import Console
 from reigen.bench import allreduce, train_step
 from reigen.bench.figures import Overhead, Summary, summarize
 from reigen.bench.machine import Machine
+from reigen.bench.memory import Staging, Usage
 from reigen.bench.report import Document, Row, Verdict, format_seconds, show
 from reigen.cli.bench import main
 
@@ -26,7 +27,10 @@ def _document() -> Document:
     row = Row("1 MiB", 1 << 20, {"ours": _took(0.001), "peer": _took(0.004)}, "ours", {"other": "broken\ndetails"})
     overheads = {"mlp": {"ours": Overhead(0.002, (0.002,), 0.0)}}
     verdict = Verdict("peer / ours", 4.0, 2.0, at_least=True)
-    return Document("reigen bench x", 2, 1, machine=machine, rows=[row], overheads=overheads, verdicts=[verdict])
+    memory = [Staging(1 << 20, 8, 64 << 20, (Usage(3 << 20, 2 << 20, 1 << 20), Usage(5 << 20, 1 << 20, 1 << 20)))]
+    return Document(
+        "reigen bench x", 2, 1, machine=machine, rows=[row], overheads=overheads, verdicts=[verdict], memory=memory
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +63,7 @@ def test_everything_is_printed() -> None:
     screen = io.StringIO()
     show(_document(), "reigen bench x", Console(file=screen, width=120))
     text = screen.getvalue()
-    for part in ("Some CPU", "1.00 ms", "4.00 ms", "4 x", "failed: broken", "2.00 ms", "peer / ours", "yes"):
+    for part in ("Some CPU", "1.00 ms", "4.00 ms", "4 x", "failed: broken", "2.00 ms", "peer / ours", "yes", "5.0 MiB"):
         assert part in text
     assert "details" not in text
 
@@ -152,6 +156,8 @@ def test_ranks_with_different_bits_do_not_agree(tmp_path: Path) -> None:
     [
         (["allreduce", "--sizes", "5"], "multiple of 4"),
         (["allreduce", "--peers", "nccl"], "the peers are gloo, mpi"),
+        (["calls", "--peers", "mpi"], "the peers are gloo"),
+        (["calls", "--tensors", "0"], "at least 1"),
         (["train-step", "--models", "gpt"], "the models are mlp, deep, cnn"),
         (["startup", "--np", "0"], "at least 1"),
         (["allreduce", "--seconds", "0"], "more than 0"),

@@ -17,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -54,12 +54,14 @@ class CrewSpec:
         program: what each rank runs: a file or a module.
         num_ranks: how many.
         starter: a command that starts them all, with its options (mpirun); empty: they are started one by one.
+        variables: set for these processes alone.
     """
 
     name: str
     program: str
     num_ranks: int
     starter: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Crew:
@@ -105,7 +107,12 @@ class Crew:
         self._listener.listen(self.spec.num_ranks)
         port = self._stack.enter_context(hold_port()).getsockname()[1]
         environ = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
-        environ |= {SOCKET_VARIABLE: address, LIMIT_VARIABLE: str(_LIMIT_SECONDS), "OMP_NUM_THREADS": "1"}
+        environ |= {
+            SOCKET_VARIABLE: address,
+            LIMIT_VARIABLE: str(_LIMIT_SECONDS),
+            "OMP_NUM_THREADS": "1",
+            **self.spec.variables,
+        }
         services = Services(self._server.address, self._secret, port)
         places, _ = plan(self.spec.num_ranks, services, environ, cores_here(), bind="none")
         command = [sys.executable, "-m", _MODULE, self.spec.program]

@@ -14,6 +14,8 @@ from rich.table import Table
 from reigen import __version__
 from reigen.bench.figures import Overhead, Ratio, Summary, ratio
 from reigen.bench.machine import Machine, this_machine
+from reigen.bench.memory import Staging
+from reigen.bench.sizes import format_size
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -76,6 +78,7 @@ class Document(msgspec.Struct):
         rounds: how many turns each mode had.
         skipped: modes that were left out, and why.
         notes: lines for the reader.
+        memory: what the staging of fused tensors costs.
     """
 
     command: str
@@ -91,6 +94,7 @@ class Document(msgspec.Struct):
     overheads: dict[str, dict[str, Overhead]] = {}
     verdicts: list[Verdict] = []
     notes: list[str] = []
+    memory: list[Staging] = []
 
     def has_failed(self, prefix: str) -> bool:
         """Whether a mode, or all modes of a crew, whose name begins so, did not come to an end."""
@@ -162,6 +166,18 @@ def overheads_table(overheads: Mapping[str, Mapping[str, Overhead]]) -> Table:
     return table
 
 
+def memory_table(found: Sequence[Staging]) -> Table:
+    """What a rank needs beyond its tensors while they are fused and reduced."""
+    table = Table(title="memory beyond the tensors, of the rank that needs most", title_justify="left")
+    for heading in ("fusion threshold", "dtypes", "tensors", "peak", "stays, its share", "segment"):
+        table.add_column(heading, justify="right")
+    for staging in found:
+        sizes = (staging.tensors_bytes, staging.peak, staging.share, staging.segment)
+        megabytes = [f"{nbytes / (1 << 20):.1f} MiB" for nbytes in sizes]
+        table.add_row(format_size(staging.threshold_bytes), str(staging.num_dtypes), *megabytes)
+    return table
+
+
 def verdicts_table(verdicts: Sequence[Verdict]) -> Table:
     """Budgets, and whether they were kept in this run."""
     table = Table(title="budgets", title_justify="left")
@@ -188,6 +204,8 @@ def show(document: Document, title: str, console: Console) -> None:
     console.print(rows_table(title, document.rows))
     if document.overheads:
         console.print(overheads_table(document.overheads))
+    if document.memory:
+        console.print(memory_table(document.memory))
     for line in document.notes:
         console.print(line, soft_wrap=True, highlight=False)
     if document.verdicts:

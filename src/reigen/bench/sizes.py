@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+from reigen.bench.work import Case
 from reigen.errors import ConfigError
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -68,6 +69,11 @@ def resnet50_shapes() -> list[tuple[int, ...]]:
 def resnet50_counts() -> list[int]:
     """Elements of ResNet-50's gradients in the order in which backward produces them: the last layer's first."""
     return [prod(shape) for shape in reversed(resnet50_shapes())]
+
+
+def element_counts(case: Case) -> list[int]:
+    """Elements of each tensor of a case: so many of one size, or ResNet-50's gradients."""
+    return [case.nbytes // _FLOAT32_BYTES] * case.count or resnet50_counts()
 
 
 def _convolution(outputs: int, inputs: int, kernel: int) -> list[tuple[int, ...]]:

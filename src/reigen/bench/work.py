@@ -18,12 +18,14 @@ class Case(msgspec.Struct, frozen=True):
     Attributes:
         name: which; the program knows it.
         nbytes: size of the data on each rank, where the name leaves it open.
+        count: how many tensors of that size; 0: the name says it.
         save: where rank r is to write the state after the warm-up (``save.r.npz``); empty: nowhere.
     """
 
     name: str
     nbytes: int = 0
     save: str = ""
+    count: int = 0
 
 
 class Work(Protocol):

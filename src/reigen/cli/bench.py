@@ -1,4 +1,4 @@
-"""`reigen bench allreduce|train-step|startup`: Reigen and its peers, alternately in one run, on this machine."""
+"""`reigen bench allreduce|calls|train-step|startup`: Reigen and its peers, alternately in one run, on this machine."""
 
 from __future__ import annotations
 
@@ -68,6 +68,24 @@ def _allreduce(chosen: argparse.Namespace, command: str, report: Callable[[str],
     return run(Settings(chosen.np, sizes, chosen.rounds, chosen.seconds, peers, gradients), command, report)
 
 
+def _calls(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
+    from reigen.bench.calls import PEERS, Settings, run
+
+    peers = tuple(name for name in chosen.peers.split(",") if name)
+    if not set(peers) <= set(PEERS):
+        raise ConfigError(f"--peers {chosen.peers}: the peers are {', '.join(PEERS)}")
+    settings = Settings(
+        chosen.np,
+        chosen.tensors,
+        chosen.rounds,
+        chosen.seconds,
+        peers,
+        gradients=not chosen.no_gradients,
+        memory=not chosen.no_memory,
+    )
+    return run(settings, command, report)
+
+
 def _train_step(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
     from reigen.bench.train_step import MODELS, Settings, run
 
@@ -97,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--sizes", default=sizes, metavar="A,B", help=f"bytes on each rank; empty: none (default: {sizes})")
     add("--peers", default="gloo,mpi", metavar="A,B", help="gloo, mpi, both or none (default: gloo,mpi)")
     add("--no-gradients", action="store_true", help="leave out the gradients of ResNet-50")
+    add("--seconds", type=_seconds, default=0.5, metavar="S", help="length of a turn (default: 0.5)")
+    add = _adder(commands, "calls", "many tensors as separate calls: Reigen, Gloo; memory of fusion", _calls, 7)
+    add("--tensors", type=_count, default=1000, metavar="N", help="how many small tensors (default: 1000)")
+    add("--peers", default="gloo", metavar="A", help="gloo, or none (default: gloo)")
+    add("--no-gradients", action="store_true", help="leave out the gradients of ResNet-50")
+    add("--no-memory", action="store_true", help="leave out the memory of fusion")
     add("--seconds", type=_seconds, default=0.5, metavar="S", help="length of a turn (default: 0.5)")
     add = _adder(commands, "train-step", "a training step: one rank alone, DDP, Reigen", _train_step, 9)
     add("--models", default="mlp,deep,cnn", metavar="A,B", help="of mlp, deep and cnn (default: all)")

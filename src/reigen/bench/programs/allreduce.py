@@ -1,4 +1,4 @@
-"""Reigen's side of `reigen bench allreduce`: sums of float32, as a user of `reigen.torch` or a front end calls them."""
+"""Reigen's side of `reigen bench allreduce` and `calls`: sums of float32, as a user or a front end calls them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import reigen.torch as hvd
 from reigen import __version__, context
 from reigen.bench.arrays import SumOf
-from reigen.bench.sizes import resnet50_counts
+from reigen.bench.sizes import element_counts
 from reigen.bench.work import Case
 from reigen.errors import ArgumentError
 from reigen.frontends.buckets import ParameterSpec, plan_buckets
@@ -30,7 +30,10 @@ class Reigen:
         self.versions = {"reigen": __version__, "numpy": np.__version__}
 
     def open(self, case: Case) -> SumOf:
-        """``registered`` and ``ordinary``: one named tensor; ``buckets`` and ``separate``: ResNet-50's gradients."""
+        """``registered`` and ``ordinary``: one named tensor; the others: several, by default ResNet-50's gradients.
+
+        ``buckets`` lie in registered memory, ``separate`` are asynchronous calls, ``group`` is one call.
+        """
         name = f"bench.{next(self._numbers)}"
         match case.name:
             case "registered":
@@ -39,9 +42,12 @@ class Reigen:
                 tensor = torch.zeros(case.nbytes // 4)
                 return self._work([tensor], lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum))
             case "buckets":
-                return self._registered(name, resnet50_counts(), self._context.config.bucket_bytes)
+                return self._registered(name, element_counts(case), self._context.config.bucket_bytes)
             case "separate":
-                return self._separate(name)
+                return self._separate(name, element_counts(case))
+            case "group":
+                tensors = [torch.zeros(count) for count in element_counts(case)]
+                return self._work(tensors, lambda: hvd.grouped_allreduce_(tensors, name=name, op=hvd.Sum))
         raise ArgumentError(f"there is no case {case.name!r}")
 
     def close(self) -> None:
@@ -73,8 +79,8 @@ class Reigen:
         rank, size = self._context.rank, self._context.size
         return SumOf(arrays, rank, size, operate, lambda: self._context.free(region))
 
-    def _separate(self, name: str) -> SumOf:
-        named = [(f"{name}.{number}", torch.zeros(count)) for number, count in enumerate(resnet50_counts())]
+    def _separate(self, name: str, counts: list[int]) -> SumOf:
+        named = [(f"{name}.{number}", torch.zeros(count)) for number, count in enumerate(counts)]
 
         def operate() -> None:
             handles = [hvd.allreduce_async_(tensor, name=gradient, op=hvd.Sum) for gradient, tensor in named]
