@@ -44,6 +44,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
 
     Parameters without a gradient contribute zeros, so models may run partly, and differently on different ranks.
     Parameters that are added or become trainable later are found at the next step, which must be the same on all ranks.
+    After an exception in backward, ``step()`` goes on with the gradients that came; ``synchronize()`` and then
+    ``zero_grad()`` drop them, if all ranks do that. Where ranks have different numbers of batches: ``uneven_data()``.
     In a job of one rank this is the plain optimizer.
 
     Args:
@@ -51,7 +53,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             is averaged too, so that its line search decides the same on all ranks.
         named_parameters: what ``model.named_parameters()`` gives; the names are used in messages.
         compression: the element type in which gradients travel.
-        backward_passes_per_step: gradients that are summed up (not averaged) locally before they are reduced.
+        backward_passes_per_step: gradients that are summed up locally before they are reduced. They are not averaged:
+            divide the loss by their number for that.
         op: Average, Sum, Min, Max or Product. With Adasum, and several ranks, each rank's optimizer steps on its own
             gradients, and what that did to each parameter is combined over the ranks, 2, 4, 8, ... of them, when
             ``step()`` is called; ``synchronize()`` does nothing then and ``skip_synchronize()`` is an AssertionError.
@@ -61,7 +64,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         groups: which gradients are reduced together: lists of parameters, each reduced when all its members have their
             gradients, the parameters in no list as usual; or a number of groups, into which the parameters are divided
             in the order in which rank 0's gradients arrive. The same on every rank. Without it buckets are filled up.
-        sparse_as_dense: make sparse gradients dense. Otherwise their indices and values are gathered.
+        sparse_as_dense: make sparse gradients dense. Otherwise their indices and values are gathered, for parameters
+            whose gradient is sparse in the first step on any rank.
         process_set: the ranks that average among themselves. A rank outside it has a plain optimizer of its own.
 
     Returns:
@@ -165,7 +169,8 @@ class AveragingOptimizer(WrappedOptimizer):
             closure: computes the loss anew, with its gradients; they are reduced after each call.
 
         Raises:
-            StepOrderError: within ``skip_synchronize()`` although gradients are on their way.
+            StepOrderError: within ``skip_synchronize()`` although gradients are on their way; or gradients have been
+                changed (clipped) since backward, without ``synchronize()``.
             CollectiveError: a reduction failed; no parameter has been changed.
             ReplicaError: REIGEN_CHECK_REPLICAS is set, and the ranks hold different parameters after this step.
         """

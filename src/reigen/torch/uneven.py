@@ -29,10 +29,10 @@ def uneven_data(optimizer: Any, model: torch.nn.Module | None = None) -> Iterato
     When the last one has come, those that stopped early get its parameters and optimizer state, so that all ranks hold
     the same again, bit for bit.
 
-    Within the loop only ``step()``, ``synchronize()`` and allreduces work (of metrics, for example; :func:`allreduce`
-    divides by the size of the job). SyncBatchNorm, broadcasts, sparse gradients without ``sparse_as_dense`` and other
-    collectives raise JoinedError as soon as some rank has no more data. Gradients that no ``step()`` has used when the
-    loop ends, because fewer came than ``backward_passes_per_step``, are dropped; to use them, call ``step()``.
+    Within the loop ``step()``, ``synchronize()``, SyncBatchNorm and allreduces work (of metrics, for example;
+    :func:`allreduce` divides by the size of the job). Other collectives, and sparse gradients without
+    ``sparse_as_dense``, raise JoinedError as soon as some rank has no more data. Gradients that no ``step()`` has used
+    when the loop ends, because fewer came than ``backward_passes_per_step``, are dropped; to use them, call ``step()``.
 
     An exception leaves the loop without waiting for anybody: let it end the process, and the others learn of it.
 
