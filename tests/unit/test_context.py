@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from reigen import context
 from reigen.cluster.topology import Topology
-from reigen.config import Config
+from reigen.config import Config, load
 from reigen.context import Context
+from reigen.engine.messages import Kind, Operation, Run, Submit
 from reigen.errors import ArgumentError, CollectiveError, ConfigError, NotInitializedError, UnsupportedTypeError
 from reigen.types import DTYPES, ReduceOp
 
@@ -135,3 +137,22 @@ def test_a_wrong_environment_leaves_nothing() -> None:
     with pytest.raises(ConfigError, match="REIGEN_DEADLINE"):
         context.init({"REIGEN_DEADLINE": "never"})
     assert not context.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "travelling"),
+    [
+        ({}, [["g", "x", "y"]]),
+        ({"HOROVOD_DISABLE_GROUP_FUSION": "1"}, [["g"], ["x", "y"]]),
+        ({"HOROVOD_FUSION_THRESHOLD": "0"}, [["g"], ["x"], ["y"]]),
+    ],
+)
+def test_what_travels_together_is_as_the_knobs_say(knobs: dict[str, str], travelling: list[list[str]]) -> None:
+    coordinator = context._coordinator(load(knobs), 1)
+    single = Operation(Kind.ALLREDUCE, "", "float32", (4,))
+    group = Operation(Kind.ALLREDUCE, "g", members=(single, single))
+    for operation in (group, replace(single, name="x"), replace(single, name="y")):
+        coordinator.hear(0, Submit(operation), 0.0)
+    (run,) = coordinator.announce(0.0)
+    assert isinstance(run, Run)
+    assert [[response.name for response in batch] for batch in run.batches] == travelling
