@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import numpy as np
@@ -21,10 +22,12 @@ MODELS = ("mlp", "deep", "cnn")
 ALONE, REIGEN, DDP_DEFAULT, DDP_VIEW = "one rank alone", "reigen", "ddp", "ddp, gradients as bucket views"
 #: As many ranks as the others have, none of which communicates: what sharing the machine costs by itself.
 SIDE_BY_SIDE = "ranks that do not communicate"
+TIMELINE = "reigen, with a timeline"
 _BUDGET = 0.4
+_TIMELINE_BUDGET = 1.02
 #: Two ways to add the same float32 numbers may differ in the last bits; this part of the update is far above that.
 _TOLERANCE = 1e-3
-_ALONE_CREW, _SILENT_CREW, _REIGEN_CREW = "alone", "silent", "reigen"
+_ALONE_CREW, _SILENT_CREW, _REIGEN_CREW, _TIMELINE_CREW = "alone", "silent", "reigen", "reigen with a timeline"
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,14 @@ class Settings:
         models: names in `reigen.bench.models.RECIPES`.
         rounds: turns of each mode.
         turn_seconds: about how long a turn is.
+        timeline: measure what a timeline costs, too.
     """
 
     num_ranks: int
     models: tuple[str, ...]
     rounds: int
     turn_seconds: float
+    timeline: bool = False
 
 
 class Agreement(msgspec.Struct, frozen=True):
@@ -70,6 +75,8 @@ def run(settings: Settings, command: str, report: Report) -> Document:
         CrewSpec(_SILENT_CREW, "reigen.bench.programs.alone", settings.num_ranks),
         CrewSpec(_REIGEN_CREW, "reigen.bench.programs.train", settings.num_ranks),
     ]
+    if settings.timeline:
+        specs.append(CrewSpec(_TIMELINE_CREW, "reigen.bench.programs.train", settings.num_ranks))
     if isinstance(peer, str):
         document.skipped.append(peer)
     else:
@@ -92,6 +99,7 @@ def _measure(model: str, settings: Settings, came: Mapping[str, Crew], document:
                 (ALONE, _ALONE_CREW, "alone", ""),
                 (SIDE_BY_SIDE, _SILENT_CREW, "alone", ""),
                 (REIGEN, _REIGEN_CREW, "reigen", str(ours)),
+                (TIMELINE, _TIMELINE_CREW, "timeline", ""),
                 (DDP_DEFAULT, DDP, "default", str(theirs)),
                 (DDP_VIEW, DDP, "view", ""),
             )
@@ -101,6 +109,8 @@ def _measure(model: str, settings: Settings, came: Mapping[str, Crew], document:
         document.rows.append(Row(model, 0, outcome.summaries, ALONE, outcome.failures))
         if {REIGEN, DDP_DEFAULT} <= outcome.summaries.keys():
             document.notes.append(_sentence(model, agreement(ours, theirs, settings.num_ranks)))
+        if {REIGEN, TIMELINE} <= outcome.summaries.keys():
+            document.verdicts.append(timeline_verdict(model, outcome.summaries))
     document.overheads[model] = found = overheads(outcome.summaries)
     if REIGEN in found and {DDP_DEFAULT, DDP_VIEW} & found.keys():
         document.verdicts.append(verdict(model, found))
@@ -120,6 +130,14 @@ def verdict(model: str, found: Mapping[str, Overhead]) -> Verdict:
     value, reason = overhead_ratio(found[REIGEN], theirs)
     claim = f"{model}: overhead of Reigen / of DDP at its best"
     return Verdict(claim, value, _BUDGET, at_least=False, note="" if value is not None else reason)
+
+
+def timeline_verdict(model: str, summaries: Mapping[str, Summary]) -> Verdict:
+    """A step with a timeline in steps without: the median of the rounds' quotients."""
+    quotients = [w / o for w, o in zip(summaries[TIMELINE].rounds, summaries[REIGEN].rounds, strict=True)]
+    claim = f"{model}: a step with a timeline / without"
+    note = f"({min(quotients):.3f} - {max(quotients):.3f})"
+    return Verdict(claim, median(quotients), _TIMELINE_BUDGET, at_least=False, note=note)
 
 
 def agreement(ours: Path, theirs: Path, num_ranks: int) -> Agreement:

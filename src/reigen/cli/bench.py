@@ -92,7 +92,7 @@ def _train_step(chosen: argparse.Namespace, command: str, report: Callable[[str]
     models = tuple(chosen.models.split(","))
     if not set(models) <= set(MODELS):
         raise ConfigError(f"--models {chosen.models}: the models are {', '.join(MODELS)}")
-    return run(Settings(chosen.np, models, chosen.rounds, chosen.seconds), command, report)
+    return run(Settings(chosen.np, models, chosen.rounds, chosen.seconds, chosen.timeline), command, report)
 
 
 def _startup(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
@@ -125,6 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add = _adder(commands, "train-step", "a training step: one rank alone, DDP, Reigen", _train_step, 9)
     add("--models", default="mlp,deep,cnn", metavar="A,B", help="of mlp, deep and cnn (default: all)")
     add("--seconds", type=_seconds, default=1.5, metavar="S", help="length of a turn (default: 1.5)")
+    add("--timeline", action="store_true", help="measure what a timeline costs, too")
     _adder(commands, "startup", "starting a job, beside starting Python", _startup, 9)
     return parser
 

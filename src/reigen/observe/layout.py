@@ -77,7 +77,9 @@ class Layout:
         #: by thread and name: time and number of the last mark
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._announced = 0
-        self._arguments: dict[tuple[Operation, int], bytes] = {}
+        #: what was said last about a name: of its negotiation; and of its being carried out, alone or with others
+        self._names: dict[str, bytes] = {}
+        self._descriptions: dict[str, tuple[Operation, int, bytes]] = {}
 
     def follow(self, events: Sequence[Event]) -> None:
         """Take in what happened, in the order in which it was noted."""
@@ -127,7 +129,12 @@ class Layout:
             self._rows.give_back(lost.row)
         row = self._rows.take(name, UNNAMED in name)
         label = (f"NEGOTIATE_{operation.kind.name}", NEGOTIATION)
-        self._negotiating[name] = _Open(label, row, now, as_json({"tensor": name}))
+        arguments = self._names.get(name)
+        if arguments is None:
+            if len(self._names) >= _MAX_REMEMBERED:
+                self._names.clear()
+            arguments = self._names[name] = as_json({"tensor": name})
+        self._negotiating[name] = _Open(label, row, now, arguments)
 
     def _began(self, now: int, batch: Batch) -> None:
         self._abandon()
@@ -192,13 +199,14 @@ class Layout:
         self._executing = []
 
     def _arguments_of(self, operation: Operation, batch_size: int) -> bytes:
-        key = (operation, batch_size)
-        found = self._arguments.get(key)
-        if found is None:
-            if len(self._arguments) >= _MAX_REMEMBERED:
-                self._arguments.clear()
-            found = self._arguments[key] = as_json(describe(operation, batch_size))
-        return found
+        known = self._descriptions.get(operation.name)
+        if known is not None and known[1] == batch_size and known[0] == operation:
+            return known[2]
+        if len(self._descriptions) >= _MAX_REMEMBERED:
+            self._descriptions.clear()
+        arguments = as_json(describe(operation, batch_size))
+        self._descriptions[operation.name] = (operation, batch_size, arguments)
+        return arguments
 
 
 def describe(operation: Operation, batch_size: int) -> Arguments:

@@ -9,7 +9,7 @@ import msgspec
 
 from reigen.observe.messages import Slice
 
-#: Of a page's content, estimated from above; a note holds 32 KiB.
+#: A page is full when its content, estimated from above, has so many bytes; one addition more fits into a note.
 PAGE_BYTES = 24 << 10
 _SLICE_BYTES = 34
 _ENTRY_BYTES = 12
@@ -44,14 +44,13 @@ class Pages:
     def add_rows(self, rows: list[tuple[int, str]]) -> None:
         """Tell of new rows, before the slices in them."""
         for row in rows:
-            nbytes = len(row[1].encode()) + _ENTRY_BYTES
-            self._make_room(nbytes)
             self._page.rows.append(row)
-            self._nbytes += nbytes
+            self._nbytes += len(row[1].encode()) + _ENTRY_BYTES
+            if self._nbytes > PAGE_BYTES:
+                self._turn_over()
 
     def add(self, form: int, label: tuple[str, str], row: int, begin: int, nanoseconds: int, arguments: bytes) -> None:
         """Add a slice; ``arguments`` is a JSON object, or empty."""
-        self._make_room(_SLICE_BYTES + len(label[0]) + len(label[1]) + len(arguments) + 2 * _ENTRY_BYTES)
         page = self._page
         place = self._labels.get(label)
         if place is None:
@@ -68,6 +67,8 @@ class Pages:
             detail = found
         page.slices.append((form, place, row, begin, nanoseconds, detail))
         self._nbytes += _SLICE_BYTES
+        if self._nbytes > PAGE_BYTES:
+            self._turn_over()
 
     def take(self) -> list[Content]:
         """The pages so far; the next slice begins a new one."""
@@ -78,10 +79,9 @@ class Pages:
         self._turn()
         return done
 
-    def _make_room(self, nbytes: int) -> None:
-        if self._nbytes + nbytes > PAGE_BYTES and self._nbytes:
-            self._done.append(self._page)
-            self._turn()
+    def _turn_over(self) -> None:
+        self._done.append(self._page)
+        self._turn()
 
 
 def as_json(arguments: Arguments) -> bytes:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -16,15 +20,21 @@ class Trainer:
 
     def __init__(self) -> None:
         hvd.init()
+        self._stack = ExitStack()
         self.versions = {"reigen": __version__, "torch": str(torch.__version__)}
 
     def open(self, case: Case) -> Training:
-        """The training of a model."""
+        """The training of a model, ``MODEL/timeline`` with a timeline from then on."""
+        if case.name.endswith("/timeline"):
+            directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reigen-bench-"))
+            hvd.stop_timeline()
+            hvd.start_timeline(str(Path(directory, "timeline.json")))
         return Training(case, hvd.rank(), wrap_optimizer=_wrapped)
 
     def close(self) -> None:
         """Leave the job."""
         hvd.shutdown()
+        self._stack.close()
 
 
 def _wrapped(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
