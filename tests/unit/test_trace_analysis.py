@@ -114,6 +114,9 @@ def test_who_was_late_and_what_it_cost() -> None:
     assert (late[0].times_last, late[0].total) == (1, 20.0)
     assert (late[1].times_last, late[1].total) == (0, 0.0)
     assert [row.rank for row in lateness(whole, found)] == [2, 0, 1]
+    # rank 1 could have done something else until 112, and rank 0 always
+    whole.waits = {1: [(112.0, 130.0), (210.0, 215.0)]}
+    assert {row.rank: row.cost for row in lateness(whole, found)} == {2: 13.0 / 2, 0: 5.0 / 2, 1: 0.0}
     # c waited for the same rank at the same time as b
     assert [(o.tensor, o.lateness) for o in worst(found, 10)] == [("c", 24.0), ("d", 20.0), ("a", 10.0)]
 
@@ -138,9 +141,17 @@ def steady(lag: float, nbytes: int = 1 << 20, per_step: int = 4) -> Trace:
 def test_advice_names_the_rank_that_is_late() -> None:
     (sentence,) = summarize(steady(12 * MS)).advice
     assert sentence.startswith("rank 1 was the last in 100% of the collectives")
-    assert "17.0 ms a step" not in sentence  # waits for several at the same time count once
-    assert "15.8 ms a step (16% of the time)" in sentence
+    assert "the others waited 12.0 ms a step for it alone (12% of the time)" in sentence
     assert summarize(steady(0.0)).advice == ["nothing stands out"]
+
+
+def test_what_precedes_the_steps_blames_nobody() -> None:
+    whole = steady(12 * MS)
+    whole.executions += [one(r, -5000 * MS * r, 0.0, 1.0, f"start{i}") for r in range(2) for i in range(500)]
+    whole.steps = {r: [(b, e) for b, e in spans if b > 0] for r, spans in whole.steps.items()}
+    summary = summarize(whole)
+    assert {row.rank: row.times_last for row in summary.late} == {0: 0, 1: 36}
+    assert summary.advice[0].startswith("rank 1 was the last in 100% of the collectives")
 
 
 def test_advice_on_small_tensors_and_on_what_nothing_hides() -> None:

@@ -22,7 +22,7 @@ _EPILOG = """\
 Columns: "in all" is the time that carrying out takes on a rank, "alone" or what travels together shares it by bytes;
 median and p95 are of one, with what travels with it. "waited" is from a rank's submission until all had come.
 "hidden" is the part of the communication in which the training thread had something else to do.
-"missing alone": all others had come, and only this rank had not.
+"missing alone": all others had come, and only this rank had not; "others waited": and had nothing else to do.
 """
 
 
@@ -108,10 +108,11 @@ def _steps_table(summary: Summary) -> Table:
 
 
 def _late_table(summary: Summary) -> Table:
-    columns = "last, of its collectives, missing alone: median, p95, in all"
-    table = _table("who came last", "rank", numbers=columns)
+    columns = "last, of its collectives, missing alone: median, p95, in all, others waited"
+    where = ", in the steps" if summary.steps else ""
+    table = _table(f"who came last{where}", "rank", numbers=columns)
     for row in summary.late:
-        times = map(time_text, (row.median, row.p95, row.total))
+        times = map(time_text, (row.median, row.p95, row.total, row.cost))
         name = summary.trace.names[row.rank].removeprefix("rank ")
         table.add_row(name, str(row.times_last), f"{row.part_last:.0%}", *times)
     return table

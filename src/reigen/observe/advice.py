@@ -10,6 +10,7 @@ from reigen.observe.analysis import (
     Occurrence,
     StepRow,
     collectives,
+    in_steps,
     lateness,
     occurrences,
     percentile,
@@ -21,8 +22,8 @@ from reigen.observe.reading import Trace
 _WORTHWHILE = 0.02
 _EXPOSED = 0.1
 _HIDDEN = 0.5
-#: A rank that is last so many times as often as chance would have it.
-_TOO_OFTEN = 1.5
+#: A rank that causes so many times the share of all waiting that it would by chance.
+_TOO_MUCH = 1.5
 _SMALL_BYTES = 64 << 10
 _MANY_A_STEP = 32
 _FEW_TOGETHER = 4
@@ -36,7 +37,7 @@ class Summary:
         trace: the timeline.
         collectives: what took time.
         steps: how much of it was hidden.
-        occurrences: collectives, put together from all ranks.
+        occurrences: collectives, put together from all ranks; of the marked steps, if any are.
         late: for whom the others waited.
         advice: what to do, the most important first.
     """
@@ -51,7 +52,7 @@ class Summary:
 
 def summarize(trace: Trace) -> Summary:
     """Figures, and what they mean."""
-    rows, marked, found = collectives(trace), steps(trace), occurrences(trace)
+    rows, marked, found = collectives(trace), steps(trace), in_steps(trace, occurrences(trace))
     late = lateness(trace, found)
     advice = [
         *_pending(trace),
@@ -112,15 +113,15 @@ def _latecomers(trace: Trace, marked: list[StepRow], late: list[LateRow]) -> lis
     if num_steps:
         whole = num_steps * percentile([row.step for row in marked], 0.5)
     said = []
+    fair = sum(row.cost for row in late) / max(2, len(late))
     for row in late:
-        fair = 1 / max(2, len(trace.names))
-        if row.total < _WORTHWHILE * whole or row.part_last < _TOO_OFTEN * fair:
+        if row.cost < _WORTHWHILE * whole or row.cost < _TOO_MUCH * fair:
             continue
-        cost = f"{time_text(row.total / num_steps)} a step" if num_steps else f"{time_text(row.total)} in all"
+        cost = f"{time_text(row.cost / num_steps)} a step" if num_steps else f"{time_text(row.cost)} in all"
         said.append(
-            f"rank {row.rank} was the last in {row.part_last:.0%} of the collectives; it alone was missing for {cost} "
-            f"({row.total / whole:.0%} of the time): look at its data loading, its share of the data, and what else "
-            "runs on its host"
+            f"rank {row.rank} was the last in {row.part_last:.0%} of the collectives; the others waited {cost} for it "
+            f"alone ({row.cost / whole:.0%} of the time): look at its data loading, its share of the data, and what "
+            "else runs on its host"
         )
     return said
 

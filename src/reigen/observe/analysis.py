@@ -103,6 +103,7 @@ class LateRow:
         median: time in which only this rank was missing, when it was last.
         p95: likewise.
         total: time in which all others had come to some collective and only this rank was missing.
+        cost: of it, time in which another rank's caller could only wait; the mean of the other ranks.
     """
 
     rank: int
@@ -111,6 +112,7 @@ class LateRow:
     median: float
     p95: float
     total: float
+    cost: float
 
 
 def percentile(values: Iterable[float], part: float) -> float:
@@ -230,13 +232,28 @@ def occurrences(trace: Trace) -> list[Occurrence]:
     return sorted(found, key=lambda occurrence: occurrence.alone[1])
 
 
+def in_steps(trace: Trace, found: Sequence[Occurrence]) -> list[Occurrence]:
+    """Those between the begin of the first step and the end of the last; all, if no steps are marked.
+
+    What ranks do before, reading data and compiling, takes different times and does not come again.
+    """
+    marked = [step for several in trace.steps.values() for step in several]
+    if not marked:
+        return list(found)
+    begin, end = min(b for b, _ in marked), max(e for _, e in marked)
+    return [occurrence for occurrence in found if begin <= occurrence.alone[1] <= end]
+
+
 def lateness(trace: Trace, found: Sequence[Occurrence]) -> list[LateRow]:
     """For whom the others waited; the rank that cost most first."""
     rows = []
+    waits = {rank: union(intervals) for rank, intervals in trace.waits.items()}
     for rank in sorted(trace.names):
         mine = [occurrence for occurrence in found if rank in occurrence.submitted]
         late = [occurrence for occurrence in mine if occurrence.last == rank]
         times = [occurrence.lateness for occurrence in late]
+        alone = union(occurrence.alone for occurrence in late)
+        costs = [total(intersection(alone, waits.get(other, ()))) for other in trace.names if other != rank]
         rows.append(
             LateRow(
                 rank,
@@ -244,10 +261,11 @@ def lateness(trace: Trace, found: Sequence[Occurrence]) -> list[LateRow]:
                 len(late) / len(mine) if mine else 0.0,
                 percentile(times, 0.5),
                 percentile(times, 0.95),
-                total(union(occurrence.alone for occurrence in late)),
+                total(alone),
+                sum(costs) / max(1, len(costs)),
             )
         )
-    return sorted(rows, key=lambda row: -row.total)
+    return sorted(rows, key=lambda row: (-row.cost, -row.total))
 
 
 def worst(found: Sequence[Occurrence], most: int) -> list[Occurrence]:

@@ -17,7 +17,7 @@ class TraceError(ReigenError):
     """A file that is no timeline."""
 
 
-class _Arguments(msgspec.Struct):
+class _Arguments(msgspec.Struct, gc=False):
     tensor: str = ""
     bytes: int = 0
     batch: int = 1
@@ -28,7 +28,7 @@ class _Arguments(msgspec.Struct):
     size: int = 0
 
 
-class _Line(msgspec.Struct):
+class _Line(msgspec.Struct, gc=False):
     """What is read of a record; see `reigen.observe.chrome.Record`."""
 
     name: str = ""
