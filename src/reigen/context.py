@@ -26,7 +26,8 @@ from reigen.cluster.neighbours import meet
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient, Room
 from reigen.cluster.topology import Topology, among
 from reigen.config import Config, load, misspelt, settings, without_effect
-from reigen.engine.engine import Engine, Listener
+from reigen.engine.channel import Listener
+from reigen.engine.engine import Engine
 from reigen.engine.execution import reduction_of
 from reigen.engine.handles import Handle, Outcome, Task
 from reigen.engine.messages import JOIN_NAME, Kind, Operation, Topic

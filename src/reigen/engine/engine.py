@@ -20,10 +20,11 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
+from reigen.engine.channel import Channel, Listener
 from reigen.engine.execution import Team, execute, stand_in
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
@@ -31,16 +32,15 @@ from reigen.engine.messages import (
     MAX_NOTE_BYTES,
     Announcement,
     Kind,
+    Leave,
     Note,
     Operation,
-    Piece,
+    Ready,
     Report,
     Response,
     Stop,
+    Submit,
     Topic,
-    decode_announcements,
-    decode_reports,
-    encode,
 )
 from reigen.engine.negotiation import Coordinator, Execute, Instruction, Participant, stopped
 from reigen.engine.observer import Observer
@@ -55,7 +55,7 @@ from reigen.errors import (
     SharedMemoryError,
 )
 from reigen.planes.base import DataPlane
-from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
+from reigen.wire.mailbox import Sleeper
 
 _log = logging.getLogger(__name__)
 
@@ -67,13 +67,6 @@ IDLE_SECONDS = 5.0
 _BACKLOG_SECONDS = 0.001
 #: How much longer than the coordinator a rank waits for an answer, before it says that the coordinator is stuck.
 _GRACE_SECONDS = 2.0
-
-#: A message that is too long goes in pieces of this size, and may be so long as a whole.
-_PIECE_BYTES = MAX_MESSAGE_BYTES - 64
-_MOST_WHOLE_BYTES = 64 << 20
-
-#: Takes a note: ``(sender's rank, data)``. Called on the driving thread; must be quick and raise nothing.
-Listener = Callable[[int, bytes], None]
 
 _SHUT_DOWN = (
     "Reigen has been shut down. This was caused by an exception on one of the ranks or an attempt to run a collective "
@@ -106,6 +99,7 @@ class Engine:
         #: process sets by number; what they are is the same on all ranks whenever the same operation is carried out
         self._teams = {0: Team(tuple(range(plane.size)), plane)}
         self._transport = transport
+        self._channel = Channel(transport, hears_reports=coordinator is not None)
         self._watch = watch
         self._coordinator = coordinator
         self._participant = Participant(plane.rank)
@@ -116,13 +110,6 @@ class Engine:
         #: (reentrant: the garbage collector may free registered memory, which is a submission, at any moment)
         self._mutex = threading.RLock()
         self._inbox: deque[Operation] = deque()
-        #: notes to be sent; any thread adds to it
-        self._notes: deque[Note] = deque()
-        self._listeners: dict[Topic, Listener] = {}
-        #: the beginnings of messages that come in pieces, by sender
-        self._pieces: dict[int, bytearray] = {}
-        #: messages that were received in the middle of a collective, to be read after it
-        self._unread: list[tuple[int, bytes]] = []
         #: looks for stalls, if somebody should
         self._stalls: StallWatch | None = None
         #: the collective whose data is being moved, and its deadline
@@ -211,12 +198,12 @@ class Engine:
             raise AssertionError(f"a note of {len(data)} bytes; the most is {MAX_NOTE_BYTES}")
         if self._thread is None or self._closed or self._broken is not None:
             return
-        self._notes.append(Note(topic, data))
+        self._channel.post(Note(topic, data))
         self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
 
     def listen(self, topic: Topic, listener: Listener) -> None:
         """From now on notes on ``topic`` go to ``listener``. Others are dropped."""
-        self._listeners[topic] = listener
+        self._channel.listen(topic, listener)
 
     @property
     def works(self) -> bool:
@@ -226,7 +213,7 @@ class Engine:
     @property
     def unsent(self) -> int:
         """Notes, and other control messages, that have not left yet."""
-        return len(self._notes) + self._transport.backlog
+        return len(self._channel.notes) + self._transport.backlog
 
     def observe(self, observer: Observer | None) -> None:
         """From now on tell ``observer``, and nobody else; None ends it."""
@@ -344,7 +331,7 @@ class Engine:
         return (
             self._broken is None
             and not self._closed
-            and bool(self._inbox or self._notes or self._handles or self._unread or self._transport.pending())
+            and bool(self._inbox or self._channel.notes or self._handles or self._channel.pending())
         )
 
     # -- driving ------------------------------------------------------------------------------------------------------
@@ -355,7 +342,7 @@ class Engine:
             while not self._closed and self._broken is None:
                 token = self._transport.token()
                 worked = self._step()
-                if handle.done if handle is not None else not (self._handles or self._inbox or self._notes):
+                if handle.done if handle is not None else not (self._handles or self._inbox or self._channel.notes):
                     return
                 if not worked:
                     self._rest(token, who)
@@ -368,42 +355,26 @@ class Engine:
     def _step(self) -> bool:
         """Take in what has come and carry out what follows; False when there was nothing."""
         worked = self._take_submissions()
-        unread, self._unread = self._unread, []
-        for rank, data in unread or self._transport.receive():
+        for rank, message in self._channel.receive():
             worked = True
-            self._read(rank, data)
+            self._hear(rank, message)
         self._report()
-        if self._notes:
+        if self._channel.notes:
             worked = True
-            self._send_notes()
+            self._channel.send_notes()
         if self._coordinator is not None:
             worked |= self._announce(self._coordinator)
         if self._transport.backlog:
             self._transport.flush()
         return worked
 
-    def _read(self, rank: int, data: bytes) -> None:
+    def _hear(self, rank: int, message: Report | Announcement) -> None:
         """Take in a message of ``rank``."""
-        if self._coordinator is None:
-            self._follow_all(decode_announcements(data))
-            return
-        now = time.monotonic()
-        for report in decode_reports(data):
-            if isinstance(report, Note):
-                self._hand_over(rank, report)
-            elif isinstance(report, Piece):
-                self._join_pieces(rank, report)
-            else:
-                self._coordinator.hear(rank, report, now)
-
-    def _join_pieces(self, rank: int, piece: Piece) -> None:
-        whole = self._pieces.setdefault(rank, bytearray())
-        whole += piece.data
-        if len(whole) > _MOST_WHOLE_BYTES:
-            raise CollectiveError(f"rank {rank} sent a control message of more than {_MOST_WHOLE_BYTES} bytes")
-        if piece.last:
-            del self._pieces[rank]
-            self._read(rank, bytes(whole))
+        if isinstance(message, Submit | Ready | Leave):
+            if self._coordinator is not None:
+                self._coordinator.hear(rank, message, time.monotonic())
+        else:
+            self._carry_out(self._participant.hear(message))
 
     def _take_submissions(self) -> bool:
         if not self._inbox:
@@ -423,20 +394,11 @@ class Engine:
             return
         self._participant.outgoing = []
         if self._coordinator is None:
-            self._send(reports)
+            self._channel.send(reports)
             return
         now = time.monotonic()
         for report in reports:
             self._coordinator.hear(self._plane.rank, report, now)
-
-    def _send_notes(self) -> None:
-        while self._notes:
-            self._transport.send(encode([self._notes.popleft()]))
-
-    def _hand_over(self, sender: int, note: Note) -> None:
-        listener = self._listeners.get(note.topic)
-        if listener is not None:
-            listener(sender, note.data)
 
     def _announce(self, coordinator: Coordinator) -> bool:
         now = time.monotonic()
@@ -448,24 +410,12 @@ class Engine:
         said = coordinator.announce(now)
         if not said:
             return False
-        self._send(said)
+        self._channel.send(said)
         self._empty_backlog(time.monotonic() + self._deadline_seconds)
-        self._follow_all(said)
+        for announcement in said:
+            self._carry_out(self._participant.hear(announcement))
         self._report()
         return True
-
-    def _send(self, messages: Sequence[Report | Announcement]) -> None:
-        data = encode(messages)
-        if len(data) <= MAX_MESSAGE_BYTES:
-            self._transport.send(data)
-        elif len(messages) == 1:
-            for begin in range(0, len(data), _PIECE_BYTES):
-                end = begin + _PIECE_BYTES
-                self._transport.send(encode([Piece(data[begin:end], last=end >= len(data))]))
-        else:
-            middle = len(messages) // 2
-            self._send(messages[:middle])
-            self._send(messages[middle:])
 
     def _empty_backlog(self, until: float) -> None:
         """Wait until all has left: a rank that has not heard of a collective cannot take part in it.
@@ -482,15 +432,6 @@ class Engine:
                 raise DeadlineError("some rank reads no control messages any more")
             self._transport.sleep(self._transport.token(), Sleeper.CALLER, _BACKLOG_SECONDS)
             self._transport.flush()
-
-    def _follow_all(self, announcements: Sequence[Announcement]) -> None:
-        for announcement in announcements:
-            if isinstance(announcement, Note):
-                self._hand_over(0, announcement)
-            elif isinstance(announcement, Piece):
-                self._join_pieces(0, announcement)
-            else:
-                self._carry_out(self._participant.hear(announcement))
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         if self._participant.broken is not None and self._broken is None:
@@ -558,16 +499,13 @@ class Engine:
         """
         assert self._running is not None
         operation, deadline = self._running
-        for rank, data in self._transport.receive():
-            if self._coordinator is not None:
-                self._read(rank, data)
-                continue
-            self._unread.append((rank, data))
-            for announcement in decode_announcements(data):
+        if self._coordinator is None:
+            for announcement in self._channel.read_ahead(Topic.STACKS):
                 if isinstance(announcement, Stop):
                     raise stopped(announcement)
-                if isinstance(announcement, Note) and announcement.topic is Topic.STACKS:
-                    self._hand_over(rank, announcement)
+        else:
+            for rank, report in self._channel.receive():
+                self._hear(rank, report)
         if self._stalls is None:
             return
         ranks = self._teams[operation.process_set].ranks
@@ -582,7 +520,7 @@ class Engine:
             error = self._look_for_stalls(self._stalls, self._coordinator, now)
         if error is not None:
             raise error
-        self._send_notes()
+        self._channel.send_notes()
         self._transport.flush()
 
     def _look_for_stalls(self, stalls: StallWatch, coordinator: Coordinator, now: float) -> DeadlineError | None:
@@ -590,7 +528,7 @@ class Engine:
         error = stalls.look(now)
         if error is not None:
             coordinator.stop(error)
-            self._send(coordinator.announce(now))
+            self._channel.send(coordinator.announce(now))
             with contextlib.suppress(CollectiveError):  # they learn it from abort(), in fewer words
                 self._empty_backlog(now + _GRACE_SECONDS)
         return error
@@ -661,7 +599,7 @@ class Engine:
 
     def _fail_all(self, error: CollectiveError) -> None:
         self._inbox.clear()
-        self._notes.clear()
+        self._channel.notes.clear()
         if (observer := self._observer) is not None:
             for name in list(self._handles):
                 observer.failed(name)
@@ -671,6 +609,6 @@ class Engine:
         self._participant.leave()
         self._report()
         if self._coordinator is not None:
-            self._send(self._coordinator.announce(time.monotonic()))
+            self._channel.send(self._coordinator.announce(time.monotonic()))
         with contextlib.suppress(CollectiveError):  # they are gone, or learn it from this rank's end
             self._empty_backlog(time.monotonic() + _GRACE_SECONDS)
