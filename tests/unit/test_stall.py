@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from reigen.engine.messages import Kind, Operation, Stop, Submit
+from reigen.engine.messages import JOIN_NAME, Kind, Operation, Stop, Submit
 from reigen.engine.negotiation import Coordinator
 from reigen.engine.stall import (
     ANSWER_SECONDS,
