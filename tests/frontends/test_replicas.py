@@ -12,7 +12,7 @@ from torch import nn
 
 import reigen.torch as hvd
 from reigen.errors import ReplicaError
-from reigen.frontends.replicas import Divergence, find_divergence, fingerprint
+from reigen.frontends.replicas import Divergence, Schedule, find_divergence, fingerprint
 from reigen.torch.adapter import bytes_of
 
 ROW = 4096
@@ -63,6 +63,13 @@ def test_length_counts_and_alignment_does_not():
 def test_the_majority_is_right_and_the_lowest_rank_decides_a_tie(table, expected):
     ranks = range(4, 4 + len(table))
     assert find_divergence(ranks, np.array(table, np.int64)) == expected
+
+
+def test_steps_are_counted_anew_after_a_join():
+    schedule = Schedule()
+    joins = [0, 0, 0, 0, 1, 1, 1, 3, 3]
+    assert [schedule.due(2, n) for n in joins] == [False, True, False, True, False, True, False, False, True]
+    assert not any(schedule.due(0, 3) for _ in range(9))
 
 
 def test_the_bytes_of_a_tensor_are_its_memory():

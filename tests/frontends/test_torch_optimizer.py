@@ -448,6 +448,30 @@ def test_buckets_are_freed_with_the_optimizer(rank_pool):
     rank_pool(2).run(memory_is_given_back, init=True, check_leaks=True)
 
 
+def made_anew() -> None:
+    """The optimizer of the first phase lives on in a reference cycle, on rank 0 alone, while the second one is used."""
+    truth, model = make_net(), make_net()
+    gc.disable()
+    try:
+        for phase in range(3):
+            reference = torch.optim.SGD(truth.parameters(), lr=0.1)
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer.cycle = optimizer if hvd.rank() == 0 else None
+            if phase == 1:  # it was never used
+                continue
+            train(truth, reference, whole)
+            train(model, optimizer, mine)
+            assert_same(model, truth)
+    finally:
+        gc.enable()
+    assert_identical_everywhere(model)
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+def test_an_optimizer_made_anew_takes_over_from_the_one_before(rank_pool):
+    rank_pool(2).run(made_anew, init=True)
+
+
 def lives_on_after_init() -> None:
     truth, model = make_net(), make_net()
     reference = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)

@@ -86,7 +86,13 @@ def look_around(environ: Mapping[str, str]) -> list[Finding]:
 
 def _versions() -> list[Finding]:
     found = [Finding("versions", "reigen", __version__), Finding("versions", "python", platform.python_version())]
-    for name, is_needed in (("numpy", True), ("msgspec", True), ("rich", False)):
+    for name, is_needed in (
+        ("numpy", True),
+        ("msgspec", True),
+        ("cloudpickle", False),
+        ("pyyaml", False),
+        ("rich", False),
+    ):
         version = _version(name)
         found.append(Finding("versions", name, version or "not installed", is_needed and version is None))
     return found

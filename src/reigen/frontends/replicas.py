@@ -44,6 +44,29 @@ def fingerprint(data: NDArray[np.uint8]) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
+class Schedule:
+    """Which steps are compared: every n-th since the ranks last began to count alike.
+
+    Ranks that go on while others have joined take more steps, so all count anew after each join.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._num_joins = 0
+
+    def due(self, every: int, num_joins: int) -> bool:
+        """One more step was taken: whether it is to be compared.
+
+        Args:
+            every: compare each so many steps; 0 for never.
+            num_joins: how often this rank has joined.
+        """
+        if num_joins != self._num_joins:
+            self._num_joins, self._num_steps = num_joins, 0
+        self._num_steps += 1
+        return every > 0 and self._num_steps % every == 0
+
+
 @dataclass(frozen=True)
 class Divergence:
     """Where ranks differ.

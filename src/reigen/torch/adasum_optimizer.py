@@ -21,7 +21,7 @@ from reigen.errors import ArgumentError, StepOrderError, UnsupportedError
 from reigen.frontends.collectives import Reducing
 from reigen.frontends.gradients import GradientTracker, check_passes
 from reigen.frontends.process_sets import ProcessSet, number_of
-from reigen.frontends.replicas import check_replicas
+from reigen.frontends.replicas import Schedule, check_replicas
 from reigen.planes.adasum import check_adasum
 from reigen.torch.adapter import bytes_of, dtype_of
 from reigen.torch.compression import Compressor
@@ -74,7 +74,6 @@ class DeltaExchange:
         self._known: set[int] = set()
         self._trackers: list[GradientTracker] = []
         self._hooks: list[RemovableHandle] = []
-        self._num_steps = 0
         self.passes = check_passes(passes)
         self._bind()
         self.adopt([parameter for _, parameter in named])
@@ -191,7 +190,7 @@ class DeltaExchange:
     def _bind(self) -> None:
         self._context = contexts.current()
         self._name = f"adasum.{next(self._context.gradient_sets[0])}"
-        self._num_steps = 0
+        self._comparisons = Schedule()
 
     def _adasum(self, deltas: Sequence[torch.Tensor]) -> None:
         """In place, over all ranks."""
@@ -202,9 +201,7 @@ class DeltaExchange:
                 delta.copy_(tensor)
 
     def _check_replicas(self) -> None:
-        every = self._context.config.check_replicas
-        self._num_steps += 1
-        if every and self._num_steps % every == 0:
+        if self._comparisons.due(self._context.config.check_replicas, self._context.num_joins):
             names = [self._names.get(p, f"parameter {index}") for index, p in enumerate(self._parameters)]
             check_replicas(self._context, [bytes_of(p) for p in self._parameters], names, self._name)
 

@@ -12,6 +12,7 @@ from reigen.errors import ArgumentError, StepOrderError
 from reigen.frontends.collectives import Reducing
 from reigen.frontends.gradients import check_passes
 from reigen.frontends.process_sets import ProcessSet, number_of
+from reigen.frontends.replicas import Schedule
 from reigen.torch.adapter import bytes_of, dtype_of
 from reigen.torch.differentiable import COLLECTIVES
 from reigen.torch.reducer import ReduceOptions, Reducer, check_finished
@@ -44,9 +45,7 @@ class GradientAverager:
         self._finished = Finished.NOBODY
         #: passes that were finished
         self.num_passes = 0
-        #: updates of the parameters since all ranks joined for the n-th time: only from then on do they count alike
-        self._num_updates = 0
-        self._num_joins = 0
+        self._comparisons = Schedule()
         self.reducers: list[Reducer] = []
         self.adopt([parameter for _, parameter in named])
 
@@ -143,13 +142,8 @@ class GradientAverager:
         Raises:
             ReplicaError: they are not the same on all ranks.
         """
-        every = self._context.config.check_replicas
-        if not every or not self.reducers:
-            return
-        if self._num_joins != self._context.num_joins:
-            self._num_joins, self._num_updates = self._context.num_joins, 0
-        self._num_updates += 1
-        if self._num_updates % every == 0:
+        due = self._comparisons.due(self._context.config.check_replicas, self._context.num_joins)
+        if due and self.reducers:
             names = [name for name, _ in self.named(parameters)]
             self.reducers[0].team.check_replicas([bytes_of(p) for p in parameters], names)
 

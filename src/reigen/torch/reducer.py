@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from reigen.context import Context, Handle, Region
 
 
+#: marks the hooks that are ours
+_WATCHER = "_watches_for_reigen"
+
+
 @dataclass(frozen=True)
 class ReduceOptions:
     """How gradients are reduced; the same on every rank.
@@ -317,7 +321,15 @@ def _grouped(parameters: Sequence[torch.Tensor], groups: Mapping[torch.Tensor, i
 
 
 def watch(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Call ``hook(parameter)`` whenever backward has added to its gradient."""
+    """Call ``hook(parameter)`` whenever backward has added to its gradient, instead of any hook that was given before.
+
+    So an optimizer that is made anew for a model takes over from the one before, which may live on unseen: a scheduler
+    and its optimizer hold each other until the garbage collector comes by, and it comes at another time on every rank.
+    """
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for key in [key for key, other in hooks.items() if hasattr(other, _WATCHER)]:
+        del hooks[key]
+    setattr(hook, _WATCHER, True)
     register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
     return register(hook)
 

@@ -101,7 +101,7 @@ try:
 except HorovodInternalError:
     print("mismatch told")
 child = subprocess.run(
-    [sys.executable, "-c", "import horovod.torch; print(horovod.__version__)"],
+    [sys.executable, "-c", "import horovod.common.exceptions; print(horovod.__version__)"],
     stdout=subprocess.PIPE,
     text=True,
     check=True,

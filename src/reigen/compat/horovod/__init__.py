@@ -3,7 +3,7 @@
 The version is that of the last Horovod whose interface this is, and says that it is not that Horovod.
 """
 
-from reigen.runner import run
+from reigen import run
 
 __version__ = "0.28.1+reigen"
 
