@@ -145,6 +145,8 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if added.mpi_comm is not None:
         raise UnsupportedError("a process set of an MPI communicator can be registered only by init(process_sets=...)")
     ranks = added.ranks or []
+    # All ranks find out together, before one of them alone finds fault with its own list and the others wait for it.
+    _check_equal(allgather_object(job, ranks, "add_process_set"), "the ranks ask for different process sets")
     added.registered(job, job.add_process_set(ranks), ranks)
     return added
 
@@ -233,12 +235,15 @@ def register_static(job: context.Context, process_sets: Sequence[ProcessSet]) ->
 
 def _check_same(all_lists: Sequence[Sequence[tuple[bool, list[int]]]]) -> None:
     """Sets made of ranks are the same everywhere; those made of communicators are what each rank is part of."""
-    comparable = [[None if is_comm else ranks for is_comm, ranks in lists] for lists in all_lists]
-    if any(lists != comparable[0] for lists in comparable):
-        details = {rank: str([ranks for _, ranks in lists]) for rank, lists in enumerate(all_lists)}
-        raise MismatchError(
-            "the ranks gave different process_sets to init()", ranks=range(len(details)), details=details
-        )
+    comparable = [["a communicator" if is_comm else ranks for is_comm, ranks in lists] for lists in all_lists]
+    _check_equal(comparable, "the ranks gave different process_sets to init()")
+
+
+def _check_equal(values: Sequence[object], message: str) -> None:
+    """Raise a MismatchError with this message unless all ranks' values are equal."""
+    if any(value != values[0] for value in values):
+        details = {rank: str(value) for rank, value in enumerate(values)}
+        raise MismatchError(message, ranks=range(len(values)), details=details)
 
 
 def _ranks_in(job: context.Context, process_set: ProcessSet) -> list[int]:
