@@ -309,7 +309,7 @@ def test_the_coordinator_tells_what_waits() -> None:
     ]
     assert coordinator.waits_since() == 2.0
     submit(
-        coordinator, 2, "join", Kind.JOIN
+        coordinator, 2, JOIN_NAME, Kind.JOIN
     )  # no rank that has joined is missing, and a join waits as long as it takes
     assert coordinator.waits()[1:] == [Wait("all", "barrier", 0, 1.0, (1,), (0,))]
     assert coordinator.process_sets == {0: (0, 1, 2), 1: (0, 2)}
