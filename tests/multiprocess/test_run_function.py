@@ -207,6 +207,13 @@ def test_a_launcher_that_cannot_start_the_ranks(tmp_path):
         reigen.run(place, output_filename=tmp_path / "file")
 
 
+def test_output_that_cannot_be_kept_to_the_end_does_not_end_the_job(tmp_path):
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    with pytest.warns(RuntimeWarning, match=r"^run\(\): .*/rank.0/stdout is not complete: No space left on device$"):
+        assert reigen.run(lambda: print("much") or 7, output_filename=tmp_path) == [7]
+
+
 def test_horovods_arguments():
     with pytest.warns(DeprecationWarning, match="np is deprecated, use num_proc"):
         assert reigen.run(place, np=2, hosts="localhost:2", executable=sys.executable) == [(0, 2), (1, 2)]

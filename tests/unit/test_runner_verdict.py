@@ -2,7 +2,9 @@
 
 import pytest
 
+from reigen.errors import DeadlineError, PeerLostError, ReigenError
 from reigen.runner.line import Complaint, Ended, Exited, Report
+from reigen.runner.task import failure_report
 from reigen.runner.verdict import Died, Lost, Raised, Returned, Stopped, judge
 
 FINE = Ended(None)
@@ -55,3 +57,32 @@ def test_a_launcher_that_could_not_do_its_part():
     assert judge([Complaint("no such command: x")], 2) == Lost("no such command: x")
     assert judge([Report(0), Report(1)], 2) == Lost("")
     assert judge([], 1) == Lost("")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_victim"),
+    [
+        (PeerLostError("rank 1 died"), True),
+        (DeadlineError("rank 1 did not come"), False),
+        (ValueError("own"), False),
+    ],
+)
+def test_a_victim_is_known_however_the_function_puts_it(error, is_victim):
+    for reraise in (None, RuntimeError("a cause is given"), KeyError("it came while the other was handled")):
+        try:
+            try:
+                raise error
+            except (ReigenError, ValueError) as first:
+                if reraise is None:
+                    raise
+                if isinstance(reraise, RuntimeError):
+                    raise reraise from first
+                raise reraise  # noqa: B904
+        except Exception as raised:  # noqa: BLE001  all three are meant
+            assert failure_report(3, raised).is_victim == is_victim
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(None, 0), (0, 0), (3, 3), ("a text", 1), (256 + 7, 7)])
+def test_the_exit_code_of_sys_exit(code, exit_code):
+    report = failure_report(2, SystemExit(code))
+    assert (report.rank, report.exit_code, report.failed) == (2, exit_code, True)

@@ -17,7 +17,7 @@ from reigen.runner.keeper import Order
 from reigen.runner.line import Line
 from reigen.runner.options import Arguments, Settings, settle
 from reigen.runner.parcel import pack, thaw, unpack
-from reigen.runner.verdict import Died, Lost, Raised, Returned, Stopped, judge
+from reigen.runner.verdict import Died, Lost, Raised, Returned, Stopped, complaints, judge
 from reigen.runner.watch import Watch
 
 
@@ -182,6 +182,8 @@ def _outcome(watch: Watch, size: int) -> list[Any]:
     """
     match judge(watch.messages, size):
         case Returned():
+            for complaint in complaints(watch.messages):
+                warnings.warn(f"run(): {complaint}", RuntimeWarning, stacklevel=4)
             return [_result(watch, rank, size) for rank in range(size)]
         case Raised(report):
             text, frozen = unpack(watch.parcels[report.rank])

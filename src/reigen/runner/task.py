@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
             func, args, kwargs = _load(call)
             report, parcel = Report(rank), _pack_result(func(*args, **kwargs), rank)
         except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
-            report, parcel = _failed(rank, error), _pack_error(error)
+            report, parcel = failure_report(rank, error), _pack_error(error)
         # Before this process begins to end: whoever waits for this rank fails later than it, and says so later.
         caller.send(report, parcel)
         os.close(parcel)
@@ -73,7 +73,8 @@ def _pack_result(result: object, rank: int) -> int:
     return pack(result, f"what the function returned in rank {rank} ({type(result).__name__})")
 
 
-def _failed(rank: int, error: BaseException) -> Report:
+def failure_report(rank: int, error: BaseException) -> Report:
+    """What the caller is told of an exception that the function raised."""
     code = 1
     if isinstance(error, SystemExit):
         code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1

@@ -73,7 +73,12 @@ def judge(messages: Sequence[Message], size: int) -> Verdict:
     num_returned = sum(isinstance(message, Report) and not message.failed for message in messages)
     if ended is not None and num_returned == size:
         return Returned()
-    return Lost("\n".join(message.text for message in messages if isinstance(message, Complaint)))
+    return Lost("\n".join(complaints(messages)))
+
+
+def complaints(messages: Sequence[Message]) -> list[str]:
+    """What the launcher found wrong on its own side, in its words."""
+    return [message.text for message in messages if isinstance(message, Complaint)]
 
 
 def _first_failure(messages: Sequence[Message]) -> Raised | Died | None:
