@@ -286,6 +286,8 @@ def wrong_arguments() -> None:
     wrap(groups=3, named_parameters=iter(named))
     with pytest.warns(DeprecationWarning, match="num_groups"):
         wrap(num_groups=2)
+    with pytest.warns(DeprecationWarning, match="num_groups"), pytest.raises(ValueError, match="positive integer"):
+        wrap(num_groups=-1)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())  # nothing is left on the parameters
 
 

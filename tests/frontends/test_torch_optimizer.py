@@ -94,9 +94,9 @@ def test_clearing_and_layouts_and_bucket_sizes(rank_pool, set_to_none, channels_
     rank_pool(2).run(trains_with, set_to_none, 1.0 if set_to_none else 2.0, channels_last, init=True, env=env)
 
 
-def bits_of_training() -> list[bytes]:
+def bits_of_training(groups: int | None) -> list[bytes]:
     model = make_net().float()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), groups=groups)
     for x, y in batches(3):
         optimizer.zero_grad()
         mean_loss(model, mine(x).float(), mine(y).float()).backward()
@@ -106,8 +106,8 @@ def bits_of_training() -> list[bytes]:
 
 def test_the_bits_do_not_depend_on_the_buckets(rank_pool):
     results = [
-        rank_pool(3).run(bits_of_training, init=True, env={"REIGEN_BUCKET_BYTES": size})
-        for size in ("64", "777", "9999999")
+        rank_pool(3).run(bits_of_training, groups, init=True, env={"REIGEN_BUCKET_BYTES": size})
+        for size, groups in (("64", None), ("777", None), ("9999999", None), ("777", 2))
     ]
     assert all(bits == results[0][0] for result in results for bits in result)
 

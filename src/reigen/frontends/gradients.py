@@ -99,7 +99,8 @@ class GradientTracker:
         if count > self._passes:
             raise StepOrderError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                f"It is {self._passes} now; increase backward_passes_per_step to accumulate gradients locally."
+                f"It is {self._passes} now; increase backward_passes_per_step to accumulate gradients locally. "
+                "To drop a batch, call synchronize() and then zero_grad(), on all ranks."
             )
         self._counts[parameter] = count
         self.num_arrived += 1

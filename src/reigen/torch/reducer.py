@@ -307,7 +307,8 @@ def check_finished(reducers: Sequence[Reducer], action: str) -> None:
     if any(reducer.tracker.outstanding for reducer in reducers):
         raise StepOrderError(
             f"{action} was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
-            "while gradients are on their way to the other ranks; call one of those first"
+            "while gradients are on their way to the other ranks; call one of those first. If a loss of another model "
+            "left gradients here that nobody wants, use requires_grad_(False) while it is computed"
         )
 
 
