@@ -197,7 +197,7 @@ def misused() -> None:
     rank = hvd.rank()
     weight = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
-    lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS([weight]))
+    lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS([nn.Parameter(torch.zeros(2))]))
 
     def loop(optimizer: object, num_steps: int = 0, forgotten: bool = False) -> None:
         with hvd.uneven_data(optimizer):
@@ -212,7 +212,6 @@ def misused() -> None:
     for wrong, message in ((torch.optim.SGD([weight], lr=1.0), "DistributedOptimizer"), (lbfgs, "LBFGS"), (3, "int")):
         with pytest.raises(ArgumentError, match=message):
             loop(wrong)
-    del lbfgs
     with hvd.uneven_data(optimizer), pytest.raises(ArgumentError, match="running already"):
         loop(optimizer)
     weight.sum().backward()
