@@ -72,6 +72,7 @@ for statement in (
     "import horovod.mxnet",
     "import horovod.ray",
     "from horovod.torch.elastic import TorchState",
+    "from horovod.torch.elastic.sampler import ElasticSampler",
     "elastic.run",
     "elastic.nothing",
 ):
@@ -104,6 +105,7 @@ def test_all_names_are_there_and_what_is_missing_says_so():
         "ImportError horovod.mxnet: Reigen has no front end for MXNet yet; horovod.torch is there",
         "ImportError horovod.ray: Reigen has no jobs in Ray yet",
         "ImportError horovod.torch.elastic.TorchState: there are no elastic jobs in Reigen yet",
+        "ImportError horovod.torch.elastic.sampler: there are no elastic jobs in Reigen yet",
         "ImportError horovod.torch.elastic.run: there are no elastic jobs in Reigen yet",
         "AttributeError module 'horovod.torch.elastic' has no attribute 'nothing'",
     ]
