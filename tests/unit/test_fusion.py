@@ -50,6 +50,32 @@ def test_only_the_same_reduction_is_fused(other: tuple[Operation, Response]) -> 
     assert plan([ready(1), other, ready(1)], 1000) == [[0, 2], [1]]
 
 
+def group(*members: tuple[Operation, Response]) -> tuple[Operation, Response]:
+    operations, responses = zip(*members, strict=True)
+    return Operation(Kind.ALLREDUCE, "g", members=operations), Response("g", members=responses)
+
+
+def test_a_group_whose_members_are_alike_is_one_tensor_of_their_size() -> None:
+    alike = group(ready(5), ready(5))
+    assert plan([ready(10), alike, ready(10)], 80) == [[0, 1], [2]]
+    assert plan([alike, alike], 80) == [[0, 1]]
+    assert plan([alike, ready(1)], 40) == [[0], [1]]
+    assert plan([ready(10), alike, ready(10)], 1000, fuse_groups=False) == [[0, 2], [1]]
+
+
+def test_a_group_whose_members_differ_travels_alone() -> None:
+    mixed = group(ready(5), ready(5, dtype="float64"))
+    assert plan([mixed, ready(1), mixed, ready(1, dtype="float64")], 1000) == [[0], [1], [2], [3]]
+
+
+def test_what_others_stand_in_for_is_not_fused_with_what_all_have() -> None:
+    operation, response = ready(1)
+    with_stand_ins = operation, Response("t", num_active=1)
+    assert plan([(operation, response), with_stand_ins, with_stand_ins], 1000) == [[0], [1, 2]]
+    in_a_set = ready(1, process_set=1)
+    assert plan([(operation, response), in_a_set], 1000) == [[0], [1]]
+
+
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.ALLREDUCE])
 def test_everything_else_travels_alone(kind: Kind) -> None:
     assert plan([ready(1), ready(1, kind=kind), ready(1, kind=kind), ready(1)], 1000) == [[0, 3], [1], [2]]
