@@ -12,7 +12,7 @@ import yaml
 from reigen.cli.run_options import parser
 from reigen.config import VARIABLES, load
 from reigen.errors import ConfigError
-from reigen.launch.horovodrun import OPTIONS, Translation, check_fixed_size, translate
+from reigen.launch.horovodrun import OPTIONS, Translation, translate
 
 #: Every option of horovodrun, as its documentation spells them, with a value where it takes one.
 SPELLINGS = """
@@ -186,14 +186,6 @@ def test_files_that_make_no_sense(document: object, complaint: str) -> None:
 def test_settings_of_the_file_that_mean_nothing_are_listed() -> None:
     document = {"params": {"cache_capacty": 1}, "weather": "fine", "timeline": None}
     assert translated("", document).unknown == ("params.cache_capacty", "weather", "timeline")
-
-
-def test_elastic_bounds_that_leave_no_choice_are_no_elastic_job() -> None:
-    check_fixed_size(2, None, None, None)
-    check_fixed_size(2, 2, 2, None)
-    for least, most, script in ((1, None, None), (None, 4, None), (None, None, "discover.sh")):
-        with pytest.raises(ConfigError, match="there are no elastic jobs yet"):
-            check_fixed_size(2, least, most, script)
 
 
 @pytest.mark.parametrize("line", ["--gloo --mpi", "--autotune --no-autotune", "-H localhost:2 -hostfile f"])

@@ -3,7 +3,7 @@
 import pytest
 
 from reigen.errors import ConfigError
-from reigen.launch.hosts import Host, check_all_here, parse_hostfile, parse_hosts
+from reigen.launch.hosts import Host, check_all_here, check_fixed_size, parse_hostfile, parse_hosts
 
 
 def test_lists():
@@ -42,3 +42,14 @@ def test_other_hosts_and_too_few_slots():
         check_all_here(parse_hosts("there:2,localhost:9,elsewhere:2,there:1"), 2, {"here"})
     with pytest.raises(ConfigError, match="have 3 slots, and 4 processes"):
         check_all_here(parse_hosts("localhost:3"), 4, ())
+
+
+def test_bounds_that_leave_no_choice_are_no_elastic_job():
+    check_fixed_size(2, {"--min-np": None, "--max-np": 2}, None)
+    for bounds, discovery, complaint in (
+        ({"--min-np": 1, "--max-np": None}, None, "--min-np=1: elastic jobs"),
+        ({"--min-np": 1, "--max-np": 4}, None, "--min-np=1, --max-np=4: elastic jobs"),
+        ({"--min-np": 2}, "--host-discovery-script", "--host-discovery-script: elastic jobs"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            check_fixed_size(2, bounds, discovery)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 from reigen.cli.run_options import parser
 from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.horovodrun import Translation, check_fixed_size, translate
-from reigen.launch.hosts import check_all_here, parse_hostfile, parse_hosts
+from reigen.launch.horovodrun import Translation, translate
+from reigen.launch.hosts import check_fixed_size, check_hosts
 from reigen.launch.options import Options, complain
 from reigen.launch.supervise import run_local
 
@@ -30,7 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
     try:
         translation = translate(vars(chosen), _document(chosen.config_file), os.environ)
-        check_fixed_size(chosen.num_ranks, chosen.min_ranks, chosen.max_ranks, chosen.host_discovery_script)
+        bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
+        discovery = "--host-discovery-script" if chosen.host_discovery_script else None
+        check_fixed_size(chosen.num_ranks, bounds, discovery)
+        check_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile)
         options = Options(
             command=tuple(command),
             num_ranks=chosen.num_ranks,
@@ -41,7 +43,6 @@ def main(arguments: Sequence[str]) -> int:
             verbose=chosen.verbose,
             output_directory=chosen.output_directory,
         )
-        _check_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)
     except ConfigError as error:
         made.error(str(error))
     _tell(translation)
@@ -51,20 +52,6 @@ def main(arguments: Sequence[str]) -> int:
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
-
-
-def _check_hosts(listed: str | None, file: Path | None, num_ranks: int) -> None:
-    if listed is not None:
-        hosts = parse_hosts(listed)
-    elif file is not None:
-        try:
-            hosts = parse_hostfile(file.read_text())
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the host file {file}: {error}") from None
-    else:
-        return
-    name = socket.gethostname()
-    check_all_here(hosts, num_ranks, {name, name.partition(".")[0]})
 
 
 def _document(path: Path | None) -> object:

@@ -300,25 +300,3 @@ def _typed(option: Option, value: object) -> str:
 def _is_set(variable: str, environ: Mapping[str, str]) -> bool:
     names = (f"REIGEN_{variable}", f"HOROVOD_{variable}", *_OTHER_NAMES.get(variable, ()))
     return any(environ.get(name) for name in names)
-
-
-def check_fixed_size(num_ranks: int, least: int | None, most: int | None, discovery_script: str | None) -> None:
-    """Make sure that a job of ``num_ranks`` processes, no more and no fewer, is what was asked for.
-
-    Args:
-        num_ranks: -np.
-        least: --min-np.
-        most: --max-np.
-        discovery_script: --host-discovery-script.
-
-    Raises:
-        ConfigError: an elastic job was asked for.
-    """
-    asked = {"--min-np": least, "--max-np": most}
-    elastic = [f"{flag} {value}" for flag, value in asked.items() if value not in {None, num_ranks}]
-    if discovery_script is not None:
-        elastic.append(f"--host-discovery-script {discovery_script}")
-    if elastic:
-        raise ConfigError(
-            f"{', '.join(elastic)}: there are no elastic jobs yet; a job has its {num_ranks} processes to its end"
-        )

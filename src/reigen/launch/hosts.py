@@ -1,10 +1,16 @@
-"""Lists of hosts, as on a command line (``h1:2,h2:4``) and in a file (``h1 slots=2``). Reads text, decides, no I/O."""
+"""Where a job was asked to run, on how many processes, and whether that can be done: so far, on this host alone.
+
+Lists of hosts come as on a command line (``h1:2,h2:4``) and in a file (``h1 slots=2``).
+"""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Collection, Sequence
+import socket
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from reigen.errors import ConfigError
 
@@ -81,3 +87,42 @@ def check_all_here(hosts: Sequence[Host], num_ranks: int, names_here: Collection
     num_slots = sum(host.slots for host in hosts)
     if num_slots < num_ranks:
         raise ConfigError(f"the hosts have {num_slots} slots, and {num_ranks} processes were asked for")
+
+
+def check_hosts(num_ranks: int, listed: str | None, file: str | os.PathLike[str] | None) -> None:
+    """Make sure that the hosts of a list, or of a file, are this one, and have a slot for each rank.
+
+    Raises:
+        ConfigError: they are not, or the file cannot be read.
+    """
+    if listed is not None:
+        hosts = parse_hosts(listed)
+    elif file is not None:
+        try:
+            hosts = parse_hostfile(Path(file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
+    else:
+        return
+    name = socket.gethostname()
+    check_all_here(hosts, num_ranks, {name, name.partition(".")[0]})
+
+
+def check_fixed_size(num_ranks: int, bounds: Mapping[str, int | None], discovery: str | None) -> None:
+    """Make sure that a job of ``num_ranks`` processes, no more and no fewer, is what was asked for.
+
+    Args:
+        num_ranks: how many processes.
+        bounds: how few and how many they may be, by the name under which the user said it; None where he did not.
+        discovery: how he asked for hosts to be discovered; None: he did not.
+
+    Raises:
+        ConfigError: an elastic job was asked for.
+    """
+    asked = [f"{name}={value}" for name, value in bounds.items() if value not in {None, num_ranks}]
+    asked += [] if discovery is None else [discovery]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)}: elastic jobs, whose number of processes changes, are not possible yet; "
+            f"leave it out to run {num_ranks} processes from beginning to end"
+        )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import operator
 import os
-import socket
 from dataclasses import dataclass
-from pathlib import Path
 from typing import SupportsIndex
 
 from reigen.errors import ConfigError
-from reigen.launch.hosts import check_all_here, parse_hostfile, parse_hosts
+from reigen.launch.hosts import check_fixed_size, check_hosts
 
 #: Accepted for the sake of existing calls. There is one transport between processes of a host, and no ssh.
 _WITHOUT_EFFECT = (
@@ -73,8 +71,11 @@ def settle(arguments: Arguments) -> tuple[Settings, str]:
         ConfigError: an argument makes no sense, or asks for what is not possible yet.
     """
     num_ranks = _num_ranks(arguments.num_proc)
-    _check_static(arguments, num_ranks)
-    _check_hosts(arguments, num_ranks)
+    bounds = {"min_num_proc": arguments.min_num_proc, "max_num_proc": arguments.max_num_proc}
+    check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments.host_discovery_script else None)
+    if arguments.hosts is not None and arguments.hostfile is not None:
+        raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
+    check_hosts(num_ranks, arguments.hosts, arguments.hostfile)
     timeout = arguments.start_timeout
     if timeout is not None and not 0 < timeout < 1e9:
         raise ConfigError(f"start_timeout must be a number of seconds greater than 0, not {timeout!r}")
@@ -98,32 +99,3 @@ def _num_ranks(num_proc: SupportsIndex) -> int:
     if num_ranks < 1:
         raise ConfigError(f"num_proc must be at least 1, not {num_ranks}")
     return num_ranks
-
-
-def _check_static(arguments: Arguments, num_ranks: int) -> None:
-    """A job whose size may change is not possible yet; bounds that leave it no choice are."""
-    bounds = {"min_num_proc": arguments.min_num_proc, "max_num_proc": arguments.max_num_proc}
-    asked = [f"{name}={value}" for name, value in bounds.items() if value not in (None, num_ranks)]
-    if arguments.host_discovery_script is not None:
-        asked.append("host_discovery_script")
-    if asked:
-        raise ConfigError(
-            f"{', '.join(asked)}: elastic jobs, whose number of processes changes, are not possible yet; "
-            f"leave it out to run {num_ranks} processes from beginning to end"
-        )
-
-
-def _check_hosts(arguments: Arguments, num_ranks: int) -> None:
-    if arguments.hosts is not None and arguments.hostfile is not None:
-        raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
-    if arguments.hosts is not None:
-        hosts = parse_hosts(arguments.hosts)
-    elif arguments.hostfile is not None:
-        try:
-            hosts = parse_hostfile(Path(arguments.hostfile).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"hostfile {os.fspath(arguments.hostfile)!r} cannot be read: {error}") from error
-    else:
-        return
-    name = socket.gethostname()
-    check_all_here(hosts, num_ranks, {name, name.partition(".")[0]})
