@@ -15,6 +15,7 @@ from reigen.observe.layout import LONG_NANOSECONDS, Layout, describe
 from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER, Page, encode
 from reigen.observe.pages import Content
 from reigen.observe.recorder import Event, Recorder
+from reigen.observe.rows import FIRST_SHARED, MAX_NAMED
 from reigen.types import ReduceOp
 
 US = 1000
@@ -51,11 +52,11 @@ def test_a_collective_is_negotiated_queued_and_carried_out_in_one_row() -> None:
     )
     facts = {"tensor": "a", "dtype": "float32", "shape": "[2, 3]", "bytes": 24, "op": "AVERAGE", "batch": 1}
     assert shown == [
-        (COMPLETE, "NEGOTIATE_ALLREDUCE", 100, 10 * US, 40 * US, {"tensor": "a"}),
-        (COMPLETE, "QUEUE", 100, 50 * US, 10 * US, {}),
-        (COMPLETE, "ALLREDUCE", 100, 60 * US, 10 * US, facts),
-        (COMPLETE, "MEMCPY_IN_FUSION_BUFFER", 100, 60 * US, 4 * US, {"count": 2}),
-        (COMPLETE, "SHM_ALLREDUCE", 100, 64 * US, 5 * US, {}),
+        (COMPLETE, "NEGOTIATE_ALLREDUCE", 1300, 10 * US, 40 * US, {"tensor": "a"}),
+        (COMPLETE, "QUEUE", 1300, 50 * US, 10 * US, {}),
+        (COMPLETE, "ALLREDUCE", 1300, 60 * US, 10 * US, facts),
+        (COMPLETE, "MEMCPY_IN_FUSION_BUFFER", 1300, 60 * US, 4 * US, {"count": 2}),
+        (COMPLETE, "SHM_ALLREDUCE", 1300, 64 * US, 5 * US, {}),
     ]
 
 
@@ -68,11 +69,11 @@ def test_a_batch_shows_every_tensor_and_the_phases_once() -> None:
         (r.ENDED, 19000, both, {"SHM_ALLREDUCE": [10000, 1]}),
     )
     assert [(name, row, begin) for _, name, row, begin, _, _ in shown] == [
-        ("NEGOTIATE_ALLREDUCE", 100, 0),
-        ("NEGOTIATE_ALLREDUCE", 101, 1),
-        ("ALLREDUCE", 100, 9000),
-        ("ALLREDUCE", 101, 9000),
-        ("SHM_ALLREDUCE", 100, 9000),
+        ("NEGOTIATE_ALLREDUCE", 1300, 0),
+        ("NEGOTIATE_ALLREDUCE", 1301, 1),
+        ("ALLREDUCE", 1300, 9000),
+        ("ALLREDUCE", 1301, 9000),
+        ("SHM_ALLREDUCE", 1300, 9000),
     ]
     assert shown[2][5]["batch"] == 2
 
@@ -92,12 +93,12 @@ def test_failures_cycles_steps_and_waits() -> None:
         mark_cycles=True,
     )
     assert shown == [
-        (INSTANT, "CYCLE_START", 0, 30, 0, {}),
-        (COMPLETE, "NEGOTIATE_ALLREDUCE", 100, 10, 30, {"tensor": "a"}),
-        (INSTANT, "FAILED", 100, 40, 0, {"tensor": "a"}),
-        (COMPLETE, "WAIT", 1, 20, 30, {"tensor": "a"}),
-        (COMPLETE, "STEP", 1, 0, 60, {"number": 1}),
-        (COMPLETE, "WAIT", 2, 70, 10, {"tensor": "b"}),
+        (INSTANT, "CYCLE_START", 1000, 30, 0, {}),
+        (COMPLETE, "NEGOTIATE_ALLREDUCE", 1300, 10, 30, {"tensor": "a"}),
+        (INSTANT, "FAILED", 1300, 40, 0, {"tensor": "a"}),
+        (COMPLETE, "WAIT", 1001, 20, 30, {"tensor": "a"}),
+        (COMPLETE, "STEP", 1001, 0, 60, {"number": 1}),
+        (COMPLETE, "WAIT", 1002, 70, 10, {"tensor": "b"}),
     ]
 
 
@@ -134,9 +135,9 @@ def test_events_that_were_dropped_disturb_nothing_else() -> None:
         (r.ENDED, 70, batch(A), {}),
     )
     assert [(name, row, begin, ns) for _, name, row, begin, ns, _ in shown] == [
-        ("ALLREDUCE", 101, 20, 10),
-        ("NEGOTIATE_ALLREDUCE", 100, 50, 10),
-        ("ALLREDUCE", 100, 60, 10),
+        ("ALLREDUCE", 1300, 20, 10),
+        ("NEGOTIATE_ALLREDUCE", 1100, 50, 10),
+        ("ALLREDUCE", 1100, 60, 10),
     ]
 
 
@@ -170,6 +171,7 @@ def test_nothing_overlaps_in_a_row(seed: int) -> None:
             assert not open_until or end <= open_until[-1]
             open_until.append(end)
     assert len(rows) > 205
+    assert sum(row < FIRST_SHARED for row in rows) == MAX_NAMED, "what comes again has rows of its own"
 
 
 def test_pages_fit_into_notes_and_stand_for_themselves() -> None:

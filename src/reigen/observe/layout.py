@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reigen.engine.messages import Kind, Operation, Response
-from reigen.engine.negotiation import UNNAMED
 from reigen.observe import recorder
 from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER
 from reigen.observe.pages import Arguments, Content, Pages, as_json
@@ -127,7 +126,7 @@ class Layout:
         lost = self._negotiating.pop(name, None)  # what became of it was dropped
         if lost is not None:
             self._rows.give_back(lost.row)
-        row = self._rows.take(name, UNNAMED in name)
+        row = self._rows.take(name)
         label = (f"NEGOTIATE_{operation.kind.name}", NEGOTIATION)
         arguments = self._names.get(name)
         if arguments is None:
@@ -142,7 +141,7 @@ class Layout:
             name = operation.name
             negotiation = self._negotiating.pop(name, None)
             if negotiation is None:  # submitted before the recording began, or by the others alone
-                row = self._rows.take(name, UNNAMED in name)
+                row = self._rows.take(name)
             else:
                 row = negotiation.row
                 announced = max(negotiation.begin, min(self._announced or now, now))
