@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,23 +27,9 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     if chosen.num_ranks is None:
         made.error("the following arguments are required: -np/--num-proc")
-    command = chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command
     try:
         translation = translate(vars(chosen), _document(chosen.config_file), os.environ)
-        bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
-        discovery = "--host-discovery-script" if chosen.host_discovery_script else None
-        check_fixed_size(chosen.num_ranks, bounds, discovery)
-        check_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile)
-        options = Options(
-            command=tuple(command),
-            num_ranks=chosen.num_ranks,
-            bind=chosen.bind,
-            grace_seconds=chosen.grace_seconds,
-            prefix=chosen.prefix,
-            timestamps=chosen.timestamps,
-            verbose=chosen.verbose,
-            output_directory=chosen.output_directory,
-        )
+        options = _options(chosen)
     except ConfigError as error:
         made.error(str(error))
     _tell(translation)
@@ -52,6 +39,22 @@ def main(arguments: Sequence[str]) -> int:
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
+
+
+def _options(chosen: argparse.Namespace) -> Options:
+    bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
+    check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
+    check_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile)
+    return Options(
+        command=tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command),
+        num_ranks=chosen.num_ranks,
+        bind=chosen.bind,
+        grace_seconds=chosen.grace_seconds,
+        prefix=chosen.prefix,
+        timestamps=chosen.timestamps,
+        verbose=chosen.verbose,
+        output_directory=chosen.output_directory,
+    )
 
 
 def _document(path: Path | None) -> object:
