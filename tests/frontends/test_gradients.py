@@ -74,6 +74,20 @@ def test_the_first_pass_only_records_the_order():
     assert machine.finish() == Finish(missing=(1, 2, 0), submit=(0,))
 
 
+def test_an_abandoned_plan_is_for_one_pass():
+    machine = tracker()
+    assert [machine.gradient(p) for p in (3, 2)] == [COLLECT, submit(0)]
+    machine.finish()
+    machine.reset()
+    machine.abandon()
+    machine.validate()
+    assert [machine.gradient(p) for p in (3, 2, 1, 0)] == [LATER] * 4
+    with pytest.raises(StepOrderError):
+        machine.finish()
+    machine.adopt(plan_buckets([ParameterSpec(16, 4, "float32")] * 4, [0, 1, 2, 3], 64))
+    assert machine.finish() == Finish((0, 1, 2, 3), (0, 1, 2, 3))
+
+
 def test_parameters_outside_the_plan_are_counted_and_otherwise_left_alone():
     machine = GradientTracker(2)
     machine.adopt(plan_buckets([ParameterSpec(8, 4, "float32")] * 2, [1], 1024))

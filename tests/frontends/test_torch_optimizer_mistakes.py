@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.frontends.training import assert_identical_everywhere, assert_same, batches, make_net, mean_loss, mine
 from torch import nn
 
 import reigen.torch as hvd
-from reigen.errors import ArgumentError, StepOrderError
+from reigen.errors import ArgumentError, DeadlineError, StepOrderError
 
 
 class Broken(torch.autograd.Function):
@@ -101,6 +103,37 @@ def breaks_on_one_rank() -> None:
 @pytest.mark.parametrize("func", [breaks_everywhere, breaks_on_one_rank])
 def test_an_exception_in_backward(rank_pool, func):
     rank_pool(2).run(func, init=True, env={"REIGEN_BUCKET_BYTES": "200"})
+
+
+def stays_away() -> None:
+    """Rank 1's backward breaks, and it turns to something else: both are told, at the deadline, who is missing."""
+    rank = hvd.rank()
+    model = Chain()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+
+    def step(broken_before: int) -> None:
+        optimizer.zero_grad()
+        model(rows(rank, 1), broken_before).sum().backward()
+        optimizer.step()
+
+    step(-1)
+    before = copy.deepcopy(model.state_dict())
+    if rank == 0:
+        with pytest.raises(DeadlineError) as caught:
+            step(-1)
+        assert caught.value.ranks == (1,)
+        assert any("layers.3.weight" in note for note in caught.value.__notes__)
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        return
+    with pytest.raises(RuntimeError, match="broken backward"):
+        step(2)
+    with pytest.raises(hvd.HorovodInternalError) as missed:  # the deadline, or that rank 0 has left by now
+        hvd.barrier()
+    assert missed.value.ranks == (0,)
+
+
+def test_a_rank_that_never_comes_back_from_backward_is_named(rank_pool):
+    rank_pool(2).run(stays_away, init=True, env={"REIGEN_DEADLINE": "2"})
 
 
 def clip(model: nn.Module) -> None:

@@ -125,11 +125,13 @@ class Reducer:
         """
         handles, self._handles = self._handles, {}
         failure: CollectiveError | None = None
-        for handle in handles.values():
+        for bucket, handle in handles.items():
             try:
                 handle.wait()
             except CollectiveError as error:
-                failure = failure or error
+                if failure is None:
+                    failure = error
+                    failure.add_note(self._contents(bucket))
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
         if failure is None:
@@ -222,6 +224,12 @@ class Reducer:
         if array.size:
             part = f"improvised.{bucket}" if self._region is None else str(bucket)
             self._handles[bucket] = self.team.reduce(array, DTYPES[plan.buckets[bucket].dtype], part, self._region)
+
+    def _contents(self, bucket: int) -> str:
+        """For whoever reads an error that names a bucket."""
+        assert self.tracker.plan is not None
+        names = [self._names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
+        return f"The gradients in it: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
 
     def _deliver(self, parameter: torch.Tensor, place: torch.Tensor, direct: bool) -> None:
         gradient = parameter.grad
