@@ -6,6 +6,7 @@ The rank that is missed is held until rank 0 has warned: rank 0's log handler le
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import signal
@@ -40,8 +41,9 @@ class Gate:
         """In native code that keeps the interpreter's lock."""
         ctypes.PyDLL(None).read(self.descriptor, ctypes.create_string_buffer(1), 1)
 
-    def open(self) -> None:
-        os.write(self.descriptor, b".")
+    def open(self, count: int = 1) -> None:
+        """Let ``count`` threads go on."""
+        os.write(self.descriptor, b"." * count)
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -131,10 +133,10 @@ def ranks_that_do_not_submit(path: str) -> dict[str, list[str]]:
     found = {}
     with told_and_gate(path) as (told, gate):
         evens = job.add_process_set([0, 2])
-        for case, missing, kept in [("python", 1, gate.hold), ("rank 0", 0, gate.hold)]:
-            told.expect(gate.open)
-            if job.rank == missing:
-                compute(kept)
+        for case, missing in [("python", [1]), ("rank 0", [0, 1])]:
+            told.expect(functools.partial(gate.open, len(missing)))
+            if job.rank in missing:
+                compute(gate.hold)
             assert reduce(case) == 3.0
             found[case] = list(told.messages)
         told.expect(gate.open)
@@ -149,16 +151,19 @@ def ranks_that_do_not_submit(path: str) -> dict[str, list[str]]:
 
 def test_a_rank_that_computes_is_told_of_with_its_stack(path: str, rank_pool: Callable[[int], RankPool]) -> None:
     found = rank_pool(3).run(ranks_that_do_not_submit, path, init=True, env=CHECK)[0]
-    for case, missing, waiting in [("python", 1, "ranks 0, 2"), ("rank 0", 0, "ranks 1, 2")]:
+    for case, who in [
+        ("python", "waiting: ranks 0, 2; missing: rank 1"),
+        ("rank 0", "waiting: rank 2; missing: ranks 0, 1"),
+    ]:
         first, last = found[case][0], found[case][-1]
         lines = [line.strip() for line in first.splitlines()]
         assert lines[1].startswith(f"allreduce {case} for 0."), first
-        assert lines[2] == f"waiting: {waiting}; missing: rank {missing}"
-        assert lines[3].startswith(f"rank {missing} (process ")
+        assert lines[2] == who
+        assert lines[3].startswith("rank 1 (process " if case == "python" else "rank 0 (process ")
         assert "test_stalls.py:" in lines[3]
         assert lines[3].endswith("in Gate.hold: os.read(self.descriptor, 1)  # held here")
         assert lines[4].endswith("in compute: hold()  # it computes"), first
-        assert "in ranks_that_do_not_submit: compute(kept)" in lines[5]
+        assert "in ranks_that_do_not_submit: compute(gate.hold)" in lines[5]
         assert last.startswith(f"Stall over: allreduce {case}: no rank is missing any more, after ")
     [first, *_, last] = found["process set"]
     assert "  allreduce in a set of process set 1 (ranks 0, 2) for 0." in first
@@ -196,7 +201,7 @@ def ranks_in_different_collectives(path: str) -> list[str]:
     """Each waits in its own; once that has been told, another thread brings what the others wait for."""
     job = context.current()
     with told_and_gate(path) as (told, gate):
-        told.expect(lambda: [gate.open() for _ in range(job.size)])
+        told.expect(lambda: gate.open(job.size))
         own, other = (["only 1", *(f"b{i}" for i in range(7))], ["only 0"])[:: 1 if job.rank == 1 else -1]
 
         def bring() -> None:
@@ -287,6 +292,7 @@ def test_of_rank_zero_another_rank_tells(where: str, path: str, rank_pool: Calla
     assert first.startswith("Stall: rank 0 does not answer within 2 s: its process ")
     assert "is stopped, by SIGSTOP" in first
     assert "  t has waited for 2." in first
+    assert results[1][-1] == "Stall over: rank 0 answers."
     assert results[2] == []
 
 

@@ -260,7 +260,6 @@ class Silence(Enum):
 
     ASK = auto()
     WARN = auto()
-    OVER = auto()
     GIVE_UP = auto()
 
 
@@ -274,20 +273,15 @@ class CoordinatorCheck:
         self._asked: float | None = None
         self._next = 0.0
         self._times = 0
-        self._answered = False
 
-    def answered(self) -> None:
-        """Rank 0 has answered."""
-        self._asked = None
-        self._answered = True
+    def answered(self, now: float) -> bool:
+        """Rank 0 has answered; whether it was told of as silent before."""
+        was_silent = self._times > 0
+        self._asked, self._times, self._next = None, 0, now + self._check
+        return was_silent
 
     def look(self, since: float, now: float) -> Silence | None:
         """What is to be done, with something waiting here since ``since``; to be called ten times a second."""
-        if self._answered:
-            self._answered = False
-            self._next = now + self._check
-            was_silent, self._times = self._times > 0, 0
-            return Silence.OVER if was_silent else None
         if self._asked is not None:
             if now < self._asked + ANSWER_SECONDS:
                 return None

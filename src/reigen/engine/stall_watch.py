@@ -155,8 +155,6 @@ class StallWatch:
                 self._post(_Ping())
             case Silence.WARN:
                 _log.warning("%s", stall_report.silence(name, now - since, self._states([0])))
-            case Silence.OVER:
-                _log.warning("Stall over: rank 0 answers.")
             case Silence.GIVE_UP:
                 return DeadlineError(stall_report.silence(name, now - since, self._states([0])), ranks=(0,))
         return None
@@ -177,7 +175,8 @@ class StallWatch:
             case _Ping():
                 self._post(_Pong())
             case _Pong():
-                self._coordinator_check.answered()
+                if self._coordinator_check.answered(time.monotonic()):
+                    _log.warning("Stall over: rank 0 answers.")
 
     def lacking(self, operation: Operation, since: float, ready: tuple[int, ...], missing: tuple[int, ...]) -> None:
         """This rank waits in the middle of a collective for ``missing``, as ``ready`` do; called every now and then."""
