@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from reigen.cluster.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer
+from reigen.cluster.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer, Room
 from reigen.cluster.service import MAX_KEYS, MAX_STRANGERS, Done, Get, Put, Refused, Store, Value
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.wire.auth import Identity, Role
@@ -79,6 +79,15 @@ def test_a_later_value_replaces_the_first(ranks):
     ranks[0].put("key", b"one")
     ranks[1].put("key", b"two")
     assert ranks[0].get("key", 10.0) == b"two"
+
+
+def test_rooms_do_not_see_each_other(ranks):
+    one, other = Room(ranks[0], "one"), Room(ranks[1], "other")
+    one.put("key", b"1")
+    ranks[0].put("key", b"0")
+    assert other.put_first("key", b"2") == b"2"
+    assert Room(ranks[1], "one").get("key", 1.0) == b"1"
+    assert [each.get("key", 1.0) for each in (one, other, ranks[1])] == [b"1", b"2", b"0"]
 
 
 def test_get_waits_for_put(ranks):

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from reigen.cluster.topology import Topology
-from reigen.errors import ConfigError
+from reigen.cluster.topology import Topology, among
+from reigen.errors import ArgumentError, ConfigError
 
 
 def test_places():
@@ -41,3 +41,27 @@ def test_every_contradiction_is_named_at_once():
 def test_a_place_does_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Topology.alone().rank = 1  # type: ignore[misc]
+
+
+def test_some_of_the_ranks_are_numbered_anew():
+    third = Topology.on_one_host(2, 4)
+    assert among(third, [2]) == Topology.alone()
+    assert among(third, [3, 2, 0]) == Topology.on_one_host(1, 3)
+    assert among(third, range(4)) == third
+
+
+@pytest.mark.parametrize(
+    ("ranks", "complaint"),
+    [
+        ([], "at least one"),
+        ([2, 2], "different ranks from 0 to 3"),
+        ([2, 4], "different ranks from 0 to 3"),
+        ([-1, 2], "different ranks from 0 to 3"),
+        ([0, 1], "does not hold this process, rank 2"),
+    ],
+)
+def test_what_is_no_job_of_some_of_the_ranks(ranks, complaint):
+    with pytest.raises(ArgumentError, match=complaint):
+        among(Topology.on_one_host(2, 4), ranks)
+    with pytest.raises(ArgumentError, match="one host only"):
+        among(Topology(2, 4, 0, 2, 1, 2), [2])
