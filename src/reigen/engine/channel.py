@@ -6,6 +6,7 @@ the last one has come. Notes go to listeners; whoever reads the channel does not
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -20,8 +21,13 @@ from reigen.engine.messages import (
     encode,
 )
 from reigen.engine.transport import Transport
-from reigen.errors import CollectiveError
-from reigen.wire.mailbox import MAX_MESSAGE_BYTES
+from reigen.errors import CollectiveError, DeadlineError
+from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
+
+#: A sleep while something is outstanding: deaths and deadlines are looked at this often.
+SLICE_SECONDS = 0.1
+#: A sleep while the transport is full.
+BACKLOG_SECONDS = 0.001
 
 #: A message that is too long goes in pieces of this size, and may be so long as a whole.
 _PIECE_BYTES = MAX_MESSAGE_BYTES - 64
@@ -78,6 +84,32 @@ class Channel:
             middle = len(messages) // 2
             self.send(messages[:middle])
             self.send(messages[middle:])
+
+    def empty(self, failure: Callable[[], CollectiveError | None], until: float) -> None:
+        """Wait until all has left: a rank that has not heard of a collective cannot take part in it.
+
+        The others go on reading meanwhile, since every collective of which they know has had this rank's part.
+
+        Args:
+            failure: asked, now and then, why that may never be.
+            until: on the clock of ``time.monotonic()``.
+
+        Raises:
+            DeadlineError: it has not left by then.
+            CollectiveError: what ``failure`` gives.
+        """
+        look_next = 0.0
+        while self._transport.backlog:
+            now = time.monotonic()
+            if now >= look_next:
+                look_next = now + SLICE_SECONDS
+                error = failure()
+                if error is not None:
+                    raise error
+            if now >= until:
+                raise DeadlineError("some rank reads no control messages any more")
+            self._transport.sleep(self._transport.token(), Sleeper.CALLER, BACKLOG_SECONDS)
+            self._transport.flush()
 
     def pending(self) -> bool:
         """Whether `receive` would give something, or a note has come."""

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from reigen.engine.channel import Channel, Listener
+from reigen.engine.channel import BACKLOG_SECONDS, SLICE_SECONDS, Channel, Listener
 from reigen.engine.execution import Team, execute, stand_in
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
@@ -59,12 +59,8 @@ from reigen.wire.mailbox import Sleeper
 
 _log = logging.getLogger(__name__)
 
-#: A sleep while something is outstanding: deaths and deadlines are looked at this often.
-SLICE_SECONDS = 0.1
 #: A sleep while nothing is.
 IDLE_SECONDS = 5.0
-#: A sleep while a ring is full.
-_BACKLOG_SECONDS = 0.001
 #: How much longer than the coordinator a rank waits for an answer, before it says that the coordinator is stuck.
 _GRACE_SECONDS = 2.0
 
@@ -411,27 +407,11 @@ class Engine:
         if not said:
             return False
         self._channel.send(said)
-        self._empty_backlog(time.monotonic() + self._deadline_seconds)
+        self._channel.empty(self._failure, time.monotonic() + self._deadline_seconds)
         for announcement in said:
             self._carry_out(self._participant.hear(announcement))
         self._report()
         return True
-
-    def _empty_backlog(self, until: float) -> None:
-        """Wait until all has left: a rank that has not heard of a collective cannot take part in it.
-
-        The others go on reading meanwhile, since every collective of which they know has had this rank's part.
-        """
-        while self._transport.backlog:
-            if time.monotonic() >= self._look_next:
-                self._look_next = time.monotonic() + SLICE_SECONDS
-                error = self._watch.failure(range(self._plane.size))
-                if error is not None:
-                    raise error
-            if time.monotonic() >= until:
-                raise DeadlineError("some rank reads no control messages any more")
-            self._transport.sleep(self._transport.token(), Sleeper.CALLER, _BACKLOG_SECONDS)
-            self._transport.flush()
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         if self._participant.broken is not None and self._broken is None:
@@ -530,7 +510,7 @@ class Engine:
             coordinator.stop(error)
             self._channel.send(coordinator.announce(now))
             with contextlib.suppress(CollectiveError):  # they learn it from abort(), in fewer words
-                self._empty_backlog(now + _GRACE_SECONDS)
+                self._channel.empty(self._failure, now + _GRACE_SECONDS)
         return error
 
     def _finish(self, results: Sequence[tuple[str, Outcome | CollectiveError]]) -> None:
@@ -564,16 +544,19 @@ class Engine:
         if self._broken is not None:
             return longest
         if self._transport.backlog:
-            return _BACKLOG_SECONDS
+            return BACKLOG_SECONDS
         expiry = self._coordinator.next_expiry() if self._coordinator is not None else None
         until = math.inf if expiry is None else expiry
         if self._stalls is not None:
             until = min(until, self._stalls.due())
         return max(0.0, min(longest, until - time.monotonic()))
 
+    def _failure(self) -> CollectiveError | None:
+        return self._watch.failure(range(self._plane.size))
+
     def _look_around(self) -> None:
         """Nobody said anything: is somebody gone, or the coordinator stuck?"""
-        error = self._watch.failure(range(self._plane.size))
+        error = self._failure()
         if self._transport.pending():
             return  # who is gone may have answered just before
         if error is not None:
@@ -611,4 +594,4 @@ class Engine:
         if self._coordinator is not None:
             self._channel.send(self._coordinator.announce(time.monotonic()))
         with contextlib.suppress(CollectiveError):  # they are gone, or learn it from this rank's end
-            self._empty_backlog(time.monotonic() + _GRACE_SECONDS)
+            self._channel.empty(self._failure, time.monotonic() + _GRACE_SECONDS)
