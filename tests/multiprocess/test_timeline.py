@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import threading
@@ -99,6 +100,37 @@ def test_a_job_whose_file_cannot_be_written_warns_and_goes_on(rank_pool: Pools, 
     pool.run(steps, 1, init=True, env={"HOROVOD_TIMELINE": f"{tmp_path}/missing/t.json"})
     assert "cannot be written to" in pool.output(0)[1]
     assert pool.output(1)[1] == ""
+
+
+def fill_the_disk(directory: str) -> None:
+    """As far as this process may: SIGXFSZ is ignored by Python, so writing fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if reigen.rank() == 0:
+        reigen.start_timeline(f"{directory}/t.json")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        for _ in range(1000):
+            for i in range(100):
+                reigen.allreduce(np.ones(10), name=f"t{i}")
+            recording = np.array(context.current().timeline.is_recording, np.int64)
+            if not reigen.allreduce(recording, op=reigen.Max):
+                break
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    reigen.barrier()
+    if reigen.rank() == 0:
+        reigen.stop_timeline()
+        reigen.start_timeline(f"{directory}/again.json")
+    steps(2)
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_job(rank_pool: Pools, tmp_path: Path) -> None:
+    pool = rank_pool(2)
+    pool.run(fill_the_disk, str(tmp_path), init=True)
+    assert "t.json ends here, it cannot be written: File too large" in pool.output(0)[1]
+    assert 20_000 < (tmp_path / "t.json").stat().st_size <= 40_000
+    assert len(load(tmp_path / "t.json")) > 50
+    assert count(tmp_path / "again.json", "STEP") == {0: 1, 1: 1}
 
 
 def lose_one() -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,13 +36,17 @@ class Collector:
         recording: of rank 0.
         path: the file.
         size: number of ranks.
+        end_recording: called when nothing more is to be recorded on rank 0.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, channel: Channel, recording: Recording, path: Path, size: int) -> None:
+    def __init__(
+        self, channel: Channel, recording: Recording, path: Path, size: int, end_recording: Callable[[], None]
+    ) -> None:
         self.path = path
+        self._end_recording = end_recording
         self.session = recording.session
         self._channel, self._recording = channel, recording
         self._merger = Merger(recording.clock.read(), time.time_ns() // 1000, size)
@@ -88,14 +93,14 @@ class Collector:
             while self._channel.works and self._expected and time.monotonic() < until:
                 time.sleep(_SLICE_SECONDS)
                 self._write()
-            self._channel.observe(None)
+            self._end_recording()
             self._write()
             self._file.append([self._merger.lost(rank, count) for rank, count in sorted(self._lost.items())])
         except OSError as error:
             _log.warning("the timeline %s ends here, it cannot be written: %s", self.path, error.strerror)
-            self._channel.observe(None)
             self._channel.post(Topic.TIMELINE, encode(Stop(self.session)))
         finally:
+            self._end_recording()
             self._file.close()
             self._channel.post(Topic.TIMELINE, encode(Closed(self.session)))
 

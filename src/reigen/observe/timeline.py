@@ -106,7 +106,7 @@ class Timeline:
             recorder = self._begin_recording()
             recording = Recording(recorder, self._clock, self._session + 1, self._host, mark_cycles)
             try:
-                collector = Collector(self._channel, recording, Path(path).absolute(), self._size)
+                collector = Collector(self._channel, recording, Path(path).absolute(), self._size, self._end_recording)
             except OSError as error:
                 self._end_recording()
                 raise ArgumentError(f"the timeline cannot be written to {path}: {error.strerror}") from error
@@ -140,7 +140,6 @@ class Timeline:
             if self._collector is not None:
                 self._collector.finish()
                 self._collector = None
-                self._recorder = None
 
     def close(self) -> None:
         """Before this rank leaves the job: make sure that the file has its last events. Raises nothing; bounded."""
@@ -153,6 +152,11 @@ class Timeline:
                 pass
         with self._lock:
             self._end_recording()
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this rank notes what its engine does."""
+        return self._recorder is not None
 
     def mark(self, name: str) -> None:
         """The calling thread has come to the end of another ``name``."""
