@@ -252,6 +252,7 @@ def ranks_in_the_middle(path: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_in_the_middle_of_a_collective_is_told_of(
     path: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
