@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.multiprocess.launcher import launched, until
+from tests.multiprocess.launcher import Launcher, launched, until
 
 import reigen
 from reigen import context
 from reigen.errors import ArgumentError
+from reigen.observe.advice import summarize
+from reigen.observe.reading import read
 from reigen.testing import RankError, RankPool, run_ranks
 
 Pools = Callable[[int], RankPool]
@@ -152,6 +154,13 @@ def test_a_rank_that_dies_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert count(path, "FAILED")[0] == 1
 
 
+def kill(launcher: Launcher) -> None:
+    """SIGKILL for all ranks."""
+    for pid, command in launcher.processes().items():
+        if ".py" in command and "reigen run" not in command:
+            os.kill(pid, signal.SIGKILL)
+
+
 ENDLESS = """
 import numpy as np, reigen
 reigen.init()
@@ -173,8 +182,25 @@ def test_valid_while_it_grows_and_after_a_kill(tmp_path: Path) -> None:
             return len(lengths) > 8
 
         until(has_grown)
-        for pid, command in launcher.processes().items():
-            if "endless.py" in command and "reigen run" not in command:
-                os.kill(pid, signal.SIGKILL)
+        kill(launcher)
     assert len(load(path)) >= max(lengths)
     assert set(count(path, "ALLREDUCE")) == {0, 1}
+
+
+STUCK = """
+import numpy as np, reigen, threading
+reigen.init()
+reigen.allreduce(np.ones(100), name="together")
+if reigen.rank() == 0: reigen.allreduce(np.ones(100), name="alone")
+threading.Event().wait()
+"""
+
+
+def test_the_file_of_a_job_that_hangs_says_in_what(tmp_path: Path) -> None:
+    path, script = tmp_path / "t.json", tmp_path / "stuck.py"
+    script.write_text(STUCK)
+    with launched("-np", "2", sys.executable, str(script), env={"HOROVOD_TIMELINE": str(path)}) as launcher:
+        until(lambda: path.exists() and read(path).pending)
+        kill(launcher)
+    assert [(one.rank, one.tensor) for one in read(path).pending] == [(0, "alone")]
+    assert "rank(s) 1 had not submitted it" in summarize(read(path)).advice[0]

@@ -200,6 +200,7 @@ RECORDS = [
     line("FAILED", "i", 0, 20.0, "error", args={"tensor": "bad"}, s="t"),
     line("NEGOTIATE_BARRIER", "B", 0, 25.0, "negotiation", args={"tensor": "bar"}),
     line("STEP", "X", 0, 0.0, "thread", dur=30.0, args={"number": 1}),
+    {"name": "recorded_until", "ph": "M", "pid": 0, "args": {"ts_us": 45.0}},
 ]
 
 
@@ -216,8 +217,8 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         Execution(1, "ALLREDUCE", "é", 0, 8, 2, 10.0, 15.0, 19.0),
     ]
     assert (found.failures, found.pending) == ([(0, "bad")], [Pending(0, "bar", 25.0)])
-    assert (found.steps, found.waits) == ({0: [(0.0, 30.0)]}, {1: [(11.0, 30.0)]})
-    assert (found.end, found.is_cut) == (30.0, False)
+    assert (found.steps, found.waits) == ({0: [(0.0, 30.0)]}, {1: [(11.0, 45.0)]})
+    assert (found.end, found.is_cut) == (45.0, False)
 
 
 def test_a_file_that_is_cut_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
@@ -248,8 +249,8 @@ def test_the_command_prints_everything_and_no_colours(tmp_path: Path, capsys: py
     assert main(["trace", str(written(tmp_path / "t.json", RECORDS)), "--top", "1"]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    for expected in ("2 ranks, 30.0 us, 2 collectives on all ranks, 1 failed", "é", "a step, median", "who came last"):
+    for expected in ("2 ranks, 45.0 us, 2 collectives on all ranks, 1 failed", "é", "a step, median", "who came last"):
         assert expected in out
-    assert "* at the end rank(s) 0 had been waiting in 'bar' for 5.00 us; rank(s) 1 had not submitted it" in out
+    assert "* at the end rank(s) 0 had been waiting in 'bar' for 20.0 us; rank(s) 1 had not submitted it" in out
     assert main(["trace", str(tmp_path / "missing.json")]) == 1
     assert "No such file" in capsys.readouterr().err

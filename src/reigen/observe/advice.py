@@ -24,6 +24,8 @@ _EXPOSED = 0.1
 _HIDDEN = 0.5
 #: A rank that causes so many times the share of all waiting that it would by chance.
 _TOO_MUCH = 1.5
+#: From so little nothing is concluded about who is late.
+_SHORT_MICROS = 500_000
 _SMALL_BYTES = 64 << 10
 _MANY_A_STEP = 32
 _FEW_TOGETHER = 4
@@ -113,6 +115,8 @@ def _latecomers(trace: Trace, marked: list[StepRow], late: list[LateRow]) -> lis
     if num_steps:
         whole = num_steps * percentile([row.step for row in marked], 0.5)
     said = []
+    if whole < _SHORT_MICROS:
+        return []
     fair = sum(row.cost for row in late) / max(2, len(late))
     for row in late:
         if row.cost < _WORTHWHILE * whole or row.cost < _TOO_MUCH * fair:

@@ -12,6 +12,8 @@ from reigen.observe.messages import INSTANT, PHASES, Page
 
 #: Name of the first record, and of the number in its arguments: it tells that a file is a timeline. Horovod's name.
 START_RECORD = "start_time_since_epoch_in_micros"
+#: Comes now and then: a job that hangs does nothing else.
+UNTIL_RECORD = "recorded_until"
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -89,6 +91,10 @@ class Merger:
                 )
             )
         return found
+
+    def until(self, now: int) -> bytes:
+        """That the recording went on until ``now`` (rank 0's clock), though nothing may have happened."""
+        return metadata(UNTIL_RECORD, 0, {"ts_us": (now - self._start) / 1000})
 
     def lost(self, rank: int, num_pages: int) -> bytes:
         """Pages that came and could not be written in time."""

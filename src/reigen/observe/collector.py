@@ -24,6 +24,8 @@ _MAX_PAGES = 2000
 #: How long the file waits for the last events of the other ranks, once it is to be closed.
 _FINAL_SECONDS = 3.0
 _SLICE_SECONDS = 0.02
+#: How often the file says that the recording goes on.
+_ALIVE_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
 _log = logging.getLogger("reigen")
 
@@ -57,6 +59,7 @@ class Collector:
         #: ranks that may still send something
         self._expected = set(range(1, size))
         self._ending = threading.Event()
+        self._alive_next = 0.0
         self._thread = threading.Thread(target=self._run, name="reigen-timeline-0", daemon=True)
 
     @property
@@ -112,3 +115,6 @@ class Collector:
             rank, page = self._pages.popleft()
             self._file.append(self._merger.records(rank, page))
             time.sleep(0)
+        if time.monotonic() >= self._alive_next:
+            self._alive_next = time.monotonic() + _ALIVE_SECONDS
+            self._file.append([self._merger.until(self._recording.clock.read())])

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from reigen.errors import ReigenError
-from reigen.observe.chrome import START_RECORD
+from reigen.observe.chrome import START_RECORD, UNTIL_RECORD
 from reigen.observe.intervals import Interval
 from reigen.observe.layout import COLLECTIVE, ERROR, NEGOTIATION, THREAD
 
@@ -24,6 +24,7 @@ class _Arguments(msgspec.Struct, gc=False):
     process_set: int = 0
     name: str = ""
     error_us: float | None = None
+    ts_us: float = 0.0
     count: int = 0
     size: int = 0
 
@@ -221,5 +222,7 @@ class _Reader:
             trace.names[rank] = arguments.name
         elif line.name == "clock_offset" and arguments.error_us is not None:
             trace.clock_errors[rank] = max(trace.clock_errors.get(rank, 0.0), arguments.error_us)
+        elif line.name == UNTIL_RECORD:
+            trace.end = max(trace.end, arguments.ts_us)
         elif line.name in ("dropped_events", "dropped_pages"):
             self._dropped[rank, line.name] = arguments.count
