@@ -38,6 +38,8 @@ class Plan:
     #: (rank, after how many of its submissions) or None
     leaves: tuple[int, int] | None
     dies: tuple[int, int] | None
+    #: after how many announcements the coordinator ends the job
+    stops: int | None
     #: messages travel as bytes
     encoded: bool
     #: how likely each kind of event is
@@ -47,7 +49,7 @@ class Plan:
 def make_plan(rng: random.Random) -> Plan:
     """Draw a schedule's parameters."""
     size = rng.choice((1, 2, 2, 2, 3, 3, 3, 4, 5, 6))
-    fault = rng.choice(("", "", "", "", "late", "late", "leave", "die", "die"))
+    fault = rng.choice(("", "", "", "", "", "late", "late", "leave", "die", "die", "stop"))
     simple = rng.random() < 0.65
     #: the same again and again: what is cached is used, forgotten while somebody uses it, and said in full again
     steady = not simple and rng.random() < 0.4
@@ -66,6 +68,7 @@ def make_plan(rng: random.Random) -> Plan:
         programs=programs,
         leaves=where if fault == "leave" else None,
         dies=where if fault == "die" else None,
+        stops=where[1] if fault == "stop" else None,
         encoded=rng.random() < 0.1,
         weights=(9, 9, 1, 9, 3) if steady else (*(rng.choice((1, 1, 3, 9)) for _ in range(4)), rng.choice((0, 1, 3))),
     )

@@ -19,6 +19,7 @@ from msgspec import structs
 from tests.unit.schedules import FOREVER, Item, can_be_stood_in_for, make_plan, same_request
 
 from reigen.engine.messages import (
+    JOIN_NAME,
     Announcement,
     Cause,
     Forget,
@@ -28,6 +29,7 @@ from reigen.engine.messages import (
     Report,
     Response,
     Run,
+    Stop,
     Submit,
     decode_announcements,
     decode_reports,
@@ -121,6 +123,7 @@ class Simulation:
         )
         self.ranks = [Rank(Participant(r), deque(p)) for r, p in enumerate(plan.programs)]
         self.num_announced = 0
+        self.stopped = False
         self.batches: dict[Where, Batch] = {}
         #: batches of each announcement
         self.runs: dict[int, list[Where]] = {}
@@ -320,9 +323,13 @@ class Simulation:
         return True
 
     def _announce(self) -> bool:
+        if self.plan.stops is not None and self.num_announced >= self.plan.stops and not self.stopped:
+            self.coordinator.stop(DeadlineError("stalled", ranks=(0,)))
+            self.stopped = True
         said = self.coordinator.announce(self.now)
         if not said:
             return False
+        assert not self.stopped or isinstance(said[-1], Stop), "the end of a job is the last word"
         self.coordinator.validate_state()
         heard = decode_announcements(encode(said)) if self.plan.encoded else said
         for announcement in heard:
@@ -422,7 +429,7 @@ class Simulation:
 
     @staticmethod
     def _submit_to_broken(state: Rank, operation: Operation) -> None:
-        with pytest.raises(PeerLostError) as caught:
+        with pytest.raises((PeerLostError, DeadlineError)) as caught:
             state.participant.submit(operation)
         assert caught.value.tensor == operation.name
 
@@ -446,7 +453,7 @@ class Simulation:
             for member in batch.team:
                 other = self.ranks[member]
                 there = other is state or other.has_submitted(operation.name) or where in other.executed
-                assert there or other.waits_for_join, "executed before every rank had submitted or joined"
+                assert there or other.has_submitted(JOIN_NAME), "executed before every rank had submitted or joined"
         state.executed.append(where)
         batch.executed[rank] = execute.batch
 
@@ -471,11 +478,15 @@ class Simulation:
         if state.blocked is submission:
             state.blocked = None
         assert fail.error.tensor == fail.name
-        if isinstance(fail.error, PeerLostError):
+        if state.participant.broken is not None:
             state.lost = state.lost or {}
             state.lost[fail.name] = submission
-            assert self.plan.leaves is not None
-            assert fail.error.ranks == (self.plan.leaves[0],)
+            if isinstance(fail.error, PeerLostError):
+                assert self.plan.leaves is not None
+                assert fail.error.ranks == (self.plan.leaves[0],)
+            else:
+                assert self.stopped
+                assert type(fail.error) is DeadlineError
         else:
             submission.refused = number
             self.refusals.setdefault(number, {})[rank] = submission.operation, fail.error
@@ -515,7 +526,7 @@ class Simulation:
         for rank, state in enumerate(self.ranks):
             concerning = [where for where, batch in self.batches.items() if rank in batch.team]
             assert state.executed == concerning[: len(state.executed)], "ranks executed in different orders"
-        fault = any(state.gone for state in self.ranks)
+        fault = any(state.gone for state in self.ranks) or self.stopped
         for state in self.ranks:
             if state.gone:
                 continue
@@ -523,7 +534,7 @@ class Simulation:
             assert not state.open or (self.plan.deadline_seconds < FOREVER and len(self.joined) < self.plan.size)
             assert set(state.participant.pending) == set(state.open)
             assert not state.program or state.open
-            assert (state.participant.broken is not None) == (fault and self.plan.size > 1)
+            assert (state.participant.broken is not None) == (fault and (self.plan.size > 1 or self.stopped))
         if not fault:
             assert all(set(batch.executed) == set(batch.team) for batch in self.batches.values())
             assert self.coordinator.next_expiry() is None, "a pending entry was left"

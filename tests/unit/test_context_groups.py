@@ -440,6 +440,7 @@ def test_memory_of_a_set_that_is_over_does_not_free_that_of_the_next_one() -> No
         second = job.add_process_set([0, 1])
         assert second == first
         if job.rank < 2:
+            job.free(old, process_set=second)
             new = job.allocate(4096, name="new", process_set=second)
             assert new.offset == old.offset
             job.free(old, process_set=second)

@@ -45,6 +45,7 @@ def test_the_schedules_reach_what_they_are_meant_to() -> None:
         seen["mismatch"] += any(r.cause is not Cause.LATE for r in s.refused.values())
         seen["late"] += any(r.cause is Cause.LATE for r in s.refused.values())
         seen["died"] += any(r.gone == "died" for r in s.ranks)
+        seen["stopped"] += s.stopped
         seen["left"] += any(r.gone == "left" for r in s.ranks)
         seen["rank 0 gone"] += bool(s.ranks[0].gone)
         log = "\n".join(s.log())
@@ -64,4 +65,4 @@ def test_the_schedules_reach_what_they_are_meant_to() -> None:
         seen["number used again"] += max(Counter(s.numbers_given).values(), default=0) > 1
         seen["said again in full"] += bool(re.search(r"instead_of=\d", log))
     assert min(seen.values()) >= 15, seen
-    assert len(seen) == 20
+    assert len(seen) == 21
