@@ -149,6 +149,25 @@ def test_a_set_can_be_removed_and_its_number_is_used_again() -> None:
     assert between(3, act) == [[4.0, 4.0] * 4, [5.0, 5.0] * 2, [4.0, 4.0, 5.0, 5.0, 4.0, 4.0] * 2]
 
 
+def test_a_set_whose_memory_was_used_before_begins_to_count_at_zero() -> None:
+    """Else nobody would wait for anybody until the old counts are reached."""
+
+    def act(job: Context) -> bool:
+        for number_of_ops in (0, 3, 2):
+            number = job.add_process_set([0, 2])
+            if job.rank != 1:
+                plane: Any = job._engine._teams[number].plane
+                for turnstile in (plane._filled, plane._reduced):
+                    assert [turnstile._own.load(), *(word.load() for _, word in turnstile._others)] == [0, 0]
+            job.barrier().wait()
+            for _ in range(number_of_ops if job.rank != 1 else 0):
+                total(job, 1.0, count=50_000, process_set=number)
+            job.remove_process_set(number)
+        return True
+
+    assert all(between(3, act))
+
+
 def test_a_set_of_one_rank() -> None:
     def act(job: Context) -> float:
         number = job.add_process_set([1])
