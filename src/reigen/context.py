@@ -8,10 +8,8 @@ import hashlib
 import itertools
 import logging
 import os
-import re
 import socket
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,39 +18,27 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen import log
+from reigen.assembly import engine_alone, engine_on_host
 from reigen.cluster.claim import claim
 from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
-from reigen.cluster.neighbours import meet
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient, Room
 from reigen.cluster.topology import Topology, among
 from reigen.config import Config, load, misspelt, settings, without_effect
+from reigen.engine import requests
 from reigen.engine.channel import Listener
-from reigen.engine.engine import Engine
-from reigen.engine.execution import reduction_of
 from reigen.engine.handles import Handle, Outcome, Task
 from reigen.engine.messages import JOIN_NAME, Kind, Operation, Topic
-from reigen.engine.negotiation import UNNAMED, Coordinator
+from reigen.engine.negotiation import UNNAMED
 from reigen.engine.observer import Observer
-from reigen.engine.transport import Solitude
-from reigen.errors import ArgumentError, CollectiveError, NotInitializedError, UnsupportedError
+from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
 from reigen.observe.timeline import Timeline
-from reigen.planes.adasum import check_adasum
 from reigen.planes.base import Region
 from reigen.planes.choice import choose
-from reigen.planes.null import NullPlane
-from reigen.planes.shm import ShmPlane, shm_plane_bytes
 from reigen.types import DType, ReduceOp
-from reigen.wire.mailbox import Mailbox, mailbox_bytes
 
 __all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "mark", "shutdown"]
 
 _log = logging.getLogger(__name__)
-
-_MAX_NAME_BYTES = 512
-#: How names that travel tell of a process set.
-_OF_A_SET = re.compile(r" \(process set \d+\)$")
-#: How often a waiting caller looks for an answer before it sleeps, where every rank has a core of its own.
-_LOOKS = 200
 
 MakeOutput = Callable[[tuple[int, ...]], NDArray[Any]]
 
@@ -98,9 +84,9 @@ class Context:
         self.plane, self.plane_reason = choose(topology, config.plane)
         cpu = config.engine_cpu(topology.local_rank)
         if rendezvous is None or self.plane == "null":
-            self._engine = _engine_alone(config)
+            self._engine = engine_alone(config)
         else:
-            self._engine, self._release = _engine_on_host(topology, config, rendezvous, generation)
+            self._engine, self._release = engine_on_host(topology, config, rendezvous, generation)
         #: of all ranks' collectives; see `Timeline.start`
         self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname())
         if self.size > 1:
@@ -144,10 +130,10 @@ class Context:
             CollectiveError: a rank was lost before.
         """
         team = self._members(process_set)
-        self._check_reduction(dtype, op, len(team), prescale, postscale, process_set)
+        requests.check_reduction(dtype, op, len(team), prescale, postscale, process_set)
         if region is not None and source is not target:
             raise ArgumentError("registered memory is reduced in place: source must be target")
-        offset = -1 if region is None else _offset_in(region, target)
+        offset = -1 if region is None else requests.offset_in(region, target)
         operation = Operation(
             Kind.ALLREDUCE,
             self._named(name, "allreduce", process_set),
@@ -178,7 +164,7 @@ class Context:
         """`allreduce` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
         team = self._members(process_set)
         for dtype in dtypes:
-            self._check_reduction(dtype, op, len(team), prescale, postscale, process_set)
+            requests.check_reduction(dtype, op, len(team), prescale, postscale, process_set)
         members = [
             Operation(Kind.ALLREDUCE, "", dtype.name, source.shape, op, prescale, postscale, process_set=process_set)
             for source, dtype in zip(sources, dtypes, strict=True)
@@ -228,7 +214,7 @@ class Context:
         ``make_output(shape)`` gives the array for the result, called on whichever thread completes the operation.
         """
         self._members(process_set)
-        operation = self._name(_allgather_of(source, dtype, process_set), name)
+        operation = self._name(requests.allgather_of(source, dtype, process_set), name)
         return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
     def grouped_allgather(
@@ -243,7 +229,7 @@ class Context:
     ) -> Handle:
         """`allgather` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
         self._members(process_set)
-        members = [_allgather_of(s, dtype, process_set) for s, dtype in zip(sources, dtypes, strict=True)]
+        members = [requests.allgather_of(s, dtype, process_set) for s, dtype in zip(sources, dtypes, strict=True)]
         tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
         return self._submit_group(name, members, tasks, blocking)
 
@@ -263,7 +249,7 @@ class Context:
         `Outcome.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are divided
         equally. Rows beyond the sum of the splits are not sent.
         """
-        rows = _splits(source, splits, len(self._members(process_set)))
+        rows = requests.splits_of(source, splits, len(self._members(process_set)))
         operation = Operation(
             Kind.ALLTOALL,
             self._named(name, "alltoall", process_set),
@@ -289,7 +275,9 @@ class Context:
     ) -> Handle:
         """Reduce like `allreduce`; this rank gets its rows. The first ``rows % size`` ranks get one row more."""
         size = len(self._members(process_set))
-        operation = self._name(_reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set), name)
+        operation = self._name(
+            requests.reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set), name
+        )
         return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
     def grouped_reducescatter(
@@ -308,7 +296,7 @@ class Context:
         """`reducescatter` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
         size = len(self._members(process_set))
         members = [
-            _reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set)
+            requests.reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set)
             for source, dtype in zip(sources, dtypes, strict=True)
         ]
         tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
@@ -457,115 +445,15 @@ class Context:
         return structs.replace(operation, name=named)
 
     def _named(self, name: str | None, kind: str, process_set: int) -> str:
-        """The name that travels: those of different process sets may be alike.
+        """The name that travels.
 
         Called when everything else has been checked: an error takes no number of the unnamed operations.
         """
         if name is None:
             name = f"{kind}{UNNAMED}{self.num_joins}.{next(self._numbers[process_set])}"
         else:
-            name = str(name)  # some scripts number their tensors
-            if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
-                raise ArgumentError(f"a name must have 1 to {_MAX_NAME_BYTES} bytes, got {len(name.encode())}")
-            if name == JOIN_NAME or _OF_A_SET.search(name):
-                raise ArgumentError(f"the name {name!r} could be taken for another's; leave out the parenthesis")
-        return f"{name} (process set {process_set})" if process_set else name
-
-    @staticmethod
-    def _check_reduction(
-        dtype: DType, op: ReduceOp, size: int, prescale: float, postscale: float, process_set: int
-    ) -> None:
-        if op is not ReduceOp.ADASUM:
-            reduction_of(dtype.name, op, size, prescale, postscale)
-            return
-        if process_set:
-            raise UnsupportedError("op=Adasum works on all ranks only, not in a process set")
-        check_adasum(dtype, size)
-
-
-def _allgather_of(source: NDArray[Any], dtype: DType, process_set: int) -> Operation:
-    if not source.ndim:
-        raise ArgumentError("allgather needs at least one dimension, got a scalar")
-    return Operation(Kind.ALLGATHER, "", dtype.name, source.shape, process_set=process_set)
-
-
-def _reducescatter_of(
-    source: NDArray[Any],
-    dtype: DType,
-    reduction: tuple[ReduceOp, float, float],
-    size: int,
-    process_set: int,
-) -> Operation:
-    if not source.ndim:
-        raise ArgumentError("reducescatter needs at least one dimension, got a scalar")
-    reduction_of(dtype.name, reduction[0], size, *reduction[1:])
-    return Operation(Kind.REDUCESCATTER, "", dtype.name, source.shape, *reduction, process_set=process_set)
-
-
-def _splits(source: NDArray[Any], splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
-    if not source.ndim:
-        raise ArgumentError("alltoall needs at least one dimension, got a scalar")
-    rows = source.shape[0]
-    if splits is None:
-        if rows % size:
-            raise ArgumentError(f"alltoall without splits: {rows} rows cannot be divided equally among {size} ranks")
-        return (rows // size,) * size
-    if len(splits) != size or min(splits) < 0 or sum(splits) > rows:
-        raise ArgumentError(
-            f"splits must be {size} numbers of at least 0 that add up to at most {rows}, got {list(splits)}"
-        )
-    return tuple(map(int, splits))
-
-
-def _offset_in(region: Region, array: NDArray[Any]) -> int:
-    begin = array.ctypes.data - region.array.ctypes.data
-    if not 0 <= begin <= region.nbytes - array.nbytes:
-        raise ArgumentError("the array does not lie in the region")
-    return region.offset + begin
-
-
-def _engine_alone(config: Config) -> Engine:
-    solitude = Solitude()
-    return Engine(NullPlane(), solitude, solitude, _coordinator(config, 1), config.deadline_seconds, looks=0)
-
-
-def _coordinator(config: Config, size: int) -> Coordinator:
-    return Coordinator(
-        size,
-        config.cache_capacity,
-        config.fusion_threshold_bytes,
-        config.deadline_seconds,
-        fuse_groups=not config.disable_group_fusion,
-        warn=_log.warning,
-    )
-
-
-def _engine_on_host(
-    topology: Topology, config: Config, rendezvous: Rendezvous, generation: int
-) -> tuple[Engine, Callable[[], None]]:
-    rank, size = topology.rank, topology.size
-    sizes = [mailbox_bytes(size), shm_plane_bytes()]
-    neighbours, (mail, part) = meet(rendezvous, rank, size, generation, config.start_timeout_seconds, sizes)
-    looks = _LOOKS if size <= (os.cpu_count() or 1) else 0
-    plane = ShmPlane(neighbours, part, looks)
-    try:
-        plane.try_direct(time.monotonic() + config.start_timeout_seconds)
-    except BaseException:
-        neighbours.close()
-        raise
-    others = [r for r in range(size) if r != rank]
-    mailbox = Mailbox(mail.arrays, rank, others if rank == 0 else [0], others if rank == 0 else [0])
-    coordinator = _coordinator(config, size) if rank == 0 else None
-
-    def release() -> None:
-        neighbours.leave()
-        plane.close()
-        neighbours.close()
-
-    engine = Engine(plane, mailbox, neighbours, coordinator, config.deadline_seconds, looks)
-    if not config.stall_check_disable:
-        engine.watch_stalls(config.stall_check_seconds, config.stall_shutdown_seconds, neighbours.pids)
-    return engine, release
+            name = requests.checked_name(name)
+        return requests.in_set(name, process_set)
 
 
 # -- the one context of this process ----------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from reigen import context
+from reigen.assembly import coordinator_of
 from reigen.cluster.topology import Topology
 from reigen.config import Config, load
 from reigen.context import Context
@@ -148,7 +149,7 @@ def test_a_wrong_environment_leaves_nothing() -> None:
     ],
 )
 def test_what_travels_together_is_as_the_knobs_say(knobs: dict[str, str], travelling: list[list[str]]) -> None:
-    coordinator = context._coordinator(load(knobs), 1)
+    coordinator = coordinator_of(load(knobs), 1)
     single = Operation(Kind.ALLREDUCE, "", "float32", (4,))
     group = Operation(Kind.ALLREDUCE, "g", members=(single, single))
     for operation in (group, replace(single, name="x"), replace(single, name="y")):

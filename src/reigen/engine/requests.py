@@ -1,0 +1,94 @@
+"""What a caller asks for, checked and put as an `Operation`. Pure; wrong arguments raise on this rank alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from numpy.typing import NDArray
+
+from reigen.engine.execution import reduction_of
+from reigen.engine.messages import JOIN_NAME, Kind, Operation
+from reigen.errors import ArgumentError, UnsupportedError
+from reigen.planes.adasum import check_adasum
+from reigen.planes.base import Region
+from reigen.types import DType, ReduceOp
+
+_MAX_NAME_BYTES = 512
+#: How names that travel tell of a process set.
+_OF_A_SET = re.compile(r" \(process set \d+\)$")
+
+
+def check_reduction(dtype: DType, op: ReduceOp, size: int, prescale: float, postscale: float, process_set: int) -> None:
+    """Accept a reduction that there is.
+
+    Raises:
+        ArgumentError, UnsupportedTypeError, UnsupportedError: there is none like that.
+    """
+    if op is not ReduceOp.ADASUM:
+        reduction_of(dtype.name, op, size, prescale, postscale)
+        return
+    if process_set:
+        raise UnsupportedError("op=Adasum works on all ranks only, not in a process set")
+    check_adasum(dtype, size)
+
+
+def allgather_of(source: NDArray[Any], dtype: DType, process_set: int) -> Operation:
+    """An allgather, without its name."""
+    if not source.ndim:
+        raise ArgumentError("allgather needs at least one dimension, got a scalar")
+    return Operation(Kind.ALLGATHER, "", dtype.name, source.shape, process_set=process_set)
+
+
+def reducescatter_of(
+    source: NDArray[Any],
+    dtype: DType,
+    reduction: tuple[ReduceOp, float, float],
+    size: int,
+    process_set: int,
+) -> Operation:
+    """A reducescatter with ``(operator, prescale, postscale)``, without its name."""
+    if not source.ndim:
+        raise ArgumentError("reducescatter needs at least one dimension, got a scalar")
+    reduction_of(dtype.name, reduction[0], size, *reduction[1:])
+    return Operation(Kind.REDUCESCATTER, "", dtype.name, source.shape, *reduction, process_set=process_set)
+
+
+def splits_of(source: NDArray[Any], splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
+    """The rows that go to each of ``size`` ranks; without ``splits``, equally many."""
+    if not source.ndim:
+        raise ArgumentError("alltoall needs at least one dimension, got a scalar")
+    rows = source.shape[0]
+    if splits is None:
+        if rows % size:
+            raise ArgumentError(f"alltoall without splits: {rows} rows cannot be divided equally among {size} ranks")
+        return (rows // size,) * size
+    if len(splits) != size or min(splits) < 0 or sum(splits) > rows:
+        raise ArgumentError(
+            f"splits must be {size} numbers of at least 0 that add up to at most {rows}, got {list(splits)}"
+        )
+    return tuple(map(int, splits))
+
+
+def offset_in(region: Region, array: NDArray[Any]) -> int:
+    """Where an array that lies in a region begins, as an `Operation` tells it."""
+    begin = array.ctypes.data - region.array.ctypes.data
+    if not 0 <= begin <= region.nbytes - array.nbytes:
+        raise ArgumentError("the array does not lie in the region")
+    return region.offset + begin
+
+
+def checked_name(name: str) -> str:
+    """``name``, if a tensor may be called so."""
+    name = str(name)  # some scripts number their tensors
+    if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
+        raise ArgumentError(f"a name must have 1 to {_MAX_NAME_BYTES} bytes, got {len(name.encode())}")
+    if name == JOIN_NAME or _OF_A_SET.search(name):
+        raise ArgumentError(f"the name {name!r} could be taken for another's; leave out the parenthesis")
+    return name
+
+
+def in_set(name: str, process_set: int) -> str:
+    """The name that travels: those of different process sets may be alike."""
+    return f"{name} (process set {process_set})" if process_set else name
