@@ -27,8 +27,7 @@ from reigen.config import Config, load, misspelt, settings, without_effect
 from reigen.engine import requests
 from reigen.engine.channel import Listener
 from reigen.engine.handles import Handle, Outcome, Task
-from reigen.engine.messages import JOIN_NAME, Kind, Operation, Topic
-from reigen.engine.negotiation import UNNAMED
+from reigen.engine.messages import JOIN_NAME, UNNAMED, Kind, Operation, Topic
 from reigen.engine.observer import Observer
 from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
 from reigen.observe.timeline import Timeline

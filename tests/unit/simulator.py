@@ -35,7 +35,8 @@ from reigen.engine.messages import (
     decode_reports,
     encode,
 )
-from reigen.engine.negotiation import Coordinator, Execute, Fail, Participant
+from reigen.engine.negotiation import Coordinator
+from reigen.engine.participant import Execute, Fail, Participant
 from reigen.errors import (
     CollectiveError,
     DeadlineError,

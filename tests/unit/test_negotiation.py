@@ -9,6 +9,7 @@ import pytest
 
 from reigen.engine.messages import (
     JOIN_NAME,
+    UNNAMED,
     Announcement,
     Cause,
     Forget,
@@ -24,7 +25,8 @@ from reigen.engine.messages import (
     Submit,
     encode,
 )
-from reigen.engine.negotiation import UNNAMED, Coordinator, Execute, Fail, Participant
+from reigen.engine.negotiation import Coordinator
+from reigen.engine.participant import Execute, Fail, Participant
 from reigen.errors import DeadlineError, DuplicateNameError, MismatchError, PeerLostError
 
 

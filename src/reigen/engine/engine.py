@@ -42,8 +42,9 @@ from reigen.engine.messages import (
     Submit,
     Topic,
 )
-from reigen.engine.negotiation import Coordinator, Execute, Instruction, Participant, stopped
+from reigen.engine.negotiation import Coordinator
 from reigen.engine.observer import Observer
+from reigen.engine.participant import Execute, Instruction, Participant, stopped
 from reigen.engine.stall_watch import Seat, StallWatch
 from reigen.engine.transport import Transport, Watch
 from reigen.errors import (

@@ -28,6 +28,8 @@ class Kind(IntEnum):
 
 #: What every rank calls its JOIN, and nothing else is called.
 JOIN_NAME = "join (all ranks)"
+#: Part of every name that was made up.
+UNNAMED = ".noname."
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):

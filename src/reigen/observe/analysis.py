@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from reigen.engine.negotiation import UNNAMED
+from reigen.engine.messages import UNNAMED
 from reigen.observe.intervals import Interval, intersection, total, union
 from reigen.observe.reading import Execution, Trace
 
