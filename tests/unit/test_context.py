@@ -15,7 +15,14 @@ from reigen.cluster.topology import Topology
 from reigen.config import Config, load
 from reigen.context import Context
 from reigen.engine.messages import Kind, Operation, Run, Submit
-from reigen.errors import ArgumentError, CollectiveError, ConfigError, NotInitializedError, UnsupportedTypeError
+from reigen.errors import (
+    ArgumentError,
+    CollectiveError,
+    ConfigError,
+    NotInitializedError,
+    UnsupportedError,
+    UnsupportedTypeError,
+)
 from reigen.types import DTYPES, ReduceOp
 
 FLOAT, BOOL = DTYPES["float32"], DTYPES["bool"]
@@ -87,7 +94,7 @@ X = np.ones((3, 2), np.float32)
         (lambda c: c.broadcast(X, X, FLOAT, root_rank=-1), ArgumentError, "not -1"),
         (lambda c: c.allgather(X[0, 0].reshape(()), FLOAT), ArgumentError, "got a scalar"),
         (lambda c: c.alltoall(X[0, 0].reshape(()), FLOAT), ArgumentError, "got a scalar"),
-        (lambda c: c.reducescatter(X[0, 0].reshape(()), FLOAT), ArgumentError, "got a scalar"),
+        (lambda c: c.reducescatter(X[0, 0].reshape(()), FLOAT), UnsupportedError, "got a scalar"),
         (lambda c: c.alltoall(X, FLOAT, splits=[4]), ArgumentError, r"add up to at most 3, got \[4\]"),
         (lambda c: c.alltoall(X, FLOAT, splits=[1, 1]), ArgumentError, "splits must be 1 numbers"),
         (lambda c: c.alltoall(X, FLOAT, splits=[-1]), ArgumentError, r"at least 0 .* got \[-1\]"),

@@ -239,13 +239,14 @@ class Neighbours:
         return tuple(sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)))
 
     def linger(self, ranks: Sequence[int]) -> None:
-        """Give ranks that have left a moment to end.
+        """Give ranks that are lost a moment to end.
 
         A rank that fails leaves in good order while its interpreter winds up. If those that it lets down were faster to
-        end, the launcher would take one of them for the first failure.
+        end, the launcher would take one of them for the first failure. Its status may not say yet that it has left: the
+        coordinator heard of it before.
         """
         until = time.monotonic() + _LINGER_SECONDS
-        left = {rank for rank in ranks if rank != self.rank and self._status[rank].load() == Status.LEFT}
+        left = {rank for rank in ranks if rank != self.rank}
         poll = select.poll()
         for rank in left:
             poll.register(self._pidfds[rank], select.POLLIN)

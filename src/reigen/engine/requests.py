@@ -49,8 +49,8 @@ def reducescatter_of(
     process_set: int,
 ) -> Operation:
     """A reducescatter with ``(operator, prescale, postscale)``, without its name."""
-    if not source.ndim:
-        raise ArgumentError("reducescatter needs at least one dimension, got a scalar")
+    if not source.ndim:  # a RuntimeError in Horovod, whose core finds it
+        raise UnsupportedError("reducescatter needs at least one dimension, got a scalar")
     reduction_of(dtype.name, reduction[0], size, *reduction[1:])
     return Operation(Kind.REDUCESCATTER, "", dtype.name, source.shape, *reduction, process_set=process_set)
 
