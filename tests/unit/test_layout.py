@@ -11,7 +11,7 @@ import pytest
 
 from reigen.engine.messages import MAX_NOTE_BYTES, Kind, Operation, Response
 from reigen.observe import recorder as r
-from reigen.observe.layout import LONG_NANOSECONDS, Layout, describe
+from reigen.observe.layout import LONG_NANOSECONDS, Layout, describe, titled, untitled
 from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER, Page, encode
 from reigen.observe.pages import Content
 from reigen.observe.recorder import Event, Recorder
@@ -50,9 +50,9 @@ def test_a_collective_is_negotiated_queued_and_carried_out_in_one_row() -> None:
         (r.BEGAN, 60 * US, batch(A), None),
         (r.ENDED, 70 * US, batch(A), phases),
     )
-    facts = {"tensor": "a", "dtype": "float32", "shape": "[2, 3]", "bytes": 24, "op": "AVERAGE", "batch": 1}
+    facts = {"tensor": "allreduce.a", "dtype": "float32", "shape": "[2, 3]", "bytes": 24, "op": "AVERAGE", "batch": 1}
     assert shown == [
-        (COMPLETE, "NEGOTIATE_ALLREDUCE", 1300, 10 * US, 40 * US, {"tensor": "a"}),
+        (COMPLETE, "NEGOTIATE_ALLREDUCE", 1300, 10 * US, 40 * US, {"tensor": "allreduce.a"}),
         (COMPLETE, "QUEUE", 1300, 50 * US, 10 * US, {}),
         (COMPLETE, "ALLREDUCE", 1300, 60 * US, 10 * US, facts),
         (COMPLETE, "MEMCPY_IN_FUSION_BUFFER", 1300, 60 * US, 4 * US, {"count": 2}),
@@ -94,9 +94,9 @@ def test_failures_cycles_steps_and_waits() -> None:
     )
     assert shown == [
         (INSTANT, "CYCLE_START", 1000, 30, 0, {}),
-        (COMPLETE, "NEGOTIATE_ALLREDUCE", 1300, 10, 30, {"tensor": "a"}),
-        (INSTANT, "FAILED", 1300, 40, 0, {"tensor": "a"}),
-        (COMPLETE, "WAIT", 1001, 20, 30, {"tensor": "a"}),
+        (COMPLETE, "NEGOTIATE_ALLREDUCE", 1300, 10, 30, {"tensor": "allreduce.a"}),
+        (INSTANT, "FAILED", 1300, 40, 0, {"tensor": "allreduce.a"}),
+        (COMPLETE, "WAIT", 1001, 20, 30, {"tensor": "allreduce.a"}),
         (COMPLETE, "STEP", 1001, 0, 60, {"number": 1}),
         (COMPLETE, "WAIT", 1002, 70, 10, {"tensor": "b"}),
     ]
@@ -179,7 +179,7 @@ def test_pages_fit_into_notes_and_stand_for_themselves() -> None:
     expected = []
     for i in range(400):
         operation = Operation(Kind.ALLREDUCE, f"{'y' * 500}{i}", "float32", (i,))
-        expected += [operation.name] * 2
+        expected += [f"allreduce.{operation.name}"] * 2
         layout.follow([(r.SUBMITTED, i, operation, None), (r.BEGAN, i, batch(operation), None)])
         layout.follow([(r.ENDED, i + 1, batch(operation), {})])
     contents = layout.take()
@@ -192,7 +192,7 @@ def test_pages_fit_into_notes_and_stand_for_themselves() -> None:
 def test_descriptions() -> None:
     group = Operation(Kind.ALLREDUCE, "g", members=(A, B), process_set=3)
     assert describe(group, 1) == {
-        "tensor": "g",
+        "tensor": "allreduce.g",
         "tensors": 2,
         "bytes": 28,
         "op": "SUM",
@@ -201,6 +201,20 @@ def test_descriptions() -> None:
     }
     assert describe(Operation(Kind.BROADCAST, "x", "int64", (4,), root=2), 1)["root"] == 2
     assert describe(Operation(Kind.ALLOCATE, "x", shape=(4096,)), 1)["bytes"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "title"),
+    [
+        (Kind.ALLREDUCE, "loss", "allreduce.loss"),
+        (Kind.BROADCAST, "layer.weight", "broadcast.layer.weight"),
+        (Kind.ALLGATHER, "allgather.noname.0.7", "allgather.noname.0.7"),
+        (Kind.ALLREDUCE, "grouped_allreduce.noname.0.7", "grouped_allreduce.noname.0.7"),
+    ],
+)
+def test_a_timeline_calls_tensors_as_horovod_does(kind: Kind, name: str, title: str) -> None:
+    assert titled(Operation(kind, name)) == title
+    assert untitled(title) == name
 
 
 def test_the_recorder_adds_phases_up_and_drops_what_is_too_much() -> None:

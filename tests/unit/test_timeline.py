@@ -77,9 +77,11 @@ def test_clocks_that_differ_are_brought_together(tmp_path: Path) -> None:
     for i in range(40):
         submitted, begun = {}, {}
         for rank in range(size):
-            (one,) = [r for r in records(path, "NEGOTIATE_ALLREDUCE", pid=rank) if r["args"]["tensor"] == f"t{i}"]
+            (one,) = [
+                r for r in records(path, "NEGOTIATE_ALLREDUCE", pid=rank) if r["args"]["tensor"] == f"allreduce.t{i}"
+            ]
             submitted[rank] = one["ts"]
-            (one,) = [r for r in records(path, "ALLREDUCE", pid=rank) if r["args"]["tensor"] == f"t{i}"]
+            (one,) = [r for r in records(path, "ALLREDUCE", pid=rank) if r["args"]["tensor"] == f"allreduce.t{i}"]
             begun[rank] = one["ts"]
         last = max(submitted, key=submitted.__getitem__)
         for rank in range(size):
@@ -103,7 +105,7 @@ def test_recording_begins_and_ends_while_the_job_runs(size: int, tmp_path: Path)
             job.barrier(blocking=True).wait()
             if job.rank == 0:
                 assert len(records(path, "ALLREDUCE")) == size
-                assert {r["args"]["tensor"] for r in records(path, "ALLREDUCE")} == {f"during {number}"}
+                assert {r["args"]["tensor"] for r in records(path, "ALLREDUCE")} == {f"allreduce.during {number}"}
                 assert bool(records(path, "CYCLE_START")) == (number == 1)
         reduce(job, "after")
         job.timeline.stop()

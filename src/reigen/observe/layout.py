@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reigen.engine.messages import Kind, Operation, Response
+from reigen.engine.messages import UNNAMED, Kind, Operation, Response
 from reigen.observe import recorder
 from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER
 from reigen.observe.pages import Arguments, Content, Pages, as_json
@@ -76,8 +76,9 @@ class Layout:
         #: by thread and name: time and number of the last mark
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._announced = 0
-        #: what was said last about a name: of its negotiation; and of its being carried out, alone or with others
-        self._names: dict[str, bytes] = {}
+        #: what was said last about a name: of its negotiation, and what kind it was; and of its being carried out,
+        #: alone or with others
+        self._names: dict[str, tuple[Kind, bytes]] = {}
         self._descriptions: dict[str, tuple[Operation, int, bytes]] = {}
 
     def follow(self, events: Sequence[Event]) -> None:
@@ -95,7 +96,8 @@ class Layout:
                     self._pages.add(INSTANT, ("CYCLE_START", CYCLE), CYCLES, now, 0, b"")
             elif what == recorder.WAITING:
                 row = self._rows.of_thread(a)
-                self._waiting[a] = _Open(("WAIT", THREAD), row, now, as_json({"tensor": b}))
+                known = self._names.get(b)
+                self._waiting[a] = _Open(("WAIT", THREAD), row, now, known[1] if known else as_json({"tensor": b}))
             elif what == recorder.WAITED:
                 if (wait := self._waiting.pop(a, None)) is not None:
                     self._close(wait, now)
@@ -126,14 +128,14 @@ class Layout:
         lost = self._negotiating.pop(name, None)  # what became of it was dropped
         if lost is not None:
             self._rows.give_back(lost.row)
-        row = self._rows.take(name)
+        row = self._rows.take(titled(operation))
         label = (f"NEGOTIATE_{operation.kind.name}", NEGOTIATION)
-        arguments = self._names.get(name)
-        if arguments is None:
+        known = self._names.get(name)
+        if known is None or known[0] is not operation.kind:
             if len(self._names) >= _MAX_REMEMBERED:
                 self._names.clear()
-            arguments = self._names[name] = as_json({"tensor": name})
-        self._negotiating[name] = _Open(label, row, now, arguments)
+            known = self._names[name] = (operation.kind, as_json({"tensor": titled(operation)}))
+        self._negotiating[name] = _Open(label, row, now, known[1])
 
     def _began(self, now: int, batch: Batch) -> None:
         self._abandon()
@@ -141,7 +143,7 @@ class Layout:
             name = operation.name
             negotiation = self._negotiating.pop(name, None)
             if negotiation is None:  # submitted before the recording began, or by the others alone
-                row = self._rows.take(name)
+                row = self._rows.take(titled(operation))
             else:
                 row = negotiation.row
                 announced = max(negotiation.begin, min(self._announced or now, now))
@@ -208,6 +210,19 @@ class Layout:
         return arguments
 
 
+def titled(operation: Operation) -> str:
+    """What a collective is called in a timeline: Horovod puts the kind before the name, ``allreduce.loss``."""
+    name, kind = operation.name, operation.kind.name.lower()
+    has_it = UNNAMED in name or name.startswith((f"{kind}.", f"{kind} "))
+    return name if has_it else f"{kind}.{name}"
+
+
+def untitled(title: str) -> str:
+    """The name of what a timeline calls ``title``."""
+    kind, _, name = title.partition(".")
+    return name if kind.upper() in Kind.__members__ and UNNAMED not in title else title
+
+
 def describe(operation: Operation, batch_size: int) -> Arguments:
     """What a timeline says about a collective beside its name.
 
@@ -215,7 +230,7 @@ def describe(operation: Operation, batch_size: int) -> Arguments:
         operation: of this rank; its shape and bytes are this rank's, as Horovod's are.
         batch_size: how many operations travel together with it, itself counted.
     """
-    arguments: Arguments = {"tensor": operation.name}
+    arguments: Arguments = {"tensor": titled(operation)}
     if operation.members:
         arguments |= {"tensors": len(operation.members), "bytes": operation.nbytes}
     elif operation.dtype:

@@ -10,7 +10,7 @@ import msgspec
 from reigen.errors import ReigenError
 from reigen.observe.chrome import START_RECORD, UNTIL_RECORD
 from reigen.observe.intervals import Interval
-from reigen.observe.layout import COLLECTIVE, ERROR, NEGOTIATION, THREAD
+from reigen.observe.layout import COLLECTIVE, ERROR, NEGOTIATION, THREAD, untitled
 
 
 class TraceError(ReigenError):
@@ -172,13 +172,14 @@ class _Reader:
             elif line.ph == "E":
                 self._end(line)
             elif line.cat == ERROR:
-                self._trace.failures.append((line.pid, (line.args or _NOTHING).tensor))
-                self._submitted.pop((line.pid, (line.args or _NOTHING).tensor), None)
+                failed = (line.pid, _tensor_of(line))
+                self._trace.failures.append(failed)
+                self._submitted.pop(failed, None)
             self._trace.end = max(self._trace.end, line.ts + line.dur)
         for opened in self._open.values():
             for line in opened:
                 if line.cat == NEGOTIATION:
-                    self._trace.pending.append(Pending(line.pid, (line.args or _NOTHING).tensor, line.ts))
+                    self._trace.pending.append(Pending(line.pid, _tensor_of(line), line.ts))
                 elif line.cat == THREAD:
                     self._trace.waits.setdefault(line.pid, []).append((line.ts, self._trace.end))
         self._trace.num_dropped = sum(self._dropped.values())
@@ -188,17 +189,18 @@ class _Reader:
         arguments = line.args or _NOTHING
         trace, rank = self._trace, line.pid
         if line.cat == NEGOTIATION:
-            self._submitted[rank, arguments.tensor] = line.ts
+            self._submitted[rank, _tensor_of(line)] = line.ts
         elif line.cat == COLLECTIVE:
+            tensor = _tensor_of(line)
             trace.executions.append(
                 Execution(
                     rank,
                     line.name,
-                    arguments.tensor,
+                    tensor,
                     arguments.process_set,
                     arguments.bytes,
                     arguments.batch,
-                    self._submitted.pop((rank, arguments.tensor), None),
+                    self._submitted.pop((rank, tensor), None),
                     line.ts,
                     line.ts + line.dur,
                 )
@@ -226,3 +228,7 @@ class _Reader:
             trace.end = max(trace.end, arguments.ts_us)
         elif line.name in ("dropped_events", "dropped_pages"):
             self._dropped[rank, line.name] = arguments.count
+
+
+def _tensor_of(line: _Line) -> str:
+    return untitled((line.args or _NOTHING).tensor)
