@@ -109,6 +109,23 @@ def test_state_arrives_as_it_is(rank_pool):
     rank_pool(2).run(unusual_state, init=True)
 
 
+def no_state() -> None:
+    frozen, bare, ready = (nn.Parameter(torch.ones(2), requires_grad=number > 0) for number in range(3))
+    ready.grad = torch.full((2,), 3.0)
+    optimizer = torch.optim.SGD([frozen, bare, ready], lr=0.1, weight_decay=1.0, momentum=0.9)
+    hvd.broadcast_optimizer_state(hvd.DistributedOptimizer(optimizer), 0)
+    assert frozen.grad is None
+    assert (bare.grad.tolist(), ready.grad.tolist()) == ([0.0, 0.0], [3.0, 3.0])
+    assert bare.tolist() == [1.0, 1.0]
+    sparse = nn.Parameter(torch.ones(2))
+    hvd.broadcast_optimizer_state(torch.optim.SparseAdam([sparse]), 0)
+    assert sparse.grad is None
+
+
+def test_without_state_there_are_gradients_of_zeros(rank_pool):
+    rank_pool(2).run(no_state, init=True)
+
+
 def objects() -> None:
     rank, n = hvd.rank(), hvd.size()
     mine = {"rank": rank, "payload": list(range(10 ** (rank + 1))), "function": lambda x: x + rank}

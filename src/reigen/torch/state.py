@@ -48,7 +48,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give every rank the root's optimizer state and options (learning rate, ...). The root's are not changed.
 
-    It makes no difference whether the others have state already: what the root has is what all have afterwards.
+    It makes no difference whether the others have state already: what the root has is what all have afterwards. Where
+    it has none, parameters without a gradient have one of zeros then, as in Horovod, whose scripts may look at it.
 
     Args:
         optimizer: with the same parameter groups on every rank.
@@ -80,6 +81,10 @@ def broadcast_optimizer_state(
         synchronize(handle)
     if not is_root:
         _install(optimizer, parameters, snapshot)
+    if not optimizer.state and not isinstance(optimizer, torch.optim.SparseAdam):
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
 
 class _Pickler(pickle.Pickler):
