@@ -109,7 +109,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record on all ranks what the collectives take time for, into one file of rank 0's host (docs/timeline.md).
 
     Rank 0 decides, and tells the others; other ranks may call it too, which does nothing. HOROVOD_TIMELINE need not be
-    set. A file that exists is replaced.
+    set. A file that exists is replaced. A second call with the same file does nothing.
 
     Args:
         file_path: a Chrome trace, for Perfetto, chrome://tracing and ``reigen trace``; valid JSON while it grows.
@@ -117,7 +117,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
     Raises:
         NotInitializedError: ``init()`` has not been called.
-        ArgumentError: on rank 0: a timeline is being recorded already, or the file cannot be written.
+        ArgumentError: on rank 0: another file is being recorded already, or the file cannot be written.
     """
     context.current().timeline.start(str(file_path), mark_cycles)
 

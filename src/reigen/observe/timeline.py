@@ -93,20 +93,25 @@ class Timeline:
     def start(self, path: str, mark_cycles: bool) -> None:
         """Rank 0: record on all ranks, into a file. Other ranks: nothing; rank 0 tells them.
 
+        A second start with the file of the first is one too many, and nothing else, as in Horovod.
+
         Raises:
-            ArgumentError: a timeline is being recorded already; the file cannot be written.
+            ArgumentError: another file is being written already; the file cannot be written.
         """
         if self._rank != 0:
             return
+        file = Path(path).absolute()
         with self._lock:
             if self._collector is not None and self._collector.is_active:
+                if self._collector.path == file:
+                    return
                 raise ArgumentError(
                     f"a timeline is being written to {self._collector.path} already: call stop_timeline() first"
                 )
             recorder = self._begin_recording()
             recording = Recording(recorder, self._clock, self._session + 1, self._host, mark_cycles)
             try:
-                collector = Collector(self._channel, recording, Path(path).absolute(), self._size, self._end_recording)
+                collector = Collector(self._channel, recording, file, self._size, self._end_recording)
             except OSError as error:
                 self._end_recording()
                 raise ArgumentError(f"the timeline cannot be written to {path}: {error.strerror}") from error
