@@ -108,3 +108,9 @@ def test_an_exchange_is_told_everybodys_splits() -> None:
 def test_in_place_only_where_all_gave_the_same_registered_memory(offsets: tuple[int, int], in_place: bool) -> None:
     operations = {rank: operation(offset=offset) for rank, offset in enumerate(offsets)}
     assert respond(operations, 0).in_place is in_place
+
+
+def test_factors_that_are_no_numbers_are_the_same_everywhere() -> None:
+    nan = Operation(Kind.ALLREDUCE, "x", "float32", (2,), prescale=float("nan"))
+    other = Operation(Kind.ALLREDUCE, "x", "float32", (2,), prescale=float("nan"))
+    assert disagreement({0: nan, 1: other}) is None

@@ -42,7 +42,7 @@ _CHECKS = (
     _Check(_SAME_SHAPE, lambda o: o.shape, "the shapes differ", lambda o: str(list(o.shape))),
     _Check(
         _SCALED,
-        lambda o: (o.prescale, o.postscale),
+        lambda o: (str(o.prescale), str(o.postscale)),  # a NaN is the same everywhere
         "the scale factors differ",
         lambda o: f"prescale {o.prescale}, postscale {o.postscale}",
     ),

@@ -82,9 +82,8 @@ class Segment:
     releases it. ``close()`` only gives up the descriptor.
     """
 
-    def __init__(self, fd: int, owner: bool) -> None:
+    def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.owner = owner
         status = os.fstat(fd)
         #: number of the file, the same in every process that has opened it
         self.inode = status.st_ino
@@ -94,12 +93,12 @@ class Segment:
     @classmethod
     def create(cls, name: str) -> Segment:
         """A new, empty segment of this process. ``name`` is for /proc/PID/maps alone."""
-        return cls(os.memfd_create(name, os.MFD_CLOEXEC), owner=True)
+        return cls(os.memfd_create(name, os.MFD_CLOEXEC))
 
     @classmethod
     def open(cls, pid: int, fd: int) -> Segment:
         """The segment that process ``pid`` holds as descriptor ``fd``."""
-        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC), owner=False)
+        return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
 
     def grow(self, nbytes: int, what: str, *, sharers: int = 1) -> int:
         """Append ``nbytes`` zeroed bytes, already backed by memory, and return the offset at which they begin.
