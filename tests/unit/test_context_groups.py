@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from msgspec import structs
+from tests.unit.jobs import between
 
-from reigen.cluster.rendezvous import LocalRendezvous
-from reigen.cluster.topology import Topology
-from reigen.config import Config
 from reigen.context import Context, Handle
 from reigen.engine.handles import Task
 from reigen.engine.messages import Kind, Operation
 from reigen.errors import ArgumentError, JoinedError, MismatchError, SharedMemoryError
-from reigen.testing import run_threads
 from reigen.types import DTYPES, ReduceOp
 from reigen.wire.segment import Segment
 
 FLOAT, DOUBLE, INT = DTYPES["float32"], DTYPES["float64"], DTYPES["int64"]
-
-
-def between(size: int, act: Callable[[Context], Any], **knobs: Any) -> list[Any]:
-    """``act(context)`` on ranks that are threads; they leave when all have finished."""
-
-    def run(rank: int, rendezvous: LocalRendezvous) -> Any:
-        job = Context(Topology.on_one_host(rank, size), Config(plane="shm", **knobs), rendezvous)
-        try:
-            return act(job)
-        finally:
-            rendezvous.put(f"done {rank}", b"")
-            for other in range(size):
-                rendezvous.get(f"done {other}", 30.0)
-            job.close()
-
-    return run_threads(run, size)
 
 
 def total(job: Context, value: float, count: int = 3, **options: Any) -> float:

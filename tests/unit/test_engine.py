@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from tests.unit.jobs import between
 
-from reigen.cluster.rendezvous import LocalRendezvous
-from reigen.cluster.topology import Topology
-from reigen.config import Config
 from reigen.context import Context
 from reigen.engine.engine import Engine
 from reigen.engine.handles import Handle, Task
@@ -22,26 +19,9 @@ from reigen.engine.transport import Solitude
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 from reigen.planes.base import Array
 from reigen.planes.null import NullPlane
-from reigen.testing import run_threads
 from reigen.types import DTYPES, ReduceOp
 
 FLOAT = DTYPES["float32"]
-
-
-def between(size: int, act: Callable[[Context], Any], **knobs: Any) -> list[Any]:
-    """``act(context)`` on ranks that are threads; they leave when all have finished."""
-
-    def run(rank: int, rendezvous: LocalRendezvous) -> Any:
-        job = Context(Topology.on_one_host(rank, size), Config(plane="shm", **knobs), rendezvous)
-        try:
-            return act(job)
-        finally:
-            rendezvous.put(f"done {rank}", b"")
-            for other in range(size):
-                rendezvous.get(f"done {other}", 30.0)
-            job.close()
-
-    return run_threads(run, size)
 
 
 def reduce(job: Context, name: str, *, blocking: bool = False) -> float:
