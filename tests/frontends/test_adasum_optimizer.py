@@ -84,6 +84,7 @@ def trains_with_several() -> None:
         trains_as_defined(name, 1, channels_last=False)
 
 
+@pytest.mark.slow
 def test_four_ranks(rank_pool):
     rank_pool(4).run(trains_with_several, init=True)
 
@@ -314,6 +315,7 @@ def test_replicas_are_checked(rank_pool):
     rank_pool(2).run(diverged, init=True, env={"REIGEN_CHECK_REPLICAS": "2"})
 
 
+@pytest.mark.slow
 def test_what_it_is_not_for(rank_pool):
     rank_pool(3).run(in_a_set, init=True, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
 
