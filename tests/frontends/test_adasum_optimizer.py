@@ -16,6 +16,8 @@ from torch import nn
 import reigen.torch as hvd
 from reigen.testing.truth import adasummed
 
+pytestmark = pytest.mark.slow  # many real processes
+
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SGD": ("SGD", {"lr": 0.1}),
     "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "foreach": True}),

@@ -13,6 +13,8 @@ from tests.multiprocess.launcher import run
 
 import reigen.compat
 
+pytestmark = pytest.mark.slow  # many real processes
+
 SCRIPTS = Path(__file__).parent / "horovod_scripts"
 
 #: What Horovod's packages offer, and scripts use: from its documentation.

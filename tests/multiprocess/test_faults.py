@@ -20,6 +20,8 @@ from reigen.testing import LeakCheck, RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
 from reigen.wire.mailbox import Mailbox, Sleeper
 
+pytestmark = pytest.mark.slow  # many real processes
+
 FLOAT = DTYPES["float32"]
 #: The contract: a death is seen within this time.
 SEEN_SECONDS = 1.0

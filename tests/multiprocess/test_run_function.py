@@ -17,6 +17,8 @@ from tests.multiprocess.launcher import DEADLINE_SECONDS, MARK, marked, until
 import reigen
 from reigen.errors import LaunchError, PeerLostError, RankFailedError, UnsupportedTypeError
 
+pytestmark = pytest.mark.slow  # many real processes
+
 
 def place():
     return int(os.environ["REIGEN_RANK"]), int(os.environ["REIGEN_SIZE"])

@@ -15,6 +15,8 @@ from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
 from reigen.wire.segment import Segment
 
+pytestmark = pytest.mark.slow  # many real processes
+
 Pools = Callable[[int], RankPool]
 FLOAT = DTYPES["float32"]
 

@@ -24,6 +24,8 @@ from reigen.errors import DeadlineError
 from reigen.testing import RankPool
 from reigen.types import DTYPES, ReduceOp
 
+pytestmark = pytest.mark.slow  # many real processes
+
 FLOAT = DTYPES["float32"]
 CHECK = {"REIGEN_STALL_CHECK_TIME_SECONDS": "0.4"}
 

@@ -24,6 +24,8 @@ from reigen.observe.advice import summarize
 from reigen.observe.reading import read
 from reigen.testing import RankError, RankPool, run_ranks
 
+pytestmark = pytest.mark.slow  # many real processes
+
 Pools = Callable[[int], RankPool]
 
 
