@@ -58,7 +58,7 @@ def engine_on_host(
     """
     rank, size = topology.rank, topology.size
     sizes = [mailbox_bytes(size), shm_plane_bytes()]
-    neighbours, (mail, part) = meet(rendezvous, rank, size, generation, config.start_timeout_seconds, sizes)
+    neighbours, (mail, part) = meet(rendezvous, rank, range(size), generation, config.start_timeout_seconds, sizes)
     looks = _LOOKS if size <= (os.cpu_count() or 1) else 0
     plane = ShmPlane(neighbours, part, looks)
     try:

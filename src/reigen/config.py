@@ -16,6 +16,8 @@ from typing import Any
 
 from reigen.errors import ConfigError
 
+#: How the TCP plane may reduce; see `reigen.planes.tcp_choice`.
+TCP_ALGORITHMS = ("auto", "direct", "ring", "latency")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: JSON: for variables that `reigen run` has set, what made it do so.
 ORIGINS_VARIABLE = "REIGEN_ORIGINS"
@@ -80,6 +82,26 @@ def _cpus(text: str) -> tuple[int, ...]:
     return tuple(_count(number) for number in text.split(","))
 
 
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError
+    return names
+
+
+def _count_above_0(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _algorithm(text: str) -> str:
+    if text.lower() not in TCP_ALGORITHMS:
+        raise ValueError
+    return text.lower()
+
+
 _EXPECTED: dict[Callable[[str], object], str] = {
     _seconds: "a number of seconds greater than 0",
     _seconds_or_off: "a number of seconds, 0 for off",
@@ -89,6 +111,9 @@ _EXPECTED: dict[Callable[[str], object], str] = {
     _switch: "1 or 0, true or false, yes or no, on or off",
     _level: ", ".join(LOG_LEVELS[:-1]) + " or " + LOG_LEVELS[-1],
     _cpus: "the number of a processor, or several with commas between them, one for each local rank",
+    _names: "the name of a network interface, or several with commas between them",
+    _count_above_0: "a whole number, at least 1",
+    _algorithm: ", ".join(TCP_ALGORITHMS[:-1]) + " or " + TCP_ALGORITHMS[-1],
 }
 
 
@@ -116,6 +141,13 @@ class Config:
         check_replicas: compare the parameters of all ranks every so many steps; 0 for never.
         thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: where the kernel likes.
         plane: data plane to use, or None to choose.
+        network_interfaces: names of the interfaces through which hosts may talk to each other, the first that exists
+            is used; empty: the one of the route to the others.
+        tls: encrypt every connection between hosts.
+        tcp_algorithm: how the TCP plane reduces.
+        tcp_sockets: connections between two ranks of different hosts.
+        peer_timeout_seconds: how long another host may be silent before it counts as lost.
+        host_id: told apart from the host by this name, ranks of one machine count as ranks of several.
         log_level: the least severe messages that are shown.
         log_hide_time: messages do not begin with the time.
         origins: for each knob that was set, what set it.
@@ -142,6 +174,14 @@ class Config:
     check_replicas: int = _knob(0, _count, "REIGEN_CHECK_REPLICAS")
     thread_affinity: tuple[int, ...] = _knob((), _cpus, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")
     plane: str | None = _knob(None, str, "REIGEN_PLANE")
+    network_interfaces: tuple[str, ...] = _knob(
+        (), _names, "REIGEN_NETWORK_INTERFACES HOROVOD_GLOO_IFACE DMLC_INTERFACE"
+    )
+    tls: bool = _knob(False, _switch, "REIGEN_TLS")
+    tcp_algorithm: str = _knob("auto", _algorithm, "REIGEN_TCP_ALGORITHM")
+    tcp_sockets: int = _knob(1, _count_above_0, "REIGEN_TCP_SOCKETS")
+    peer_timeout_seconds: float = _knob(20.0, _seconds, "REIGEN_PEER_TIMEOUT")
+    host_id: str | None = _knob(None, str, "REIGEN_HOST_ID")
     log_level: str = _knob("warning", _level, "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
     log_hide_time: bool = _knob(False, _switch, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -170,14 +210,14 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 #: Why variables of Horovod (without the prefix) that are known have no effect.
 _WITHOUT_EFFECT = {
     "nothing waits for a cycle: an operation starts when its last rank has come": "CYCLE_TIME",
-    "all ranks share one memory, there is one algorithm": "HIERARCHICAL_ALLREDUCE HIERARCHICAL_ALLGATHER "
-    "TORUS_ALLREDUCE",
+    "ranks of a host share its memory, then hosts talk: there is no other way": "HIERARCHICAL_ALLREDUCE "
+    "HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE",
     "tensors are in the memory of the CPU": "BATCH_D2D_MEMCOPIES NUM_NCCL_STREAMS ENABLE_ASYNC_COMPLETION "
     "DISABLE_NVTX_RANGES ENABLE_XLA_OPS",
     "there is no autotuning": "AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE "
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     "neither MPI nor Gloo nor oneCCL carries anything": "CONTROLLER CPU_OPERATIONS MPI_THREADS_DISABLE CCL_CACHE "
-    "ADASUM_MPI_CHUNK_SIZE GLOO_IFACE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
+    "ADASUM_MPI_CHUNK_SIZE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
     "there are no elastic jobs": "ELASTIC ELASTIC_TIMEOUT",
 }
 _REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
@@ -185,7 +225,7 @@ _REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items
 #: Variables that are no knobs: the place in the job, services, other tools, Horovod's build and its integrations.
 _NO_KNOBS = re.compile(
     r"(REIGEN|HOROVOD)_(LOCAL_|CROSS_)?(RANK|SIZE)"
-    r"|REIGEN_(RENDEZVOUS|SECRET|TERMINAL|PREFIXED|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
+    r"|REIGEN_(RENDEZVOUS(_PORT)?|SECRET(_FILE)?|TERMINAL|PREFIXED|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
     r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
     r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"
 )

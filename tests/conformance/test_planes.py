@@ -25,7 +25,7 @@ def null_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPla
 
 @contextmanager
 def shm_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
-    neighbours, [part] = meet(rendezvous, rank, size, 0, 60.0, [shm_plane_bytes()])
+    neighbours, [part] = meet(rendezvous, rank, range(size), 0, 60.0, [shm_plane_bytes()])
     plane = ShmPlane(neighbours, part, looks=0)
     try:
         yield plane
@@ -37,7 +37,7 @@ def shm_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlan
 @contextmanager
 def direct_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
     """Everything that is not small is read from the other ranks' memory."""
-    neighbours, [part] = meet(rendezvous, rank, size, 0, 60.0, [shm_plane_bytes()])
+    neighbours, [part] = meet(rendezvous, rank, range(size), 0, 60.0, [shm_plane_bytes()])
     plane = ShmPlane(neighbours, part, looks=0, direct_bytes=0)
     assert plane.try_direct(time.monotonic() + 60.0), "this kernel lets processes of one user read each other"
     try:

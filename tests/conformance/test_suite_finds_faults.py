@@ -30,7 +30,7 @@ def alone(plane: type[NullPlane]) -> MakePlane:
 def together(plane: type[ShmPlane]) -> MakePlane:
     @contextmanager
     def make(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
-        neighbours, [part] = meet(rendezvous, rank, size, 0, 60.0, [shm_plane_bytes()])
+        neighbours, [part] = meet(rendezvous, rank, range(size), 0, 60.0, [shm_plane_bytes()])
         try:
             yield plane(neighbours, part, looks=0)
         finally:

@@ -50,7 +50,7 @@ def with_planes(size: int, act: Callable[[Any], Any]) -> list[Any]:
     def run(rank: int, rendezvous: LocalRendezvous) -> Any:
         if size == 1:
             return act(NullPlane())
-        neighbours, [part] = meet(rendezvous, rank, size, 0, 60.0, [shm_plane_bytes()])
+        neighbours, [part] = meet(rendezvous, rank, range(size), 0, 60.0, [shm_plane_bytes()])
         plane = ShmPlane(neighbours, part, looks=0)
         try:
             return act(plane)

@@ -46,6 +46,14 @@ VARIABLES = {
     "REIGEN_LOG_HIDE_TIME": ("log_hide_time", "1", True),
     "HOROVOD_LOG_HIDE_TIME": ("log_hide_time", "1", True),
     "REIGEN_PLANE": ("plane", "shm", "shm"),
+    "REIGEN_NETWORK_INTERFACES": ("network_interfaces", "eth0", ("eth0",)),
+    "HOROVOD_GLOO_IFACE": ("network_interfaces", "ib0, eth1", ("ib0", "eth1")),
+    "DMLC_INTERFACE": ("network_interfaces", "lo", ("lo",)),
+    "REIGEN_TLS": ("tls", "1", True),
+    "REIGEN_TCP_ALGORITHM": ("tcp_algorithm", "Ring", "ring"),
+    "REIGEN_TCP_SOCKETS": ("tcp_sockets", "4", 4),
+    "REIGEN_PEER_TIMEOUT": ("peer_timeout_seconds", "5", 5.0),
+    "REIGEN_HOST_ID": ("host_id", "rack-1", "rack-1"),
 }
 
 

@@ -18,7 +18,7 @@ from reigen.wire.segment import PAGE_BYTES, Segment
 
 @contextmanager
 def met(size: int) -> Iterator[list[Neighbours]]:
-    found = run_threads(lambda rank, rendezvous: meet(rendezvous, rank, size, 0, 30.0)[0], size)
+    found = run_threads(lambda rank, rendezvous: meet(rendezvous, rank, range(size), 0, 30.0)[0], size)
     try:
         yield found
     finally:
@@ -28,7 +28,7 @@ def met(size: int) -> Iterator[list[Neighbours]]:
 
 def test_every_part_of_every_rank_is_mapped_by_all() -> None:
     def act(rank: int, rendezvous: LocalRendezvous) -> tuple[Neighbours, list[list[int]]]:
-        neighbours, [first, second] = meet(rendezvous, rank, 3, 0, 30.0, [100, 2 * PAGE_BYTES])
+        neighbours, [first, second] = meet(rendezvous, rank, range(3), 0, 30.0, [100, 2 * PAGE_BYTES])
         first.arrays[rank][0], second.arrays[rank][-1] = 10 + rank, 20 + rank
         rendezvous.put(f"written {rank}", b"")
         for other in range(3):
@@ -47,7 +47,7 @@ def test_ranks_that_met_another_try_of_each_other_do_not_go_on() -> None:
     def act(rank: int, rendezvous: LocalRendezvous) -> None:
         if rank == 1:
             with pytest.raises(DeadlineError):
-                meet(rendezvous, 1, 2, 0, 0.05)
+                meet(rendezvous, 1, range(2), 0, 0.05)
             stale = Segment.create("another try")
             stale.grow(PAGE_BYTES, "a test")
             rendezvous.put("0/card/1", card(os.getpid(), stale.fd, stale.inode))
@@ -55,11 +55,11 @@ def test_ranks_that_met_another_try_of_each_other_do_not_go_on() -> None:
             rendezvous.get("0/mapped/0", 30.0)
             stale.close()
             with pytest.raises(PeerLostError):
-                meet(rendezvous, 1, 2, 0, 30.0)[0].close()
+                meet(rendezvous, 1, range(2), 0, 30.0)[0].close()
         else:
             rendezvous.get("rank 0 may come", 30.0)
             with pytest.raises(PeerLostError, match=r"rank\(s\) 1 gave up during init\(\) and tried again"):
-                meet(rendezvous, 0, 2, 0, 30.0)[0].close()
+                meet(rendezvous, 0, range(2), 0, 30.0)[0].close()
 
     run_threads(act, 2)
 
@@ -126,7 +126,7 @@ def test_who_does_not_come_is_named_alone() -> None:
         if rank == 1:
             return ()
         with pytest.raises(DeadlineError, match=r"rank\(s\) 1 did not call init\(\) within 0\.3 s") as caught:
-            meet(rendezvous, rank, 3, 0, 0.3)
+            meet(rendezvous, rank, range(3), 0, 0.3)
         return caught.value.ranks
 
     assert run_threads(act, 3) == [(1,), (), (1,)]
@@ -134,8 +134,8 @@ def test_who_does_not_come_is_named_alone() -> None:
 
 def test_generations_do_not_see_each_other() -> None:
     rendezvous = LocalRendezvous()
-    alone, _ = meet(rendezvous, 0, 1, 0, 0.5)
-    again, _ = meet(rendezvous, 0, 1, 1, 0.5)
+    alone, _ = meet(rendezvous, 0, range(1), 0, 0.5)
+    again, _ = meet(rendezvous, 0, range(1), 1, 0.5)
     for neighbours in (alone, again):
         neighbours.close()
 
@@ -159,7 +159,7 @@ def test_a_card_that_leads_nowhere(
     rendezvous = LocalRendezvous()
     rendezvous.put("0/card/1", card(pid, fd, inode, machine, problem))
     with pytest.raises(kind, match=text) as caught:
-        meet(rendezvous, 0, 2, 0, 5.0)
+        meet(rendezvous, 0, range(2), 0, 5.0)
     assert caught.value.ranks == (1,)
 
 
@@ -168,12 +168,30 @@ def test_a_descriptor_that_is_another_file_by_now_is_not_taken_for_a_segment() -
     rendezvous = LocalRendezvous()
     rendezvous.put("0/card/1", card(os.getpid(), other.fd, other.inode + 1))
     with pytest.raises(PeerLostError, match="rank 1"):
-        meet(rendezvous, 0, 2, 0, 5.0)
+        meet(rendezvous, 0, range(2), 0, 5.0)
     other.close()
 
 
 def test_one_without_memory_is_an_error_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("reigen.wire.segment.available_memory_bytes", lambda: 1 << 20)
     with pytest.raises(RankError) as caught:
-        run_threads(lambda rank, rendezvous: meet(rendezvous, rank, 2, 0, 5.0, [1 << 22]), 2)
+        run_threads(lambda rank, rendezvous: meet(rendezvous, rank, range(2), 0, 5.0, [1 << 22]), 2)
     assert {type(error) for error in caught.value.errors.values()} == {SharedMemoryError}
+
+
+def test_ranks_of_one_host_among_others_are_named_as_the_job_numbers_them() -> None:
+    def act(index: int, rendezvous: LocalRendezvous) -> None:
+        neighbours, _ = meet(rendezvous, (1, 4)[index], (1, 4), 0, 30.0)
+        assert (neighbours.rank, neighbours.size, neighbours.ranks) == (index, 2, (1, 4))
+        if index == 1:
+            neighbours.abort(CollectiveError("no more"))
+            neighbours.close()
+            rendezvous.put("gave up", b"")
+            return
+        rendezvous.get("gave up", 30.0)
+        error = neighbours.failure([1])
+        neighbours.close()
+        assert error is not None
+        assert (str(error), error.ranks) == ("no more (told by rank 4)", (4,))
+
+    run_threads(act, 2)

@@ -136,14 +136,15 @@ class Subset:
 
     Args:
         neighbours: all of them.
-        ranks: which, ascending; this rank is one.
+        members: which, by their numbers there, ascending; this rank is one.
     """
 
-    def __init__(self, neighbours: Neighbours, ranks: Sequence[int]) -> None:
+    def __init__(self, neighbours: Neighbours, members: Sequence[int]) -> None:
         self._neighbours = neighbours
-        self.ranks = tuple(ranks)
-        self.rank, self.size = self.ranks.index(neighbours.rank), len(ranks)
-        self.pids = tuple(neighbours.pids[rank] for rank in ranks)
+        self._members = tuple(members)
+        self.ranks = tuple(neighbours.ranks[member] for member in members)
+        self.rank, self.size = self._members.index(neighbours.rank), len(members)
+        self.pids = tuple(neighbours.pids[member] for member in members)
         self.reserve, self.shrink = neighbours.reserve, neighbours.shrink
         self.abort, self.wait_for_death = neighbours.abort, neighbours.wait_for_death
 
@@ -154,33 +155,48 @@ class Subset:
 
     def map(self, offsets: Sequence[int], nbytes: int) -> Mapped:
         """See `Members`."""
-        return self._neighbours.map_of(self.ranks, offsets, nbytes)
+        return self._neighbours.map_of(self._members, offsets, nbytes)
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """See `Members`."""
-        return self._neighbours.failure([self.ranks[member] for member in needed])
+        return self._neighbours.failure([self._members[member] for member in needed])
 
     def subset(self, members: Sequence[int]) -> Subset:
         """See `Members`."""
-        return Subset(self._neighbours, [self.ranks[member] for member in members])
+        return Subset(self._neighbours, [self._members[member] for member in members])
 
 
 class Neighbours:
-    """Segments and lives of all ranks of this host: `Members` that are numbered as the job numbers them."""
+    """Segments and lives of all ranks of this host: `Members`, numbered in the order of the job's ranks.
+
+    Args:
+        ranks: the ranks of the job that are on this host, ascending.
+        rank: this rank's number among them.
+        segments: in that order, as all that follows.
+        pids: process ids.
+        pidfds: a descriptor for each process.
+        header: the first range of every segment.
+    """
 
     def __init__(
-        self, rank: int, segments: Sequence[Segment], pids: Sequence[int], pidfds: Sequence[int], header: Mapped
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        segments: Sequence[Segment],
+        pids: Sequence[int],
+        pidfds: Sequence[int],
+        header: Mapped,
     ) -> None:
         self.rank = rank
         self.size = len(segments)
-        self.ranks = tuple(range(self.size))
-        #: process ids by rank
+        self.ranks = tuple(ranks)
         self.pids = tuple(pids)
         self._segments = list(segments)
         self._pidfds = list(pidfds)
-        self._ranks = {fd: r for r, fd in enumerate(pidfds) if r != rank}
+        #: who has ended when a descriptor becomes readable
+        self._members = {fd: member for member, fd in enumerate(pidfds) if member != rank}
         self._poll = select.poll()
-        for fd in self._ranks:
+        for fd in self._members:
             self._poll.register(fd, select.POLLIN)
         self._headers = header.arrays
         self._publish, _ = fences()
@@ -192,11 +208,11 @@ class Neighbours:
 
     def map(self, offsets: Sequence[int], nbytes: int) -> Mapped:
         """Map what every rank has reserved, each at its own offset; the second half."""
-        return self.map_of(self.ranks, offsets, nbytes)
+        return self.map_of(range(self.size), offsets, nbytes)
 
-    def map_of(self, ranks: Sequence[int], offsets: Sequence[int], nbytes: int) -> Mapped:
-        """Map ``nbytes`` of the segments of some ranks."""
-        arrays = (self._segments[rank].map(offset, nbytes) for rank, offset in zip(ranks, offsets, strict=True))
+    def map_of(self, members: Sequence[int], offsets: Sequence[int], nbytes: int) -> Mapped:
+        """Map ``nbytes`` of the segments of some of them."""
+        arrays = (self._segments[member].map(offset, nbytes) for member, offset in zip(members, offsets, strict=True))
         return Mapped(tuple(arrays))
 
     def subset(self, members: Sequence[int]) -> Subset:
@@ -213,7 +229,7 @@ class Neighbours:
         self._segments[self.rank].shrink(nbytes)
 
     def status(self, rank: int) -> Status:
-        """What ``rank`` says of itself."""
+        """What a rank, by its number here, says of itself."""
         return Status(self._status[rank].load())
 
     def leave(self) -> None:
@@ -226,7 +242,7 @@ class Neighbours:
         if self.status(self.rank) is not Status.RUNNING:
             return
         kind = type(error).__name__ if type(error).__name__ in _ERRORS else CollectiveError.__name__
-        told = _Abort(kind, error.ranks or (self.rank,), error.reason[:_MAX_REASON_CHARACTERS])
+        told = _Abort(kind, error.ranks or (self.ranks[self.rank],), error.reason[:_MAX_REASON_CHARACTERS])
         data = msgspec.msgpack.encode(told)
         header = self._headers[self.rank]
         header[_REASON : _REASON + len(data)] = np.frombuffer(data, np.uint8)
@@ -235,25 +251,25 @@ class Neighbours:
         self._status[self.rank].store(Status.ABORTED)
 
     def dead(self) -> tuple[int, ...]:
-        """Ranks whose process has ended, in ascending order. Costs one poll(2)."""
-        return tuple(sorted(self._ranks[fd] for fd, _ in self._poll.poll(0)))
+        """Whose process has ended, by their numbers here, in ascending order. Costs one poll(2)."""
+        return tuple(sorted(self._members[fd] for fd, _ in self._poll.poll(0)))
 
     def linger(self, ranks: Sequence[int]) -> None:
-        """Give ranks that are lost a moment to end.
+        """Give ranks of the job that are lost a moment to end, as far as they are on this host.
 
         A rank that fails leaves in good order while its interpreter winds up. If those that it lets down were faster to
         end, the launcher would take one of them for the first failure. Its status may not say yet that it has left: the
         coordinator heard of it before.
         """
         until = time.monotonic() + _LINGER_SECONDS
-        left = {rank for rank in ranks if rank != self.rank}
+        left = {self.ranks.index(rank) for rank in ranks if rank in self.ranks} - {self.rank}
         poll = select.poll()
-        for rank in left:
-            poll.register(self._pidfds[rank], select.POLLIN)
+        for member in left:
+            poll.register(self._pidfds[member], select.POLLIN)
         while left and (rest := until - time.monotonic()) > 0:
             for fd, _ in poll.poll(rest * 1000):
                 poll.unregister(fd)
-                left.discard(self._ranks[fd])
+                left.discard(self._members[fd])
 
     def wait_for_death(self, timeout_seconds: float) -> None:
         """Return when some process has ended, or after the time given."""
@@ -266,14 +282,15 @@ class Neighbours:
         itself has given up (`abort`), that ends its own waiting, too.
         """
         dead = self.dead()  # before the words, so that those of the dead are their last
-        said = {rank: word.load() for rank, word in enumerate(self._status)}
-        died = [rank for rank in dead if rank in needed and said[rank] == Status.RUNNING]
+        said = {member: word.load() for member, word in enumerate(self._status)}
+        died = [self.ranks[member] for member in dead if member in needed and said[member] == Status.RUNNING]
         if died:
             return PeerLostError(f"rank(s) {listed(died)} died while others wait for them", ranks=died)
-        for rank, word in said.items():
+        for member, word in said.items():
             if word == Status.ABORTED:
-                return self._told_by(rank)
-        left = [rank for rank, word in said.items() if rank in needed and rank != self.rank and word == Status.LEFT]
+                return self._told_by(member)
+        others = [member for member in needed if member != self.rank]
+        left = [self.ranks[member] for member in sorted(others) if said[member] == Status.LEFT]
         if left:
             reason = (
                 f"rank(s) {listed(left)} left the job (shutdown, or the end of the script) while others wait for them"
@@ -281,15 +298,15 @@ class Neighbours:
             return PeerLostError(reason, ranks=left)
         return None
 
-    def _told_by(self, rank: int) -> CollectiveError:
-        header = self._headers[rank]
+    def _told_by(self, member: int) -> CollectiveError:
+        header, rank = self._headers[member], self.ranks[member]
         length = min(_HEADER_BYTES - _REASON, Word(header, _REASON_LENGTH).load())
         try:
             told = msgspec.msgpack.decode(header[_REASON : _REASON + length].tobytes(), type=_Abort)
         except msgspec.DecodeError:
             return CollectiveError(f"rank {rank} gave up", ranks=(rank,))
         kind = _ERRORS.get(told.kind, CollectiveError)
-        teller = "" if rank == self.rank else f" (told by rank {rank})"
+        teller = "" if member == self.rank else f" (told by rank {rank})"
         return kind(told.reason + teller, ranks=told.ranks)
 
     def close(self) -> None:
@@ -307,14 +324,19 @@ def listed(ranks: Sequence[int]) -> str:
 
 
 def meet(
-    rendezvous: Rendezvous, rank: int, size: int, generation: int, timeout_seconds: float, parts: Sequence[int] = ()
+    rendezvous: Rendezvous,
+    rank: int,
+    ranks: Sequence[int],
+    generation: int,
+    timeout_seconds: float,
+    parts: Sequence[int] = (),
 ) -> tuple[Neighbours, list[Mapped]]:
-    """Find the other ranks of the job, all on this host, and map their segments. Collective.
+    """Find the other ranks of this host, and map their segments. Collective.
 
     Args:
         rendezvous: where cards are exchanged.
         rank: this rank.
-        size: how many ranks there are.
+        ranks: the ranks of the job that are on this host, ascending; the same on all of them.
         generation: how often this process has met before in this job; the same on all ranks.
         timeout_seconds: how long to wait for the slowest rank.
         parts: sizes, in bytes, of zeroed ranges that every segment has from the start; the same on all ranks.
@@ -334,21 +356,23 @@ def meet(
     segments: list[Segment] = []
     pidfds: list[int] = []
     try:
-        card = _hand_in_card(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), size)
-        waiting = _Waiting(timeout_seconds, until, pidfds)
-        found = _collect(rendezvous, f"{generation}/card", size, waiting)
+        card = _hand_in_card(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), len(ranks))
+        waiting = _Waiting(timeout_seconds, until, ranks, pidfds)
+        found = _collect(rendezvous, f"{generation}/card", ranks, waiting)
         cards = [msgspec.msgpack.decode(data, type=_Card) for data in found]
-        for peer, theirs in enumerate(cards):  # all before the first is opened: who gives up has told why
+        for peer, theirs in zip(ranks, cards, strict=True):  # all before the first is opened: who gives up has told why
             _check_card(peer, card, theirs)
-        pidfds.extend(_pidfd(peer, theirs.pid) for peer, theirs in enumerate(cards))
+        pidfds.extend(_pidfd(peer, theirs.pid) for peer, theirs in zip(ranks, cards, strict=True))
         try:
-            segments.extend(own if peer == rank else _open(peer, theirs) for peer, theirs in enumerate(cards))
+            segments.extend(
+                own if peer == rank else _open(peer, theirs) for peer, theirs in zip(ranks, cards, strict=True)
+            )
         except PeerLostError as error:  # it may have given up because another had died
             raise waiting.loss() or error from None
         whole = [segment.map(0, sum(sizes)) for segment in segments]
         view = hashlib.sha256(b"".join(found)).digest()
         rendezvous.put(f"{generation}/mapped/{rank}", view)
-        _check_views(view, _collect(rendezvous, f"{generation}/mapped", size, waiting))
+        _check_views(ranks, view, _collect(rendezvous, f"{generation}/mapped", ranks, waiting))
     except BaseException:
         for segment in {id(s): s for s in [own, *segments]}.values():
             segment.close()
@@ -360,7 +384,8 @@ def meet(
         Mapped(tuple(array[offset : offset + nbytes] for array in whole))
         for offset, nbytes in zip(offsets, sizes, strict=True)
     )
-    return Neighbours(rank, segments, [theirs.pid for theirs in cards], pidfds, header), mapped
+    pids = [theirs.pid for theirs in cards]
+    return Neighbours(ranks, ranks.index(rank), segments, pids, pidfds, header), mapped
 
 
 @dataclass(frozen=True)
@@ -369,6 +394,7 @@ class _Waiting:
 
     timeout_seconds: float
     until: float
+    ranks: Sequence[int]
     pidfds: list[int]
 
     def slice_seconds(self) -> float:
@@ -380,7 +406,7 @@ class _Waiting:
         poll = select.poll()
         for fd in self.pidfds:
             poll.register(fd, select.POLLIN)
-        dead = sorted(self.pidfds.index(fd) for fd, _ in poll.poll(0))
+        dead = sorted(self.ranks[self.pidfds.index(fd)] for fd, _ in poll.poll(0))
         return PeerLostError(f"rank(s) {listed(dead)} died during init()", ranks=dead) if dead else None
 
 
@@ -398,10 +424,10 @@ def _hand_in_card(rendezvous: Rendezvous, key: str, own: Segment, nbytes: int, s
     return card
 
 
-def _collect(rendezvous: Rendezvous, prefix: str, size: int, waiting: _Waiting) -> list[bytes]:
-    """The values of ``prefix/0`` to ``prefix/size-1``."""
+def _collect(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting: _Waiting) -> list[bytes]:
+    """The values of ``prefix/RANK``, in the order of ``ranks``."""
     found: dict[int, bytes] = {}
-    for peer in range(size):
+    for peer in ranks:
         loss: PeerLostError | None = None
         while peer not in found:
             try:
@@ -412,14 +438,14 @@ def _collect(rendezvous: Rendezvous, prefix: str, size: int, waiting: _Waiting) 
                 loss = waiting.loss()  # all may have met before it ended: look once more
                 if time.monotonic() >= waiting.until:
                     break  # who else is missing?
-    missing = [peer for peer in range(size) if peer not in found]
+    missing = [peer for peer in ranks if peer not in found]
     if missing:
         raise DeadlineError(
             f"rank(s) {listed(missing)} did not call init() within {waiting.timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT sets how long to wait)",
             ranks=missing,
         )
-    return [found[peer] for peer in range(size)]
+    return [found[peer] for peer in ranks]
 
 
 def _check_card(peer: int, card: _Card, theirs: _Card) -> None:
@@ -433,9 +459,9 @@ def _check_card(peer: int, card: _Card, theirs: _Card) -> None:
         )
 
 
-def _check_views(own: bytes, views: Sequence[bytes]) -> None:
+def _check_views(ranks: Sequence[int], own: bytes, views: Sequence[bytes]) -> None:
     """All have mapped the same segments, unless some rank gave up and came again while the others met it."""
-    others = [peer for peer, theirs in enumerate(views) if theirs != own]
+    others = [peer for peer, theirs in zip(ranks, views, strict=True) if theirs != own]
     if others:
         raise PeerLostError(
             f"rank(s) {listed(others)} gave up during init() and tried again while this one met them; "
