@@ -203,7 +203,7 @@ def test_garbage_closes_its_own_connection_only(server, noise):
 
 def test_slow_strangers_are_closed_at_their_deadline(server):
     with raw(server) as silent, raw(server) as slow:
-        slow.sendall(b"RGN1")
+        slow.sendall(b"RGN2")
         still_works(server)
         assert closed_by_peer(silent)
         assert closed_by_peer(slow)

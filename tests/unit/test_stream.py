@@ -104,6 +104,13 @@ def test_a_server_of_another_kind_is_refused(listener, talk):
     thread.join()
 
 
+def test_an_end_of_another_version_is_named_at_once(listener):
+    with socket.create_connection(listener.getsockname()) as old:
+        old.sendall(b"RGN1" + bytes(37))  # the whole HELLO of version 1
+        with pytest.raises(AuthenticationError, match="version b'1'"):
+            accept(listener.accept()[0], SECRET, LAUNCHER, 100, soon())
+
+
 def test_a_silent_server_is_given_up_at_the_deadline(listener):
     with pytest.raises(TimeoutError):
         connect(listener.getsockname(), SECRET, RANK, 100, soon(0.05))
@@ -111,11 +118,21 @@ def test_a_silent_server_is_given_up_at_the_deadline(listener):
 
 def test_before_the_proof_only_the_bytes_of_the_handshake_are_taken():
     server = Conversation(ServerHandshake(SECRET, LAUNCHER), 100)
-    assert server.num_wanted_bytes == 41
-    server.receive(b"RGN1")
-    assert server.num_wanted_bytes == 37
+    assert server.num_wanted_bytes == 4
+    server.receive(b"RGN2")
+    assert server.num_wanted_bytes == 69
+    server.receive(b"\2\0")
+    assert server.num_wanted_bytes == 67
     with pytest.raises(WireError, match="before the handshake"):
         server.send(b"x")
+
+
+def hand_over(source, target):
+    """What one end has to send goes to the other, in the pieces that it asks for."""
+    while source.outgoing:
+        num_bytes = target.num_wanted_bytes
+        target.receive(bytes(source.outgoing[:num_bytes]))
+        del source.outgoing[:num_bytes]
 
 
 def test_a_changed_byte_on_the_way_ends_the_conversation():
@@ -123,10 +140,9 @@ def test_a_changed_byte_on_the_way_ends_the_conversation():
         Conversation(ClientHandshake(SECRET, RANK), 100),
         Conversation(ServerHandshake(SECRET, LAUNCHER), 100),
     )
-    server.receive(bytes(client.outgoing))
-    client.receive(bytes(server.outgoing))
-    server.receive(bytes(client.outgoing[41:]))
-    client.outgoing.clear()
+    while client.outgoing or server.outgoing:
+        hand_over(client, server)
+        hand_over(server, client)
     client.send(b"payload")
     client.outgoing[-1] ^= 1
     with pytest.raises(AuthenticationError):

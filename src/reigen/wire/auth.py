@@ -2,14 +2,19 @@
 
 The protocol, every message of a fixed size so that a stranger's bytes are counted, not parsed:
 
-a. The connecting end sends HELLO: magic, its role, its rank, a fresh nonce (41 bytes).
-b. The accepting end sends CHALLENGE: the same of its own, and its proof (73 bytes).
+a. The connecting end sends HELLO: the protocol's name and version (4 bytes), its role, its rank, what the connection is
+   for, a fresh nonce (73 bytes in all).
+b. The accepting end sends CHALLENGE: the same of its own, and its proof (105 bytes).
 c. The connecting end checks that proof and sends its own PROOF (32 bytes).
 d. The accepting end checks it. Whoever finds a wrong proof closes the connection without a word.
 
-A proof is HMAC-SHA256(secret, label of that end + HELLO + CHALLENGE without proof): both nonces, roles and ranks are in
-it. The labels of the two ends differ, so that a proof cannot be sent back to the end that made it; nonces are fresh, so
-that it cannot be used again.
+The first four bytes are looked at as soon as they are there: an end that speaks another version, or no Reigen at all,
+is refused at once, whatever the length of its messages. Who the peer is gets read after its proof was checked.
+
+A proof is HMAC-SHA256(secret, label of that end + HELLO + CHALLENGE without proof + binding): both nonces, roles, ranks
+and purposes are in it. The labels of the two ends differ, so that a proof cannot be sent back to the end that made it;
+nonces are fresh, so that it cannot be used again. The binding is empty, or says in which TLS connection this happens
+(`wire.tls`).
 
 Afterwards each direction has its own key, HMAC-SHA256(secret, label of that direction + the same transcript). A sealed
 body is a 32-byte tag, HMAC-SHA256(key, sequence number + payload), and the payload. The number counts the bodies of
@@ -26,14 +31,15 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
-from reigen.errors import AuthenticationError
+from reigen.errors import ArgumentError, AuthenticationError
 
 SECRET_BYTES = 32
 NONCE_BYTES = 32
 TAG_BYTES = 32
+PURPOSE_BYTES = 32
 
-_MAGIC = b"RGN1"
-_INTRODUCTION = struct.Struct(f">4sBI{NONCE_BYTES}s")
+_MAGIC = b"RGN2"
+_INTRODUCTION = struct.Struct(f">4sBI{PURPOSE_BYTES}s{NONCE_BYTES}s")
 _SEQUENCE = struct.Struct(">Q")
 
 
@@ -51,10 +57,12 @@ class Identity:
     Attributes:
         role: what the process is.
         rank: its rank, 0 for a launcher.
+        purpose: what the connection is for, as its end calls it: at most 32 printable ASCII characters.
     """
 
     role: Role
     rank: int
+    purpose: str = ""
 
 
 class Session:
@@ -76,6 +84,10 @@ class Session:
         self._num_sent += 1
         return tag + payload
 
+    def take_back(self, num_bodies: int) -> None:
+        """Forget the last bodies that were sealed: no byte of them has been sent, nor will be."""
+        self._num_sent -= num_bodies
+
     def open(self, body: bytes) -> bytes:
         """The payload of a sealed body.
 
@@ -96,7 +108,7 @@ class Handshake(Protocol):
     num_expected_bytes: int
 
     def advance(self, message: bytes) -> tuple[bytes, Session | None]:
-        """Take the peer's next message; returns what to send now, and the session once the peer is proven.
+        """Take the peer's next bytes; returns what to send now, and the session once the peer is proven.
 
         Raises:
             AuthenticationError: the peer does not know the secret, or does not speak this protocol.
@@ -108,25 +120,29 @@ class ClientHandshake:
 
     Args:
         secret: the job's 32 bytes.
-        me: who connects.
+        me: who connects, and what for.
+        binding: what both ends know of the channel beneath, of the same length at both.
     """
 
-    num_expected_bytes = _INTRODUCTION.size + TAG_BYTES
-
-    def __init__(self, secret: bytes, me: Identity) -> None:
-        self._secret = _checked(secret)
+    def __init__(self, secret: bytes, me: Identity, binding: bytes = b"") -> None:
+        self._secret, self._binding = _checked(secret), binding
         self.opening = _introduce(me)
+        self._magic = b""
+        self.num_expected_bytes = len(_MAGIC)
 
     def advance(self, message: bytes) -> tuple[bytes, Session | None]:
-        """Check CHALLENGE; returns PROOF and the session."""
-        introduction, proof = message[: _INTRODUCTION.size], message[_INTRODUCTION.size :]
-        transcript = self.opening + introduction
-        server = _identify(introduction)
+        """Look at the first bytes of CHALLENGE, then check it; returns PROOF and the session."""
+        if not self._magic:
+            self._magic = _check_magic(message)
+            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + TAG_BYTES
+            return b"", None
+        introduction, proof = self._magic + message[:-TAG_BYTES], message[-TAG_BYTES:]
+        transcript = self.opening + introduction + self._binding
         if not hmac.compare_digest(proof, _mac(self._secret, b"accepts", transcript)):
             raise AuthenticationError("the other end of the connection does not know this job's secret")
         mine = _mac(self._secret, b"connects", transcript)
         sends, receives = _mac(self._secret, b"there", transcript), _mac(self._secret, b"back", transcript)
-        return mine, Session(server, sends, receives)
+        return mine, Session(_identify(introduction), sends, receives)
 
 
 class ServerHandshake:
@@ -134,24 +150,28 @@ class ServerHandshake:
 
     opening = b""
 
-    def __init__(self, secret: bytes, me: Identity) -> None:
-        self._secret = _checked(secret)
+    def __init__(self, secret: bytes, me: Identity, binding: bytes = b"") -> None:
+        self._secret, self._binding = _checked(secret), binding
         self._introduction = _introduce(me)
-        self._client: Identity | None = None
+        self._hello = b""
         self._transcript = b""
-        self.num_expected_bytes = _INTRODUCTION.size
+        self.num_expected_bytes = len(_MAGIC)
 
     def advance(self, message: bytes) -> tuple[bytes, Session | None]:
-        """Take HELLO and return CHALLENGE, then take PROOF and return the session."""
-        if self._client is None:
-            self._client = _identify(message)
-            self._transcript = message + self._introduction
+        """Look at the first bytes of HELLO, take the rest and return CHALLENGE, take PROOF and return the session."""
+        if not self._hello:
+            self._hello = _check_magic(message)
+            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC)
+            return b"", None
+        if not self._transcript:
+            self._hello += message
+            self._transcript = self._hello + self._introduction + self._binding
             self.num_expected_bytes = TAG_BYTES
             return self._introduction + _mac(self._secret, b"accepts", self._transcript), None
         if not hmac.compare_digest(message, _mac(self._secret, b"connects", self._transcript)):
             raise AuthenticationError("a connection did not prove that it knows this job's secret")
         sends, receives = _mac(self._secret, b"back", self._transcript), _mac(self._secret, b"there", self._transcript)
-        return b"", Session(self._client, sends, receives)
+        return b"", Session(_identify(self._hello), sends, receives)
 
 
 def _checked(secret: bytes) -> bytes:
@@ -161,20 +181,35 @@ def _checked(secret: bytes) -> bytes:
 
 
 def _introduce(me: Identity) -> bytes:
-    return _INTRODUCTION.pack(_MAGIC, me.role, me.rank, os.urandom(NONCE_BYTES))
+    if len(me.purpose) > PURPOSE_BYTES or not (me.purpose.isascii() and me.purpose.isprintable()):
+        raise ArgumentError(
+            f"the purpose of a connection has at most {PURPOSE_BYTES} printable ASCII characters: {me.purpose!r}"
+        )
+    return _INTRODUCTION.pack(_MAGIC, me.role, me.rank, me.purpose.encode(), os.urandom(NONCE_BYTES))
+
+
+def _check_magic(magic: bytes) -> bytes:
+    if magic == _MAGIC:
+        return magic
+    if magic[:3] == _MAGIC[:3]:
+        raise AuthenticationError(
+            f"the other end of the connection speaks version {magic[3:]!r} of Reigen's protocol, this end version "
+            f"{_MAGIC[3:]!r}: install the same version of Reigen on all hosts"
+        )
+    raise AuthenticationError("the other end of the connection does not speak Reigen's protocol")
 
 
 def _identify(introduction: bytes) -> Identity:
-    magic, role, rank, _ = _INTRODUCTION.unpack(introduction)
-    if magic != _MAGIC or role not in Role.__members__.values():
-        raise AuthenticationError(
-            "the other end of the connection does not speak Reigen's protocol (or another version)"
-        )
-    return Identity(Role(role), rank)
+    """Who a peer says it is, once it has proven to know the secret."""
+    _, role, rank, purpose, _ = _INTRODUCTION.unpack(introduction)
+    try:
+        return Identity(Role(role), rank, purpose.rstrip(b"\0").decode("ascii"))
+    except ValueError:  # of an unknown role, or of characters that are not ASCII
+        raise AuthenticationError("the other end of the connection says of itself what makes no sense") from None
 
 
 def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(secret, b"reigen/1 " + label + b"\0" + transcript, "sha256")
+    return hmac.digest(secret, b"reigen/2 " + label + b"\0" + transcript, "sha256")
 
 
 def _tag(key: bytes, sequence: int, payload: bytes) -> bytes:

@@ -82,6 +82,9 @@ class FrameBuffer:
         self._max_bytes = max_bytes
         self._data = bytearray()
 
+    def __len__(self) -> int:
+        return len(self._data)
+
     def feed(self, data: bytes) -> None:
         """Take in what was read."""
         self._data += data

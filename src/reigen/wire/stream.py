@@ -9,6 +9,7 @@ from collections import deque
 from reigen.errors import AuthenticationError, WireError
 from reigen.wire.auth import TAG_BYTES, ClientHandshake, Handshake, Identity, ServerHandshake, Session
 from reigen.wire.codec import FrameBuffer, frame
+from reigen.wire.sockets import losses_are_connection_errors
 
 _READ_BYTES = 1 << 16
 
@@ -65,6 +66,16 @@ class Conversation:
         while (body := self._frames.pop()) is not None:
             payloads.append(self._session.open(body))
         return payloads
+
+    def detach(self) -> Session:
+        """The session, for somebody who carries on with the same connection in another way.
+
+        Raises:
+            WireError: the peer is not proven yet, or bytes are left that were read or queued.
+        """
+        if self._session is None or self.outgoing or len(self._frames):
+            raise WireError("a conversation can be left only at the end of a message, and after the handshake")
+        return self._session
 
     def send(self, payload: bytes) -> None:
         """Put one payload behind what is ``outgoing``. Only after the handshake.
@@ -125,6 +136,21 @@ class Stream:
             self._read(deadline)
         return self._payloads.popleft()
 
+    def detach(self) -> tuple[socket.socket, Session]:
+        """Hand over the connection, now non-blocking, and the session; this stream cannot be used any more.
+
+        Both ends must do so at the same place of their conversation: for `reigen.wire.link.Link`, right after the
+        handshake.
+
+        Raises:
+            WireError: payloads have been read or queued that nobody has taken or sent.
+        """
+        session = self._conversation.detach()
+        if self._payloads:
+            raise WireError("a stream was detached while payloads of the peer were waiting in it")
+        self._connection.setblocking(False)
+        return self._connection, session
+
     def close(self) -> None:
         """Close the connection. May be called twice."""
         self._connection.close()
@@ -136,18 +162,24 @@ class Stream:
             try:
                 self._read(deadline)
             except ConnectionError:
-                raise AuthenticationError("the other end closed the connection during the handshake") from None
+                raise AuthenticationError(
+                    "the other end closed the connection during the handshake: it knows another secret, speaks another "
+                    "version of Reigen's protocol, or has gone"
+                ) from None
             self._flush(deadline)
 
     def _flush(self, deadline: float) -> None:
         outgoing = self._conversation.outgoing
         while outgoing:
             self._arm(deadline)
-            del outgoing[: self._connection.send(outgoing)]
+            with losses_are_connection_errors():
+                sent = self._connection.send(outgoing)
+            del outgoing[:sent]
 
     def _read(self, deadline: float) -> None:
         self._arm(deadline)
-        data = self._connection.recv(self._conversation.num_wanted_bytes)
+        with losses_are_connection_errors():
+            data = self._connection.recv(self._conversation.num_wanted_bytes)
         if not data:
             raise ConnectionResetError("the other end closed the connection")
         try:

@@ -1,0 +1,285 @@
+"""Bulk data over one authenticated connection, without blocking and without copies.
+
+The protocol, after the handshake of `wire.auth`:
+
+a. Both ends have agreed beforehand, by what they are doing, which messages they exchange and how long each is. A
+   receiver posts the places where the peer's next messages are to land, a sender posts messages.
+b. A message is a sealed header of 41 bytes (tag, kind, length) and its bytes. The length must be the one of the
+   place that was posted for it. Nothing is allocated for what a peer announces.
+c. An end that gives up sends a message of kind ABORT in place of the next one: at most 1 KiB of reason. An end that
+   gives up in the middle of a message can only close the connection.
+d. The end of the connection is an error on both ends, at any time.
+
+The headers are sealed, so a header that is forged, repeated or left out ends the connection. The bytes themselves are
+not: who can change packets on their way can change numbers, unless the connection is one of TLS (`wire.tls`).
+
+Waiting is the user's: `advance_receives` and `advance_sends` do what is possible now. The socket tells when more is
+possible (readable while ``wants_to_receive``, writable while ``wants_to_send``; level-triggered), with one exception:
+what came together with something else has been read already. So call `advance_receives` after posting places, and wait
+when it has done what it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import struct
+from collections import deque
+from enum import IntEnum
+
+from reigen.errors import WireError
+from reigen.wire.auth import TAG_BYTES, Identity, Session
+from reigen.wire.sockets import lost
+
+MAX_REASON_BYTES = 1024
+
+_HEADER = struct.Struct(">BQ")
+_SEALED_BYTES = TAG_BYTES + _HEADER.size
+#: How many pieces go to the kernel in one call: 8 messages.
+_MOST_PIECES = 16
+
+
+class _Kind(IntEnum):
+    DATA = 1
+    ABORT = 2
+
+
+class LinkAborted(ConnectionError):  # noqa: N818  an event of the peer's
+    """The peer has given up, and says why.
+
+    Attributes:
+        reason: its bytes, at most 1 KiB, not to be trusted further than the peer.
+    """
+
+    def __init__(self, reason: bytes) -> None:
+        self.reason = reason
+        super().__init__(f"the peer has given up: {reason.decode(errors='replace')}")
+
+
+class Link:
+    """One end of a connection for bulk data. One thread at a time may use it.
+
+    After any error the link is of no further use: close it. Places that were posted may then hold anything.
+
+    Args:
+        connection: a non-blocking stream socket behind whose handshake nothing has been read.
+        session: what the handshake made. Both come from `Stream.detach`.
+
+    Attributes:
+        peer: who is at the other end.
+    """
+
+    def __init__(self, connection: socket.socket, session: Session) -> None:
+        self._connection = connection
+        self._session = session
+        self.peer: Identity = session.peer
+        #: What is to be sent, headers and messages by turns; the first piece without what has left already.
+        self._pieces: deque[memoryview] = deque()
+        #: Whether the first piece is a message, whose header has left.
+        self._is_header_sent = False
+        self._posted: deque[memoryview] = deque()
+        self._header = bytearray(_SEALED_BYTES)
+        self._header_view = memoryview(self._header)
+        self._num_header_bytes = 0
+        #: Kind and length of the message whose bytes come now; None while its header is not complete.
+        self._current: tuple[_Kind, int] | None = None
+        self._num_received_bytes = 0
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 after ``close``."""
+        return self._connection.fileno()
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether anything is queued."""
+        return bool(self._pieces)
+
+    @property
+    def wants_to_receive(self) -> bool:
+        """Whether something would be done with what arrives: not while a message waits that no place is posted for."""
+        return bool(self._posted) or self._current is None
+
+    @property
+    def num_expected(self) -> int:
+        """How many places are posted that have not been filled."""
+        return len(self._posted)
+
+    @property
+    def num_received_bytes(self) -> int:
+        """How many bytes of the oldest posted place are there already."""
+        return self._num_received_bytes if self._posted and self._current is not None else 0
+
+    def post_send(self, data: memoryview) -> None:
+        """Queue one message. Its memory must stay as it is until `advance_sends` has counted it.
+
+        Args:
+            data: contiguous, of any format.
+        """
+        data = data.cast("B") if data.nbytes else memoryview(b"")
+        self._pieces.append(self._seal_header(_Kind.DATA, len(data)))
+        self._pieces.append(data)
+
+    def post_receive(self, into: memoryview) -> None:
+        """Have the peer's next message, of exactly ``len(into)`` bytes, land in ``into``.
+
+        Args:
+            into: contiguous and writable, of any format.
+        """
+        self._posted.append(into.cast("B") if into.nbytes else memoryview(bytearray()))
+
+    def advance_sends(self) -> int:
+        """Send what the kernel takes now; returns how many messages have left completely in this call.
+
+        Raises:
+            ConnectionError: the peer has gone.
+        """
+        num_completed = 0
+        while self._pieces:
+            pieces = list(itertools.islice(self._pieces, _MOST_PIECES))
+            try:
+                num_sent = self._connection.sendmsg(pieces)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                raise lost(error) from None
+            num_completed += self._take_off(num_sent)
+            if num_sent < sum(map(len, pieces)):
+                break
+        return num_completed
+
+    def advance_receives(self) -> int:
+        """Receive what is there now; returns how many messages have arrived completely in this call.
+
+        Where no place is posted, this looks for the peer's ABORT and for the end of the connection.
+
+        Raises:
+            LinkAborted: the peer has given up.
+            ConnectionError: the peer has gone.
+            WireError: a message has another length than the place that was posted for it.
+            AuthenticationError: a header is not the peer's next one.
+        """
+        num_completed = 0
+        while True:
+            if self._current is None and not self._read_header():
+                break
+            if not self._read_message():
+                break
+            num_completed += 1
+            if not self._posted:
+                break
+        return num_completed
+
+    def abort(self, reason: bytes) -> None:
+        """Tell the peer that this end gives up, as well as can be done without waiting; then `close`.
+
+        Messages that have not begun to leave are dropped. One that has is finished first, if the kernel takes the rest
+        of it at once; otherwise the peer only sees the connection end.
+
+        Args:
+            reason: why; what exceeds 1 KiB is cut off.
+        """
+        reason = reason[:MAX_REASON_BYTES]
+        num_begun = self._num_begun_pieces()
+        self._session.take_back((len(self._pieces) - num_begun) // 2)
+        while len(self._pieces) > num_begun:
+            self._pieces.pop()
+        self._pieces.append(self._seal_header(_Kind.ABORT, len(reason)))
+        self._pieces.append(memoryview(reason))
+        with contextlib.suppress(ConnectionError):
+            self.advance_sends()
+
+    def close(self) -> None:
+        """Close the connection and let go of all memory. May be called twice."""
+        self._connection.close()
+        self._pieces.clear()
+        self._posted.clear()
+
+    def _seal_header(self, kind: _Kind, length: int) -> memoryview:
+        return memoryview(self._session.seal(_HEADER.pack(kind, length)))
+
+    def _num_begun_pieces(self) -> int:
+        """How many of the pieces belong to a message that has begun to leave."""
+        if self._is_header_sent:
+            return 1
+        return 2 if self._pieces and len(self._pieces[0]) < _SEALED_BYTES else 0
+
+    def _take_off(self, num_sent: int) -> int:
+        """Take what has left off the queue; returns how many messages that completes."""
+        pieces, num_completed = self._pieces, 0
+        while pieces:
+            piece = pieces[0]
+            if num_sent < len(piece):
+                if num_sent:
+                    pieces[0] = piece[num_sent:]
+                break
+            num_sent -= len(piece)
+            pieces.popleft()
+            num_completed += self._is_header_sent
+            self._is_header_sent = not self._is_header_sent
+        return num_completed
+
+    def _read_header(self) -> bool:
+        """Go on reading a header, and the beginning of its message in the same call; whether it is complete."""
+        wanted = [self._header_view[self._num_header_bytes :], *itertools.islice(self._posted, 1)]
+        try:
+            num_read = self._connection.recvmsg_into(wanted)[0]
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise lost(error) from None
+        if not num_read:
+            raise self._ended()
+        self._num_header_bytes += num_read
+        if self._num_header_bytes < _SEALED_BYTES:
+            return False
+        self._num_received_bytes = self._num_header_bytes - _SEALED_BYTES
+        self._num_header_bytes = 0
+        kind, length = _HEADER.unpack(self._session.open(bytes(self._header)))
+        if kind == _Kind.ABORT and length <= MAX_REASON_BYTES:
+            self._begin_reason(length)
+        elif kind != _Kind.DATA:
+            raise WireError(f"a message of kind {kind} and {length} bytes was announced, which no end sends")
+        self._current = _Kind(kind), length
+        return True
+
+    def _begin_reason(self, length: int) -> None:
+        """Prepare to read an ABORT's reason, the beginning of which lies where the next message was expected."""
+        early = bytes(self._posted[0][: self._num_received_bytes]) if self._posted else b""
+        self._num_received_bytes = min(length, len(early))
+        self._posted.clear()
+        self._posted.append(memoryview(bytearray(early[:length].ljust(length, b"\0"))))
+
+    def _read_message(self) -> bool:
+        """Go on reading a message; whether it is complete."""
+        assert self._current is not None, "only behind a header"
+        kind, length = self._current
+        if not self._posted:
+            return False
+        place = self._posted[0]
+        if length != len(place):
+            raise WireError(f"a message of {length} bytes was announced where one of {len(place)} is expected")
+        if self._num_received_bytes < length and not self._fill(place):
+            return False
+        self._posted.popleft()
+        self._current, self._num_received_bytes = None, 0
+        if kind == _Kind.ABORT:
+            raise LinkAborted(bytes(place))
+        return True
+
+    def _fill(self, place: memoryview) -> bool:
+        """Read what is there of a message; whether it is complete then."""
+        try:
+            num_read = self._connection.recv_into(place[self._num_received_bytes :])
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise lost(error) from None
+        if not num_read:
+            raise self._ended()
+        self._num_received_bytes += num_read
+        return self._num_received_bytes == len(place)
+
+    def _ended(self) -> ConnectionError:
+        amid = " in the middle of a message" if self._current is not None or self._num_header_bytes else ""
+        return ConnectionResetError(f"the other end closed the connection{amid}")

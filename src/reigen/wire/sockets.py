@@ -1,0 +1,77 @@
+"""What every TCP connection of a job has in common: when its peer counts as gone, and how that is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+
+_MOST_PROBES = 3
+#: Of struct tcp_info (linux/tcp.h): tcpi_unacked, tcpi_last_data_recv and tcpi_last_ack_recv, the latter two in ms.
+_TCP_INFO = struct.Struct("@24xI24xII")
+
+
+def keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
+    """Have the kernel end a connection when nothing comes from the peer's machine for ``peer_timeout_seconds``.
+
+    That is how a machine is noticed that lost its power or its network: nothing arrives from it, not even that the
+    connection is over. A process that is merely stopped or busy still has a kernel that answers: for those there are
+    deadlines. Every later call on the connection fails then; `lost` makes a ConnectionError of it.
+
+    Idle connections are probed (SO_KEEPALIVE). Data that nobody acknowledges is waited for that long, too
+    (TCP_USER_TIMEOUT), but not on a connection for bulk data: with that option Linux also ends a connection whose peer
+    does not read (its window stays closed), and a rank that is late with reading is alive. Who waits for bulk data asks
+    `silent_seconds` instead.
+
+    Args:
+        connection: of TCP.
+        peer_timeout_seconds: the kernel counts whole seconds, and at least 2.
+        bulk: the peer may leave more unread than its kernel buffers.
+    """
+    seconds = max(2, int(peer_timeout_seconds))
+    interval = max(1, seconds // (_MOST_PROBES + 2))
+    probes = max(1, min(_MOST_PROBES, (seconds - 1) // interval))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds - probes * interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes)
+    if not bulk:
+        # it replaces the number of probes; half an interval less, so that the last probe does not come just before it
+        milliseconds = seconds * 1000 - interval * 500
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+
+
+def silent_seconds(connection: socket.socket) -> float:
+    """For how long the peer's machine has left data unacknowledged without a sign of life; 0.0 while it owes none.
+
+    What its process does not read is acknowledged by its kernel all the same.
+
+    Raises:
+        OSError: the connection is closed.
+    """
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    num_unacknowledged, since_data, since_acknowledgement = _TCP_INFO.unpack(info)
+    return min(since_data, since_acknowledgement) / 1000 if num_unacknowledged else 0.0
+
+
+def lost(error: OSError) -> ConnectionError:
+    """The error of a connection that is over, as a ConnectionError: whatever the kernel calls it."""
+    if isinstance(error, ConnectionError):
+        return error
+    return ConnectionAbortedError(error.errno, error.strerror or os.strerror(error.errno or 0))
+
+
+@contextlib.contextmanager
+def losses_are_connection_errors() -> Iterator[None]:
+    """Turn what the kernel says of a lost connection into ConnectionError; a deadline's TimeoutError passes.
+
+    A peer that the kernel has given up is an OSError that Python calls TimeoutError, too, but one with a number.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or isinstance(error, BlockingIOError):
+            raise
+        raise lost(error) from None
