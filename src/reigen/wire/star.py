@@ -1,0 +1,187 @@
+"""Control messages between hosts: a star of connections around rank 0. The twin of `reigen.wire.mailbox`.
+
+Messages are sealed (`reigen.wire.auth.Session`) and framed (`reigen.wire.codec`). A connection that ends is left out
+from then on, and remembered in ``lost``: why it ended is for the control service to say, which knows more.
+
+Whom a message wakes: every thread that may sleep has a bed, an epoll instance, with an eventfd in it by which other
+threads of this rank wake it. The connections, an epoll instance of their own, lie in the caller's bed always, because a
+caller sleeps only while it drives, and in the engine's bed only while nobody has taken over from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+from collections.abc import Mapping
+
+from reigen.wire.auth import TAG_BYTES, Session
+from reigen.wire.codec import FrameBuffer, frame
+from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
+
+_READ_BYTES = 1 << 16
+_MAX_BODY_BYTES = MAX_MESSAGE_BYTES + TAG_BYTES
+#: What an ordinary or an encrypted socket raises when it would block.
+_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+
+
+class _Ray:
+    """The connection to one rank."""
+
+    def __init__(self, rank: int, connection: socket.socket, session: Session) -> None:
+        self.rank = rank
+        self.connection = connection
+        self._session = session
+        self._frames = FrameBuffer(_MAX_BODY_BYTES)
+        self.outgoing = bytearray()
+        #: messages in there
+        self.num_outgoing = 0
+
+    def send(self, message: bytes) -> None:
+        """Put a message behind what waits, and send what the kernel takes."""
+        self.outgoing += frame(self._session.seal(message), _MAX_BODY_BYTES)
+        self.num_outgoing += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the kernel takes; raises OSError when the other end has gone."""
+        with contextlib.suppress(*_WOULD_BLOCK):
+            while self.outgoing:
+                del self.outgoing[: self.connection.send(self.outgoing)]
+        if not self.outgoing:
+            self.num_outgoing = 0
+
+    def receive(self) -> tuple[list[bytes], str]:
+        """The messages that have come, and why no more will come, if so."""
+        end = ""
+        try:
+            while data := self.connection.recv(_READ_BYTES):
+                self._frames.feed(data)
+            end = "the other end closed it"
+        except _WOULD_BLOCK:
+            pass
+        except OSError as error:
+            end = error.strerror or str(error)
+        messages = []
+        while (body := self._frames.pop()) is not None:
+            messages.append(self._session.open(body))
+        return messages, end
+
+
+class Star:
+    """One rank's end. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
+
+    Args:
+        connections: by rank, non-blocking, with the session that authenticates it: on rank 0 to all others, on the
+            others to rank 0. They are closed by `close`.
+
+    Attributes:
+        lost: ranks whose connection has ended, and how.
+    """
+
+    def __init__(self, connections: Mapping[int, tuple[socket.socket, Session]]) -> None:
+        self.lost: dict[int, str] = {}
+        self._rays: dict[int, _Ray] = {}
+        self._sky = select.epoll()
+        self._received: list[tuple[int, bytes]] = []
+        for rank, (connection, session) in connections.items():
+            connection.setblocking(False)
+            self._rays[connection.fileno()] = _Ray(rank, connection, session)
+            self._sky.register(connection.fileno(), select.EPOLLIN)
+        self._alarms = {
+            who: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for who in (Sleeper.ENGINE, Sleeper.CALLER)
+        }
+        self._beds = {who: select.epoll() for who in self._alarms}
+        for who, alarm in self._alarms.items():
+            self._beds[who].register(alarm, select.EPOLLIN)
+            self._beds[who].register(self._sky.fileno(), select.EPOLLIN)
+        self._taker = Sleeper.ENGINE
+
+    @property
+    def backlog(self) -> int:
+        """Messages that could not leave yet."""
+        return sum(ray.num_outgoing for ray in self._rays.values())
+
+    def send(self, message: bytes) -> None:
+        """Send a message to every rank there is a connection to. Never blocks."""
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise AssertionError(f"a control message of {len(message)} bytes; the most is {MAX_MESSAGE_BYTES}")
+        for ray in list(self._rays.values()):
+            try:
+                ray.send(message)
+            except OSError as error:
+                self._lose(ray, error.strerror or str(error))
+
+    def flush(self) -> None:
+        """Send what was kept back, as far as the kernel takes it."""
+        for ray in list(self._rays.values()):
+            try:
+                ray.flush()
+            except OSError as error:
+                self._lose(ray, error.strerror or str(error))
+
+    def receive(self) -> list[tuple[int, bytes]]:
+        """Every message that has come, with its sender, in each sender's order.
+
+        Raises:
+            AuthenticationError, WireError: somebody has put bytes into a connection that are not its peer's.
+        """
+        received, self._received = self._received, []
+        for fd, _ in self._sky.poll(0):
+            ray = self._rays[fd]
+            messages, end = ray.receive()
+            received += [(ray.rank, message) for message in messages]
+            if end:
+                self._lose(ray, end)
+        return received
+
+    def _lose(self, ray: _Ray, why: str) -> None:
+        messages, _ = ray.receive()  # it may have spoken before it went
+        self._received += [(ray.rank, message) for message in messages]
+        del self._rays[ray.connection.fileno()]
+        self._sky.unregister(ray.connection.fileno())
+        ray.connection.close()
+        self.lost[ray.rank] = why
+
+    def pending(self) -> bool:
+        """Whether `receive` would give something."""
+        return bool(self._received) or bool(self._sky.poll(0))
+
+    def token(self) -> int:
+        """Nothing to remember: an alarm that was rung before a sleep ends it at once."""
+        return 0
+
+    def sleep(self, token: int, who: Sleeper, timeout_seconds: float) -> None:
+        """Sleep until a message has come or somebody has woken ``who``, or for the time given."""
+        alarm = self._alarms[who]
+        for fd, _ in self._beds[who].poll(timeout_seconds):
+            if fd == alarm:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(alarm)
+
+    def take_over(self, who: Sleeper) -> None:
+        """From now on messages wake ``who``."""
+        if (self._taker is Sleeper.ENGINE) != (who is Sleeper.ENGINE):
+            events = select.EPOLLIN if who is Sleeper.ENGINE else 0
+            self._beds[Sleeper.ENGINE].modify(self._sky.fileno(), events)
+        self._taker = who
+
+    def wake(self, who: Sleeper) -> None:
+        """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
+        awaited = who & self._taker or who  # of several, the one that has taken over looks after all there is to do
+        for one, alarm in self._alarms.items():
+            if one & awaited:
+                os.eventfd_write(alarm, 1)
+
+    def close(self) -> None:
+        """Close all connections. May be called twice."""
+        for ray in self._rays.values():
+            ray.connection.close()
+        self._rays.clear()
+        for bed in (self._sky, *self._beds.values()):
+            bed.close()
+        for alarm in self._alarms.values():
+            os.close(alarm)
+        self._alarms = {}

@@ -1,0 +1,167 @@
+"""Control messages over connections: order, full sockets, ends, forgeries, wake-ups."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from reigen.errors import AuthenticationError, WireError
+from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake, Session
+from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
+from reigen.wire.star import Star
+
+_PATIENCE = 20.0
+
+
+def sessions(rank: int) -> tuple[Session, Session]:
+    """Both ends of what rank 0 and ``rank`` have agreed on."""
+    secret = bytes(32)
+    client, server = ClientHandshake(secret, Identity(Role.RANK, rank)), ServerHandshake(secret, Identity(Role.RANK, 0))
+    challenge, _ = server.advance(client.opening)
+    proof, one = client.advance(challenge)
+    _, hub = server.advance(proof)
+    assert hub is not None
+    assert one is not None
+    return hub, one
+
+
+@pytest.fixture
+def made() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def star(made: ExitStack, size: int) -> list[Star]:
+    """Rank 0's end, and all others'."""
+    hub, others = {}, []
+    for rank in range(1, size):
+        ours, theirs = socket.socketpair()
+        hub[rank], other = zip((ours, theirs), sessions(rank), strict=True)
+        others.append(Star({0: other}))
+    ends = [Star(hub), *others]
+    for end in ends:
+        made.callback(end.close)
+    return ends
+
+
+def test_messages_arrive_in_each_senders_order(made: ExitStack) -> None:
+    hub, one, two = star(made, 3)
+    one.send(b"a")
+    two.send(b"b")
+    one.send(b"")
+    assert hub.pending()
+    assert sorted(hub.receive()) == [(1, b""), (1, b"a"), (2, b"b")]
+    one.send(b"1")
+    one.send(b"2")
+    assert hub.receive() == [(1, b"1"), (1, b"2")]
+    assert hub.receive() == []
+    assert not hub.pending()
+
+
+def test_the_hub_is_heard_by_all(made: ExitStack) -> None:
+    hub, one, two = star(made, 3)
+    hub.send(b"all")
+    assert one.receive() == two.receive() == [(0, b"all")]
+    assert hub.receive() == []
+
+
+def test_what_does_not_fit_is_kept_back_in_order(made: ExitStack) -> None:
+    hub, one = star(made, 2)
+    messages = [bytes([number]) * MAX_MESSAGE_BYTES for number in range(40)]
+    for message in messages:
+        hub.send(message)
+    assert hub.backlog
+    received = []
+    until = time.monotonic() + _PATIENCE
+    while len(received) < len(messages) and time.monotonic() < until:
+        received += [message for _, message in one.receive()]
+        hub.flush()
+    assert received == messages
+    assert hub.backlog == 0
+
+
+def test_a_message_may_be_as_long_as_allowed_and_no_longer(made: ExitStack) -> None:
+    hub, _ = star(made, 2)
+    with pytest.raises(AssertionError, match="control message"):
+        hub.send(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def test_who_went_has_been_heard_and_is_remembered(made: ExitStack) -> None:
+    hub, one, two = star(made, 3)
+    one.send(b"last words")
+    one.close()
+    assert hub.receive() == [(1, b"last words")]
+    assert hub.lost == {1: "the other end closed it"}
+    hub.send(b"go on")
+    assert two.receive() == [(0, b"go on")]
+    assert not hub.pending()
+
+
+def test_who_went_is_noticed_by_sending_too(made: ExitStack) -> None:
+    hub, one = star(made, 2)
+    one.send(b"last words")
+    one.close()
+    for _ in range(3):
+        hub.send(b"are you there?")
+    assert list(hub.lost) == [1]
+    assert hub.pending()
+    assert hub.receive() == [(1, b"last words")]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [(b"\0\0\0\x21" + bytes(33), AuthenticationError), (b"\xff" * 4, WireError)],
+    ids=["forged", "long"],
+)
+def test_bytes_that_are_not_the_peers_are_refused(made: ExitStack, data: bytes, kind: type[Exception]) -> None:
+    ours, theirs = socket.socketpair()
+    made.callback(theirs.close)
+    hub = Star({1: (ours, sessions(1)[0])})
+    made.callback(hub.close)
+    theirs.sendall(data)
+    with pytest.raises(kind):
+        hub.receive()
+
+
+@pytest.mark.parametrize("who", [Sleeper.ENGINE, Sleeper.CALLER])
+def test_a_message_or_a_call_ends_a_sleep(made: ExitStack, who: Sleeper) -> None:
+    hub, one = star(made, 2)
+    hub.take_over(who)
+    one.send(b"m")
+    hub.sleep(hub.token(), who, _PATIENCE)
+    assert hub.receive() == [(1, b"m")]
+    caller = threading.Thread(target=lambda: hub.wake(Sleeper.ENGINE | Sleeper.CALLER))
+    caller.start()
+    begin = time.monotonic()
+    hub.sleep(hub.token(), who, _PATIENCE)
+    caller.join()
+    assert time.monotonic() - begin < _PATIENCE / 2
+
+
+def test_a_call_before_the_sleep_is_not_lost(made: ExitStack) -> None:
+    hub, _ = star(made, 2)
+    for taker in (Sleeper.NOBODY, Sleeper.ENGINE):
+        hub.take_over(taker)
+        hub.wake(Sleeper.ENGINE | Sleeper.CALLER)
+        hub.take_over(Sleeper.ENGINE)
+        begin = time.monotonic()
+        hub.sleep(hub.token(), Sleeper.ENGINE, _PATIENCE)
+        assert time.monotonic() - begin < _PATIENCE / 2
+
+
+def test_a_message_for_the_caller_leaves_the_engines_thread_asleep(made: ExitStack) -> None:
+    hub, one = star(made, 2)
+    hub.take_over(Sleeper.CALLER)
+    one.send(b"for the caller")
+    assert hub.pending()
+    begin = time.monotonic()
+    hub.sleep(hub.token(), Sleeper.ENGINE, 0.05)
+    assert time.monotonic() - begin >= 0.05
+    hub.take_over(Sleeper.ENGINE)
+    hub.sleep(hub.token(), Sleeper.ENGINE, _PATIENCE)
+    assert hub.receive() == [(1, b"for the caller")]
