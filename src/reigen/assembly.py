@@ -77,5 +77,5 @@ def engine_on_host(
 
     engine = Engine(plane, mailbox, neighbours, coordinator, config.deadline_seconds, looks)
     if not config.stall_check_disable:
-        engine.watch_stalls(config.stall_check_seconds, config.stall_shutdown_seconds, neighbours.pids)
+        engine.watch_stalls(config.stall_check_seconds, config.stall_shutdown_seconds, dict(enumerate(neighbours.pids)))
     return engine, release

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -165,3 +166,19 @@ def test_a_message_for_the_caller_leaves_the_engines_thread_asleep(made: ExitSta
     hub.take_over(Sleeper.ENGINE)
     hub.sleep(hub.token(), Sleeper.ENGINE, _PATIENCE)
     assert hub.receive() == [(1, b"for the caller")]
+
+
+def test_a_descriptor_tells_of_messages_and_calls_and_is_calmed(made: ExitStack) -> None:
+    hub, one = star(made, 2)
+    hub.take_over(Sleeper.NOBODY)
+    poll = select.poll()
+    poll.register(hub.descriptor, select.POLLIN)
+    assert poll.poll(0) == []
+    one.send(b"m")
+    assert poll.poll(0)
+    assert hub.receive() == [(1, b"m")]
+    assert poll.poll(0) == []
+    hub.wake(Sleeper.ENGINE | Sleeper.CALLER)
+    assert poll.poll(0)
+    hub.calm()
+    assert poll.poll(0) == []

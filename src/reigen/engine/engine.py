@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -55,7 +55,7 @@ from reigen.errors import (
     PeerLostError,
     SharedMemoryError,
 )
-from reigen.planes.base import DataPlane
+from reigen.planes.base import DataPlane, Meanwhile
 from reigen.wire.mailbox import Sleeper
 
 _log = logging.getLogger(__name__)
@@ -109,6 +109,9 @@ class Engine:
         self._inbox: deque[Operation] = deque()
         #: looks for stalls, if somebody should
         self._stalls: StallWatch | None = None
+        #: on rank 0: announced while data was being moved, and to be carried out
+        self._announced: list[Announcement] = []
+        self._meanwhile = Meanwhile(transport.descriptor, self._negotiate) if transport.descriptor >= 0 else None
         #: the collective whose data is being moved, and its deadline
         self._running: tuple[Operation, float] | None = None
         #: told of everything, while there is one
@@ -216,13 +219,13 @@ class Engine:
         """From now on tell ``observer``, and nobody else; None ends it."""
         self._observer = observer
 
-    def watch_stalls(self, check_seconds: float, shutdown_seconds: float, pids: Sequence[int]) -> None:
+    def watch_stalls(self, check_seconds: float, shutdown_seconds: float, pids: Mapping[int, int]) -> None:
         """From now on collectives that wait too long are told of; before `start`.
 
         Args:
             check_seconds: how long a collective may wait before rank 0 warns of it.
             shutdown_seconds: how long before rank 0 ends the job; 0 for never.
-            pids: process ids by rank.
+            pids: process ids by rank, of the ranks of this host.
         """
 
         def outstanding() -> list[str]:
@@ -291,7 +294,7 @@ class Engine:
         if not free:
             rank = self._plane.rank
             reason = f"rank {rank} shut down in the middle of a collective"
-            self._plane.abort(CollectiveError(reason, ranks=(rank,)))
+            self._abort(CollectiveError(reason, ranks=(rank,)))
             free = self._driver.acquire(timeout=_GRACE_SECONDS)
         try:
             self._fail_all(CollectiveError(_SHUT_DOWN))
@@ -404,15 +407,44 @@ class Engine:
             if error is not None:
                 self._give_up(error)
                 return True
+        ahead, self._announced = self._announced, []
         said = coordinator.announce(now)
-        if not said:
+        if said:
+            self._channel.send(said)
+        if not (ahead or said):
             return False
-        self._channel.send(said)
         self._channel.empty(self._failure, time.monotonic() + self._deadline_seconds)
-        for announcement in said:
+        for announcement in (*ahead, *said):
             self._carry_out(self._participant.hear(announcement))
         self._report()
         return True
+
+    def _negotiate(self) -> None:
+        """In the middle of a collective that waits for the network: prepare the next, so that it need not wait again.
+
+        Rank 0 announces one batch ahead and no more, or small tensors would no longer travel together.
+        """
+        self._transport.calm()
+        self._take_submissions()
+        if self._coordinator is None:
+            self._look_for_stop()
+            self._report()
+        else:
+            for rank, report in self._channel.receive():
+                self._hear(rank, report)
+            self._report()
+            if not self._announced:
+                self._announced = self._coordinator.announce(time.monotonic())
+                if self._announced:
+                    self._channel.send(self._announced)
+        self._channel.send_notes()
+        self._transport.flush()
+
+    def _look_for_stop(self) -> None:
+        """Read announcements that cannot be carried out yet, but for one that ends everything."""
+        for announcement in self._channel.read_ahead(Topic.STACKS):
+            if isinstance(announcement, Stop):
+                raise stopped(announcement)
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         if self._participant.broken is not None and self._broken is None:
@@ -450,7 +482,7 @@ class Engine:
         results: Sequence[Outcome | CollectiveError]
         try:
             if plane is not None:
-                plane.lacking = self._lacking
+                plane.lacking, plane.meanwhile = self._lacking, self._meanwhile
             if observer is not None:
                 observer.began(batch)
                 if plane is not None:
@@ -481,9 +513,7 @@ class Engine:
         assert self._running is not None
         operation, deadline = self._running
         if self._coordinator is None:
-            for announcement in self._channel.read_ahead(Topic.STACKS):
-                if isinstance(announcement, Stop):
-                    raise stopped(announcement)
+            self._look_for_stop()
         else:
             for rank, report in self._channel.receive():
                 self._hear(rank, report)
@@ -578,8 +608,13 @@ class Engine:
             what = "an unreadable control message" if isinstance(error, msgspec.DecodeError) else repr(error)
             known = CollectiveError(f"rank {self._plane.rank} was interrupted: {what}", ranks=(self._plane.rank,))
             known.__cause__ = error
-        self._plane.abort(known)
+        self._abort(known)
         self._break(known)
+
+    def _abort(self, error: CollectiveError) -> None:
+        """Tell the others: those that wait for this rank's data, and those that wait for anything else."""
+        self._plane.abort(error)
+        self._watch.abort(error)
 
     def _fail_all(self, error: CollectiveError) -> None:
         self._inbox.clear()

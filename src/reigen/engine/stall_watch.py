@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
@@ -74,7 +74,7 @@ class Seat:
 
     Attributes:
         rank: its number.
-        pids: process ids by rank, as far as the ranks are on this host.
+        pids: process ids by rank, of the ranks of this host.
         post: sends a note.
         outstanding: names of the collectives that are not complete here.
         waiting: code of the method in which threads wait for a handle.
@@ -82,7 +82,7 @@ class Seat:
     """
 
     rank: int
-    pids: Sequence[int]
+    pids: Mapping[int, int]
     post: Callable[[Topic, bytes], None]
     outstanding: Callable[[], list[str]]
     waiting: CodeType
@@ -214,4 +214,4 @@ class StallWatch:
 
     def _states(self, ranks: Sequence[int]) -> dict[int, str]:
         pids = self._seat.pids
-        return {rank: process_state(pids[rank]) for rank in ranks if rank < len(pids)}
+        return {rank: process_state(pids[rank]) for rank in ranks if rank in pids}

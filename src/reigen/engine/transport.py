@@ -12,8 +12,11 @@ from reigen.wire.mailbox import Sleeper
 class Transport(Protocol):
     """One rank's end. Rank 0's `send` reaches every other rank, the others' reach rank 0; in order, never blocking.
 
-    `reigen.wire.mailbox.Mailbox` is one.
+    `reigen.wire.mailbox.Mailbox` is one, for ranks that share memory, `reigen.wire.star.Star` the other.
     """
+
+    #: readable when a message has come, or a caller was woken; -1: there is no such descriptor
+    descriptor: int
 
     @property
     def backlog(self) -> int:
@@ -52,9 +55,16 @@ class Transport(Protocol):
         """Wake a thread of this rank; from any thread."""
         ...
 
+    def calm(self) -> None:
+        """For who waits on `descriptor`: look for work after this, and it is readable when there is more."""
+        ...
+
 
 class Watch(Protocol):
-    """Who is asked about the other ranks. `reigen.cluster.neighbours.Neighbours` is one."""
+    """Who is asked about the other ranks, and told of this one.
+
+    `reigen.cluster.neighbours.Neighbours` is one, for jobs on one host, `reigen.cluster.lookout.Lookout` the other.
+    """
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Why waiting for these ranks is in vain, or None."""
@@ -64,11 +74,16 @@ class Watch(Protocol):
         """Wait a moment until these ranks, if they have left, have ended."""
         ...
 
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        ...
+
 
 class Solitude:
     """Transport and watch of a job of one rank."""
 
     backlog = 0
+    descriptor = -1
 
     def send(self, message: bytes) -> None:
         """Nobody listens."""
@@ -97,9 +112,15 @@ class Solitude:
     def wake(self, who: Sleeper) -> None:
         """Nobody sleeps."""
 
+    def calm(self) -> None:
+        """Nobody waits."""
+
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Nobody can be lost."""
         return None
 
     def linger(self, ranks: Sequence[int]) -> None:
         """Nobody leaves."""
+
+    def abort(self, error: CollectiveError) -> None:
+        """Nobody waits."""

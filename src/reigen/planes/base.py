@@ -40,6 +40,19 @@ Lacking = Callable[[Sequence[int]], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Meanwhile:
+    """What else there is to do for the thread that waits in a plane. Planes that wait for connections do it.
+
+    Attributes:
+        descriptor: readable when there is something.
+        work: does it, quickly. What it raises ends the call.
+    """
+
+    descriptor: int
+    work: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Region:
     """Registered memory: as many bytes of every local rank's segment.
 
@@ -94,6 +107,8 @@ class DataPlane(Protocol):
     #: who wants to be told, if anybody
     phase_ended: PhaseEnded | None
     lacking: Lacking | None
+    #: what its caller has to do besides, if anything; a plane that cannot wait for a descriptor leaves it alone
+    meanwhile: Meanwhile | None
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
         """Reduce each buffer over all ranks; every rank gets the result. All or no buffers are registered memory.

@@ -8,7 +8,7 @@ import numpy as np
 
 from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reducer, Reduction
-from reigen.planes.base import Array, Buffer, Capabilities, Lacking, PhaseEnded, Region
+from reigen.planes.base import Array, Buffer, Capabilities, Lacking, Meanwhile, PhaseEnded, Region
 
 _ALIGNMENT = 64
 
@@ -24,6 +24,7 @@ class NullPlane:
     def __init__(self) -> None:
         self.phase_ended: PhaseEnded | None = None
         self.lacking: Lacking | None = None
+        self.meanwhile: Meanwhile | None = None
         self._next_offset = 0
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from reigen.cluster.neighbours import Mapped, Members
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
-from reigen.planes.base import Array, Buffer, Capabilities, Lacking, PhaseEnded, Region
+from reigen.planes.base import Array, Buffer, Capabilities, Lacking, Meanwhile, PhaseEnded, Region
 from reigen.planes.direct import BLOCK_BYTES, DirectReduction, Reader, addresses_of
 from reigen.planes.null import NullPlane
 from reigen.planes.strung import Strung, slice_of
@@ -80,6 +80,7 @@ class ShmPlane:
         self.rank, self.size = neighbours.rank, neighbours.size
         self.phase_ended: PhaseEnded | None = None
         self.lacking: Lacking | None = None
+        self.meanwhile: Meanwhile | None = None
         self._neighbours = neighbours
         self._looks = looks
         words = [[Word(array, line * _LINE) for array in part.arrays] for line in range(2)]

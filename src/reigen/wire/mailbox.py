@@ -104,6 +104,9 @@ class Mailbox:
         #: numbers of this rank's rings; next() is atomic, since any of its threads may ring
         self._rings = itertools.count(1)
 
+    #: a doorbell in shared memory is no descriptor
+    descriptor = -1
+
     @property
     def backlog(self) -> int:
         """Messages that did not fit into the ring so far."""
@@ -171,6 +174,9 @@ class Mailbox:
         """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
         self._store_new(self._doorbell)
         self._doorbell.wake(who)
+
+    def calm(self) -> None:
+        """Nothing to do: there is no descriptor."""
 
     def _ring(self, doorbell: Word, sleeper: Word) -> None:
         self._store_new(doorbell)

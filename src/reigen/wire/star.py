@@ -98,6 +98,8 @@ class Star:
             self._beds[who].register(alarm, select.EPOLLIN)
             self._beds[who].register(self._sky.fileno(), select.EPOLLIN)
         self._taker = Sleeper.ENGINE
+        #: readable when a message has come, or a caller was woken
+        self.descriptor = self._beds[Sleeper.CALLER].fileno()
 
     @property
     def backlog(self) -> int:
@@ -155,11 +157,8 @@ class Star:
 
     def sleep(self, token: int, who: Sleeper, timeout_seconds: float) -> None:
         """Sleep until a message has come or somebody has woken ``who``, or for the time given."""
-        alarm = self._alarms[who]
-        for fd, _ in self._beds[who].poll(timeout_seconds):
-            if fd == alarm:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(alarm)
+        if any(fd == self._alarms[who] for fd, _ in self._beds[who].poll(timeout_seconds)):
+            self._silence(who)
 
     def take_over(self, who: Sleeper) -> None:
         """From now on messages wake ``who``."""
@@ -174,6 +173,14 @@ class Star:
         for one, alarm in self._alarms.items():
             if one & awaited:
                 os.eventfd_write(alarm, 1)
+
+    def calm(self) -> None:
+        """For who waits on `descriptor`: look for work after this, and it is readable when there is more."""
+        self._silence(Sleeper.CALLER)
+
+    def _silence(self, who: Sleeper) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._alarms[who])
 
     def close(self) -> None:
         """Close all connections. May be called twice."""
