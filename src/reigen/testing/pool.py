@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import sys
@@ -17,12 +16,10 @@ from reigen.cluster.service import RendezvousServer
 from reigen.launch.local import Cores, Services, plan
 from reigen.launch.spawn import hold_port
 from reigen.testing.channel import Reply, Task, dump, load
+from reigen.testing.environment import clean_environment
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources
 from reigen.testing.process import RankProcess
-
-_LAUNCHERS = ("REIGEN_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class RankPool:
@@ -50,7 +47,7 @@ class RankPool:
         if size < 1:
             raise ValueError(f"a pool needs at least 1 rank, not {size}")
         self.size = size
-        self._environment = {**_clean_environment(), **(env or {})}
+        self._environment = {**clean_environment(), **(env or {})}
         self._processes: list[RankProcess] = []
         self._outputs: list[tuple[str, str]] = [("", "")] * size
 
@@ -206,15 +203,6 @@ class PoolCache:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
-
-
-def _clean_environment() -> dict[str, str]:
-    """The environment of this process without what a launcher may have put there."""
-    kept = {
-        name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _TORCHRUN
-    }
-    kept.setdefault("OMP_NUM_THREADS", "1")
-    return kept
 
 
 @contextlib.contextmanager

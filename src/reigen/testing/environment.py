@@ -1,0 +1,17 @@
+"""The environment that processes of tests begin with."""
+
+from __future__ import annotations
+
+import os
+
+_LAUNCHERS = ("REIGEN_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
+_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment of this process without what a launcher may have put there; one thread a process if unset."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _TORCHRUN
+    }
+    kept.setdefault("OMP_NUM_THREADS", "1")
+    return kept
