@@ -1,9 +1,22 @@
-"""Which hosts a list names, and whether they are this one."""
+"""Which hosts a list names, and which ranks they get."""
+
+import itertools
+import socket
 
 import pytest
 
+from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.hosts import Host, check_all_here, check_fixed_size, parse_hostfile, parse_hosts
+from reigen.launch.hosts import (
+    Host,
+    Seats,
+    assign,
+    check_fixed_size,
+    is_own_address,
+    is_this_host,
+    parse_hostfile,
+    parse_hosts,
+)
 
 
 def test_lists():
@@ -33,15 +46,51 @@ def test_files_that_make_no_sense(text, message):
         parse_hostfile(text)
 
 
-def test_this_host_by_any_of_its_names():
-    check_all_here(parse_hosts("localhost:1,127.0.0.1:1,here:2"), 4, {"here"})
+def seats(text, num_ranks, here=("localhost",)):
+    return assign(parse_hosts(text), num_ranks, lambda name: name in here)
 
 
-def test_other_hosts_and_too_few_slots():
-    with pytest.raises(ConfigError, match="there, elsewhere: a job runs on the host that starts it, so far"):
-        check_all_here(parse_hosts("there:2,localhost:9,elsewhere:2,there:1"), 2, {"here"})
+def test_ranks_fill_the_hosts_in_their_order():
+    assert seats("a:2,b:4,c:9", 5) == [
+        Seats("a", False, (Topology(0, 5, 0, 2, 0, 2), Topology(1, 5, 1, 2, 0, 2))),
+        Seats("b", False, (Topology(2, 5, 0, 3, 1, 2), Topology(3, 5, 1, 3, 1, 2), Topology(4, 5, 2, 3, 0, 1))),
+    ]
+
+
+def test_the_numbers_agree_for_every_shape():
+    for counts in itertools.product(range(1, 4), repeat=3):
+        text = ",".join(f"h{index}:{count}" for index, count in enumerate(counts))
+        places = [(each.host, topology) for each in seats(text, sum(counts)) for topology in each.topologies]
+        assert [topology.rank for _, topology in places] == list(range(sum(counts)))
+        for host, topology in places:
+            having = [other for other, peer in places if peer.local_rank == topology.local_rank]
+            assert (topology.cross_rank, topology.cross_size) == (having.index(host), len(having))
+            assert topology.local_size == sum(other == host for other, _ in places)
+
+
+def test_this_host_by_any_of_its_names_is_one_host():
+    assert [(each.host, each.is_here, each.ranks) for each in seats("here:1,b:1,localhost:1", 3, ("here", "localhost"))] == [
+        ("here", True, (0, 1)),
+        ("b", False, (2,)),
+    ]
+
+
+def test_a_host_that_is_named_twice_has_the_slots_of_both_places():
+    assert [(each.host, each.ranks) for each in seats("a:1,b:1,a:2", 4)] == [("a", (0, 1, 2)), ("b", (3,))]
+
+
+def test_too_few_slots():
     with pytest.raises(ConfigError, match="have 3 slots, and 4 processes"):
-        check_all_here(parse_hosts("localhost:3"), 4, ())
+        seats("localhost:2,b", 4)
+
+
+def test_which_names_are_this_host():
+    assert is_this_host("localhost")
+    assert is_this_host("127.0.0.1")
+    assert is_this_host("::1")
+    assert is_this_host(socket.gethostname())
+    assert not is_this_host("no-such-host.invalid")
+    assert not is_own_address("192.0.2.1")  # TEST-NET-1: nobody's
 
 
 def test_bounds_that_leave_no_choice_are_no_elastic_job():

@@ -10,6 +10,7 @@ from reigen.launch.job import (
     Failure,
     Finish,
     GraceOver,
+    HostLost,
     Job,
     Kill,
     Orphaned,
@@ -92,6 +93,29 @@ def test_a_signal_stops_everybody(signum):
     assert job.handle(Swept()) == [Finish(128 + signum, None, signum)]
 
 
+def test_a_lost_host_is_a_failure_of_its_ranks():
+    job = Job(4)
+    job.handle(Exited(2, 0))
+    assert job.handle(HostLost((2, 3), "unplugged")) == [Terminate((0, 1)), StartGrace()]
+    job.handle(Exited(0, -SIGTERM))
+    assert job.handle(Exited(1, -SIGTERM)) == END
+    assert job.handle(Swept()) == [Finish(255, Failure(3, 255, num_stopped=2, reason="unplugged"), None)]
+
+
+def test_a_host_that_is_lost_with_nothing_left_to_do_there_changes_nothing():
+    job = Job(2)
+    job.handle(Exited(1, 0))
+    assert job.handle(HostLost((1,), "switched off")) == []
+    assert job.handle(Exited(0, 0)) == END
+
+
+def test_a_host_that_is_lost_while_the_job_stops_is_not_waited_for():
+    job = Job(2)
+    job.handle(Exited(0, 4))
+    assert job.handle(HostLost((1,), "switched off")) == END
+    assert job.handle(Swept()) == [Finish(4, Failure(0, 4, num_stopped=1), None)]
+
+
 def test_a_second_ctrl_c_kills_at_once():
     job = Job(2)
     job.handle(SignalReceived(SIGINT, 10.0))
@@ -149,9 +173,12 @@ def run_schedule(num_ranks, rng):
         choices += [GraceOver()] if timer_runs else []
         choices += [Orphaned()] if rng.random() < 0.02 else []
         choices += [] if alive else [Swept()]
+        choices += [HostLost(tuple(rng.sample(range(num_ranks), 1)), "cut")] if rng.random() < 0.1 else []
         event = rng.choice(choices)
         if isinstance(event, Exited):
             alive.discard(event.rank)
+        elif isinstance(event, HostLost):
+            alive.difference_update(event.ranks)
         history.append(event)
         for instruction in job.handle(event):
             timer_runs |= isinstance(instruction, StartGrace)
@@ -163,15 +190,17 @@ def run_schedule(num_ranks, rng):
 
 
 def expected_exit_code(num_ranks, history):
-    num_running = num_ranks
+    running = set(range(num_ranks))
     for event in history:
         match event:
             case Exited(_, code) if code != 0:
                 return code if code > 0 else 128 - code
-            case Exited():
-                num_running -= 1
-            case SignalReceived(signum, _) if num_running:
+            case Exited(rank, _):
+                running.discard(rank)
+            case HostLost(ranks, _) if running.intersection(ranks):
+                return 255
+            case SignalReceived(signum, _) if running:
                 return 128 + signum
-            case Orphaned() if num_running:
+            case Orphaned() if running:
                 return 137
     return 0

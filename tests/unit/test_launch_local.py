@@ -5,15 +5,16 @@ import itertools
 import pytest
 
 from reigen.cluster.environ import detect
+from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.local import Cores, Services, cores_here, plan, share_cores
+from reigen.launch.local import Cores, Services, all_here, cores_here, plan, share_cores
 
 SERVICES = Services("127.0.0.1:4242", b"\xab" * 32, 31999)
 CORES = Cores((0, 4, 1, 5))
 
 
 def environ_of(rank, num_ranks=2, environ=None, **options):
-    return plan(num_ranks, SERVICES, environ or {}, CORES, **options)[0][rank].environ
+    return plan(all_here(num_ranks), SERVICES, environ or {}, CORES, **options)[0][rank].environ
 
 
 def test_every_name_of_the_contract():
@@ -65,7 +66,7 @@ def test_the_users_environment_is_kept_and_a_job_inside_a_job_is_a_new_job():
     ],
 )
 def test_threads_fill_the_processors_and_no_more(cores, num_ranks, threads):
-    places, _ = plan(num_ranks, SERVICES, {}, cores)
+    places, _ = plan(all_here(num_ranks), SERVICES, {}, cores)
     assert {place.environ["OMP_NUM_THREADS"] for place in places} == {threads}
 
 
@@ -75,7 +76,7 @@ def test_the_start_timeout_reaches_init():
 
 
 def test_the_secret_is_not_shown():
-    shown = repr(plan(2, SERVICES, {}, CORES)) + repr(SERVICES)
+    shown = repr(plan(all_here(2), SERVICES, {}, CORES)) + repr(SERVICES)
     assert "abab" not in shown
     assert "xab" not in shown
 
@@ -108,10 +109,19 @@ def test_binding_can_be_turned_off():
 
 
 def test_what_makes_no_sense():
-    with pytest.raises(ConfigError, match="at least 1, not 0"):
-        plan(0, SERVICES, {}, CORES)
     with pytest.raises(ConfigError, match="no such binding"):
         share_cores(1, (0,), "sockets")
+
+
+def test_a_host_plans_its_own_ranks_and_names_rank_0s_host():
+    topologies = [Topology(3, 5, 0, 2, 1, 2), Topology(4, 5, 1, 2, 1, 2)]
+    services = Services("10.0.0.1:4242", b"\xab" * 32, 31999, "10.0.0.7")
+    places, _ = plan(topologies, services, {}, CORES)
+    assert [place.topology for place in places] == topologies
+    assert [place.cpus for place in places] == [(0, 4), (1, 5)]
+    environ = places[1].environ
+    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("10.0.0.7", "31999")
+    assert (environ["OMP_NUM_THREADS"], environ["LOCAL_WORLD_SIZE"], environ["HOROVOD_CROSS_RANK"]) == ("2", "2", "1")
 
 
 def test_threads_of_one_physical_core_stand_side_by_side(tmp_path, monkeypatch):

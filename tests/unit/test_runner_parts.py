@@ -142,7 +142,7 @@ def test_what_means_the_same_as_a_job_of_this_host(tmp_path):
     ("changes", "message"),
     [
         ({"hosts": "localhost:2", "hostfile": "x"}, "two ways to say the same"),
-        ({"hosts": "elsewhere:2"}, "elsewhere: a job runs on the host that starts it, so far"),
+        ({"hosts": "elsewhere:2"}, "elsewhere: run\\(\\) starts processes on this host alone, so far"),
         ({"hosts": "localhost:1"}, "have 1 slots, and 2 processes"),
         ({"hostfile": "/nonexistent"}, "'/nonexistent' cannot be read"),
         ({"min_num_proc": 1}, "min_num_proc=1: elastic jobs, .* are not possible yet"),

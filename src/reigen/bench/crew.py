@@ -30,7 +30,7 @@ from reigen.bench.turns import ANSWERS, Command, Failed, Hello, Line, Open, Shut
 from reigen.bench.work import Case
 from reigen.cluster.service import RendezvousServer
 from reigen.errors import LaunchError
-from reigen.launch.local import Services, cores_here, plan
+from reigen.launch.local import Services, all_here, cores_here, plan
 from reigen.launch.spawn import hold_port
 from reigen.wire.auth import SECRET_BYTES
 
@@ -114,7 +114,7 @@ class Crew:
             **self.spec.variables,
         }
         services = Services(self._server.address, self._secret, port)
-        places, _ = plan(self.spec.num_ranks, services, environ, cores_here(), bind="none")
+        places, _ = plan(all_here(self.spec.num_ranks), services, environ, cores_here(), bind="none")
         command = [sys.executable, "-m", _MODULE, self.spec.program]
         if self.spec.starter:
             self._start([*self.spec.starter, *command], environ)

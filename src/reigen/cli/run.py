@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from reigen.cli.run_options import parser
 from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.horovodrun import Translation, translate
-from reigen.launch.hosts import check_fixed_size, check_hosts
+from reigen.launch.hosts import check_fixed_size, hosts_of
 from reigen.launch.options import Options, complain
-from reigen.launch.supervise import run_local
+from reigen.launch.ssh import Ssh
+from reigen.launch.supervise import run_job
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     _tell(translation)
     environ = {**os.environ, **translation.variables}
     try:
-        return run_local(options, as_horovod(environ) if chosen.as_horovod else environ)
+        return run_job(options, as_horovod(environ) if chosen.as_horovod else environ)
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
@@ -44,7 +46,6 @@ def main(arguments: Sequence[str]) -> int:
 def _options(chosen: argparse.Namespace) -> Options:
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
-    check_hosts(chosen.num_ranks, chosen.hosts, chosen.hostfile)
     return Options(
         command=tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command),
         num_ranks=chosen.num_ranks,
@@ -54,6 +55,8 @@ def _options(chosen: argparse.Namespace) -> Options:
         timestamps=chosen.timestamps,
         verbose=chosen.verbose,
         output_directory=chosen.output_directory,
+        hosts=tuple(hosts_of(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
+        ssh=Ssh(command=tuple(shlex.split(chosen.ssh_command))),
     )
 
 

@@ -95,8 +95,9 @@ def _add_output(add: Add) -> None:
 def _add_hosts(made: argparse.ArgumentParser) -> None:
     group = made.add_argument_group("hosts")
     add = group.add_mutually_exclusive_group().add_argument
-    add("-H", "--hosts", metavar="HOST:N", help="this host and its slots, localhost:4; others are an error so far")
-    add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file: localhost slots=4")
+    add("-H", "--hosts", metavar="HOST:N", help="hosts and how many ranks each may have: h1:4,h2:4")
+    add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file, a line each: h1 slots=4")
+    group.add_argument("--ssh-command", default="ssh", metavar="CMD", help="ssh and options of it: 'ssh -F FILE'")
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):
         group.add_argument(*flags, dest=name, type=int, help=argparse.SUPPRESS)

@@ -168,18 +168,18 @@ class RendezvousServer:
 
     Args:
         secret: the job's 32 bytes.
-        host: where to listen, a loopback address.
+        host: where to listen: an address of this host.
         handshake_seconds: how long a connection may be unauthenticated.
 
     Attributes:
         address: ``host:port``; the kernel chose the port, and connections queue from now on, before ``start``.
 
     Raises:
-        ConfigError: ``host`` is not a loopback address.
+        ConfigError: ``host`` is no address, or all of them.
     """
 
     def __init__(self, secret: bytes, host: str = "127.0.0.1", *, handshake_seconds: float = 5.0) -> None:
-        check_loopback(host)
+        check_one_address(host)
         self._secret = secret
         self._handshake_seconds = handshake_seconds
         self._store = Store()
@@ -302,14 +302,14 @@ class RendezvousServer:
             self._drop(selector, one)
 
 
-def check_loopback(host: str) -> None:
-    """Raise ConfigError unless ``host`` is an address of the loopback interface."""
+def check_one_address(host: str) -> None:
+    """Raise ConfigError unless ``host`` is one address: whoever listens says on which network."""
     try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
+        is_one = not ipaddress.ip_address(host).is_unspecified
     except ValueError:
-        is_loopback = False
-    if not is_loopback:
-        raise ConfigError(f"the rendezvous listens on the loopback interface alone so far, not on {host!r}")
+        is_one = False
+    if not is_one:
+        raise ConfigError(f"the rendezvous listens on one address of this host, not on {host!r}")
 
 
 def check_entry(key: str, value: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Where a job was asked to run, on how many processes, and whether that can be done: so far, on this host alone.
+"""Where a job was asked to run, on how many processes, and which rank that puts where.
 
 Lists of hosts come as on a command line (``h1:2,h2:4``) and in a file (``h1 slots=2``).
 """
@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
 #: Names that mean this host everywhere.
@@ -67,45 +68,105 @@ def parse_hostfile(text: str) -> list[Host]:
     return hosts
 
 
-def check_all_here(hosts: Sequence[Host], num_ranks: int, names_here: Collection[str]) -> None:
-    """Make sure that ``hosts`` are this host alone, and have a slot for each rank.
+def hosts_of(listed: str | None, file: str | os.PathLike[str] | None, num_ranks: int) -> list[Host]:
+    """The hosts of a list, or of a file, or this one alone.
+
+    Raises:
+        ConfigError: they have another form, or the file cannot be read.
+    """
+    if listed is not None:
+        return parse_hosts(listed)
+    if file is None:
+        return [Host("localhost", num_ranks)]
+    try:
+        return parse_hostfile(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """The ranks of one host.
+
+    Attributes:
+        host: its name.
+        is_here: it is this one: no ssh is needed.
+        topologies: of its ranks, ascending.
+    """
+
+    host: str
+    is_here: bool
+    topologies: tuple[Topology, ...]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(topology.rank for topology in self.topologies)
+
+
+def assign(hosts: Sequence[Host], num_ranks: int, is_here: Callable[[str], bool]) -> list[Seats]:
+    """Which ranks each host gets: its slots are filled before the next host's, in the order of the list.
+
+    A host that is named twice has the slots of both places. Hosts for which no rank is left are not used.
 
     Args:
         hosts: what was asked for.
         num_ranks: how many processes.
-        names_here: the names and addresses of this host, besides localhost.
+        is_here: whether a name is this host's.
 
     Raises:
-        ConfigError: another host, which is not possible yet, or too few slots.
+        ConfigError: too few slots.
     """
-    strangers = [host.name for host in hosts if host.name not in _LOCAL_NAMES and host.name not in names_here]
-    if strangers:
-        raise ConfigError(
-            f"hosts: {', '.join(dict.fromkeys(strangers))}: a job runs on the host that starts it, so far; "
-            f"leave the hosts out, or say localhost:{num_ranks}"
-        )
-    num_slots = sum(host.slots for host in hosts)
+    slots: dict[str, int] = {}
+    here = next((host.name for host in hosts if is_here(host.name)), "")
+    for host in hosts:
+        name = here if is_here(host.name) else host.name
+        slots[name] = slots.get(name, 0) + host.slots
+    num_slots = sum(slots.values())
     if num_slots < num_ranks:
         raise ConfigError(f"the hosts have {num_slots} slots, and {num_ranks} processes were asked for")
+    counts: dict[str, int] = {}
+    for name, num in slots.items():
+        counts[name] = min(num, num_ranks - sum(counts.values()))
+    used = {name: count for name, count in counts.items() if count}
+    return [
+        Seats(name, bool(here) and name == here, tuple(_topologies(index, list(used.values()))))
+        for index, name in enumerate(used)
+    ]
 
 
-def check_hosts(num_ranks: int, listed: str | None, file: str | os.PathLike[str] | None) -> None:
-    """Make sure that the hosts of a list, or of a file, are this one, and have a slot for each rank.
+def _topologies(index: int, counts: Sequence[int]) -> Iterator[Topology]:
+    """The ranks of the host at ``index``, where the hosts have so many each."""
+    first = sum(counts[:index])
+    for local in range(counts[index]):
+        having = [other for other, count in enumerate(counts) if count > local]
+        yield Topology(first + local, sum(counts), local, counts[index], having.index(index), len(having))
 
-    Raises:
-        ConfigError: they are not, or the file cannot be read.
+
+def is_this_host(name: str) -> bool:
+    """Whether ``name`` is this host: by its own name, or because its address is one of this host's.
+
+    A name that cannot be resolved here is another host: ssh may know it.
     """
-    if listed is not None:
-        hosts = parse_hosts(listed)
-    elif file is not None:
-        try:
-            hosts = parse_hostfile(Path(file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
-    else:
-        return
-    name = socket.gethostname()
-    check_all_here(hosts, num_ranks, {name, name.partition(".")[0]})
+    own = socket.gethostname()
+    if name in _LOCAL_NAMES or name in {own, own.partition(".")[0]}:
+        return True
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(is_own_address(str(address[0])) for *_, address in found)
+
+
+def is_own_address(address: str) -> bool:
+    """Whether an interface of this host has this address: nobody else's can be bound."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def check_fixed_size(num_ranks: int, bounds: Mapping[str, int | None], discovery: str | None) -> None:

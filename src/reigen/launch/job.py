@@ -8,22 +8,25 @@ b. A rank fails, or a signal asks the launcher to stop: the rest are asked to st
 c. The timer ends, or Ctrl-C is pressed again: what is left is killed (Kill), and the timer starts again.
 d. The last rank has exited: processes that ranks left behind are asked to stop (Sweep), and killed when the timer ends:
    SWEEPING.
-e. Nothing is left (Swept): Finish, with the exit code and the failure that ended the job: DONE. So too when the timer
+e. A host is lost (HostLost): its agent ends what runs there; here its ranks count as failed.
+f. Nothing is left (Swept): Finish, with the exit code and the failure that ended the job: DONE. So too when the timer
    ends a second time after a Kill: what SIGKILL does not end is stuck in the kernel, and waiting does not help.
 
-The exit code is that of the first failing process, 128 + n where a signal n ended it, 128 + n when a signal n stopped
-the launcher, else 0. Ranks that were asked to stop do not fail. When the process that watches over the launcher has
-gone (Orphaned), everything is killed at once.
+The exit code is that of the first failing process, 128 + n where a signal n ended it, 255 where it was lost with its
+host, 128 + n when a signal n stopped the launcher, else 0. Ranks that were asked to stop do not fail. When the process
+that watches over the launcher has gone (Orphaned), everything is killed at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from signal import SIGINT, Signals
 
 #: A terminal, or a tool like `timeout`, may send one request to stop twice; a second Ctrl-C comes later than this.
 SAME_REQUEST_SECONDS = 0.2
+#: What a rank that was lost with its host counts as having exited with: ssh's own code for a connection that failed.
+LOST = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +37,13 @@ class Failure:
         rank: whose process.
         exit_code: what it exited with; negative: minus the signal that ended it.
         num_stopped: how many other ranks were running and are stopped because of it.
+        reason: why the rank counts as failed although nobody saw its process end; else empty.
     """
 
     rank: int
     exit_code: int
     num_stopped: int
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,14 @@ class Exited:
 
     rank: int
     exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost:
+    """Nothing more will be heard of these ranks: their host cannot be reached any more, for this ``reason``."""
+
+    ranks: tuple[int, ...]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +124,7 @@ class Finish:
     signum: int | None
 
 
-Event = Exited | SignalReceived | GraceOver | Orphaned | Swept
+Event = Exited | HostLost | SignalReceived | GraceOver | Orphaned | Swept
 Instruction = Terminate | Kill | StartGrace | Sweep | Finish
 
 
@@ -146,6 +159,8 @@ class Job:
                 return []
             case Exited(rank, exit_code):
                 return self._exited(rank, exit_code)
+            case HostLost(ranks, reason):
+                return self._lost(ranks, reason)
             case SignalReceived(signum, seconds):
                 return self._signalled(signum, seconds)
             case GraceOver():
@@ -162,10 +177,17 @@ class Job:
         assert self.phase is not Phase.STOPPING or self.failure is not None or self.signum is not None
 
     def _exited(self, rank: int, exit_code: int) -> list[Instruction]:
-        self.running.discard(rank)
+        return self._gone({rank}, Failure(rank, exit_code, 0) if exit_code != 0 else None)
+
+    def _lost(self, ranks: tuple[int, ...], reason: str) -> list[Instruction]:
+        gone = self.running.intersection(ranks)
+        return self._gone(gone, Failure(min(gone), LOST, 0, reason)) if gone else []
+
+    def _gone(self, ranks: set[int], failure: Failure | None) -> list[Instruction]:
+        self.running -= ranks
         instructions: list[Instruction] = []
-        if exit_code != 0 and self.phase is Phase.RUNNING:
-            self.failure = Failure(rank, exit_code, len(self.running))
+        if failure is not None and self.phase is Phase.RUNNING:
+            self.failure = replace(failure, num_stopped=len(self.running))
             if self.running:
                 instructions = self._stop()
         if not self.running and self.phase in {Phase.RUNNING, Phase.STOPPING}:

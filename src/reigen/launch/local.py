@@ -43,11 +43,13 @@ class Services:
         rendezvous: ``host:port`` of the rendezvous service.
         secret: the job's 32 bytes.
         master_port: a port that is held for rank 0's own server.
+        master_address: where that is: rank 0's host.
     """
 
     rendezvous: str
     secret: bytes = field(repr=False)
     master_port: int
+    master_address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,13 @@ class Cores:
         return len(self.cpus) if self.quota is None else max(1, min(len(self.cpus), int(self.quota)))
 
 
+def all_here(num_ranks: int) -> list[Topology]:
+    """Where the ranks are when all of them are on this host."""
+    return [Topology.on_one_host(rank, num_ranks) for rank in range(num_ranks)]
+
+
 def plan(
-    num_ranks: int,
+    topologies: Sequence[Topology],
     services: Services,
     environ: Mapping[str, str],
     cores: Cores,
@@ -77,33 +84,39 @@ def plan(
     bind: str | None = None,
     start_timeout_seconds: float | None = None,
 ) -> tuple[list[Place], str]:
-    """Places of all ranks on this host, and why their processors were chosen so.
+    """Places of the ranks on this host, and why their processors were chosen so.
 
     Args:
-        num_ranks: how many processes.
+        topologies: the ranks that this host has, at least one.
         services: what they are told of the launcher.
-        environ: the launcher's own environment, which they inherit.
+        environ: what they inherit.
         cores: the processors there are.
         bind: ``cores``, ``none``, or None to bind where there is at least one processor for each rank.
         start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
 
     Raises:
-        ConfigError: fewer than one rank, or no such binding.
+        ConfigError: no such binding.
     """
-    if num_ranks < 1:
-        raise ConfigError(f"the number of processes must be at least 1, not {num_ranks}")
-    shares, reason = share_cores(num_ranks, cores.cpus, bind)
+    shares, reason = share_cores(len(topologies), cores.cpus, bind)
     common = dict(environ)
     # Block buffering would hold back what a rank prints until it ends; a terminal would not, and a pipe should not.
     common.setdefault("PYTHONUNBUFFERED", "1")
-    common.setdefault("OMP_NUM_THREADS", str(max(1, cores.num_usable // num_ranks)))
+    common.setdefault("OMP_NUM_THREADS", str(max(1, cores.num_usable // len(topologies))))
     if start_timeout_seconds is not None:
         common[START_TIMEOUT_VARIABLE] = f"{start_timeout_seconds:g}"
     places = []
-    for rank, cpus in enumerate(shares):
-        topology = Topology.on_one_host(rank, num_ranks)
+    for topology, cpus in zip(topologies, shares, strict=True):
         places.append(Place(topology, cpus, {**common, **_variables(topology, services)}))
     return places, reason
+
+
+def describe(places: Sequence[Place], reason: str) -> list[str]:
+    """Where the ranks were placed, for the user, a line each."""
+    lines = [reason]
+    for place in places:
+        where = "any processor" if not place.cpus else "processors " + ",".join(map(str, place.cpus))
+        lines.append(f"{where}, OMP_NUM_THREADS={place.environ['OMP_NUM_THREADS']}")
+    return lines
 
 
 def share_cores(num_ranks: int, cpus: Sequence[int], bind: str | None) -> tuple[list[tuple[int, ...]], str]:
@@ -131,7 +144,7 @@ def _variables(topology: Topology, services: Services) -> dict[str, str]:
     variables = dict(zip(PLACE_VARIABLES, texts, strict=True))
     variables |= {name.replace("REIGEN_", "HOROVOD_"): variables[name] for name in PLACE_VARIABLES}
     variables |= dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), texts, strict=False))
-    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(services.master_port)}
+    variables |= {"MASTER_ADDR": services.master_address, "MASTER_PORT": str(services.master_port)}
     return variables | {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
 
 

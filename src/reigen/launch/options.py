@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from reigen.errors import ConfigError
+from reigen.launch.hosts import Host
 from reigen.launch.job import Finish
+from reigen.launch.ssh import Ssh
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,10 @@ class Options:
         timestamps: whether they begin with the time, before the rank.
         verbose: tell what is started, where, and why there.
         output_directory: where to keep what each rank prints, too: ``rank.N/stdout`` and ``rank.N/stderr``; or None.
-        descriptors: open files that every rank inherits, under the numbers that they have here.
+        descriptors: open files that every rank of this host inherits, under the numbers that they have here.
+        hosts: where to run; empty: here.
+        ssh: how other hosts are reached.
+        silence_seconds: a host that has not been heard of for so long is lost.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -42,6 +47,9 @@ class Options:
     verbose: bool = False
     output_directory: Path | None = None
     descriptors: tuple[int, ...] = ()
+    hosts: tuple[Host, ...] = ()
+    ssh: Ssh = field(default_factory=Ssh)
+    silence_seconds: float = 15.0
 
     def __post_init__(self) -> None:
         if not self.command:

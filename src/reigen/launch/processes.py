@@ -7,7 +7,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -45,32 +45,32 @@ def _die_with(prctl: Callable[[int, int], None], parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def below(ancestor: int) -> set[int]:
-    """Processes that descend from ``ancestor`` and have not ended."""
+def below(ancestor: int, spared: Collection[int] = ()) -> set[int]:
+    """Processes that descend from ``ancestor`` and have not ended, but for those ``spared`` and what is below them."""
     children: dict[int, list[int]] = {}
     for pid, parent in _living():
         children.setdefault(parent, []).append(pid)
     found: set[int] = set()
     front = [ancestor]
     while front:
-        new = children.get(front.pop(), [])
+        new = [pid for pid in children.get(front.pop(), []) if pid not in spared]
         found.update(new)
         front += new
     return found
 
 
-def signal_all_below(signum: int) -> int:
-    """Send a signal to every process below this one; returns how many there were.
+def signal_all_below(signum: int, spared: Collection[int] = ()) -> int:
+    """Send a signal to every process below this one, but for some (as in ``below``); returns how many there were.
 
     Each is held by a pidfd while it is made sure that it still descends from this process: a process id that was used
     again in between is not hit.
     """
     me = os.getpid()
     handles = {}
-    for pid in below(me):
+    for pid in below(me, spared):
         with suppress(ProcessLookupError):
             handles[pid] = os.pidfd_open(pid)
-    still = below(me)
+    still = below(me, spared)
     for pid, handle in handles.items():
         with suppress(ProcessLookupError, PermissionError):
             if pid in still:

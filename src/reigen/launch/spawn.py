@@ -14,8 +14,12 @@ from reigen.launch.local import Place
 from reigen.launch.processes import dies_with_parent
 
 
-def spawn(command: Sequence[str], place: Place, descriptors: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Start one rank: no shell, a session of its own, pipes for its output; rank 0 keeps the launcher's stdin.
+def spawn(
+    command: Sequence[str], place: Place, descriptors: Sequence[int] = (), stdin: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start one rank: no shell, a session of its own, pipes for its output.
+
+    Rank 0 reads ``stdin``, by default that of this process; the others read nothing.
 
     It inherits ``descriptors`` under the numbers that they have here, and nothing else that is open.
     To be called from the main thread while it is the only one: Python code runs between fork and exec.
@@ -26,7 +30,7 @@ def spawn(command: Sequence[str], place: Place, descriptors: Sequence[int] = ())
     try:
         return subprocess.Popen(
             command,
-            stdin=None if place.topology.rank == 0 else subprocess.DEVNULL,
+            stdin=stdin if place.topology.rank == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,

@@ -1,30 +1,29 @@
-"""The thin side of the launcher: time, signals, pipes and processes around ``launch.job``, which decides."""
+"""The thin side of the launcher: time, signals, output and crews around ``launch.job``, which decides."""
 
 from __future__ import annotations
 
-import os
 import secrets
-import selectors
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import IO, Self
+from typing import Self
 
 from reigen.cluster.environ import PREFIXED_VARIABLE
 from reigen.cluster.rendezvous import RendezvousServer
 from reigen.errors import LaunchError
+from reigen.launch.crew import STDERR, STDOUT, STREAMS, Crew, LocalCrew
 from reigen.launch.guard import STOP_SIGNALS, guarded
+from reigen.launch.hosts import Host, Seats, assign, is_this_host
 from reigen.launch.job import (
     Event,
     Exited,
     Failure,
     Finish,
     GraceOver,
+    HostLost,
     Instruction,
     Job,
     Kill,
@@ -35,55 +34,64 @@ from reigen.launch.job import (
     Swept,
     Terminate,
 )
-from reigen.launch.local import TERMINAL_VARIABLE, Place, Services, cores_here, plan
+from reigen.launch.local import TERMINAL_VARIABLE, Place, Services, cores_here, describe, plan
+from reigen.launch.loop import WRITE, Loop
+from reigen.launch.muster import Muster
 from reigen.launch.options import Listener, Options, complain
 from reigen.launch.outlet import Outlet, outlets
+from reigen.launch.outpost import Outpost, Step
 from reigen.launch.output import Lines, visible
-from reigen.launch.processes import below, reap_strangers, signal_all_below, signal_name
+from reigen.launch.processes import signal_name
 from reigen.launch.record import Record
-from reigen.launch.spawn import hold_port, spawn
+from reigen.launch.spawn import hold_port
+from reigen.launch.ssh import explain
 from reigen.wire.auth import SECRET_BYTES
 
-_READ_BYTES = 1 << 16
-#: How often to look whether what ranks left behind has gone: nobody tells of the end of a grandchild.
-_SWEEP_SECONDS = 0.02
-_STDOUT, _STDERR = 0, 1
+#: How long the agents may take to end when everything else has.
+_FAREWELL_SECONDS = 5.0
+_LOOPBACK = "127.0.0.1"
 
 
-def run_local(options: Options, environ: Mapping[str, str], listener: Listener | None = None) -> int:
-    """Run a job on this host to its end; returns its exit code. Call it before any thread is started.
+def run_job(options: Options, environ: Mapping[str, str], listener: Listener | None = None) -> int:
+    """Run a job to its end; returns its exit code. Call it before any thread is started.
 
-    Nothing that the job started is left when this returns. The listener is by default the user.
+    Nothing that the job started is left when this returns, on any host that can be reached. The listener is by default
+    the user.
 
     Raises:
         LaunchError: the kernel refused a process.
+        ConfigError: the hosts have too few slots.
     """
     told = listener or Listener()
+    hosts = options.hosts or (Host("localhost", options.num_ranks),)
+    seats = assign(hosts, options.num_ranks, is_this_host)
     try:
-        return guarded(lambda lifeline: _run_supervised(options, environ, lifeline, told), told.complain)
+        return guarded(lambda lifeline: _run_supervised(options, seats, environ, lifeline, told), told.complain)
     except OSError as error:
         raise LaunchError(f"cannot start: {error}") from error
 
 
-def _run_supervised(options: Options, environ: Mapping[str, str], lifeline: int, listener: Listener) -> int:
+def _run_supervised(
+    options: Options, seats: Sequence[Seats], environ: Mapping[str, str], lifeline: int, listener: Listener
+) -> int:
     secret = secrets.token_bytes(SECRET_BYTES)
+    told = _told(environ, prefix=options.prefix)
+    here = [topology for each in seats if each.is_here for topology in each.topologies]
     with ExitStack() as stack:
-        server = RendezvousServer(secret)
+        supervisor = stack.enter_context(Supervisor(options, seats, lifeline, listener))
+        muster = Muster(options, seats, told, supervisor)
+        server = RendezvousServer(secret, muster.call() or _LOOPBACK)
         stack.callback(server.close)
-        port = stack.enter_context(hold_port()).getsockname()[1]
-        places, reason = plan(
-            options.num_ranks,
-            Services(server.address, secret, port),
-            _told(environ, prefix=options.prefix),
-            cores_here(),
-            bind=options.bind,
-            start_timeout_seconds=options.start_timeout_seconds,
-        )
-        supervisor = stack.enter_context(Supervisor(options, lifeline, listener))
-        for place in places:
-            supervisor.start(place)
-        if options.verbose:
-            _tell(places, supervisor.pids, reason)
+        muster.prepare(server.address)
+        address, port = muster.master or (server.address.rpartition(":")[0], 0)
+        port = port or stack.enter_context(hold_port()).getsockname()[1]
+        services = Services(server.address, secret, port, address)
+        if here:
+            timeout = options.start_timeout_seconds
+            places, reason = plan(here, services, told, cores_here(), bind=options.bind, start_timeout_seconds=timeout)
+            supervisor.start(places, reason)
+        muster.start(services)
+        supervisor.is_mustering = False
         server.start()
         return supervisor.run()
 
@@ -95,108 +103,106 @@ def _told(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
     return others | {name: "1" for name, holds in facts.items() if holds}
 
 
-def _tell(places: Sequence[Place], pids: Sequence[int], reason: str) -> None:
-    complain(reason)
-    for place, pid in zip(places, pids, strict=True):
-        where = "any processor" if not place.cpus else "processors " + ",".join(map(str, place.cpus))
-        threads = place.environ["OMP_NUM_THREADS"]
-        complain(f"rank {place.topology.rank}: process {pid}, {where}, OMP_NUM_THREADS={threads}")
-
-
 @dataclass(frozen=True, slots=True)
-class _Pipe:
-    """One stream of one rank, read by the launcher."""
+class _Stream:
+    """One stream of one rank."""
 
-    file: IO[bytes]
     lines: Lines
     outlet: Outlet
     record: Record | None
 
 
 class Supervisor:
-    """The processes of a job, from their start to the launcher's exit code. A context manager.
+    """A job, from the start of its ranks to the launcher's exit code. A context manager.
+
+    It hears what happens on each host (``crew.Audience``, ``outpost.Principal``) and does what ``launch.job`` says.
 
     Args:
         options: of the job.
+        seats: which ranks are where.
         lifeline: see ``launch.guard``.
         listener: who is told what happens.
+
+    Attributes:
+        loop: waits for everything.
+        outposts: the agents on other hosts, by the name of the host.
+        is_mustering: the agents are still being called; the job has not begun.
     """
 
-    def __init__(self, options: Options, lifeline: int, listener: Listener) -> None:
+    def __init__(self, options: Options, seats: Sequence[Seats], lifeline: int, listener: Listener) -> None:
         self._options, self._listener = options, listener
+        self._hosts = {rank: each.host for each in seats for rank in each.ranks}
+        self._ranks = {each.host: each.ranks for each in seats}
         self._job = Job(options.num_ranks)
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.loop = Loop(lifeline, self._on_signal, self._on_orphaned)
+        self.outposts: dict[str, Outpost] = {}
+        self.is_mustering = True
+        self._local = LocalCrew(self.loop, self)
         self._outlets = outlets(prefix=options.prefix, timestamps=options.timestamps)
-        #: Pipes that are open.
-        self._pipes: list[_Pipe] = []
-        #: Outlets that wait for their reader: the selector has them. It has not the pipes that lead to a full one.
+        self._streams = {(rank, stream): self._stream(rank, stream) for rank in self._hosts for stream in STREAMS}
+        #: Outlets that wait for their reader: the loop has them.
         self._waiting: set[Outlet] = set()
-        self._stderr: list[Lines] = []
+        #: Crews of which something may be left, while sweeping.
+        self._unswept: set[Crew] = set()
         self._grace_ends: float | None = None
-        self._is_sweeping = self._is_killing = False
         self._finish: Finish | None = None
         #: Do not wait until everything that was printed is written.
         self._is_hurried = False
-        self._selector = selectors.DefaultSelector()
-        self._lifeline = lifeline
-        self._wakeup, self._wakened = socket.socketpair()
 
     def __enter__(self) -> Self:
-        self._wakeup.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        self._selector.register(self._lifeline, selectors.EVENT_READ, self._on_lifeline)
-        self._selector.register(self._wakened, selectors.EVENT_READ, self._on_signal)
+        self.loop.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(-1)
-        self._selector.close()
-        self._wakeup.close()
-        self._wakened.close()
+    def __exit__(self, *exception: object) -> None:
+        for outpost in self.outposts.values():
+            outpost.close()
+        self.loop.__exit__(*exception)
+
+    def _stream(self, rank: int, stream: int) -> _Stream:
+        outlet = self._outlets[stream]
+        directory = self._options.output_directory
+        record = None
+        if directory is not None:
+            record = Record(directory, rank, self._options.num_ranks, stream, self._listener.complain)
+        return _Stream(Lines(outlet.screen, (rank, stream)), outlet, record)
 
     @property
-    def pids(self) -> list[int]:
-        """Process ids by rank."""
-        return [process.pid for process in self._processes]
+    def _crews(self) -> list[Crew]:
+        return [self._local, *self.outposts.values()]
 
-    def start(self, place: Place) -> None:
-        """Start the next rank.
+    def start(self, places: Sequence[Place], reason: str) -> None:
+        """Start the ranks of this host.
 
         Raises:
-            LaunchError: it cannot be started; those that were are the guard's to end.
+            LaunchError: one cannot be started; those that were are the guard's to end.
         """
-        rank = place.topology.rank
-        process = spawn(self._options.command, place, self._options.descriptors)
-        self._processes.append(process)
-        try:
-            handle = os.pidfd_open(process.pid)
-        except OSError as error:
-            raise LaunchError(f"cannot watch the process of rank {rank}: {error.strerror}") from error
-        self._selector.register(handle, selectors.EVENT_READ, lambda: self._on_exit(rank, handle))
-        for stream, file in ((_STDOUT, process.stdout), (_STDERR, process.stderr)):
-            assert file is not None, "spawn asks for pipes"
-            os.set_blocking(file.fileno(), False)
-            outlet = self._outlets[stream]
-            pipe = _Pipe(file, Lines(outlet.screen, (rank, stream)), outlet, self._record(rank, stream))
-            self._pipes.append(pipe)
-            self._selector.register(file, selectors.EVENT_READ, self._reader(pipe))
-            if stream == _STDERR:
-                self._stderr.append(pipe.lines)
+        for place in places:
+            self._local.start(self._options.command, place, self._options.descriptors)
+        self._tell(list(self._local.pids.items()), describe(places, reason))
 
-    def _record(self, rank: int, stream: int) -> Record | None:
-        directory = self._options.output_directory
-        if directory is None:
-            return None
-        return Record(directory, rank, self._options.num_ranks, stream, self._listener.complain)
+    def call(self, host: str, command: Sequence[str]) -> Outpost:
+        """Have an agent started on another host.
+
+        Raises:
+            LaunchError: there is no ssh.
+        """
+        outpost = Outpost(host, command, self.loop, self, self._options.silence_seconds)
+        self.outposts[host] = outpost
+        self.spare(outpost.pid)
+        return outpost
+
+    def spare(self, pid: int) -> None:
+        """A child of this process is none of the job's."""
+        self._local.spared.add(pid)
 
     def run(self) -> int:
         """Keep the job until it ends; returns the exit code."""
         while self._finish is None:
-            self._turn()
-        for pipe in list(self._pipes):
-            self._drain(pipe)
+            self.turn()
+        self._local.drain()
+        self._dismiss()
         if self._listener.finished is None:
-            self._outlets[_STDERR].put(self._report(self._finish))
+            self._outlets[STDERR].put(self._report(self._finish))
         self._write_all(patience=None if self._finish.signum is None else self._options.grace_seconds)
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
@@ -204,28 +210,22 @@ class Supervisor:
 
     # ---------------------------------------------------------------- one turn
 
-    def _turn(self) -> None:
-        self._wait(self._seconds_to_wait())
-        reap_strangers({process.pid for process in self._processes if process.returncode is None})
+    def turn(self, limit_seconds: float | None = None) -> None:
+        """Wait for something to happen, not longer than that, and see to it."""
+        was_finished = self._finish is not None
+        waits = [limit_seconds, *(crew.turn() for crew in self._crews)]
+        if self._finish is not None and not was_finished:
+            return
+        if self._grace_ends is not None:
+            waits.append(max(0.0, self._grace_ends - time.monotonic()))
+        self._wait(min((wait for wait in waits if wait is not None), default=None))
         if self._grace_ends is not None and time.monotonic() >= self._grace_ends:
             self._grace_ends = None
             self._happened(GraceOver())
-        if self._is_killing:
-            self._is_killing = signal_all_below(signal.SIGKILL) > 0
-        if self._is_sweeping and not below(os.getpid()):
-            self._happened(Swept())
 
     def _wait(self, seconds: float | None) -> None:
-        for key, _ in self._selector.select(seconds):
-            callback: Callable[[], object] = key.data
-            callback()
+        self.loop.wait(seconds)
         self._write()
-
-    def _seconds_to_wait(self) -> float | None:
-        waits = [] if self._grace_ends is None else [max(0.0, self._grace_ends - time.monotonic())]
-        if self._is_sweeping or self._is_killing:
-            waits.append(_SWEEP_SECONDS)
-        return min(waits, default=None)
 
     def _happened(self, event: Event) -> None:
         for instruction in self._job.handle(event):
@@ -234,97 +234,112 @@ class Supervisor:
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
             case Terminate(ranks):
-                self._signal_groups(ranks, signal.SIGTERM)
-                self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
+                for crew in self._crews:
+                    crew.terminate(self._of(crew, ranks))
             case Kill(ranks):
-                self._signal_groups(ranks, signal.SIGKILL)
-                self._is_killing = signal_all_below(signal.SIGKILL) > 0
+                for crew in self._crews:
+                    crew.kill(self._of(crew, ranks))
             case StartGrace():
                 self._grace_ends = time.monotonic() + self._options.grace_seconds
             case Sweep():
-                self._is_sweeping = True
-                signal_all_below(signal.SIGTERM)
-                signal_all_below(signal.SIGCONT)
+                self._unswept = set(self._crews)
+                for crew in self._crews:
+                    crew.sweep()
             case Finish():
                 self._finish = instruction
 
-    def _signal_groups(self, ranks: Sequence[int], signum: int) -> None:
-        # A rank that has not been waited for keeps its number, and with it that of its group, from being used again.
-        for rank in ranks:
-            with suppress(ProcessLookupError):
-                os.killpg(self._processes[rank].pid, signum)
+    def _of(self, crew: Crew, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that are a crew's."""
+        if isinstance(crew, Outpost):
+            return [rank for rank in ranks if rank in self._ranks[crew.host]]
+        return [rank for rank in ranks if self._hosts[rank] not in self.outposts]
+
+    def _dismiss(self) -> None:
+        """Have the agents end, and wait for that: where ssh has ended, nothing is left there."""
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        for outpost in self.outposts.values():
+            outpost.dismiss()
+        while not self._is_hurried and any(each.step is not Step.GONE for each in self.outposts.values()):
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            self.turn(left)
 
     # ---------------------------------------------------------------- what happens
 
-    def _on_exit(self, rank: int, handle: int) -> None:
-        self._selector.unregister(handle)
-        os.close(handle)
-        exit_code = self._processes[rank].wait()
+    def printed(self, rank: int, stream: int, data: bytes) -> None:
+        """See ``Audience``."""
+        to = self._streams[rank, stream]
+        if to.record is not None:
+            to.record.write(data)
+        to.outlet.put(to.lines.feed(data))
+
+    def closed(self, rank: int, stream: int) -> None:
+        """See ``Audience``."""
+        to = self._streams[rank, stream]
+        to.outlet.put(to.lines.end())
+        if to.record is not None:
+            to.record.close()
+
+    def exited(self, rank: int, exit_code: int) -> None:
+        """See ``Audience``."""
         self._listener.exited(rank, exit_code)
         self._happened(Exited(rank, exit_code))
 
-    def _on_lifeline(self) -> None:
-        signals = os.read(self._lifeline, 64)
-        if not signals:
-            self._selector.unregister(self._lifeline)
-            self._is_hurried = True
-            self._happened(Orphaned())
-        self._signalled(signals)
+    def swept(self, crew: Crew) -> None:
+        """See ``Audience``."""
+        self._unswept.discard(crew)
+        if not self._unswept:
+            self._happened(Swept())
 
-    def _on_signal(self) -> None:
-        self._signalled(self._wakened.recv(64))
+    def stepped(self, outpost: Outpost) -> None:
+        """See ``Principal``."""
+        if outpost.started is not None and outpost.step is Step.RUNNING:
+            ranks = self._ranks[outpost.host]
+            self._tell(list(zip(ranks, outpost.started.pids, strict=True)), list(outpost.started.notes))
+        if self.is_mustering or outpost.refused is None:
+            return  # the muster looks for itself
+        if outpost.step is not Step.GONE:
+            refused = outpost.refused
+            raise LaunchError(f"host {outpost.host}: {refused.reason}", refused.exit_code)
+        problem = explain(outpost.host, outpost.exit_code, outpost.said, self._options.ssh)
+        self._happened(HostLost(self._ranks[outpost.host], outpost.refused.reason or problem.what))
+        if outpost in self._unswept:
+            self.swept(outpost)
 
-    def _signalled(self, signals: bytes) -> None:
-        for signum in signals:
-            if signum in STOP_SIGNALS:
-                self._is_hurried = self._finish is not None
-                self._happened(SignalReceived(signum, time.monotonic()))
+    def _tell(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
+        if not self._options.verbose:
+            return
+        where = f"host {self._hosts[pids[0][0]]}: " if self.outposts else ""
+        complain(where + notes[0])
+        for (rank, pid), note in zip(pids, notes[1:], strict=True):
+            complain(f"{where}rank {rank}: process {pid}, {note}")
+
+    def _on_orphaned(self) -> None:
+        self._is_hurried = True
+        if self.is_mustering:
+            raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
+        self._happened(Orphaned())
+
+    def _on_signal(self, signum: int) -> None:
+        if self.is_mustering:
+            raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
+        self._is_hurried = self._finish is not None
+        self._happened(SignalReceived(signum, time.monotonic()))
 
     # ---------------------------------------------------------------- output
-
-    def _reader(self, pipe: _Pipe) -> Callable[[], object]:
-        return lambda: self._read(pipe)
-
-    def _read(self, pipe: _Pipe) -> bool:
-        """Read once; returns whether there may be more."""
-        try:
-            data = os.read(pipe.file.fileno(), _READ_BYTES)
-        except BlockingIOError:
-            return False
-        if not data:
-            self._close(pipe)
-            return False
-        if pipe.record is not None:
-            pipe.record.write(data)
-        pipe.outlet.put(pipe.lines.feed(data))
-        return True
-
-    def _drain(self, pipe: _Pipe) -> None:
-        """Take what is left in a pipe whose writers have ended."""
-        while self._read(pipe):
-            pass
-        if pipe in self._pipes:
-            self._close(pipe)
-
-    def _close(self, pipe: _Pipe) -> None:
-        pipe.outlet.put(pipe.lines.end())
-        self._pipes.remove(pipe)
-        with suppress(KeyError):  # it is not registered while its outlet is full
-            self._selector.unregister(pipe.file)
-        pipe.file.close()
-        if pipe.record is not None:
-            pipe.record.close()
 
     def _write(self) -> None:
         for outlet in set(self._outlets):
             was_broken, waited = outlet.broken, outlet in self._waiting
             outlet.flush()
-            if outlet.broken and not was_broken and outlet is self._outlets[_STDOUT]:
+            if outlet.broken and not was_broken and outlet is self._outlets[STDOUT]:
                 self._happened(SignalReceived(signal.SIGPIPE, time.monotonic()))
             if bool(outlet.pending) != waited:
                 self._wait_for(outlet) if outlet.pending else self._go_on(outlet)
             if outlet.is_full:
-                self._pause(outlet)
+                for crew in self._crews:
+                    for stream in self._streams_to(outlet):
+                        crew.pause(stream)
 
     def _write_all(self, patience: float | None) -> None:
         """Wait until everything is written; not longer than ``patience`` seconds, and not after another signal."""
@@ -335,47 +350,53 @@ class Supervisor:
 
     def _wait_for(self, outlet: Outlet) -> None:
         self._waiting.add(outlet)
-        self._selector.register(outlet.fd, selectors.EVENT_WRITE, lambda: None)
+        self.loop.watch(outlet.fd, lambda: None, WRITE)
 
     def _go_on(self, outlet: Outlet) -> None:
         self._waiting.discard(outlet)
-        self._selector.unregister(outlet.fd)
-        for pipe in self._pipes:
-            if pipe.outlet is outlet and pipe.file not in self._selector.get_map():
-                self._selector.register(pipe.file, selectors.EVENT_READ, self._reader(pipe))
+        self.loop.unwatch(outlet.fd)
+        for crew in self._crews:
+            for stream in self._streams_to(outlet):
+                crew.resume(stream)
 
-    def _pause(self, outlet: Outlet) -> None:
-        for pipe in self._pipes:
-            with suppress(KeyError):
-                if pipe.outlet is outlet:
-                    self._selector.unregister(pipe.file)
+    def _streams_to(self, outlet: Outlet) -> list[int]:
+        return [stream for stream in STREAMS if self._outlets[stream] is outlet]
 
     # ---------------------------------------------------------------- the last words
 
     def _report(self, finish: Finish) -> bytes:
         """What to say at the end."""
         if finish.failure is not None:
-            tail = self._stderr[finish.failure.rank].tail
-            return describe(finish.failure, list(tail))
+            rank = finish.failure.rank
+            host = self._hosts[rank] if self.outposts else ""
+            lost = self._ranks[self._hosts[rank]] if finish.failure.reason else ()
+            return last_words(finish.failure, list(self._streams[rank, STDERR].lines.tail), host, lost)
         if finish.signum in STOP_SIGNALS:
             return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
         return b""
 
 
-def describe(failure: Failure, tail: Sequence[bytes]) -> bytes:
+def last_words(failure: Failure, tail: Sequence[bytes], host: str = "", lost: Sequence[int] = ()) -> bytes:
     """The block that is printed last: which rank failed first, how, and its last words.
 
     Args:
         failure: what happened.
         tail: the last lines of that rank's stderr.
+        host: where the rank was, if there are several.
+        lost: the ranks that were lost with their host, if they were.
     """
     code = failure.exit_code
-    how = f"exit code {code}" if code > 0 else f"killed by {signal_name(-code)}"
-    block = [f"reigen run: rank {failure.rank} failed first: {how}".encode()]
-    if tail:
-        block += [b"  the last lines of its stderr:", *(b"    " + visible(line) for line in tail)]
+    if lost:
+        ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
+        block = [f"reigen run: host {host} was lost, with {ranks}: {failure.reason}".encode()]
     else:
-        block.append(b"  it wrote nothing to stderr")
+        how = f"exit code {code}" if code > 0 else f"killed by {signal_name(-code)}"
+        where = f" (host {host})" if host else ""
+        block = [f"reigen run: rank {failure.rank}{where} failed first: {how}".encode()]
+        if tail:
+            block += [b"  the last lines of its stderr:", *(b"    " + visible(line) for line in tail)]
+        else:
+            block.append(b"  it wrote nothing to stderr")
     if failure.num_stopped:
         others = "1 other rank was" if failure.num_stopped == 1 else f"{failure.num_stopped} other ranks were"
         block.append(f"  {others} stopped because of it".encode())

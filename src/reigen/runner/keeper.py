@@ -16,7 +16,7 @@ from reigen.errors import ConfigError, LaunchError
 from reigen.launch.job import Finish
 from reigen.launch.options import Listener, Options
 from reigen.launch.processes import die_with
-from reigen.launch.supervise import run_local
+from reigen.launch.supervise import run_job
 from reigen.runner.interpreter import command
 from reigen.runner.line import Complaint, Ended, Exited, Line, Message
 
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     die_with(order.caller)
     line = Line(order.line)
     try:
-        return run_local(_options(order), os.environ, _listener(line))
+        return run_job(_options(order), os.environ, _listener(line))
     except (ConfigError, LaunchError) as error:
         _say(line, Complaint(str(error)))
         return 1

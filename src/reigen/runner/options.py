@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from reigen.errors import ConfigError
-from reigen.launch.hosts import check_fixed_size, check_hosts
+from reigen.launch.hosts import assign, check_fixed_size, hosts_of, is_this_host
 
 #: Accepted for the sake of existing calls. There is one transport between processes of a host, and no ssh.
 _WITHOUT_EFFECT = (
@@ -75,7 +75,7 @@ def settle(arguments: Arguments) -> tuple[Settings, str]:
     check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments.host_discovery_script else None)
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
-    check_hosts(num_ranks, arguments.hosts, arguments.hostfile)
+    _check_all_here(arguments, num_ranks)
     timeout = arguments.start_timeout
     if timeout is not None and not 0 < timeout < 1e9:
         raise ConfigError(f"start_timeout must be a number of seconds greater than 0, not {timeout!r}")
@@ -89,6 +89,16 @@ def settle(arguments: Arguments) -> tuple[Settings, str]:
     )
     idle = [name for name in _WITHOUT_EFFECT if getattr(arguments, name) not in (None, False)]
     return settings, f"no effect on a job of one host: {', '.join(idle)}" if idle else ""
+
+
+def _check_all_here(arguments: Arguments, num_ranks: int) -> None:
+    seats = assign(hosts_of(arguments.hosts, arguments.hostfile, num_ranks), num_ranks, is_this_host)
+    strangers = [each.host for each in seats if not each.is_here]
+    if strangers:
+        raise ConfigError(
+            f"hosts: {', '.join(strangers)}: run() starts processes on this host alone, so far; leave the hosts out, "
+            f"or say localhost:{num_ranks}"
+        )
 
 
 def _num_ranks(num_proc: SupportsIndex) -> int:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from reigen.cluster.service import RendezvousServer
-from reigen.launch.local import Cores, Services, plan
+from reigen.launch.local import Cores, Services, all_here, plan
 from reigen.launch.spawn import hold_port
 from reigen.testing.channel import Reply, Task, dump, load
 from reigen.testing.environment import clean_environment
@@ -214,7 +214,7 @@ def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, s
         server.start()
         try:
             services = Services(rendezvous=server.address, secret=secret, master_port=port.getsockname()[1])
-            places, _ = plan(size, services, environment, Cores(()), bind="none")
+            places, _ = plan(all_here(size), services, environment, Cores(()), bind="none")
             yield [dict(place.environ) for place in places]
         finally:
             server.close()

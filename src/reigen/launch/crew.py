@@ -1,0 +1,204 @@
+"""The ranks of one machine, from their start until nothing of them is left. `LocalCrew` has them below this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Protocol
+
+from reigen.errors import LaunchError
+from reigen.launch.local import Place
+from reigen.launch.loop import Loop
+from reigen.launch.processes import below, reap_strangers, signal_all_below
+from reigen.launch.spawn import spawn
+
+STDOUT, STDERR = 0, 1
+STREAMS = (STDOUT, STDERR)
+
+_READ_BYTES = 1 << 16
+#: How often to look whether what ranks left behind has gone: nobody tells of the end of a grandchild.
+_SWEEP_SECONDS = 0.02
+
+
+class Crew(Protocol):
+    """The ranks of one machine, wherever it is."""
+
+    def terminate(self, ranks: Sequence[int]) -> None:
+        """Ask these ranks, and what they started, to stop."""
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill these ranks, and everything that ranks have left behind on this machine."""
+
+    def sweep(self) -> None:
+        """Ask everything that ranks have left behind to stop; ``Audience.swept`` follows when there is nothing."""
+
+    def pause(self, stream: int) -> None:
+        """Take no more of what is printed on this stream; whoever prints has to wait."""
+
+    def resume(self, stream: int) -> None:
+        """Go on taking it."""
+
+    def turn(self) -> float | None:
+        """Do what is due; returns in how many seconds to call again if nothing happens, None for never."""
+
+
+class Audience(Protocol):
+    """Who is told what happens to a crew."""
+
+    def printed(self, rank: int, stream: int, data: bytes) -> None:
+        """A rank has printed this."""
+
+    def closed(self, rank: int, stream: int) -> None:
+        """Nothing more comes from this stream of this rank."""
+
+    def exited(self, rank: int, exit_code: int) -> None:
+        """Its process has ended; a negative code is minus the signal that ended it."""
+
+    def swept(self, crew: Crew) -> None:
+        """Nothing that its ranks started runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pipe:
+    """One stream of one rank."""
+
+    rank: int
+    stream: int
+    file: IO[bytes]
+
+
+class LocalCrew:
+    """Ranks that are children of this process, which is a subreaper.
+
+    Args:
+        loop: waits for their output and their ends.
+        audience: is told.
+    """
+
+    def __init__(self, loop: Loop, audience: Audience) -> None:
+        self._loop, self._audience = loop, audience
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        #: Pipes that are open.
+        self._pipes: list[_Pipe] = []
+        self._paused: set[int] = set()
+        self._is_sweeping = self._is_killing = False
+        #: Children of this process that are none of the job's, and what is below them.
+        self.spared: set[int] = set()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def start(
+        self, command: Sequence[str], place: Place, descriptors: Sequence[int] = (), stdin: int | None = None
+    ) -> None:
+        """Start a rank.
+
+        Raises:
+            LaunchError: it cannot be started; those that were are the guard's to end.
+        """
+        rank = place.topology.rank
+        process = spawn(command, place, descriptors, stdin)
+        self._processes[rank] = process
+        try:
+            handle = os.pidfd_open(process.pid)
+        except OSError as error:
+            raise LaunchError(f"cannot watch the process of rank {rank}: {error.strerror}") from error
+        self._loop.watch(handle, lambda: self._on_exit(rank, handle))
+        for stream, file in ((STDOUT, process.stdout), (STDERR, process.stderr)):
+            assert file is not None, "spawn asks for pipes"
+            os.set_blocking(file.fileno(), False)
+            pipe = _Pipe(rank, stream, file)
+            self._pipes.append(pipe)
+            if stream not in self._paused:
+                self._loop.watch(file, self._reader(pipe))
+
+    def terminate(self, ranks: Sequence[int]) -> None:
+        """Send SIGTERM to these ranks and to what is in their sessions."""
+        self._signal_groups(ranks, signal.SIGTERM)
+        self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Send SIGKILL to these ranks, and to every process below this one."""
+        self._signal_groups(ranks, signal.SIGKILL)
+        self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
+
+    def sweep(self) -> None:
+        """Send SIGTERM to every process that is left below this one."""
+        self._is_sweeping = True
+        signal_all_below(signal.SIGTERM, self.spared)
+        signal_all_below(signal.SIGCONT, self.spared)
+
+    def pause(self, stream: int) -> None:
+        """Read no more from these pipes."""
+        self._paused.add(stream)
+        for pipe in self._of(stream):
+            self._loop.unwatch(pipe.file)
+
+    def resume(self, stream: int) -> None:
+        """Read them again."""
+        self._paused.discard(stream)
+        for pipe in self._of(stream):
+            if not self._loop.watches(pipe.file):
+                self._loop.watch(pipe.file, self._reader(pipe))
+
+    def turn(self) -> float | None:
+        """Collect orphans; see whether what is to end has ended."""
+        mine = {process.pid for process in self._processes.values() if process.returncode is None}
+        reap_strangers(mine | self.spared)
+        if self._is_killing:
+            self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
+        if self._is_sweeping and not below(os.getpid(), self.spared):
+            self._is_sweeping = False
+            self._audience.swept(self)
+        return _SWEEP_SECONDS if self._is_sweeping or self._is_killing else None
+
+    def drain(self) -> None:
+        """Take what is left in pipes whose writers have ended."""
+        for pipe in list(self._pipes):
+            while self._read(pipe):
+                pass
+            if pipe in self._pipes:
+                self._close(pipe)
+
+    def _signal_groups(self, ranks: Sequence[int], signum: int) -> None:
+        # A rank that has not been waited for keeps its number, and with it that of its group, from being used again.
+        for rank in ranks:
+            process = self._processes.get(rank)
+            if process is not None and process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
+
+    def _on_exit(self, rank: int, handle: int) -> None:
+        self._loop.unwatch(handle)
+        os.close(handle)
+        self._audience.exited(rank, self._processes[rank].wait())
+
+    def _of(self, stream: int) -> list[_Pipe]:
+        return [pipe for pipe in self._pipes if pipe.stream == stream]
+
+    def _reader(self, pipe: _Pipe) -> Callable[[], object]:
+        return lambda: self._read(pipe)
+
+    def _read(self, pipe: _Pipe) -> bool:
+        """Read once; returns whether there may be more."""
+        try:
+            data = os.read(pipe.file.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close(pipe)
+            return False
+        self._audience.printed(pipe.rank, pipe.stream, data)
+        return True
+
+    def _close(self, pipe: _Pipe) -> None:
+        self._pipes.remove(pipe)
+        self._loop.unwatch(pipe.file)  # it is not watched while it is paused
+        pipe.file.close()
+        self._audience.closed(pipe.rank, pipe.stream)

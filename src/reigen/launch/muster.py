@@ -1,0 +1,189 @@
+"""Calling the other hosts before a job starts: all at once, and nothing starts unless all of them are ready."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import Protocol
+
+from reigen.errors import LaunchError
+from reigen.launch import orders
+from reigen.launch.hosts import Seats, is_own_address
+from reigen.launch.local import Services
+from reigen.launch.options import Options
+from reigen.launch.outpost import Outpost, Step
+from reigen.launch.ssh import Problem, explain
+from reigen.launch.travel import leaving
+
+#: How long a host may take to log in, to start Python, and to answer.
+_CALL_SECONDS = 30.0
+_PREPARE_SECONDS = 20.0
+
+
+class Caller(Protocol):
+    """Who owns the agents and waits for them."""
+
+    outposts: dict[str, Outpost]
+
+    def call(self, host: str, command: Sequence[str]) -> Outpost:
+        """Have an agent started."""
+
+    def turn(self, limit_seconds: float | None = None) -> None:
+        """Wait for something to happen, not longer than that."""
+
+
+class Muster:
+    """The agents of a job's other hosts, until their ranks start. Where there are none, nothing happens.
+
+    Args:
+        options: of the job.
+        seats: which ranks are where.
+        environ: what the ranks inherit.
+        caller: has the agents.
+
+    Attributes:
+        master: address and port for rank 0's own server, where rank 0 is on another host.
+    """
+
+    def __init__(self, options: Options, seats: Sequence[Seats], environ: Mapping[str, str], caller: Caller) -> None:
+        self._options, self._environ, self._caller = options, environ, caller
+        self._seats = seats
+        self.master: tuple[str, int] | None = None
+
+    def call(self) -> str:
+        """Start the agents; returns the address at which they reach this host, empty where there are none.
+
+        Raises:
+            LaunchError: hosts cannot take part: a table of them.
+        """
+        ssh = self._options.ssh
+        for seats in self._seats:
+            if not seats.is_here:
+                self._caller.call(seats.host, ssh.agent(seats.host, self._environ))
+        self._gather(Step.HERE, _CALL_SECONDS)
+        outposts = self._caller.outposts
+        if not outposts:
+            return ""
+        clients = [each.hello.client for each in outposts.values() if each.hello is not None]
+        own = next((client for client in clients if client and is_own_address(client)), "")
+        return own or _towards(next(iter(outposts)))
+
+    def prepare(self, launcher: str) -> None:
+        """Have each host looked at: is everything there that the job needs?
+
+        Args:
+            launcher: ``host:port`` of the launcher's service.
+
+        Raises:
+            LaunchError: hosts cannot take part: a table of them.
+        """
+        command = self._options.command
+        for outpost in self._caller.outposts.values():
+            outpost.prepare(
+                orders.Prepare(
+                    directory=str(Path.cwd()),
+                    program=command[0],
+                    path=self._environ.get("PATH", ""),
+                    files=scripts(command),
+                    launcher=launcher,
+                    silence_seconds=self._options.silence_seconds,
+                )
+            )
+        self._gather(Step.READY, _PREPARE_SECONDS)
+        first = self._caller.outposts.get(self._seats[0].host)
+        if first is not None and first.ready is not None:
+            self.master = first.ready.address, first.ready.port
+
+    def start(self, services: Services) -> None:
+        """Have the ranks started. What comes of it is the caller's to hear."""
+        environ = leaving(self._environ, {})
+        for seats in self._seats:
+            outpost = self._caller.outposts.get(seats.host)
+            if outpost is not None:
+                outpost.start(
+                    orders.Start(
+                        command=self._options.command,
+                        topologies=tuple(astuple(topology) for topology in seats.topologies),
+                        environ=environ,
+                        rendezvous=services.rendezvous,
+                        secret=services.secret,
+                        master_address=services.master_address,
+                        master_port=services.master_port,
+                        bind=self._options.bind,
+                        start_timeout_seconds=self._options.start_timeout_seconds,
+                    )
+                )
+
+    def _gather(self, step: Step, seconds: float) -> None:
+        """Wait until every agent has come as far as ``step``.
+
+        Raises:
+            LaunchError: one has not; the others are asked first.
+        """
+        outposts = self._caller.outposts.values()
+        deadline = time.monotonic() + seconds
+        while any(each.step < step and each.refused is None for each in outposts):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            self._caller.turn(left)
+        problems = [self._problem(each, seconds) for each in outposts if each.step < step or each.refused is not None]
+        if problems:
+            codes = {each.refused.exit_code for each in outposts if each.refused is not None}
+            raise LaunchError(table(problems, len(outposts)), codes.pop() if len(codes) == 1 else 1)
+
+    def _problem(self, outpost: Outpost, seconds: float) -> Problem:
+        refused = outpost.refused
+        if refused is None:
+            return Problem(outpost.host, f"it has not answered within {seconds:g} s")
+        if refused.reason:
+            return Problem(outpost.host, refused.reason)
+        return explain(outpost.host, outpost.exit_code, outpost.said, self._options.ssh)
+
+
+def scripts(command: Sequence[str]) -> tuple[str, ...]:
+    """The file that a command runs, where that is known: the script of a Python interpreter.
+
+    Example:
+        >>> scripts(["python", "-u", "train.py", "--epochs", "3"])
+        ('train.py',)
+        >>> scripts(["python", "-m", "train"])
+        ()
+    """
+    if not Path(command[0]).name.startswith("python"):
+        return ()
+    for word in command[1:]:
+        if not word.startswith("-"):
+            return (word,) if Path(word).exists() else ()
+        if word in {"-m", "-c", "-", "-X", "-W"}:
+            return ()
+    return ()
+
+
+def table(problems: Sequence[Problem], num_hosts: int) -> str:
+    """What failed, by host."""
+    width = max(len(problem.host) for problem in problems)
+    lines = [f"{len(problems)} of {num_hosts} other hosts cannot take part; nothing was started"]
+    for problem in problems:
+        lines.append(f"  {problem.host:{width}}  {problem.what}")
+        lines += [f"  {'':{width}}  {problem.advice}"] if problem.advice else []
+    return "\n".join(lines)
+
+
+def _towards(host: str) -> str:
+    """The own address on the way to ``host``. Nothing is sent.
+
+    Raises:
+        LaunchError: there is no way.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise LaunchError(
+            f"this host's address towards {host} cannot be found: {error}; --network-interfaces"
+        ) from None

@@ -1,0 +1,247 @@
+"""The launcher's end of the conversation with its agent on one host: an ssh process and the frames through it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from enum import IntEnum, auto
+from typing import Protocol
+
+from reigen.errors import LaunchError
+from reigen.launch import orders
+from reigen.launch.crew import STREAMS, Audience
+from reigen.launch.frames import Pipes
+from reigen.launch.loop import Loop
+from reigen.launch.orders import ANSWERS, BEAT_SECONDS, ORDERS, Answer, Order, Preface
+from reigen.launch.processes import dies_with_parent
+
+_STDERR_BYTES = 1 << 14
+#: How long ssh may take to end when its output has ended.
+_LAST_SECONDS = 2.0
+
+
+class Step(IntEnum):
+    """How far the agent has come."""
+
+    CALLED = auto()
+    HERE = auto()
+    READY = auto()
+    RUNNING = auto()
+    SWEPT = auto()
+    GONE = auto()
+
+
+class Principal(Audience, Protocol):
+    """Who is told what happens to the ranks of another host."""
+
+    def stepped(self, outpost: Outpost) -> None:
+        """The agent has come further, or has gone: ``step`` and ``refused`` say how."""
+
+
+class Outpost:
+    """One host's agent; a ``Crew``.
+
+    Args:
+        host: its name.
+        command: the ssh that starts the agent there.
+        loop: waits for it.
+        principal: is told.
+        silence_seconds: without any message for so long, the connection is cut.
+
+    Attributes:
+        step: how far the agent has come.
+        refused: why it cannot take part, in its own words; or why the conversation has ended.
+        exit_code: ssh's, when it has ended.
+
+    Raises:
+        LaunchError: there is no ssh.
+    """
+
+    def __init__(
+        self, host: str, command: Sequence[str], loop: Loop, principal: Principal, silence_seconds: float
+    ) -> None:
+        self.host, self.step = host, Step.CALLED
+        self.refused: orders.Refused | None = None
+        self.hello: orders.Hello | None = None
+        self.ready: orders.Ready | None = None
+        self.started: orders.Started | None = None
+        self.exit_code: int | None = None
+        self._loop, self._principal = loop, principal
+        self._silence_seconds = silence_seconds
+        self._preface = Preface()
+        self._stderr: deque[bytes] = deque(maxlen=64)
+        self._paused: set[int] = set()
+        #: Bytes that were taken while the stream was paused, by stream.
+        self._owed = dict.fromkeys(STREAMS, 0)
+        self._process = _start(command)
+        self._pipes: Pipes[Order, Answer] = Pipes(
+            loop, self._descriptors(), (ORDERS, ANSWERS), self._hear, self._on_end, self._preface
+        )
+        self._heard_at = time.monotonic()
+        self._beat_at = self._heard_at
+
+    def _descriptors(self) -> tuple[int, int]:
+        process = self._process
+        assert process.stdin is not None, "it was asked for"
+        assert process.stdout is not None, "it was asked for"
+        assert process.stderr is not None, "it was asked for"
+        os.set_blocking(process.stderr.fileno(), False)
+        self._loop.watch(process.stderr, self._read_stderr)
+        reading, writing = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
+        process.stdout.close()
+        process.stdin.close()
+        return reading, writing
+
+    @property
+    def pid(self) -> int:
+        """The ssh process."""
+        return self._process.pid
+
+    @property
+    def said(self) -> str:
+        """What ssh, and whatever ran there, has said on stderr, and before the agent's greeting."""
+        return (self._preface.noise + "\n" + b"".join(self._stderr).decode(errors="replace")).strip()
+
+    # ---------------------------------------------------------------- orders
+
+    def prepare(self, order: orders.Prepare) -> None:
+        """Have the agent look whether the job can run there."""
+        self._pipes.send(order)
+
+    def start(self, order: orders.Start) -> None:
+        """Have it start its ranks."""
+        self._pipes.send(order)
+
+    def terminate(self, ranks: Sequence[int]) -> None:
+        """As ``Crew``."""
+        self._pipes.send(orders.Terminate(tuple(ranks)))
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """As ``Crew``."""
+        self._pipes.send(orders.Kill(tuple(ranks)))
+
+    def sweep(self) -> None:
+        """As ``Crew``. Of a host that is lost, nobody can know; its agent ends everything there."""
+        if self.step is Step.GONE:
+            self._principal.swept(self)
+        else:
+            self._pipes.send(orders.Sweep())
+
+    def pause(self, stream: int) -> None:
+        """As ``Crew``: give no credit."""
+        self._paused.add(stream)
+
+    def resume(self, stream: int) -> None:
+        """As ``Crew``: give what is owed."""
+        self._paused.discard(stream)
+        self._pay(stream)
+
+    def turn(self) -> float | None:
+        """Say that the launcher is alive; see whether the agent is."""
+        if self.step is Step.GONE:
+            return None
+        now = time.monotonic()
+        if self.step is not Step.CALLED and now - self._heard_at > self._silence_seconds:
+            self._on_end(f"nothing has been heard of it for {self._silence_seconds:g} s")
+            return None
+        if now >= self._beat_at:
+            if self.step is not Step.CALLED:
+                self._pipes.send(orders.Beat())
+            self._beat_at = now + BEAT_SECONDS
+        return self._beat_at - now
+
+    def dismiss(self) -> None:
+        """The agent has nothing more to do: it ends when it reads the end of its stdin."""
+        self._pipes.finish()
+
+    def close(self) -> None:
+        """End ssh; the agent kills what there is when it has gone. May be called twice."""
+        self._pipes.close()
+        if self._process.returncode is None:
+            self._process.kill()
+            self.exit_code = self._process.wait()
+        if self._process.stderr is not None and not self._process.stderr.closed:
+            self._loop.unwatch(self._process.stderr)
+            self._process.stderr.close()
+        self.step = Step.GONE
+
+    # ---------------------------------------------------------------- answers
+
+    def _hear(self, answer: Answer) -> None:
+        self._heard_at = time.monotonic()
+        match answer:
+            case orders.Printed(rank, stream, data):
+                self._principal.printed(rank, stream, data)
+                self._owed[stream] += len(data)
+                if stream not in self._paused:
+                    self._pay(stream)
+            case orders.Closed(rank, stream):
+                self._principal.closed(rank, stream)
+            case orders.Exited(rank, exit_code):
+                self._principal.exited(rank, exit_code)
+            case orders.Swept():
+                self.step = Step.SWEPT
+                self._principal.swept(self)
+            case orders.Beat():
+                pass
+            case _:
+                self._advance(answer)
+
+    def _advance(self, answer: orders.Hello | orders.Ready | orders.Started | orders.Refused) -> None:
+        match answer:
+            case orders.Hello():
+                self.hello, self.step = answer, Step.HERE
+            case orders.Ready():
+                self.ready, self.step = answer, Step.READY
+            case orders.Started():
+                self.started, self.step = answer, Step.RUNNING
+            case orders.Refused():
+                self.refused = answer
+        self._principal.stepped(self)
+
+    def _pay(self, stream: int) -> None:
+        if self._owed[stream]:
+            self._pipes.send(orders.Credit(stream, self._owed[stream]))
+            self._owed[stream] = 0
+
+    def _on_end(self, reason: str) -> None:
+        if self.step is Step.GONE:
+            return
+        was = self.step
+        with suppress(subprocess.TimeoutExpired):
+            self.exit_code = self._process.wait(0.0 if reason else _LAST_SECONDS)
+        self._read_stderr()
+        self.close()
+        if was is not Step.SWEPT:
+            self.refused = self.refused or orders.Refused(reason)
+            self._principal.stepped(self)
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None, "it was asked for"
+        try:
+            data = os.read(self._process.stderr.fileno(), _STDERR_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._stderr.append(data)
+        else:
+            self._loop.unwatch(self._process.stderr)
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C at a terminal is the launcher's to hear
+            preexec_fn=dies_with_parent(),  # noqa: PLW1509  there is no other thread
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot start {command[0]}: {error.strerror}") from None

@@ -1,0 +1,49 @@
+"""Which environment variables go from the launcher's host to the others. Decides, no I/O.
+
+All of them do, as with horovodrun, but those that speak of the host, of the login or of the terminal there. PATH is the
+launcher's, with what the host itself has behind it: the same ``python`` is found, where it is there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from reigen.errors import ConfigError
+
+#: Variables that stay at home unless `-x` names them.
+_AT_HOME = re.compile(
+    r"HOME|USER|LOGNAME|SHELL|MAIL|PWD|OLDPWD|SHLVL|_|HOSTNAME|HOST|HOSTTYPE|DISPLAY|XAUTHORITY|TTY|TMPDIR"
+    r"|SSH_.*|XDG_.*|DBUS_.*|BASH_FUNC_.*|.*CUDA_VISIBLE_DEVICES|LS_COLORS"
+)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def chosen(environ: Mapping[str, str], wishes: Sequence[str]) -> dict[str, str]:
+    """What `-x NAME` and `-x NAME=value` ask for, which every rank gets, on every host.
+
+    Raises:
+        ConfigError: a wish has another form, or names a variable that is not set.
+    """
+    found = {}
+    for wish in wishes:
+        name, is_given, value = wish.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"-x {wish}: it is neither NAME nor NAME=value")
+        if not is_given and name not in environ:
+            raise ConfigError(f"-x {wish}: there is no such variable in the environment")
+        found[name] = value if is_given else environ[name]
+    return found
+
+
+def leaving(environ: Mapping[str, str], wishes: Mapping[str, str]) -> dict[str, str]:
+    """What goes to the other hosts of ``environ``; ``wishes`` do in any case."""
+    return {name: text for name, text in environ.items() if not _AT_HOME.fullmatch(name)} | dict(wishes)
+
+
+def arriving(there: Mapping[str, str], travelled: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the ranks on a host that has ``there`` itself."""
+    both = {**there, **travelled}
+    paths = [entry for of in (travelled, there) for entry in of.get("PATH", "").split(os.pathsep) if entry]
+    return both | ({"PATH": os.pathsep.join(dict.fromkeys(paths))} if paths else {})
