@@ -25,6 +25,8 @@ def ssh(tmp_path):
 
 
 HOSTS = ("-H", "localhost:1,a.invalid:2,b.invalid:1", "-np", "4")
+
+
 def test_ranks_run_on_their_hosts_and_the_output_comes_home(ssh):
     code = python(WHERE + "sys.stderr.write(f'{rank} says so\\n')")
     status, out, err = run(*HOSTS, *ssh, *code)

@@ -69,7 +69,9 @@ def test_the_numbers_agree_for_every_shape():
 
 
 def test_this_host_by_any_of_its_names_is_one_host():
-    assert [(each.host, each.is_here, each.ranks) for each in seats("here:1,b:1,localhost:1", 3, ("here", "localhost"))] == [
+    assert [
+        (each.host, each.is_here, each.ranks) for each in seats("here:1,b:1,localhost:1", 3, ("here", "localhost"))
+    ] == [
         ("here", True, (0, 1)),
         ("b", False, (2,)),
     ]
