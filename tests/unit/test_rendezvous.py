@@ -9,7 +9,8 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from reigen.cluster.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer, Room
-from reigen.cluster.service import MAX_KEYS, MAX_STRANGERS, Done, Get, Put, Refused, Store, Value
+from reigen.cluster.roll import Refused
+from reigen.cluster.service import MAX_KEYS, MAX_STRANGERS, Done, Get, Put, Store, Value
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.wire.auth import Identity, Role
 from reigen.wire.stream import connect
@@ -147,10 +148,27 @@ def test_the_service_can_be_reached_before_it_starts():
     service.close()
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost", ""])
-def test_one_address_is_listened_on(host):
-    with pytest.raises(ConfigError, match="one address of this host"):
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost", "", "224.0.0.1"])
+def test_only_an_address_of_one_interface_is_listened_on(host):
+    with pytest.raises(ConfigError, match="interface"):
         RendezvousServer(SECRET, host)
+    with pytest.raises(OSError, match="assign"):
+        RendezvousServer(SECRET, "192.0.2.1")  # not this machine's
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")])
+def test_an_address_and_a_port_of_choice(host, shown):
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        with pytest.raises(OSError, match="in use"):
+            RendezvousServer(SECRET, host, taken.getsockname()[1])
+        port = taken.getsockname()[1]
+    service = RendezvousServer(SECRET, host, port)
+    service.start()
+    assert service.address == f"{shown}:{port}"
+    client = RendezvousClient(service.address, SECRET, 0, 10.0)
+    client.put("key", b"value")
+    client.close()
+    service.close()
 
 
 def test_the_wrong_secret(server):

@@ -10,6 +10,7 @@ import threading
 import time
 from typing import Protocol
 
+from reigen.cluster.roll import Refused
 from reigen.cluster.service import (
     MAX_MESSAGE_BYTES,
     REPLIES,
@@ -17,7 +18,6 @@ from reigen.cluster.service import (
     Forget,
     Get,
     Put,
-    Refused,
     RendezvousServer,
     Reply,
     Request,
@@ -223,7 +223,7 @@ class RendezvousClient:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``.
+    """Host and port of ``host:port`` or ``[host]:port``.
 
     Raises:
         ConfigError: it has another form.
@@ -231,7 +231,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
         raise ConfigError(f"the rendezvous address {address!r} is not host:port")
-    return host, int(port)
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _too_late(key: str, timeout_seconds: float) -> TimeoutError:

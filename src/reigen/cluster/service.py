@@ -1,6 +1,7 @@
-"""The rendezvous service: a bounded key-value store that authenticated ranks share.
+"""The control service of a job: a bounded key-value store that authenticated ranks share, and who of them is alive.
 
-The protocol, after the handshake of ``wire.auth``, one msgspec message a frame:
+The launcher hosts it, or rank 0 where somebody else has started the ranks. The protocol, after the handshake of
+``wire.auth``, one msgspec message a frame:
 
 a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers Done(request),
    and serves everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays
@@ -8,6 +9,7 @@ a. A rank sends Put(request, key, value). The service keeps the value (a later o
 b. A rank sends Get(request, key). The service answers Value(request, value) at once, or when the key is put.
 c. A rank that gave up waiting sends Forget(request). An answer that crosses it on the way is ignored.
 d. What cannot be served is answered with Refused(request, reason).
+e. A rank that opens another connection and sends Enter is a member for as long as that lasts: see `cluster.roll`.
 
 Everything is bounded: keys, values, how much is kept, how many connections there are and for how long one may be
 unauthenticated. A connection that breaks a rule is closed; no other connection notices.
@@ -16,20 +18,24 @@ unauthenticated. A connection that breaks a rule is closed; no other connection 
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from reigen.cluster.forks import not_in_children
+from reigen.cluster.roll import Abort, Answer, Enter, Leave, Refused, Roll
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, WireError
 from reigen.wire.auth import Identity, Role, ServerHandshake
 from reigen.wire.codec import Codec
+from reigen.wire.sockets import keepalive
 from reigen.wire.stream import Conversation
 
 MAX_KEY_BYTES = 256
@@ -80,20 +86,21 @@ class Value(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_
     value: bytes
 
 
-class Refused(msgspec.Struct, tag=6, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The request cannot be served."""
-
-    request: int
-    reason: str
-
-
 Request = Put | Get | Forget
 Reply = Done | Value | Refused
 
-REQUESTS: Codec[Request] = Codec(Request, MAX_MESSAGE_BYTES)
+REQUESTS: Codec[Request | Enter | Leave | Abort] = Codec(Request | Enter | Leave | Abort, MAX_MESSAGE_BYTES)
 REPLIES: Codec[Reply] = Codec(Reply, MAX_MESSAGE_BYTES)
+#: What a member hears.
+ANSWERS: Codec[Answer] = Codec(Answer, MAX_MESSAGE_BYTES)
+_ALL: Codec[Reply | Answer] = Codec(Reply | Answer, MAX_MESSAGE_BYTES)
 
 _BACKLOG = 512
+_LAUNCHER = Identity(Role.LAUNCHER, 0)
+#: What the kernel says of a connection whose peer's machine does not answer.
+SILENCE = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET}
+)
 
 
 class Store:
@@ -168,28 +175,43 @@ class RendezvousServer:
 
     Args:
         secret: the job's 32 bytes.
-        host: where to listen: an address of this host.
+        host: the address to listen on, of one interface.
+        port: where; 0: the kernel chooses.
+        me: who hosts it: the launcher, or a rank.
         handshake_seconds: how long a connection may be unauthenticated.
+        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
 
     Attributes:
-        address: ``host:port``; the kernel chose the port, and connections queue from now on, before ``start``.
+        address: ``host:port``; connections queue there from now on, before ``start``.
 
     Raises:
-        ConfigError: ``host`` is no address, or all of them.
+        ConfigError: ``host`` is not the address of an interface.
+        OSError: the port is taken, or the address is not this machine's.
     """
 
-    def __init__(self, secret: bytes, host: str = "127.0.0.1", *, handshake_seconds: float = 5.0) -> None:
-        check_one_address(host)
-        self._secret = secret
+    def __init__(
+        self,
+        secret: bytes,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        me: Identity = _LAUNCHER,
+        handshake_seconds: float = 5.0,
+        peer_timeout_seconds: float = 20.0,
+    ) -> None:
+        check_address(host)
+        self._secret, self._me = secret, me
         self._handshake_seconds = handshake_seconds
-        self._store = Store()
+        self._peer_timeout_seconds = peer_timeout_seconds
+        self._store, self._roll = Store(), Roll()
         self._connections: dict[socket.socket, _Connection] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        self.address = join_address(host, self._listener.getsockname()[1])
         self._waker, self._wakened = socket.socketpair()
         self._thread: threading.Thread | None = None
+        not_in_children(self)
 
     def start(self) -> None:
         """Start serving in a thread."""
@@ -204,20 +226,34 @@ class RendezvousServer:
         self._listener.close()
         self._wakened.close()
 
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.forks`."""
+        for each in (self._listener, self._waker, self._wakened, *self._connections):
+            each.close()
+
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakened, selectors.EVENT_READ)
             selector.register(self._listener, selectors.EVENT_READ)
-            while True:
-                for key, events in selector.select(self._seconds_to_next_deadline()):
-                    if key.fileobj is self._wakened:
-                        self._close_all(selector)
-                        return
-                    if key.fileobj is self._listener:
-                        self._accept(selector)
-                    elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._connections:
-                        self._serve_one(selector, self._connections[key.fileobj], events)
-                self._drop_slow(selector)
+            while not self._turn(selector, self._seconds_to_next_turn()):
+                pass
+            self._turn(selector, 0)  # last words that are there
+            self._send(selector, self._roll.flush())
+            self._close_all(selector)
+
+    def _turn(self, selector: selectors.BaseSelector, timeout_seconds: float | None) -> bool:
+        """Wait for what happens next and handle it; whether to end."""
+        is_last = False
+        for key, events in selector.select(timeout_seconds):
+            if key.fileobj is self._wakened:
+                is_last = True
+            elif key.fileobj is self._listener:
+                self._accept(selector)
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._connections:
+                self._serve_one(selector, self._connections[key.fileobj], events)
+        self._drop_slow(selector)
+        self._send(selector, self._roll.tick(time.monotonic()))
+        return is_last
 
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
@@ -230,7 +266,8 @@ class RendezvousServer:
             return
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        conversation = Conversation(ServerHandshake(self._secret, Identity(Role.LAUNCHER, 0)), MAX_MESSAGE_BYTES)
+        keepalive(connection, self._peer_timeout_seconds)
+        conversation = Conversation(ServerHandshake(self._secret, self._me), MAX_MESSAGE_BYTES)
         self._connections[connection] = _Connection(
             connection, conversation, time.monotonic() + self._handshake_seconds
         )
@@ -245,7 +282,9 @@ class RendezvousServer:
             self._flush(selector, one)
         except BlockingIOError:
             return
-        except (OSError, AuthenticationError, WireError):
+        except OSError as error:
+            self._drop(selector, one, silent=error.errno in SILENCE)
+        except (AuthenticationError, WireError):
             self._drop(selector, one)
 
     def _read(self, selector: selectors.BaseSelector, one: _Connection) -> None:
@@ -253,11 +292,18 @@ class RendezvousServer:
         if not data:
             raise ConnectionResetError
         for payload in one.conversation.receive(data):
-            for owner, reply in self._store.handle(one.socket, REQUESTS.decode(payload)):
-                receiver = self._connections.get(owner)
-                if receiver is not None:
-                    receiver.conversation.send(REPLIES.encode(reply))
-                    self._watch(selector, receiver)
+            message = REQUESTS.decode(payload)
+            if isinstance(message, Enter | Leave | Abort):
+                self._send(selector, self._roll.handle(one.socket, message, time.monotonic()))
+            else:
+                self._send(selector, self._store.handle(one.socket, message))
+
+    def _send(self, selector: selectors.BaseSelector, replies: Sequence[tuple[Any, Reply | Answer]]) -> None:
+        for owner, reply in replies:
+            receiver = self._connections.get(owner)
+            if receiver is not None:
+                receiver.conversation.send(_ALL.encode(reply))
+                self._watch(selector, receiver)
 
     def _flush(self, selector: selectors.BaseSelector, one: _Connection) -> None:
         outgoing = one.conversation.outgoing
@@ -275,8 +321,10 @@ class RendezvousServer:
     def _strangers(self) -> list[_Connection]:
         return [one for one in self._connections.values() if one.conversation.peer is None]
 
-    def _seconds_to_next_deadline(self) -> float | None:
+    def _seconds_to_next_turn(self) -> float | None:
         deadlines = [one.deadline for one in self._strangers()]
+        due = self._roll.due()
+        deadlines += [] if due is None else [due]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _drop_slow(self, selector: selectors.BaseSelector) -> None:
@@ -291,25 +339,35 @@ class RendezvousServer:
             self._drop(selector, min(strangers, key=lambda one: one.deadline))
         return bool(strangers)
 
-    def _drop(self, selector: selectors.BaseSelector, one: _Connection) -> None:
+    def _drop(self, selector: selectors.BaseSelector, one: _Connection, *, silent: bool = False) -> None:
         self._store.forget_all(one.socket)
         del self._connections[one.socket]
         selector.unregister(one.socket)
+        self._send(selector, self._roll.lost(one.socket, time.monotonic(), silent=silent))
         one.socket.close()
 
     def _close_all(self, selector: selectors.BaseSelector) -> None:
-        for one in list(self._connections.values()):
-            self._drop(selector, one)
+        for one in self._connections.values():
+            selector.unregister(one.socket)
+            with contextlib.suppress(OSError):
+                one.socket.send(one.conversation.outgoing)
+            one.socket.close()
+        self._connections.clear()
 
 
-def check_one_address(host: str) -> None:
-    """Raise ConfigError unless ``host`` is one address: whoever listens says on which network."""
+def check_address(host: str) -> None:
+    """Raise ConfigError unless ``host`` is an address that belongs to one interface."""
     try:
-        is_one = not ipaddress.ip_address(host).is_unspecified
+        address = ipaddress.ip_address(host)
     except ValueError:
-        is_one = False
-    if not is_one:
-        raise ConfigError(f"the rendezvous listens on one address of this host, not on {host!r}")
+        raise ConfigError(f"a service listens on an address of an interface, not on {host!r}") from None
+    if address.is_unspecified or address.is_multicast:
+        raise ConfigError(f"a service listens on one interface of this machine, never on {host!r}")
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, ``[host]:port`` where the host is an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def check_entry(key: str, value: bytes) -> None:

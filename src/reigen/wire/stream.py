@@ -9,7 +9,7 @@ from collections import deque
 from reigen.errors import AuthenticationError, WireError
 from reigen.wire.auth import TAG_BYTES, ClientHandshake, Handshake, Identity, ServerHandshake, Session
 from reigen.wire.codec import FrameBuffer, frame
-from reigen.wire.sockets import losses_are_connection_errors
+from reigen.wire.sockets import keepalive, losses_are_connection_errors
 
 _READ_BYTES = 1 << 16
 
@@ -112,6 +112,14 @@ class Stream:
         peer = self._conversation.peer
         assert peer is not None, "a stream is handed out after its handshake"
         return peer
+
+    def fileno(self) -> int:
+        """The connection's descriptor: readable when `receive` may find more."""
+        return self._connection.fileno()
+
+    def keep_alive(self, peer_timeout_seconds: float) -> None:
+        """See `reigen.wire.sockets.keepalive`."""
+        keepalive(self._connection, peer_timeout_seconds)
 
     def send(self, payload: bytes, deadline: float) -> None:
         """Send one payload.

@@ -1,0 +1,100 @@
+"""Which ranks share a machine, and what Horovod's numbers are then."""
+
+import pytest
+
+from reigen.cluster.layout import Layout, arrange, exchange, this_host
+from reigen.cluster.neighbours import this_machine
+from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.topology import Topology
+from reigen.errors import DeadlineError
+from reigen.testing import run_threads
+
+
+def layout(rank, machines):
+    return arrange(rank, tuple(machines), tuple(f"host-{machine}" for machine in machines))
+
+
+def numbers(machines):
+    """(local rank, local size, cross rank, cross size) of every rank."""
+    places = [layout(rank, machines).topology() for rank in range(len(machines))]
+    assert [(place.rank, place.size) for place in places] == [(rank, len(machines)) for rank in range(len(machines))]
+    return [(place.local_rank, place.local_size, place.cross_rank, place.cross_size) for place in places]
+
+
+def test_one_machine():
+    assert layout(1, "aaa").machines == ((0, 1, 2),)
+    assert layout(1, "aaa").topology() == Topology.on_one_host(1, 3)
+    assert layout(1, "aaa").is_homogeneous
+
+
+def test_machines_are_ordered_by_their_lowest_rank_whatever_they_are_called():
+    two = layout(2, "zzaa")
+    assert two.machines == ((0, 1), (2, 3))
+    assert two.local == (2, 3)
+    assert two.hostnames == ("host-z", "host-z", "host-a", "host-a")
+    assert numbers("zzaa") == [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
+
+
+def test_ranks_in_turn():
+    assert layout(0, "abab").machines == ((0, 2), (1, 3))
+    assert numbers("abab") == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def test_uneven_machines_count_only_those_that_have_the_local_rank():
+    uneven = layout(4, "abbbcc")
+    assert uneven.machines == ((0,), (1, 2, 3), (4, 5))
+    assert not uneven.is_homogeneous
+    assert numbers("abbbcc") == [(0, 1, 0, 3), (0, 3, 1, 3), (1, 3, 0, 2), (2, 3, 0, 1), (0, 2, 2, 3), (1, 2, 1, 2)]
+
+
+def test_what_tells_machines_apart():
+    assert this_host()[0] == this_machine()
+    assert this_host("left")[0] != this_host("right")[0] != this_host()[0]
+    assert this_host("left")[1] == f"{this_host()[1]}/left"
+
+
+@pytest.mark.parametrize("over_a_service", [False, True])
+def test_all_ranks_find_the_same(over_a_service):
+    hosts = ["h1", "h2", "h1", "", "h2"]
+    secret = b"s" * 32
+    server = RendezvousServer(secret)
+    server.start()
+
+    def find(rank, shared):
+        rendezvous = RendezvousClient(server.address, secret, rank, 10.0) if over_a_service else shared
+        try:
+            return exchange(rendezvous, rank, len(hosts), 10.0, hosts[rank])
+        finally:
+            rendezvous.close()
+
+    found = run_threads(find, len(hosts))
+    server.close()
+    name = this_host()[1]
+    assert found == [
+        Layout(rank, ((0, 2), (1, 4), (3,)), (f"{name}/h1", f"{name}/h2", f"{name}/h1", name, f"{name}/h2"))
+        for rank in range(len(hosts))
+    ]
+
+
+def test_who_does_not_come_is_named_on_all_that_did():
+    def find(rank, shared):
+        if rank in {2, 4}:
+            return None
+        with pytest.raises(DeadlineError, match=r"rank\(s\) 2, 4 did not call init\(\) within 0.2 s") as caught:
+            exchange(shared, rank, 5, 0.2)
+        return caught.value.ranks
+
+    assert run_threads(find, 5) == [(2, 4), (2, 4), None, (2, 4), None]
+
+
+def test_rank_0_does_not_come(monkeypatch):
+    monkeypatch.setattr("reigen.cluster.layout._SLACK_SECONDS", 0.1)
+
+    def find(rank, shared):
+        if rank in {0, 3}:
+            return None
+        with pytest.raises(DeadlineError) as caught:
+            exchange(shared, rank, 4, 0.1)
+        return caught.value.ranks
+
+    assert run_threads(find, 4) == [None, (0, 3), (0, 3), None]
