@@ -19,7 +19,6 @@ import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -28,7 +27,6 @@ from reigen.engine.channel import BACKLOG_SECONDS, SLICE_SECONDS, Channel, Liste
 from reigen.engine.execution import Team, execute, stand_in
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
-    JOIN_NAME,
     MAX_NOTE_BYTES,
     Announcement,
     Kind,
@@ -44,14 +42,13 @@ from reigen.engine.messages import (
 )
 from reigen.engine.negotiation import Coordinator
 from reigen.engine.observer import Observer
+from reigen.engine.outstanding import SHUT_DOWN, Outstanding
 from reigen.engine.participant import Execute, Instruction, Participant, stopped
 from reigen.engine.stall_watch import Seat, StallWatch
 from reigen.engine.transport import Transport, Watch
 from reigen.errors import (
-    ArgumentError,
     CollectiveError,
     DeadlineError,
-    DuplicateNameError,
     PeerLostError,
     SharedMemoryError,
 )
@@ -64,11 +61,6 @@ _log = logging.getLogger(__name__)
 IDLE_SECONDS = 5.0
 #: How much longer than the coordinator a rank waits for an answer, before it says that the coordinator is stuck.
 _GRACE_SECONDS = 2.0
-
-_SHUT_DOWN = (
-    "Reigen has been shut down. This was caused by an exception on one of the ranks or an attempt to run a collective "
-    "after one of the ranks finished execution."
-)
 
 
 class Engine:
@@ -103,10 +95,8 @@ class Engine:
         self._deadline_seconds = deadline_seconds
         self._looks = looks
         self._driver = threading.Lock()
-        #: guards _inbox's order, _handles and _closed
-        #: (reentrant: the garbage collector may free registered memory, which is a submission, at any moment)
-        self._mutex = threading.RLock()
-        self._inbox: deque[Operation] = deque()
+        #: every operation of this rank that is not complete
+        self._outstanding = Outstanding()
         #: looks for stalls, if somebody should
         self._stalls: StallWatch | None = None
         #: on rank 0: announced while data was being moved, and to be carried out
@@ -116,16 +106,8 @@ class Engine:
         self._running: tuple[Operation, float] | None = None
         #: told of everything, while there is one
         self._observer: Observer | None = None
-        #: every operation of this rank that is not complete
-        self._handles: dict[str, Handle] = {}
-        #: when an answer is overdue even if the coordinator is slow; in order of submission, like _handles
-        self._overdue: dict[str, float] = {}
-        self._completed = threading.Condition()
-        self._waiters = 0
         #: when to look for dead ranks next
         self._look_next = 0.0
-        self._closed = False
-        self._broken: CollectiveError | None = None
         self._thread: threading.Thread | None = None
 
     def start(self, cpu: int | None = None) -> None:
@@ -167,19 +149,8 @@ class Engine:
             ArgumentError: a join is outstanding.
             CollectiveError: a rank was lost, or the engine is shut down.
         """
-        with self._mutex:
-            if self._closed:
-                raise CollectiveError(_SHUT_DOWN, tensor=operation.name)
-            if self._broken is not None:
-                raise self._broken.of(operation.name)
-            if operation.name in self._handles:
-                raise DuplicateNameError(operation.name)
-            if JOIN_NAME in self._handles and operation.kind is not Kind.FREE:
-                raise ArgumentError(f"{operation.name}: this rank has joined; wait for join() before anything else")
-            self._handles[operation.name] = handle
-            if (observer := self._observer) is not None:
-                observer.submitted(operation)  # before anybody can begin it
-            self._inbox.append(operation)
+        observer = self._observer
+        self._outstanding.add(operation, handle, None if observer is None else observer.submitted)
         if self._thread is None:
             self.wait_for(handle)
         elif not blocking:
@@ -196,7 +167,7 @@ class Engine:
         """
         if len(data) > MAX_NOTE_BYTES:
             raise AssertionError(f"a note of {len(data)} bytes; the most is {MAX_NOTE_BYTES}")
-        if self._thread is None or self._closed or self._broken is not None:
+        if self._thread is None or not self.works:
             return
         self._channel.post(Note(topic, data))
         self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
@@ -208,7 +179,7 @@ class Engine:
     @property
     def works(self) -> bool:
         """Whether collectives and notes still go anywhere: no rank was lost, none has left."""
-        return not self._closed and self._broken is None
+        return self._outstanding.works
 
     @property
     def unsent(self) -> int:
@@ -229,7 +200,7 @@ class Engine:
         """
 
         def outstanding() -> list[str]:
-            submitted = [*(told.operation for told in self._participant.pending.values()), *self._inbox]
+            submitted = [*(told.operation for told in self._participant.pending.values()), *self._outstanding.inbox]
             return [operation.name for operation in submitted if operation.kind is not Kind.FREE]
 
         code = Engine._wait_for.__code__
@@ -251,18 +222,12 @@ class Engine:
 
     def _wait_for(self, handle: Handle) -> None:
         while not handle.done:
-            if not self._closed and self._driver.acquire(blocking=False):
+            if not self._outstanding.closed and self._driver.acquire(blocking=False):
                 self._drive_for(handle)
                 continue
-            if self._inbox and self._thread is not None:
+            if self._outstanding.inbox and self._thread is not None:
                 self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)  # whoever drives may sleep on something else
-            with self._completed:
-                self._waiters += 1
-                try:
-                    if not handle.done:
-                        self._completed.wait(SLICE_SECONDS)
-                finally:
-                    self._waiters -= 1
+            self._outstanding.wait(handle, SLICE_SECONDS)
 
     def _drive_for(self, handle: Handle) -> None:
         """Drive as the caller who waits for ``handle``, then hand over to the engine's thread. Gives up ``_driver``."""
@@ -272,8 +237,9 @@ class Engine:
             self._drive(Sleeper.CALLER, handle)
             # The engine's thread sleeps for as long as it chose before: new deadlines are for it to look after.
             waits_for_others = self._coordinator is not None and self._coordinator.next_expiry() is not None
-            if self._broken is not None and not handle.done:  # an interrupt fell between its end and telling it
-                handle.complete(self._broken.of(handle.name))
+            broken = self._outstanding.broken
+            if broken is not None and not handle.done:  # an interrupt fell between its end and telling it
+                handle.complete(broken.of(handle.name))
         finally:
             self._transport.take_over(Sleeper.ENGINE)
             self._driver.release()
@@ -285,10 +251,8 @@ class Engine:
 
         A thread that is in the middle of a collective gets a moment to finish; then it is told to give up.
         """
-        with self._mutex:
-            if self._closed:
-                return
-            self._closed = True
+        if not self._outstanding.close():
+            return
         self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
         free = self._driver.acquire(timeout=_GRACE_SECONDS)
         if not free:
@@ -297,8 +261,8 @@ class Engine:
             self._abort(CollectiveError(reason, ranks=(rank,)))
             free = self._driver.acquire(timeout=_GRACE_SECONDS)
         try:
-            self._fail_all(CollectiveError(_SHUT_DOWN))
-            if free and self._broken is None:
+            self._fail_all(None)
+            if free and self._outstanding.broken is None:
                 self._say_goodbye()
         finally:
             if free:
@@ -315,7 +279,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._driver:
-                if self._closed:
+                if self._outstanding.closed:
                     return
                 self._transport.take_over(Sleeper.NOBODY)
                 self._drive(Sleeper.ENGINE, None)
@@ -324,25 +288,21 @@ class Engine:
                 if self._has_work():
                     continue
                 nap = self._nap(IDLE_SECONDS)
-            if not self._closed:
+            if not self._outstanding.closed:
                 self._transport.sleep(token, Sleeper.ENGINE, nap)
 
     def _has_work(self) -> bool:
-        return (
-            self._broken is None
-            and not self._closed
-            and bool(self._inbox or self._channel.notes or self._handles or self._channel.pending())
-        )
+        return self.works and bool(self._channel.notes or self._outstanding.handles or self._channel.pending())
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
     def _drive(self, who: Sleeper, handle: Handle | None) -> None:
         """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
         try:
-            while not self._closed and self._broken is None:
+            while self.works:
                 token = self._transport.token()
                 worked = self._step()
-                if handle.done if handle is not None else not (self._handles or self._inbox or self._channel.notes):
+                if handle.done if handle is not None else not (self._outstanding.handles or self._channel.notes):
                     return
                 if not worked:
                     self._rest(token, who)
@@ -377,13 +337,9 @@ class Engine:
             self._carry_out(self._participant.hear(message))
 
     def _take_submissions(self) -> bool:
-        if not self._inbox:
+        if not self._outstanding.inbox:
             return False
-        overdue = time.monotonic() + self._deadline_seconds + _GRACE_SECONDS
-        while self._inbox:
-            operation = self._inbox.popleft()
-            if operation.kind is not Kind.JOIN:  # which takes as long as the others have data
-                self._overdue[operation.name] = overdue
+        for operation in self._outstanding.take(time.monotonic() + self._deadline_seconds + _GRACE_SECONDS):
             self._participant.submit(operation)
         return True
 
@@ -447,7 +403,7 @@ class Engine:
                 raise stopped(announcement)
 
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
-        if self._participant.broken is not None and self._broken is None:
+        if self._participant.broken is not None and self._outstanding.broken is None:
             self._break(self._participant.broken)  # fails all, these too, but not before it is time to
         observer = self._observer
         if instructions and observer is not None:
@@ -458,20 +414,19 @@ class Engine:
             else:
                 if observer is not None:
                     observer.failed(instruction.name)
-                self._finish([(instruction.name, instruction.error)])
+                self._outstanding.finish([(instruction.name, instruction.error)])
 
     def _break(self, error: CollectiveError) -> None:
         """From now on nothing works; fail all that is outstanding, taken in or not."""
         if isinstance(error, PeerLostError):
             self._watch.linger(error.ranks)
-        with self._mutex:
-            self._broken = error
+        self._outstanding.set_broken(error)
         self._participant.lose(error)
         self._fail_all(error)
 
     def _execute(self, batch: Sequence[tuple[Operation, Response]]) -> None:
         deadline = time.monotonic() + self._deadline_seconds
-        handles = [self._handles.get(operation.name) for operation, _ in batch]
+        handles = [self._outstanding.handles.get(operation.name) for operation, _ in batch]
         members = [
             (operation, response, stand_in(operation) if handle is None else handle.task)
             for (operation, response), handle in zip(batch, handles, strict=True)
@@ -503,7 +458,9 @@ class Engine:
                 if plane is not None:
                     plane.phase_ended = None
                 observer.ended(batch)
-        self._finish([(operation.name, result) for (operation, _), result in zip(batch, results, strict=True)])
+        self._outstanding.finish(
+            [(operation.name, result) for (operation, _), result in zip(batch, results, strict=True)]
+        )
 
     def _lacking(self, members: Sequence[int]) -> None:
         """In the middle of a collective, on the thread that drives: some of its ranks do not come.
@@ -544,18 +501,6 @@ class Engine:
                 self._channel.empty(self._failure, now + _GRACE_SECONDS)
         return error
 
-    def _finish(self, results: Sequence[tuple[str, Outcome | CollectiveError]]) -> None:
-        """These operations are over; wake who waits for them. A name is free again before its handle is done."""
-        for name, result in results:
-            with self._mutex:
-                handle = self._handles.pop(name, None)
-            self._overdue.pop(name, None)
-            if handle is not None:
-                handle.complete(result)
-        if self._waiters:
-            with self._completed:
-                self._completed.notify_all()
-
     # -- waiting and ending -------------------------------------------------------------------------------------------
 
     def _rest(self, token: int, who: Sleeper) -> None:
@@ -572,7 +517,7 @@ class Engine:
             self._look_around()
 
     def _nap(self, longest: float) -> float:
-        if self._broken is not None:
+        if self._outstanding.broken is not None:
             return longest
         if self._transport.backlog:
             return BACKLOG_SECONDS
@@ -592,10 +537,10 @@ class Engine:
             return  # who is gone may have answered just before
         if error is not None:
             self._break(error)
-        elif self._overdue and time.monotonic() >= next(iter(self._overdue.values())):
+        elif self._outstanding.overdue and time.monotonic() >= next(iter(self._outstanding.overdue.values())):
             self._give_up(DeadlineError("rank 0, which coordinates, does not answer", ranks=(0,)))
-        elif self._overdue and self._stalls is not None:
-            name, overdue = next(iter(self._overdue.items()))
+        elif self._outstanding.overdue and self._stalls is not None:
+            name, overdue = next(iter(self._outstanding.overdue.items()))
             since = overdue - self._deadline_seconds - _GRACE_SECONDS
             late = self._stalls.look_at_rank_0(name, since, time.monotonic())
             if late is not None:
@@ -616,13 +561,13 @@ class Engine:
         self._plane.abort(error)
         self._watch.abort(error)
 
-    def _fail_all(self, error: CollectiveError) -> None:
-        self._inbox.clear()
+    def _fail_all(self, error: CollectiveError | None) -> None:
+        """Nothing that is outstanding will be done, for this reason or because this rank has left."""
         self._channel.notes.clear()
         if (observer := self._observer) is not None:
-            for name in list(self._handles):
+            for name in list(self._outstanding.handles):
                 observer.failed(name)
-        self._finish([(name, error.of(name)) for name in list(self._handles)])
+        self._outstanding.fail_all(error or CollectiveError(SHUT_DOWN))
 
     def _say_goodbye(self) -> None:
         self._participant.leave()
