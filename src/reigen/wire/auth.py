@@ -17,13 +17,16 @@ nonces are fresh, so that it cannot be used again. The binding is empty, or says
 (`wire.tls`).
 
 Afterwards each direction has its own key, HMAC-SHA256(secret, label of that direction + the same transcript). A sealed
-body is a 32-byte tag, HMAC-SHA256(key, sequence number + payload), and the payload. The number counts the bodies of
-this direction and is not sent: a body that is repeated, left out, reordered or taken from elsewhere does not open.
+body is a 16-byte tag, BLAKE2b keyed with it (RFC 7693) over sequence number + payload, and the payload. The number
+counts the bodies of this direction and is not sent: a body that is repeated, left out, reordered or taken from
+elsewhere does not open. (BLAKE2b, because a tag of a short message takes a third of HMAC's time.)
+
 Nothing is encrypted: on one host the loopback interface is as private as the processes' memory.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import os
 import struct
@@ -35,8 +38,9 @@ from reigen.errors import ArgumentError, AuthenticationError
 
 SECRET_BYTES = 32
 NONCE_BYTES = 32
-TAG_BYTES = 32
 PURPOSE_BYTES = 32
+PROOF_BYTES = 32
+TAG_BYTES = 16
 
 _MAGIC = b"RGN2"
 _INTRODUCTION = struct.Struct(f">4sBI{PURPOSE_BYTES}s{NONCE_BYTES}s")
@@ -74,15 +78,19 @@ class Session:
 
     def __init__(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
         self.peer = peer
-        self._send_key, self._receive_key = send_key, receive_key
+        #: The beginnings of all tags, by direction.
+        self._send_mac = hashlib.blake2b(key=send_key, digest_size=TAG_BYTES)
+        self._receive_mac = hashlib.blake2b(key=receive_key, digest_size=TAG_BYTES)
         #: How many bodies went each way: the number of the next one.
         self._num_sent = self._num_received = 0
 
     def seal(self, payload: bytes) -> bytes:
         """``payload`` with its tag in front."""
-        tag = _tag(self._send_key, self._num_sent, payload)
+        tag = self._send_mac.copy()
+        tag.update(_SEQUENCE.pack(self._num_sent))
+        tag.update(payload)
         self._num_sent += 1
-        return tag + payload
+        return tag.digest() + payload
 
     def take_back(self, num_bodies: int) -> None:
         """Forget the last bodies that were sealed: no byte of them has been sent, nor will be."""
@@ -94,11 +102,13 @@ class Session:
         Raises:
             AuthenticationError: it was not sealed by the peer as its next body.
         """
-        tag, payload = body[:TAG_BYTES], body[TAG_BYTES:]
-        if not hmac.compare_digest(tag, _tag(self._receive_key, self._num_received, payload)):
+        expected = self._receive_mac.copy()
+        expected.update(_SEQUENCE.pack(self._num_received))
+        expected.update(memoryview(body)[TAG_BYTES:])
+        if not hmac.compare_digest(body[:TAG_BYTES], expected.digest()):
             raise AuthenticationError("a message was altered, repeated or not sent by the authenticated peer")
         self._num_received += 1
-        return payload
+        return body[TAG_BYTES:]
 
 
 class Handshake(Protocol):
@@ -134,9 +144,9 @@ class ClientHandshake:
         """Look at the first bytes of CHALLENGE, then check it; returns PROOF and the session."""
         if not self._magic:
             self._magic = _check_magic(message)
-            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + TAG_BYTES
+            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + PROOF_BYTES
             return b"", None
-        introduction, proof = self._magic + message[:-TAG_BYTES], message[-TAG_BYTES:]
+        introduction, proof = self._magic + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
         transcript = self.opening + introduction + self._binding
         if not hmac.compare_digest(proof, _mac(self._secret, b"accepts", transcript)):
             raise AuthenticationError("the other end of the connection does not know this job's secret")
@@ -166,7 +176,7 @@ class ServerHandshake:
         if not self._transcript:
             self._hello += message
             self._transcript = self._hello + self._introduction + self._binding
-            self.num_expected_bytes = TAG_BYTES
+            self.num_expected_bytes = PROOF_BYTES
             return self._introduction + _mac(self._secret, b"accepts", self._transcript), None
         if not hmac.compare_digest(message, _mac(self._secret, b"connects", self._transcript)):
             raise AuthenticationError("a connection did not prove that it knows this job's secret")
@@ -210,7 +220,3 @@ def _identify(introduction: bytes) -> Identity:
 
 def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
     return hmac.digest(secret, b"reigen/2 " + label + b"\0" + transcript, "sha256")
-
-
-def _tag(key: bytes, sequence: int, payload: bytes) -> bytes:
-    return hmac.digest(key, _SEQUENCE.pack(sequence) + payload, "sha256")

@@ -4,7 +4,7 @@ The protocol, after the handshake of `wire.auth`:
 
 a. Both ends have agreed beforehand, by what they are doing, which messages they exchange and how long each is. A
    receiver posts the places where the peer's next messages are to land, a sender posts messages.
-b. A message is a sealed header of 41 bytes (tag, kind, length) and its bytes. The length must be the one of the
+b. A message is a sealed header of 25 bytes (tag, kind, length) and its bytes. The length must be the one of the
    place that was posted for it. Nothing is allocated for what a peer announces.
 c. An end that gives up sends a message of kind ABORT in place of the next one: at most 1 KiB of reason. An end that
    gives up in the middle of a message can only close the connection.
@@ -26,7 +26,6 @@ import itertools
 import socket
 import struct
 from collections import deque
-from enum import IntEnum
 
 from reigen.errors import WireError
 from reigen.wire.auth import TAG_BYTES, Identity, Session
@@ -40,9 +39,8 @@ _SEALED_BYTES = TAG_BYTES + _HEADER.size
 _MOST_PIECES = 16
 
 
-class _Kind(IntEnum):
-    DATA = 1
-    ABORT = 2
+#: Kinds of messages.
+_DATA, _ABORT = 1, 2
 
 
 class LinkAborted(ConnectionError):  # noqa: N818  an event of the peer's
@@ -75,15 +73,16 @@ class Link:
         self._session = session
         self.peer: Identity = session.peer
         #: What is to be sent, headers and messages by turns; the first piece without what has left already.
-        self._pieces: deque[memoryview] = deque()
+        self._pieces: deque[memoryview | bytes] = deque()
         #: Whether the first piece is a message, whose header has left.
         self._is_header_sent = False
         self._posted: deque[memoryview] = deque()
         self._header = bytearray(_SEALED_BYTES)
         self._header_view = memoryview(self._header)
         self._num_header_bytes = 0
-        #: Kind and length of the message whose bytes come now; None while its header is not complete.
-        self._current: tuple[_Kind, int] | None = None
+        #: Length of the message whose bytes come now; None while its header is not complete.
+        self._length: int | None = None
+        self._is_abort = False
         self._num_received_bytes = 0
 
     def fileno(self) -> int:
@@ -98,7 +97,7 @@ class Link:
     @property
     def wants_to_receive(self) -> bool:
         """Whether something would be done with what arrives: not while a message waits that no place is posted for."""
-        return bool(self._posted) or self._current is None
+        return bool(self._posted) or self._length is None
 
     @property
     def num_expected(self) -> int:
@@ -108,7 +107,7 @@ class Link:
     @property
     def num_received_bytes(self) -> int:
         """How many bytes of the oldest posted place are there already."""
-        return self._num_received_bytes if self._posted and self._current is not None else 0
+        return self._num_received_bytes if self._length is not None else 0
 
     def post_send(self, data: memoryview) -> None:
         """Queue one message. Its memory must stay as it is until `advance_sends` has counted it.
@@ -117,7 +116,7 @@ class Link:
             data: contiguous, of any format.
         """
         data = data.cast("B") if data.nbytes else memoryview(b"")
-        self._pieces.append(self._seal_header(_Kind.DATA, len(data)))
+        self._pieces.append(self._seal_header(_DATA, len(data)))
         self._pieces.append(data)
 
     def post_receive(self, into: memoryview) -> None:
@@ -134,17 +133,17 @@ class Link:
         Raises:
             ConnectionError: the peer has gone.
         """
-        num_completed = 0
-        while self._pieces:
-            pieces = list(itertools.islice(self._pieces, _MOST_PIECES))
+        pieces, num_completed = self._pieces, 0
+        while pieces:
+            num_later = max(0, len(pieces) - _MOST_PIECES)
             try:
-                num_sent = self._connection.sendmsg(pieces)
+                num_sent = self._connection.sendmsg(itertools.islice(pieces, _MOST_PIECES) if num_later else pieces)
             except BlockingIOError:
                 break
             except OSError as error:
                 raise lost(error) from None
             num_completed += self._take_off(num_sent)
-            if num_sent < sum(map(len, pieces)):
+            if len(pieces) > num_later:
                 break
         return num_completed
 
@@ -160,11 +159,7 @@ class Link:
             AuthenticationError: a header is not the peer's next one.
         """
         num_completed = 0
-        while True:
-            if self._current is None and not self._read_header():
-                break
-            if not self._read_message():
-                break
+        while (self._length is not None or self._read_header()) and self._read_message():
             num_completed += 1
             if not self._posted:
                 break
@@ -184,8 +179,8 @@ class Link:
         self._session.take_back((len(self._pieces) - num_begun) // 2)
         while len(self._pieces) > num_begun:
             self._pieces.pop()
-        self._pieces.append(self._seal_header(_Kind.ABORT, len(reason)))
-        self._pieces.append(memoryview(reason))
+        self._pieces.append(self._seal_header(_ABORT, len(reason)))
+        self._pieces.append(reason)
         with contextlib.suppress(ConnectionError):
             self.advance_sends()
 
@@ -195,8 +190,8 @@ class Link:
         self._pieces.clear()
         self._posted.clear()
 
-    def _seal_header(self, kind: _Kind, length: int) -> memoryview:
-        return memoryview(self._session.seal(_HEADER.pack(kind, length)))
+    def _seal_header(self, kind: int, length: int) -> bytes:
+        return self._session.seal(_HEADER.pack(kind, length))
 
     def _num_begun_pieces(self) -> int:
         """How many of the pieces belong to a message that has begun to leave."""
@@ -236,34 +231,33 @@ class Link:
         self._num_received_bytes = self._num_header_bytes - _SEALED_BYTES
         self._num_header_bytes = 0
         kind, length = _HEADER.unpack(self._session.open(bytes(self._header)))
-        if kind == _Kind.ABORT and length <= MAX_REASON_BYTES:
-            self._begin_reason(length)
-        elif kind != _Kind.DATA:
-            raise WireError(f"a message of kind {kind} and {length} bytes was announced, which no end sends")
-        self._current = _Kind(kind), length
+        if kind != _DATA:
+            self._begin_reason(kind, length)
+        self._length = length
         return True
 
-    def _begin_reason(self, length: int) -> None:
+    def _begin_reason(self, kind: int, length: int) -> None:
         """Prepare to read an ABORT's reason, the beginning of which lies where the next message was expected."""
+        if kind != _ABORT or length > MAX_REASON_BYTES:
+            raise WireError(f"a message of kind {kind} and {length} bytes was announced, which no end sends")
         early = bytes(self._posted[0][: self._num_received_bytes]) if self._posted else b""
         self._num_received_bytes = min(length, len(early))
         self._posted.clear()
         self._posted.append(memoryview(bytearray(early[:length].ljust(length, b"\0"))))
+        self._is_abort = True
 
     def _read_message(self) -> bool:
-        """Go on reading a message; whether it is complete."""
-        assert self._current is not None, "only behind a header"
-        kind, length = self._current
+        """Go on reading a message behind its header; whether it is complete."""
         if not self._posted:
             return False
         place = self._posted[0]
-        if length != len(place):
-            raise WireError(f"a message of {length} bytes was announced where one of {len(place)} is expected")
-        if self._num_received_bytes < length and not self._fill(place):
+        if self._length != len(place):
+            raise WireError(f"a message of {self._length} bytes was announced where one of {len(place)} is expected")
+        if self._num_received_bytes < self._length and not self._fill(place):
             return False
         self._posted.popleft()
-        self._current, self._num_received_bytes = None, 0
-        if kind == _Kind.ABORT:
+        self._length, self._num_received_bytes = None, 0
+        if self._is_abort:
             raise LinkAborted(bytes(place))
         return True
 
@@ -281,5 +275,5 @@ class Link:
         return self._num_received_bytes == len(place)
 
     def _ended(self) -> ConnectionError:
-        amid = " in the middle of a message" if self._current is not None or self._num_header_bytes else ""
+        amid = " in the middle of a message" if self._length is not None or self._num_header_bytes else ""
         return ConnectionResetError(f"the other end closed the connection{amid}")
