@@ -118,8 +118,8 @@ class Reducer:
         self._ufunc = _UFUNCS[reduction.op]
         self._scratch: dict[str, NDArray[Any]] = {}
         is_half = reduction.dtype.is_floating and reduction.dtype.itemsize == 2
-        #: In what the elements are combined.
-        self._working: np.dtype[Any] = np.dtype(np.float32) if is_half else reduction.dtype.storage
+        #: In what the elements are combined: float32 for the half types, else the storage type.
+        self.working: np.dtype[Any] = np.dtype(np.float32) if is_half else reduction.dtype.storage
         #: How an input gets into the working type, where it is not combined as it is.
         self._load: _Step | None = None
         #: How the combined elements get into the result, where they are not the result.
@@ -144,17 +144,38 @@ class Reducer:
         if not self.reduction.dtype.is_floating and self._load is None and self._finish is None:
             self._combine(inputs, out)  # NumPy's integers wrap around silently
             return
+        if self._store is None:
+            self.combine(inputs, out)
+            self.finish(out, out)
+        else:
+            total = self._take("total", len(out), self.working)
+            self.combine(inputs, total)
+            self.finish(total, out)
+
+    def combine(self, inputs: Sequence[NDArray[Any]], total: NDArray[Any]) -> None:
+        """The first half of `reduce`: scale by ``prescale`` and combine, for who has only a part of all inputs.
+
+        Args:
+            inputs: as for `reduce`.
+            total: receives the result, in the type `working`.
+        """
         with np.errstate(all="ignore"):
-            if self._store is None:
-                self._combine(inputs, out)
-                if self._finish is not None:
-                    self._finish(self, out)
-            else:
-                total = self._take("total", len(out), self._working)
-                self._combine(inputs, total)
-                if self._finish is not None:
-                    self._finish(self, total)
+            self._combine(inputs, total)
+
+    def finish(self, total: NDArray[Any], out: NDArray[Any]) -> None:
+        """The second half: divide by the count for AVERAGE, scale by ``postscale``, and round to the type of ``out``.
+
+        Args:
+            total: all inputs combined, in the type `working`; used up.
+            out: receives the result; may be ``total`` where the types are the same.
+        """
+        with np.errstate(all="ignore"):
+            if self._finish is not None:
+                self._finish(self, total)
+            if self._store is not None:
                 self._store(self, total, out)
+            elif out is not total:
+                np.copyto(out, total)
 
     def _combine(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Fold ``inputs``, loaded, in rank order; ``out`` may be one of them."""
@@ -180,7 +201,7 @@ class Reducer:
         first, *rest = inputs
         last = rest.pop()
         total = self._accumulator(out, inputs[1:])
-        loaded = self._take("loaded", len(out), self._working)
+        loaded = self._take("loaded", len(out), self.working)
         load(self, first, total)
         for other in rest:
             load(self, other, loaded)
@@ -191,7 +212,7 @@ class Reducer:
     def _accumulator(self, out: NDArray[Any], pending: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """``out``, which saves cache, unless it holds an input that is still to be read; then scratch."""
         if any(np.may_share_memory(out, source) for source in pending):
-            return self._take("accumulator", len(out), self._working)
+            return self._take("accumulator", len(out), self.working)
         return out
 
     def _take(self, slot: str, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -204,7 +225,7 @@ class Reducer:
     # Loading.
 
     def _scale_float(self, source: NDArray[Any], target: NDArray[Any]) -> None:
-        np.multiply(source, self._working.type(self.reduction.prescale), out=target)
+        np.multiply(source, self.working.type(self.reduction.prescale), out=target)
 
     def _scale_integer(self, source: NDArray[Any], target: NDArray[Any]) -> None:
         values = self._take("float64", len(source), np.dtype(np.float64))
@@ -232,7 +253,7 @@ class Reducer:
         if not reduction.dtype.is_floating:
             return lambda reducer, total: reducer._finish_integer(total, divisor)
         # In the working precision: a quotient by a power of two is the product with its reciprocal.
-        real = self._working.type
+        real = self.working.type
         factor, quotient = real(reduction.postscale), real(divisor)
         with np.errstate(all="ignore"):
             folded = factor / quotient

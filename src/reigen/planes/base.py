@@ -170,3 +170,24 @@ class DataPlane(Protocol):
     def close(self) -> None:
         """Release descriptors. Existing views of registered memory stay valid."""
         ...
+
+
+class Network(Protocol):
+    """What connects machines: makes flat planes, in which every rank is on its own, among any ranks of the job."""
+
+    name: str
+
+    def among(self, ranks: Sequence[int], deadline: float) -> DataPlane:
+        """A plane of some ranks of the job, ascending, which number themselves anew. Called by exactly these ranks.
+
+        Several such planes work side by side, as those of `DataPlane.split` do. Their errors name ranks of the job.
+        While a rank waits in one of them, it also learns what the job knows of failures elsewhere.
+
+        Raises:
+            PeerLostError, DeadlineError, CollectiveError: as every operation.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the planes share. They have been closed before."""
+        ...

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reigen.errors import CollectiveError
+from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array, Buffer, Capabilities, Lacking, Meanwhile, PhaseEnded, Region
 
@@ -57,7 +57,10 @@ class NullPlane:
 
     def allocate(self, nbytes: int, deadline: float) -> Region:
         """Ordinary memory, aligned as everywhere."""
-        raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        try:
+            raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        except MemoryError as error:
+            raise SharedMemoryError.for_request(nbytes, None, "registered memory (gradient buckets)") from error
         begin = -raw.ctypes.data % _ALIGNMENT
         offset = self._next_offset
         self._next_offset += nbytes + _ALIGNMENT
@@ -65,6 +68,9 @@ class NullPlane:
 
     def free(self, offset: int) -> None:
         """Nothing to do: the memory goes with its last view."""
+
+    def undo(self, region: Region) -> None:
+        """Nothing to do, either."""
 
     def split(self, ranks: Sequence[int], deadline: float) -> NullPlane:
         """There is only one rank to split off."""

@@ -19,7 +19,7 @@ a. A rank posts filled(k) after filling k, and fills k + 1 before it waits for f
 b. It posts reduced(k) after reducing k, which it does after having collected k - 1.
 c. Filling k + 2 comes after waiting for reduced(k) of all ranks: by (b) all have collected k - 1, which used that very
    slot.
-d. In a chunk without the reduced step (`_rounds`), k + 1 is filled after collecting k; others that have posted
+d. In a chunk without the reduced step (`rounds`), k + 1 is filled after collecting k; others that have posted
    filled(k) have collected k - 1, so k + 2 and even k + 1 find their slots unread. Mixed sequences follow from c and
    d.
 
@@ -63,6 +63,11 @@ def shm_plane_bytes() -> int:
     return _WORDS_BYTES + _NUM_SLOTS * SLOT_BYTES
 
 
+def typed(slot: NDArray[np.uint8], storage: np.dtype[np.generic], count: int) -> Array:
+    """The first ``count`` elements of a slot."""
+    return slot[: count * storage.itemsize].view(storage)
+
+
 class ShmPlane:
     """`reigen.planes.base.DataPlane` over the segments of this host's ranks.
 
@@ -92,6 +97,8 @@ class ShmPlane:
         self._regions: dict[int, Mapped] = {}
         self._free: dict[int, Mapped] = {}
         self._next_offset = 0
+        #: the size of this rank's segment before the last allocation; -1 where it took what had been freed
+        self._grown_from = -1
         #: where planes that were split off, and closed, had their parts in this rank's segment
         self._spare_parts: list[int] = []
         #: called by close()
@@ -141,7 +148,7 @@ class ShmPlane:
 
     def _reduce_in_place(self, buffer: Buffer, reducer: Reducer, reduction: Reduction) -> None:
         storage = reduction.dtype.storage
-        copies = self._copies(buffer.offset, buffer.target.nbytes, storage)
+        copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
         low, high = slice_of(buffer.target.size, self.rank, self.size, storage.itemsize)
         own = copies[self.rank]
         others = [copy for rank, copy in enumerate(copies) if rank != self.rank]
@@ -153,7 +160,8 @@ class ShmPlane:
             for other in others:
                 other[begin:end] = total
 
-    def _copies(self, offset: int, nbytes: int, storage: np.dtype[np.generic]) -> list[Array]:
+    def copies(self, offset: int, nbytes: int, storage: np.dtype[np.generic]) -> list[Array]:
+        """A part of registered memory, every rank's copy of it."""
         for start, mapped in self._regions.items():
             if start <= offset and offset + nbytes <= start + mapped.arrays[0].size:
                 begin = offset - start
@@ -166,15 +174,15 @@ class ShmPlane:
         storage = reduction.dtype.storage
 
         def fill(_: int, slot: NDArray[np.uint8]) -> None:
-            source.read(0, source.size, self._typed(slot, storage, source.size))
+            source.read(0, source.size, typed(slot, storage, source.size))
 
         def collect(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             total = np.empty(source.size, storage)
-            reducer.reduce([self._typed(slot, storage, source.size) for slot in slots], total)
+            reducer.reduce([typed(slot, storage, source.size) for slot in slots], total)
             self._ended("SHM_ALLREDUCE")
             target.write(0, total)
 
-        self._rounds(1, fill, collect, deadline)
+        self.rounds(1, fill, collect, deadline)
 
     def _reduce_staged(
         self, source: Strung, target: Strung, reducer: Reducer, reduction: Reduction, deadline: float
@@ -187,7 +195,7 @@ class ShmPlane:
         def fill(index: int) -> None:
             begin, end = bounds[index]
             slots = self._slots[self._filled.count % _NUM_SLOTS]
-            views = [self._typed(slot, storage, end - begin) for slot in slots]
+            views = [typed(slot, storage, end - begin) for slot in slots]
             low, high = slice_of(end - begin, self.rank, self.size, storage.itemsize)
             source.read(begin, begin + low, views[self.rank][:low])
             source.read(begin + high, end, views[self.rank][high:])
@@ -268,7 +276,7 @@ class ShmPlane:
             reducer.reduce([slot.view(storage)[begin : begin + out.size] for slot in slots], out)
             self._ended("SHM_REDUCESCATTER")
 
-        self._rounds(-(-max(counts, default=0) // part), fill, collect, deadline)
+        self.rounds(-(-max(counts, default=0) // part), fill, collect, deadline)
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
         """See `DataPlane.allgather`."""
@@ -277,14 +285,14 @@ class ShmPlane:
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
             piece = source[index * chunk : (index + 1) * chunk]
-            self._typed(slot, target.dtype, piece.size)[:] = piece
+            typed(slot, target.dtype, piece.size)[:] = piece
 
         def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             for rank, slot in enumerate(slots):
                 out = target[starts[rank] :][: counts[rank]][index * chunk : (index + 1) * chunk]
-                out[:] = self._typed(slot, target.dtype, out.size)
+                out[:] = typed(slot, target.dtype, out.size)
 
-        self._rounds(-(-max(counts, default=0) // chunk), fill, collect, deadline)
+        self.rounds(-(-max(counts, default=0) // chunk), fill, collect, deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         """See `DataPlane.broadcast`."""
@@ -293,16 +301,16 @@ class ShmPlane:
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
             if source is not None:
                 piece = source[index * chunk : (index + 1) * chunk]
-                self._typed(slot, target.dtype, piece.size)[:] = piece
+                typed(slot, target.dtype, piece.size)[:] = piece
 
         def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
             out = target[index * chunk : (index + 1) * chunk]
             if source is None:
-                out[:] = self._typed(slots[root], target.dtype, out.size)
+                out[:] = typed(slots[root], target.dtype, out.size)
             elif target is not source:
                 out[:] = source[index * chunk : (index + 1) * chunk]
 
-        self._rounds(-(-target.size // chunk), fill, collect, deadline)
+        self.rounds(-(-target.size // chunk), fill, collect, deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
         """See `DataPlane.alltoall`."""
@@ -323,11 +331,11 @@ class ShmPlane:
                 out = target[starts[rank] :][: received[rank]][index * part : (index + 1) * part]
                 out[:] = slot.view(target.dtype)[begin : begin + out.size]
 
-        self._rounds(-(-max(map(max, counts), default=0) // part), fill, collect, deadline)
+        self.rounds(-(-max(map(max, counts), default=0) // part), fill, collect, deadline)
 
     def barrier(self, deadline: float) -> None:
         """See `DataPlane.barrier`."""
-        self._rounds(1, lambda *_: None, lambda *_: None, deadline)
+        self.rounds(1, lambda *_: None, lambda *_: None, deadline)
 
     def _exchange(
         self, data: NDArray[np.uint8], collect: Callable[[int, Sequence[NDArray[np.uint8]]], None], deadline: float
@@ -337,21 +345,30 @@ class ShmPlane:
         def fill(_: int, slot: NDArray[np.uint8]) -> None:
             slot[: data.size] = data
 
-        self._rounds(1, fill, collect, deadline)
+        self.rounds(1, fill, collect, deadline)
 
-    def _rounds(
+    def rounds(
         self,
         count: int,
         fill: Callable[[int, NDArray[np.uint8]], None],
         collect: Callable[[int, Sequence[NDArray[np.uint8]]], None],
         deadline: float,
+        *,
+        waits_last: bool = True,
     ) -> None:
-        """``count`` times: ``fill(i, own slot)``, wait for all, ``collect(i, everybody's slots)``."""
+        """``count`` times: ``fill(i, own slot)``, wait for all, ``collect(i, everybody's slots)``.
+
+        A rank to which the others' slots are nothing need not wait in the last round (``waits_last``), if the next
+        operation is rounds in which it does: it is one slot ahead then, as by (a).
+        """
         for index in range(count):
             slots = self._slots[self._filled.count % _NUM_SLOTS]
             fill(index, slots[self.rank])
             self._ended("MEMCPY_IN_FUSION_BUFFER")
-            self._filled.wait(self._filled.post(), deadline)
+            step = self._filled.post()
+            if index == count - 1 and not waits_last:
+                return
+            self._filled.wait(step, deadline)
             self._ended("WAIT_FOR_OTHER_RANKS")
             collect(index, slots)
             self._ended("MEMCPY_OUT_FUSION_BUFFER")
@@ -368,10 +385,6 @@ class ShmPlane:
         if self.phase_ended is not None:
             self.phase_ended(phase)
 
-    @staticmethod
-    def _typed(slot: NDArray[np.uint8], storage: np.dtype[np.generic], count: int) -> Array:
-        return slot[: count * storage.itemsize].view(storage)
-
     # -- registered memory --------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> Region:
@@ -382,7 +395,9 @@ class ShmPlane:
         if fitting:
             offset = min(fitting)[1]
             mapped = self._free.pop(offset)
+            self._grown_from = -1
         else:
+            self._grown_from = self._neighbours.reserved_bytes
             mapped = self._grow(nbytes, deadline)
             offset = self._next_offset
             self._next_offset += mapped.arrays[0].size
@@ -424,6 +439,14 @@ class ShmPlane:
     def free(self, offset: int) -> None:
         """See `DataPlane.free`."""
         self._free[offset] = self._regions.pop(offset)
+
+    def undo(self, region: Region) -> None:
+        """Take back the last allocation, which nobody has used. Every rank calls it: nothing else came in between."""
+        if self._grown_from < 0:
+            self.free(region.offset)
+            return
+        self._next_offset -= self._regions.pop(region.offset).arrays[0].size
+        self._neighbours.shrink(self._grown_from)
 
     # -- some of the ranks --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 
 from reigen.planes.base import Array
 from reigen.wire.crossmemory import Range
@@ -39,10 +41,19 @@ class Strung:
             i += 1
         return found
 
+    def cut(self, begin: int, end: int) -> Strung:
+        """Elements ``begin`` to ``end``."""
+        return Strung([piece for _, piece in self.pieces(begin, end)])
+
     def read(self, begin: int, end: int, into: Array) -> None:
         """Copy elements ``begin`` to ``end`` into an array of that length."""
         for place, piece in self.pieces(begin, end):
             into[place - begin : place - begin + piece.size] = piece
+
+    def joined(self) -> Array:
+        """All elements in one array: in place if they lie in one. There is at least one array."""
+        filled = [array for array in self._arrays if array.size] or self._arrays[:1]
+        return filled[0] if len(filled) == 1 else np.concatenate(filled)
 
     def write(self, begin: int, data: Array) -> None:
         """Copy an array to the elements from ``begin`` on."""
@@ -65,3 +76,10 @@ class Strung:
             begin = stop
             i += 1
         return found
+
+
+def together(strung: Sequence[Strung], begin: int, end: int) -> Iterator[tuple[int, list[Array]]]:
+    """``(where in [0, end-begin), the same elements of each)`` for elements ``begin`` to ``end``, piece by piece."""
+    cuts = {place for one in strung for place, _ in one.pieces(begin, end)}
+    for low, high in itertools.pairwise(sorted({begin, end, *cuts})):
+        yield low, [one.pieces(low, high)[0][1] for one in strung]

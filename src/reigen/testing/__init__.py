@@ -2,14 +2,17 @@
 
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import LeakCheck, LeakError, Resources
+from reigen.testing.network import Hub, MemoryNetwork
 from reigen.testing.planes import MakePlane, check_plane
 from reigen.testing.pool import PoolCache, RankPool, run_ranks
 from reigen.testing.threads import run_threads
 
 __all__ = [
+    "Hub",
     "LeakCheck",
     "LeakError",
     "MakePlane",
+    "MemoryNetwork",
     "PoolCache",
     "RankError",
     "RankFailure",

@@ -1,0 +1,295 @@
+"""The operations of a plane of several machines that go through lanes: `reigen.planes.hierarchical` tells how."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from reigen.kernels.reduce import Reducer
+from reigen.planes.base import Array, Buffer, DataPlane
+from reigen.planes.lanes import SMALL_BYTES, Lanes, Stages
+from reigen.planes.local import NOTHING, Combine, Local, Wanted
+from reigen.planes.strung import Strung, slice_of, together
+
+#: Scratch of a rank for what cannot be done in the caller's arrays.
+CHUNK_BYTES = 1 << 25
+#: How much longer than the deadline each of the steps b and c waits.
+GRACE_SECONDS = 1.0
+
+
+class Crossing:
+    """One rank's part in them.
+
+    Args:
+        lanes: who is where.
+        rank: this rank, numbered as there.
+        local: the ranks of this machine.
+    """
+
+    def __init__(self, lanes: Lanes, rank: int, local: Local) -> None:
+        self._lanes, self._rank, self._local = lanes, rank, local
+        self._machine = lanes.machine_of(rank)
+        #: the ranks of this machine
+        self._own = lanes.machines[self._machine]
+        #: this rank's lane, if it has one
+        self.index = lanes.lane_of(rank)
+        #: by lane, whose it is on this machine, numbered as in the local plane
+        self._carriers = [self._own.index(lane[self._machine]) for lane in lanes.lanes]
+        #: the plane of the lane, once it has been joined
+        self.lane: DataPlane | None = None
+
+    def learn(self, deadline: float) -> tuple[bool, bool]:
+        """Whether the lanes add in order, and whether they are abortable: who has a lane tells who has none."""
+        told = np.zeros(2, bool)
+        if self.lane is not None:
+            told[:] = self.lane.capabilities.ordered_sums, self.lane.capabilities.abortable
+        shown = Strung([told]) if self.index == 0 else NOTHING
+        nobody = len(self._carriers) - 1
+        self._spread([2] + [0] * nobody, shown, [Wanted(0, Strung([told]))] + [None] * nobody, told.dtype, deadline)
+        return bool(told[0]), bool(told[1])
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def allreduce_registered(self, copies: Sequence[Strung], stages: Stages, deadline: float) -> None:
+        """Reduce where it lies. ``copies``: of each rank of this machine."""
+        storage, combine = stages.whole.dtype.storage, _combine(stages)
+        low, high = self._slice(copies[0].size, storage.itemsize)
+        step = CHUNK_BYTES // storage.itemsize if stages.wide else high - low
+        for begin in range(low, high, max(1, step)):
+            here = [copy.cut(begin, min(high, begin + step)) for copy in copies]
+            own = here[self._local.rank]
+            partial = _scratch(own.size, stages) if stages.wide else own
+            self._local.reduce_copies(here, partial, combine, storage)
+            self._local.ended("SHM_REDUCE")
+            result = self._between(partial, stages, deadline + GRACE_SECONDS)
+            for copy in here:
+                if copy is not result:
+                    _copy(result, copy)
+            self._local.ended("MEMCPY_OUT_FUSION_BUFFER")
+        self._local.plane.barrier(deadline + 2 * GRACE_SECONDS)
+
+    def allreduce(self, source: Strung, target: Strung, stages: Stages, deadline: float) -> None:
+        """See `DataPlane.allreduce`. A lane's local sums come to be where its results will be: in its rank's target."""
+        storage, combine = stages.whole.dtype.storage, _combine(stages)
+        slices = self._lanes.slices(source.size, storage.itemsize)
+        longest = max(high - low for low, high in slices)
+        step = CHUNK_BYTES // storage.itemsize if stages.wide else longest
+        for begin in range(0, longest, max(1, step)):
+            spans = [(min(high, low + begin), min(high, low + begin + step)) for low, high in slices]
+            results = [target.cut(*span) for span in spans]
+            shown = NOTHING
+            own = NOTHING if self.index is None else results[self.index]
+            partial = _scratch(own.size, stages) if stages.wide else own
+            self._gather([source.cut(*span) for span in spans], partial, combine, storage, deadline)
+            if own.size:
+                shown = self._between(partial, stages, deadline + GRACE_SECONDS)
+                if shown is not own:
+                    _copy(shown, own)
+            wanted = [None if result is own else Wanted(0, result) for result in results]
+            sizes = [high - low for low, high in spans]
+            self._spread(sizes, shown, wanted, storage, deadline + 2 * GRACE_SECONDS)
+
+    def _between(self, partial: Strung, stages: Stages, deadline: float) -> Strung:
+        """This machine's partial results, or a part of them, become the results, in place or elsewhere."""
+        lane = self._carrying()
+        if not stages.wide:
+            pieces = [piece for _, piece in partial.pieces(0, partial.size)]
+            lane.allreduce([Buffer(piece, piece) for piece in pieces], stages.network, deadline)
+            return partial
+        [(_, total)] = partial.pieces(0, partial.size)
+        whole, result = Reducer(stages.whole), np.empty(total.size, stages.whole.dtype.storage)
+        if total.nbytes <= SMALL_BYTES:
+            lane.allreduce([Buffer(total, total)], stages.network, deadline)
+            whole.finish(total, result)
+            return Strung([result])
+        bounds = [slice_of(total.size, rank, lane.size, total.itemsize) for rank in range(lane.size)]
+        counts = [high - low for low, high in bounds]
+        mine = np.empty(counts[lane.rank], total.dtype)
+        lane.reducescatter(total, counts, mine, stages.network, deadline)
+        rounded = np.empty(mine.size, result.dtype)
+        whole.finish(mine, rounded)
+        lane.allgather(rounded, counts, result, deadline)
+        return Strung([result])
+
+    def reducescatter(
+        self, source: Array, counts: Sequence[int], target: Array, stages: Stages, deadline: float
+    ) -> None:
+        """See `DataPlane.reducescatter`. Every lane carries a part of what each machine gets."""
+        combine, storage = _combine(stages), stages.whole.dtype.storage
+        blocks = self._blocks(source, counts)
+        before = sum(counts[rank] for rank in self._own if rank < self._rank)  # in this machine's block
+        step = max(1, CHUNK_BYTES // storage.itemsize // len(blocks))
+        for begin in range(0, max(block.size for block in blocks), step):
+            chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]
+            slices = [self._lanes.slices(chunk.size, storage.itemsize) for chunk in chunks]
+            sizes = [high - low for low, high in slices[self._machine]]
+            shown = self._scatter(chunks, slices, combine, stages, deadline)
+            wanted: list[Wanted | None] = []
+            for low, high in slices[self._machine]:
+                first, last = max(begin + low, before), min(begin + high, before + target.size)
+                into = target[first - before : last - before] if first < last else target[:0]
+                wanted.append(Wanted(first - begin - low, Strung([into])))
+            self._spread(sizes, shown, wanted, storage, deadline + 2 * GRACE_SECONDS)
+
+    def _scatter(
+        self,
+        chunks: Sequence[Strung],
+        slices: Sequence[Sequence[tuple[int, int]]],
+        combine: Combine,
+        stages: Stages,
+        deadline: float,
+    ) -> Strung:
+        """Steps a and b for what each machine gets; this lane's slice of what this machine gets, if it has one."""
+        storage = stages.whole.dtype.storage
+        parts = [
+            _joined([chunk.cut(*bounds[lane]) for chunk, bounds in zip(chunks, slices, strict=True)])
+            for lane in range(len(self._carriers))
+        ]
+        own = NOTHING if self.index is None else parts[self.index]
+        partial = _scratch(own.size, stages)
+        self._gather(parts, partial, combine, storage, deadline, followed=chunks[self._machine].size > 0)
+        if self.index is None or not own.size:
+            return NOTHING
+        counts = [bounds[self.index][1] - bounds[self.index][0] for bounds in slices]
+        [(_, total)] = partial.pieces(0, partial.size)
+        mine = np.empty(counts[self._machine], total.dtype)
+        self._carrying().reducescatter(total, counts, mine, stages.network, deadline + GRACE_SECONDS)
+        if not stages.wide:
+            return Strung([mine])
+        rounded = np.empty(mine.size, storage)
+        Reducer(stages.whole).finish(mine, rounded)
+        return Strung([rounded])
+
+    # -- other collectives --------------------------------------------------------------------------------------------
+
+    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
+        """See `DataPlane.allgather`. Every lane carries a part of what each machine has."""
+        blocks = self._blocks(target, counts)
+        here = [counts[rank] for rank in self._own]
+        ends = itertools.accumulate(here)
+        own = blocks[self._machine]
+        wanted = [Wanted(0, own.cut(end - count, end)) for count, end in zip(here, ends, strict=True)]
+        step = max(1, CHUNK_BYTES // target.itemsize // len(blocks))
+        self._local.share(Strung([source]), here, wanted, target.dtype, deadline)
+        for begin in range(0, max(block.size for block in blocks), step):
+            chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]
+            self._exchange_chunks(chunks, target.dtype, deadline)
+
+    def _exchange_chunks(self, chunks: Sequence[Strung], storage: np.dtype[np.generic], deadline: float) -> None:
+        """Each machine has its chunk; all get all of them."""
+        slices = [self._lanes.slices(chunk.size, storage.itemsize) for chunk in chunks]
+        shown = NOTHING
+        if self.index is not None:
+            bounds = [of_machine[self.index] for of_machine in slices]
+            counts = [high - low for low, high in bounds]
+            if any(counts):
+                sent, received = np.empty(counts[self._machine], storage), np.empty(sum(counts), storage)
+                chunks[self._machine].read(*bounds[self._machine], sent)
+                self._carrying().allgather(sent, counts, received, deadline + GRACE_SECONDS)
+                first = sum(counts[: self._machine])
+                shown = Strung([received[:first], received[first + sent.size :]])
+        others = [index for index in range(len(chunks)) if index != self._machine]
+        pieces = [_joined([chunks[i].cut(*slices[i][lane]) for i in others]) for lane in range(len(self._carriers))]
+        sizes = [piece.size for piece in pieces]
+        wanted = [Wanted(0, piece) for piece in pieces]
+        self._spread(sizes, shown, wanted, storage, deadline + 2 * GRACE_SECONDS)
+
+    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+        """See `DataPlane.broadcast`. Every lane carries a part, from the root's machine to all others."""
+        start = self._lanes.machine_of(root)
+        slices = self._lanes.slices(target.size, target.itemsize)
+        pieces = [target[low:high] for low, high in slices]
+        if source is not None and source is not target:
+            target[:] = source
+        if start == self._machine:
+            sizes = [target.size if rank == root else 0 for rank in self._own]
+            wanted = [
+                Wanted(0, Strung([target])) if n and rank != self._rank else None
+                for rank, n in zip(self._own, sizes, strict=True)
+            ]
+            shown = NOTHING if source is None else Strung([target])
+            self._local.share(shown, sizes, wanted, target.dtype, deadline)
+        mine = None if self.index is None else pieces[self.index]
+        if mine is not None and mine.size:
+            sent = mine if start == self._machine else None
+            self._carrying().broadcast(sent, mine, start, deadline + GRACE_SECONDS)
+        if start != self._machine:
+            shown = NOTHING if mine is None else Strung([mine])
+            others = [None if piece is mine else Wanted(0, Strung([piece])) for piece in pieces]
+            sizes = [piece.size for piece in pieces]
+            self._spread(sizes, shown, others, target.dtype, deadline + 2 * GRACE_SECONDS)
+
+    def barrier(self, deadline: float) -> None:
+        """See `DataPlane.barrier`."""
+        self._local.arrive(deadline, waits=self.index == 0)
+        if self.index == 0:
+            self._carrying().barrier(deadline + GRACE_SECONDS)
+        self._local.plane.barrier(deadline + 2 * GRACE_SECONDS)
+
+    # -- lanes --------------------------------------------------------------------------------------------------------
+
+    def _carrying(self) -> DataPlane:
+        assert self.lane is not None, "only who has a lane has a slice"
+        return self.lane
+
+    def _slice(self, count: int, itemsize: int) -> tuple[int, int]:
+        """What this rank carries of ``count`` elements."""
+        return (0, 0) if self.index is None else self._lanes.slices(count, itemsize)[self.index]
+
+    def _blocks(self, array: Array, counts: Sequence[int]) -> list[Strung]:
+        """The parts of an array, one for each rank, by machine."""
+        ends = list(itertools.accumulate(counts))
+        parts = [array[end - count : end] for count, end in zip(counts, ends, strict=True)]
+        return [Strung([parts[rank] for rank in machine]) for machine in self._lanes.machines]
+
+    def _gather(
+        self,
+        parts: Sequence[Strung],
+        out: Strung,
+        combine: Combine,
+        storage: np.dtype[np.generic],
+        deadline: float,
+        *,
+        followed: bool = True,
+    ) -> None:
+        """Step a of a reduction: ``parts`` by lane; see `Local.reduce`."""
+        by_rank = [NOTHING] * self._local.size
+        for carrier, part in zip(self._carriers, parts, strict=True):
+            by_rank[carrier] = part
+        self._local.reduce(by_rank, out, combine, storage, deadline, followed=followed)
+
+    def _spread(
+        self,
+        sizes: Sequence[int],
+        shown: Strung,
+        wanted: Sequence[Wanted | None],
+        storage: np.dtype[np.generic],
+        deadline: float,
+    ) -> None:
+        """Step c: ``sizes`` and ``wanted`` by lane."""
+        sizes_by_rank = [0] * self._local.size
+        wanted_by_rank: list[Wanted | None] = [None] * self._local.size
+        for carrier, size, part in zip(self._carriers, sizes, wanted, strict=True):
+            sizes_by_rank[carrier], wanted_by_rank[carrier] = size, part
+        self._local.share(shown, sizes_by_rank, wanted_by_rank, storage, deadline)
+
+
+def _combine(stages: Stages) -> Combine:
+    reducer = Reducer(stages.local)
+    return reducer.combine if stages.wide else reducer.reduce
+
+
+def _scratch(count: int, stages: Stages) -> Strung:
+    """Room for partial results."""
+    return Strung([np.empty(count, np.dtype(np.float32) if stages.wide else stages.whole.dtype.storage)])
+
+
+def _copy(source: Strung, target: Strung) -> None:
+    for _, (piece, place) in together([source, target], 0, target.size):
+        place[:] = piece
+
+
+def _joined(parts: Sequence[Strung]) -> Strung:
+    return Strung([piece for part in parts for _, piece in part.pieces(0, part.size)])

@@ -1,0 +1,196 @@
+"""A network in memory, for ranks that are threads of one process; it counts the bytes that they send each other.
+
+What a real network does with sockets is done with queues here, in the plainest way: everybody sends straight to
+everybody, and each slice of a reduction is added up by one rank, in rank order. So each rank sends 2 (n-1)/n S bytes
+for an allreduce of S bytes, and of the other operations as little as can be; only the root of a broadcast sends n-1
+times S.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from reigen.errors import CollectiveError, DeadlineError
+from reigen.kernels.reduce import Reducer, Reduction
+from reigen.planes.base import Array, Buffer, Capabilities, DataPlane, Lacking, Meanwhile, PhaseEnded, Region
+from reigen.planes.null import NullPlane
+from reigen.planes.strung import Strung, slice_of
+
+_SLICE_SECONDS = 0.05
+
+#: Why waiting for some ranks of the job is in vain, if it is.
+Failure = Callable[[Sequence[int]], CollectiveError | None]
+
+
+class Hub:
+    """What the ranks' networks have in common."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        #: (plane, sender, receiver), by ranks of the job -> what is under way
+        self.queues: dict[tuple[object, int, int], deque[bytes]] = defaultdict(deque)
+        #: plane -> the first error that a rank told the others
+        self.aborted: dict[object, CollectiveError] = {}
+        #: how many bytes each rank of the job has sent
+        self.num_sent_bytes: dict[int, int] = defaultdict(int)
+        self._num_planes: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
+
+    def enter(self, ranks: tuple[int, ...], rank: int) -> object:
+        """What a rank's next plane among these ranks is called: the same for all of them."""
+        with self.changed:
+            self._num_planes[ranks][rank] += 1
+            return ranks, self._num_planes[ranks][rank]
+
+
+class MemoryNetwork:
+    """`reigen.planes.base.Network`, one rank's end.
+
+    Args:
+        hub: the others' ends have the same.
+        rank: of the job.
+        failure: asked while a rank waits.
+    """
+
+    name = "memory"
+
+    def __init__(self, hub: Hub, rank: int, failure: Failure = lambda _: None) -> None:
+        self._hub, self._rank, self._failure = hub, rank, failure
+
+    def among(self, ranks: Sequence[int], deadline: float) -> DataPlane:
+        """See `Network.among`."""
+        assert list(ranks) == sorted(ranks), "ranks are given in ascending order"
+        plane = MemoryPlane(self, self._hub, tuple(ranks), self._rank, self._failure)
+        plane.barrier(deadline)
+        return plane
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class MemoryPlane:
+    """`reigen.planes.base.DataPlane` of such a network."""
+
+    name = "memory"
+    capabilities = Capabilities(registered_memory=False, ordered_sums=True, abortable=True)
+
+    def __init__(self, network: MemoryNetwork, hub: Hub, ranks: tuple[int, ...], rank: int, failure: Failure) -> None:
+        self.rank, self.size = ranks.index(rank), len(ranks)
+        self.phase_ended: PhaseEnded | None = None
+        self.lacking: Lacking | None = None
+        self.meanwhile: Meanwhile | None = None
+        self._network, self._hub, self._ranks, self._failure = network, hub, ranks, failure
+        self._key = hub.enter(ranks, rank)
+        self._memory = NullPlane()
+
+    def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.allreduce`."""
+        source, target = Strung([b.source for b in buffers]), Strung([b.target for b in buffers])
+        total = np.empty(source.size, reduction.dtype.storage)
+        source.read(0, source.size, total)
+        bounds = [slice_of(total.size, rank, self.size, total.itemsize) for rank in range(self.size)]
+        counts = [high - low for low, high in bounds]
+        mine = np.empty(counts[self.rank], total.dtype)
+        self.reducescatter(total, counts, mine, reduction, deadline)
+        self.allgather(mine, counts, total, deadline)
+        target.write(0, total)
+
+    def reducescatter(
+        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
+    ) -> None:
+        """See `DataPlane.reducescatter`."""
+        gathered = np.empty((self.size, target.size), target.dtype)
+        table = [list(counts) for _ in range(self.size)]
+        self.alltoall(source, table, gathered.reshape(-1), deadline)
+        Reducer(reduction).reduce(list(gathered), target)
+
+    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
+        """See `DataPlane.allgather`."""
+        copies = np.concatenate([source] * self.size)
+        self.alltoall(copies, [[count] * self.size for count in counts], target, deadline)
+
+    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+        """See `DataPlane.broadcast`."""
+        copies = np.empty(0, target.dtype) if source is None else np.concatenate([source] * self.size)
+        counts = [[target.size if rank == root else 0] * self.size for rank in range(self.size)]
+        self.alltoall(copies, counts, target, deadline)
+
+    def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
+        """See `DataPlane.alltoall`."""
+        ends = list(itertools.accumulate(counts[self.rank]))
+        own = source[ends[self.rank] - counts[self.rank][self.rank] : ends[self.rank]].copy()
+        for peer, (count, end) in enumerate(zip(counts[self.rank], ends, strict=True)):
+            if peer != self.rank and count:
+                self._send(peer, source[end - count : end].tobytes())
+        place = 0
+        for peer, row in enumerate(counts):
+            count = row[self.rank]
+            if count:
+                target[place : place + count] = (
+                    own if peer == self.rank else np.frombuffer(self._receive([peer], deadline)[0], target.dtype)
+                )
+            place += count
+
+    def barrier(self, deadline: float) -> None:
+        """See `DataPlane.barrier`."""
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        for peer in others:
+            self._send(peer, b"")
+        self._receive(others, deadline)
+
+    def allocate(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate`. Ordinary memory."""
+        return self._memory.allocate(nbytes, deadline)
+
+    def free(self, offset: int) -> None:
+        """See `DataPlane.free`."""
+
+    def split(self, ranks: Sequence[int], deadline: float) -> DataPlane | None:
+        """See `DataPlane.split`."""
+        return self._network.among([self._ranks[rank] for rank in ranks], deadline) if self.rank in ranks else None
+
+    def abort(self, error: CollectiveError) -> None:
+        """See `DataPlane.abort`."""
+        with self._hub.changed:
+            self._hub.aborted.setdefault(self._key, error)
+            self._hub.changed.notify_all()
+
+    def close(self) -> None:
+        """See `DataPlane.close`."""
+
+    def _send(self, peer: int, data: bytes) -> None:
+        own = self._ranks[self.rank]
+        with self._hub.changed:
+            self._hub.num_sent_bytes[own] += len(data)
+            self._hub.queues[self._key, own, self._ranks[peer]].append(data)
+            self._hub.changed.notify_all()
+
+    def _receive(self, peers: Sequence[int], deadline: float) -> list[bytes]:
+        """One message of each peer."""
+        own = self._ranks[self.rank]
+        with self._hub.changed:
+            queues = {peer: self._hub.queues[self._key, self._ranks[peer], own] for peer in peers}
+        while True:
+            with self._hub.changed:
+                missing = [peer for peer, queue in queues.items() if not queue]
+                if not missing:
+                    return [queue.popleft() for queue in queues.values()]
+                if self._key in self._hub.aborted:
+                    raise self._hub.aborted[self._key]
+                self._hub.changed.wait(max(0.0, min(_SLICE_SECONDS, deadline - time.monotonic())))
+            self._look([peer for peer, queue in queues.items() if not queue], deadline)
+
+    def _look(self, missing: Sequence[int], deadline: float) -> None:
+        ranks = [self._ranks[peer] for peer in missing]
+        if missing and self.lacking is not None:
+            self.lacking(missing)
+        error = self._failure(ranks)
+        if error is not None:
+            raise error
+        if missing and time.monotonic() >= deadline and self._key not in self._hub.aborted:
+            raise DeadlineError(f"rank(s) {ranks} did not take their part in time", ranks=ranks)

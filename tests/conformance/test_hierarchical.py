@@ -1,0 +1,41 @@
+"""The plane of several machines passes the conformance suite, however the ranks are spread over machines."""
+
+from __future__ import annotations
+
+import pytest
+from tests.machines import Groups, Machines
+
+from reigen.testing import check_plane
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0], [1]],
+        [[0, 1], [2]],
+        [[0, 1], [2, 3]],
+        [[0, 2], [1]],
+        pytest.param([[0, 3], [1, 2]], marks=pytest.mark.slow),
+        pytest.param([[0, 2], [1, 3], [4]], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_between_threads(groups: Groups) -> None:
+    machines = Machines(groups)
+    check_plane(machines.plane, machines.size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0, 1, 2], [3], [4, 5]],
+        [[0, 1, 2, 3], [4, 5, 6, 7]],
+        [[5, 6, 7], [0, 2, 4], [1, 3]],
+        [[0, 1, 2, 3, 4], [5], [6, 7, 8, 9], [10, 11, 12]],
+    ],
+    ids=str,
+)
+def test_between_many_threads(groups: Groups) -> None:
+    machines = Machines(groups)
+    check_plane(machines.plane, machines.size, trimmed=True)

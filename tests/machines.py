@@ -1,0 +1,88 @@
+"""Machines for tests: ranks in groups that share memory, and know each other through a network in memory only."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from reigen.cluster.neighbours import Neighbours, meet
+from reigen.cluster.rendezvous import Rendezvous
+from reigen.errors import CollectiveError
+from reigen.planes.base import DataPlane
+from reigen.planes.hierarchical import compose
+from reigen.planes.null import NullPlane
+from reigen.planes.shm import ShmPlane, shm_plane_bytes
+from reigen.testing import Hub, MemoryNetwork, run_threads
+
+Groups = Sequence[Sequence[int]]
+LocalPlane = ShmPlane | NullPlane
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+@contextmanager
+def local_plane(
+    group: Sequence[int], rank: int, rendezvous: Rendezvous
+) -> Iterator[tuple[LocalPlane, Neighbours | None]]:
+    """The ranks of a group, by their numbers in the job."""
+    if len(group) == 1:
+        yield NullPlane(), None
+        return
+    neighbours, [part] = meet(rendezvous, rank, group, 0, 60.0, [shm_plane_bytes()])
+    try:
+        yield ShmPlane(neighbours, part, looks=0), neighbours
+    finally:
+        neighbours.close()
+
+
+class Machines:
+    """Planes of ranks that are threads.
+
+    Args:
+        groups: their numbers, from 0, by machine.
+        first: the job's number of rank 0; the others follow.
+    """
+
+    def __init__(self, groups: Groups, first: int = 0) -> None:
+        self.groups, self.size = groups, sum(map(len, groups))
+        self.hub = Hub()
+        self._first = first
+        self._hubs: WeakKeyDictionary[Rendezvous, Hub] = WeakKeyDictionary()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def plane(self, rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
+        """A `MakePlane`."""
+        with self._local(rank, rendezvous) as (local, network), contextlib.ExitStack() as stack:
+            numbers = range(self._first, self._first + size)
+            plane = compose(self.groups, rank, local, network, numbers, soon(60.0))
+            stack.callback(plane.close)
+            yield plane
+
+    def run(self, body: Callable[[DataPlane], Any]) -> list[Any]:
+        """What ``body(plane)`` returns on every rank."""
+
+        def one(rank: int, rendezvous: Rendezvous) -> Any:
+            with self.plane(rank, self.size, rendezvous) as plane:
+                return body(plane)
+
+        return run_threads(one, self.size)
+
+    @contextmanager
+    def _local(self, rank: int, rendezvous: Rendezvous) -> Iterator[tuple[LocalPlane, MemoryNetwork]]:
+        with self._lock:
+            self.hub = self._hubs.setdefault(rendezvous, Hub())
+        group = [self._first + member for member in next(group for group in self.groups if rank in group)]
+        with local_plane(group, self._first + rank, rendezvous) as (local, neighbours):
+
+            def failure(_: Sequence[int]) -> CollectiveError | None:
+                return None if neighbours is None else neighbours.failure(range(neighbours.size))
+
+            yield local, MemoryNetwork(self.hub, self._first + rank, failure)
