@@ -24,11 +24,11 @@ $(VENV)/.stamp-demo: $(STAMP_PARTS) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.stamp-dev: $(STAMP_PARTS) | $(BIN)/python
-	$(PIP_INSTALL) -e '.[torch,dev]'
+	$(PIP_INSTALL) -e '.[torch,mpi,dev]'
 	@touch $@ $(VENV)/.stamp-demo
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-dev
-	$(PIP_INSTALL) -e '.[torch,dev,bench]'
+	$(PIP_INSTALL) -e '.[torch,mpi,dev,bench]'
 	@touch $@
 
 demo: $(VENV)/.stamp-demo

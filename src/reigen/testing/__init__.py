@@ -3,7 +3,7 @@
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import LeakCheck, LeakError, Resources
 from reigen.testing.network import Hub, MemoryNetwork
-from reigen.testing.planes import MakePlane, check_plane
+from reigen.testing.planes import MakePlane, check_plane, check_rank
 from reigen.testing.pool import PoolCache, RankPool, run_ranks
 from reigen.testing.threads import run_threads
 
@@ -19,6 +19,7 @@ __all__ = [
     "RankPool",
     "Resources",
     "check_plane",
+    "check_rank",
     "run_ranks",
     "run_threads",
 ]

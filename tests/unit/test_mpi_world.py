@@ -1,0 +1,125 @@
+"""Whether a process may use MPI, and how it ends afterwards. Decisions only: no MPI is loaded here."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+
+import pytest
+
+from reigen.cluster.mpi_world import Farewell, _problem, survival, usable, world
+from reigen.errors import ConfigError
+from reigen.kernels.reduce import Reduction
+from reigen.planes.mpi_choice import ORDERED_RANKS, reduced_by_mpi, sums_in_rank_order
+from reigen.types import ReduceOp, dtype_named
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}
+GOOD = {
+    "is_finalized": False,
+    "serialized": True,
+    "size": 4,
+    "told": "4",
+    "variable": "PMI_SIZE",
+    "library": "MPICH Version: 4.0.2",
+}
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, HYDRA])
+def test_launchers_of_mpi_are_recognised(environ: dict[str, str]) -> None:
+    pytest.importorskip("mpi4py")
+    can, reason = usable(environ)
+    assert can
+    assert all(f"{name}={value}" in reason for name, value in environ.items())
+
+
+@pytest.mark.parametrize("environ", [{}, {"OMPI_COMM_WORLD_RANK": "1"}, {"PMI_RANK": "x", "PMI_SIZE": "4"}])
+def test_without_a_launcher_mpi_is_not_initialised(environ: dict[str, str]) -> None:
+    assert not usable(environ)[0]
+    with pytest.raises(ConfigError, match="no MPI launcher started this process"):
+        world(environ)
+
+
+def test_a_library_that_is_as_the_launcher_says() -> None:
+    assert _problem(**GOOD) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ({"is_finalized": True}, "has been finalized"),
+        ({"serialized": False}, "without MPI_THREAD_SERIALIZED"),
+        ({"size": 1}, "PMI_SIZE=4, but MPICH Version: 4.0.2 in this process sees 1 process"),
+    ],
+)
+def test_a_library_that_is_not(fault: dict[str, object], complaint: str) -> None:
+    assert complaint in (_problem(**{**GOOD, **fault}) or "")  # type: ignore[arg-type]
+
+
+def test_who_survives_a_death() -> None:
+    assert survival({"OMPI_MCA_mpi_ft_enable": "1"}, "Open MPI v5.0.9")[0]
+    assert survival({}, "Open MPI v5.0.9") == (
+        False,
+        "MPI ends the job when a rank dies; Open MPI 5 can go on if started with `mpirun --with-ft ulfm`",
+    )
+    assert not survival({"OMPI_MCA_mpi_ft_enable": "1"}, "MPICH Version: 5.0.2")[0]
+
+
+class Aborts:
+    """Stands for MPI_Abort, which does not return."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+
+    def __call__(self, code: int) -> None:
+        self.codes.append(code)
+
+
+@pytest.fixture
+def aborts() -> Aborts:
+    return Aborts()
+
+
+def test_who_has_not_failed_leaves_as_mpi_processes_do(aborts: Aborts) -> None:
+    farewell = Farewell(aborts)
+    farewell.leave()
+    farewell.settle()
+    assert aborts.codes == []
+
+
+def test_who_has_failed_does_not_wait_for_the_others(aborts: Aborts, caplog: pytest.LogCaptureFixture) -> None:
+    farewell = Farewell(aborts)
+    try:
+        farewell.failed("rank 2 is gone")
+        farewell.failed("and another thing")
+        farewell.settle()
+        with caplog.at_level(logging.ERROR):
+            farewell.leave()
+    finally:
+        atexit.unregister(farewell.leave)
+    assert aborts.codes == [1]
+    assert "rank 2 is gone" in caplog.text
+
+
+def test_sums_in_rank_order_unless_there_are_many_ranks() -> None:
+    assert sums_in_rank_order(ORDERED_RANKS, None)[0]
+    assert not sums_in_rank_order(ORDERED_RANKS + 1, None)[0]
+    assert sums_in_rank_order(1000, False)[0]
+    assert not sums_in_rank_order(2, True)[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op", "expected"),
+    [
+        ("float32", ReduceOp.SUM, True),
+        ("float64", ReduceOp.AVERAGE, True),
+        ("int64", ReduceOp.MIN, True),
+        ("float32", ReduceOp.MAX, False),
+        ("float16", ReduceOp.SUM, False),
+        ("bfloat16", ReduceOp.PRODUCT, False),
+        ("uint8", ReduceOp.SUM, False),
+        ("bool", ReduceOp.SUM, False),
+    ],
+)
+def test_what_mpi_computes_as_we_do(dtype: str, op: ReduceOp, expected: bool) -> None:
+    assert reduced_by_mpi(Reduction(dtype_named(dtype), op, 4))[0] is expected
