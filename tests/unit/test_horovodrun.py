@@ -135,13 +135,12 @@ def test_options_win_over_the_environment_and_that_over_the_file() -> None:
 
 
 def test_what_has_no_effect_is_listed_as_it_was_written() -> None:
-    line = "--gloo --no-autotune --tcp -p 22 --blacklist-cooldown-range 1 2 --disable-cache"
+    line = "--gloo --no-autotune --tcp --blacklist-cooldown-range 1 2 --disable-cache"
     listed = set(translated(line).without_effect)
     assert listed == {
         "--gloo",
         "--no-autotune",
         "--tcp",
-        "--ssh-port",
         "--blacklist-cooldown-range",
         "--disable-cache",
     }

@@ -40,6 +40,18 @@ def test_files():
     assert parse_hostfile(text) == [Host("localhost", 2), Host("b", 3), Host("c", 4), Host("d", 1)]
 
 
+def test_a_plain_list_of_hosts_shares_the_ranks_out():
+    assert parse_hostfile("a\nb\nc\n", 8) == [Host("a", 3), Host("b", 3), Host("c", 2)]
+    assert parse_hostfile("a\nb\n", 1) == [Host("a", 1), Host("b", 1)]
+    assert parse_hostfile("a\nb slots=1\n", 8) == [Host("a", 1), Host("b", 1)]
+
+
+@pytest.mark.parametrize("line", ["a:22", "a:2222"])
+def test_a_port_is_no_number_of_ranks(line):
+    with pytest.raises(ConfigError, match="behind the colon is a number of ranks, no port; say a slots=n"):
+        parse_hostfile(line)
+
+
 @pytest.mark.parametrize(("text", "message"), [("", "names no host"), ("a\nb slots=none", "line 2 .* 'b slots=none'")])
 def test_files_that_make_no_sense(text, message):
     with pytest.raises(ConfigError, match=message):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from reigen.cli.run_options import parser
 from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.horovodrun import Translation, translate
-from reigen.launch.hosts import check_fixed_size, hosts_of
-from reigen.launch.options import Options, complain
+from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host
+from reigen.launch.options import Options, complain, interfaces, silence_seconds
 from reigen.launch.ssh import Ssh
 from reigen.launch.supervise import run_job
+from reigen.launch.travel import exported
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,19 +33,22 @@ def main(arguments: Sequence[str]) -> int:
         made.error("the following arguments are required: -np/--num-proc")
     try:
         translation = translate(vars(chosen), _document(chosen.config_file), os.environ)
-        options = _options(chosen)
+        exports = exported(os.environ, chosen.exports)
+        environ = {**os.environ, **translation.variables, **exports}
+        options = _options(chosen, environ, tuple(exports))
     except ConfigError as error:
         made.error(str(error))
     _tell(translation)
-    environ = {**os.environ, **translation.variables}
     try:
         return run_job(options, as_horovod(environ) if chosen.as_horovod else environ)
+    except ConfigError as error:
+        made.error(str(error))
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
 
 
-def _options(chosen: argparse.Namespace) -> Options:
+def _options(chosen: argparse.Namespace, environ: Mapping[str, str], exports: tuple[str, ...]) -> Options:
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
     return Options(
@@ -55,9 +60,30 @@ def _options(chosen: argparse.Namespace) -> Options:
         timestamps=chosen.timestamps,
         verbose=chosen.verbose,
         output_directory=chosen.output_directory,
-        hosts=tuple(hosts_of(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
-        ssh=Ssh(command=tuple(shlex.split(chosen.ssh_command))),
+        hosts=_hosts(chosen),
+        ssh=_ssh(chosen),
+        silence_seconds=silence_seconds(environ),
+        exports=exports,
+        interfaces=interfaces(environ),
+        sync_directory=chosen.sync_dst_dir,
     )
+
+
+def _hosts(chosen: argparse.Namespace) -> tuple[Host, ...]:
+    hosts = hosts_of(chosen.hosts, chosen.hostfile, chosen.num_ranks)
+    strangers = [host.name for host in hosts if not is_this_host(host.name)] if chosen.launcher == "local" else []
+    if strangers:
+        raise ConfigError(f"--launcher local: {', '.join(strangers)} cannot be reached without ssh")
+    return tuple(hosts)
+
+
+def _ssh(chosen: argparse.Namespace) -> Ssh:
+    try:
+        words = shlex.split(chosen.ssh_command)
+    except ValueError as error:
+        raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
+    made = Ssh(tuple(words), chosen.ssh_port, chosen.ssh_identity_file, chosen.check_host_keys)
+    return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
 
 
 def _document(path: Path | None) -> object:

@@ -15,19 +15,25 @@ The command and its arguments are passed on as they are, without a shell; `--` m
 line by line with the rank in front. When a process fails, the others are stopped, its last words are printed last, and
 its exit code is that of `reigen run` (128 + n for a signal n).
 
-Options win over the environment, and the environment over the configuration file. All other options of horovodrun are
-accepted, too; where they can have no effect in a job on one host, `reigen run` says so.
+Other hosts are reached by ssh, which must work without a password; its configuration and known hosts are respected.
+They need the same Reigen. The ranks there have the environment of this shell, but for what belongs to a host or a
+login, and the same working directory, or a copy of it (--sync-dst-dir). Nothing starts unless all hosts are ready.
 
-example: reigen run -np 4 python train.py --epochs 3
+Options win over the environment, and the environment over the configuration file. All other options of horovodrun are
+accepted, too; where they can have no effect, `reigen run` says so.
+
+examples: reigen run -np 4 python train.py --epochs 3
+          reigen run -np 8 -H h1:4,h2:4 python train.py
 """
 
 #: Other spellings of an option: (spelling, its name, what it stands for or None where it takes a value).
 _ALIASES: tuple[tuple[tuple[str, ...], str, bool | None], ...] = (
     (("--log-without-timestamp", "--log-hide-timestamp"), "log_with_timestamp", False),
     (("--network-interface",), "network_interfaces", None),
-    (("-p",), "ssh_port", None),
-    (("-i",), "ssh_identity_file", None),
 )
+
+#: What `--launcher` takes.
+LAUNCHERS = ("local", "ssh")
 
 Add = Callable[..., argparse.Action]
 
@@ -36,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser. Options that were not given are None, False, or what `--help` says."""
     made = argparse.ArgumentParser(
         prog="reigen run",
-        description="Start a job on this machine: the same command in N processes.",
+        description="Start a job: the same command in N processes, on this machine or on several.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="reigen run -np N [options] command ...",
@@ -45,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     _add_general(made.add_argument)
     _add_output(made.add_argument_group("output").add_argument)
     _add_hosts(made)
+    _add_ssh(made.add_argument_group("other hosts").add_argument)
     for title, options in OPTIONS.items():
         group = made.add_argument_group(title)
         for option in options:
@@ -97,10 +104,32 @@ def _add_hosts(made: argparse.ArgumentParser) -> None:
     add = group.add_mutually_exclusive_group().add_argument
     add("-H", "--hosts", metavar="HOST:N", help="hosts and how many ranks each may have: h1:4,h2:4")
     add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file, a line each: h1 slots=4")
-    group.add_argument("--ssh-command", default="ssh", metavar="CMD", help="ssh and options of it: 'ssh -F FILE'")
+    group.add_argument("--launcher", choices=LAUNCHERS, help="how ranks of other hosts are started (default: ssh)")
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):
         group.add_argument(*flags, dest=name, type=int, help=argparse.SUPPRESS)
+
+
+def _add_ssh(add: Add) -> None:
+    add("-p", "--ssh-port", type=int, metavar="N", help="where sshd listens (default: what ssh's configuration says)")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: the same)")
+    add("--ssh-command", default="ssh", metavar="CMD", help="ssh, with options of its own: 'ssh -F FILE'")
+    add("--ssh-no-host-key-check", dest="check_host_keys", action="store_false", help="accept unknown hosts")
+    add(
+        "--remote-python",
+        metavar="FILE",
+        help="the Python there, with Reigen in it (default: this one's path)",
+    )
+    add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
+    add(
+        "-x",
+        "--env",
+        dest="exports",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="set a variable for all ranks, or let one travel that belongs to the host (HOME, TMPDIR, DISPLAY ...)",
+    )
 
 
 def _add(group: argparse._ArgumentGroup, option: Option, text: str) -> None:

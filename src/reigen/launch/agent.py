@@ -137,7 +137,7 @@ class Agent:
 
     def _start(self, order: orders.Start) -> None:
         services = Services(order.rendezvous, order.secret, order.master_port, order.master_address)
-        environ = arriving(os.environ, order.environ)
+        environ = arriving(os.environ, order.environ, order.package)
         try:
             places, reason = plan(
                 [Topology(*numbers) for numbers in order.topologies],

@@ -133,6 +133,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
             "processor of the engine's thread, or a list by local rank: 0,4",
         ),
     ),
+    "network": (
+        Option(
+            "--network-interfaces",
+            _text,
+            "",
+            "NETWORK_INTERFACES",
+            "interfaces through which hosts may talk to each other, the first that exists: eth0,eth1",
+        ),
+    ),
     "tunables": (
         Option(
             "--fusion-threshold-mb",
@@ -198,9 +207,6 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         Option("--tcp", _switch),
         Option("--binding-args", _text),
         Option("--num-nccl-streams", _count, "library_options.num_nccl_streams"),
-        Option("--ssh-port", _count),
-        Option("--ssh-identity-file", _text),
-        Option("--network-interfaces", _text),
         Option("--disable-cache", _switch),
         Option("--elastic-timeout", _count),
         Option("--reset-limit", _count),

@@ -17,6 +17,7 @@ from reigen.errors import ConfigError
 
 #: Names that mean this host everywhere.
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+_FIRST_UNPRIVILEGED_PORT = 1024
 _ENTRY = re.compile(r"(?P<name>[^\s:,=]+|\[?::1\]?)(?::(?P<slots>[1-9]\d*))?")
 _LINE = re.compile(r"(?P<name>[^\s:,=]+|\[?::1\]?)(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*)|:(?P<colon>[1-9]\d*))?")
 
@@ -48,13 +49,21 @@ def parse_hosts(text: str) -> list[Host]:
     return hosts
 
 
-def parse_hostfile(text: str) -> list[Host]:
+def parse_hostfile(text: str, num_ranks: int = 1) -> list[Host]:
     """The hosts of a host file: a line each, ``name slots=n`` or ``name:n``; ``#`` begins a comment.
 
+    A plain list of names, as MXNet's launcher has it, gives each host the same number of ranks, the first ones one more
+    where that does not come out even. Its ``name:port`` is not understood: what follows the colon are slots, as
+    everywhere else; ssh's port is `--ssh-port`'s to say, or ssh's configuration's.
+
+    Args:
+        text: what the file holds.
+        num_ranks: how many ranks a plain list is for.
+
     Raises:
-        ConfigError: a line has another form, or there is none.
+        ConfigError: a line has another form, or looks like ``name:port``, or there is none.
     """
-    hosts = []
+    hosts, numbers = [], []
     for number, line in enumerate(text.splitlines(), 1):
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -63,8 +72,17 @@ def parse_hostfile(text: str) -> list[Host]:
         if match is None:
             raise ConfigError(f"line {number} of the host file is {line.strip()!r}, not of the form 'name slots=n'")
         hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or match["colon"] or 1)))
+        numbers.append(match["slots"] or match["colon"])
+        if match["colon"] == "22" or int(match["colon"] or 0) >= _FIRST_UNPRIVILEGED_PORT:
+            raise ConfigError(
+                f"line {number} of the host file is {line.strip()!r}: behind the colon is a number of ranks, no port; "
+                f"say {match['name']} slots=n, and the port with --ssh-port"
+            )
     if not hosts:
         raise ConfigError("the host file names no host")
+    if not any(numbers):
+        share, rest = divmod(num_ranks, len(hosts))
+        hosts = [Host(host.name, max(1, share + (index < rest))) for index, host in enumerate(hosts)]
     return hosts
 
 
@@ -79,7 +97,7 @@ def hosts_of(listed: str | None, file: str | os.PathLike[str] | None, num_ranks:
     if file is None:
         return [Host("localhost", num_ranks)]
     try:
-        return parse_hostfile(Path(file).read_text(encoding="utf-8"))
+        return parse_hostfile(Path(file).read_text(encoding="utf-8"), num_ranks)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -10,29 +9,28 @@ from pathlib import Path
 from typing import Protocol
 
 from reigen.errors import LaunchError
-from reigen.launch import orders
-from reigen.launch.hosts import Seats, is_own_address
+from reigen.launch import orders, sync
+from reigen.launch.addresses import choose_address
+from reigen.launch.hosts import Seats
 from reigen.launch.local import Services
 from reigen.launch.options import Options
 from reigen.launch.outpost import Outpost, Step
 from reigen.launch.ssh import Problem, explain
-from reigen.launch.travel import leaving
+from reigen.launch.sync import Waiter
+from reigen.launch.travel import PACKAGE, leaving
 
 #: How long a host may take to log in, to start Python, and to answer.
 _CALL_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
 
 
-class Caller(Protocol):
+class Caller(Waiter, Protocol):
     """Who owns the agents and waits for them."""
 
     outposts: dict[str, Outpost]
 
     def call(self, host: str, command: Sequence[str]) -> Outpost:
         """Have an agent started."""
-
-    def turn(self, limit_seconds: float | None = None) -> None:
-        """Wait for something to happen, not longer than that."""
 
 
 class Muster:
@@ -45,12 +43,14 @@ class Muster:
         caller: has the agents.
 
     Attributes:
+        reason: why this host is reached at the address that ``call`` found.
         master: address and port for rank 0's own server, where rank 0 is on another host.
     """
 
     def __init__(self, options: Options, seats: Sequence[Seats], environ: Mapping[str, str], caller: Caller) -> None:
         self._options, self._environ, self._caller = options, environ, caller
         self._seats = seats
+        self.reason = ""
         self.master: tuple[str, int] | None = None
 
     def call(self) -> str:
@@ -68,8 +68,8 @@ class Muster:
         if not outposts:
             return ""
         clients = [each.hello.client for each in outposts.values() if each.hello is not None]
-        own = next((client for client in clients if client and is_own_address(client)), "")
-        return own or _towards(next(iter(outposts)))
+        address, self.reason = choose_address(self._options.interfaces, next(iter(outposts)), clients)
+        return address
 
     def prepare(self, launcher: str) -> None:
         """Have each host looked at: is everything there that the job needs?
@@ -81,10 +81,11 @@ class Muster:
             LaunchError: hosts cannot take part: a table of them.
         """
         command = self._options.command
+        directory = self._sync() or str(Path.cwd())
         for outpost in self._caller.outposts.values():
             outpost.prepare(
                 orders.Prepare(
-                    directory=str(Path.cwd()),
+                    directory=directory,
                     program=command[0],
                     path=self._environ.get("PATH", ""),
                     files=scripts(command),
@@ -99,7 +100,7 @@ class Muster:
 
     def start(self, services: Services) -> None:
         """Have the ranks started. What comes of it is the caller's to hear."""
-        environ = leaving(self._environ, {})
+        environ = leaving(self._environ, self._options.exports)
         for seats in self._seats:
             outpost = self._caller.outposts.get(seats.host)
             if outpost is not None:
@@ -108,6 +109,7 @@ class Muster:
                         command=self._options.command,
                         topologies=tuple(astuple(topology) for topology in seats.topologies),
                         environ=environ,
+                        package=PACKAGE,
                         rendezvous=services.rendezvous,
                         secret=services.secret,
                         master_address=services.master_address,
@@ -116,6 +118,18 @@ class Muster:
                         start_timeout_seconds=self._options.start_timeout_seconds,
                     )
                 )
+
+    def _sync(self) -> str:
+        """Copy the working directory, if that was asked for; returns where it is there, else an empty text."""
+        if self._options.sync_directory is None:
+            return ""
+        directory = self._options.sync_directory.removeprefix("~/") or "."
+        hosts = list(self._caller.outposts)
+        problems = sync.copy(hosts, directory, self._options.ssh, self._caller)
+        problems += [self._problem(each, 0) for each in self._caller.outposts.values() if each.refused is not None]
+        if problems:
+            raise LaunchError(table(problems, len(hosts)))
+        return directory
 
     def _gather(self, step: Step, seconds: float) -> None:
         """Wait until every agent has come as far as ``step``.
@@ -170,20 +184,3 @@ def table(problems: Sequence[Problem], num_hosts: int) -> str:
         lines.append(f"  {problem.host:{width}}  {problem.what}")
         lines += [f"  {'':{width}}  {problem.advice}"] if problem.advice else []
     return "\n".join(lines)
-
-
-def _towards(host: str) -> str:
-    """The own address on the way to ``host``. Nothing is sent.
-
-    Raises:
-        LaunchError: there is no way.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise LaunchError(
-            f"this host's address towards {host} cannot be found: {error}; --network-interfaces"
-        ) from None

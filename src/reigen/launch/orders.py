@@ -107,6 +107,7 @@ class Start(_Frame, tag=3, frozen=True):
         command: the program and its arguments.
         topologies: of each rank there, as the fields of ``cluster.topology.Topology``.
         environ: what the ranks' environment gets from the launcher's.
+        package: where Reigen is installed on the launcher's host.
         rendezvous: see ``launch.local.Services``, and so the next three.
         secret: the job's.
         master_address: rank 0's host.
@@ -118,6 +119,7 @@ class Start(_Frame, tag=3, frozen=True):
     command: tuple[str, ...]
     topologies: tuple[tuple[int, int, int, int, int, int], ...]
     environ: dict[str, str]
+    package: str
     rendezvous: str
     secret: bytes
     master_address: str

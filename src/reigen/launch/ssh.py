@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from reigen.errors import ConfigError
+
 _CONNECT_SECONDS = 10
 #: How soon ssh itself notices a dead connection, in case that nobody else does: 3 times 5 seconds.
 _ALIVE_SECONDS = 5
@@ -25,6 +27,9 @@ class Ssh:
         identity_file: a private key, None for what ssh's configuration says.
         check_host_keys: refuse hosts whose key is not known.
         python: the interpreter there.
+
+    Raises:
+        ConfigError: one of them makes no sense.
     """
 
     command: tuple[str, ...] = ("ssh",)
@@ -32,6 +37,12 @@ class Ssh:
     identity_file: str | None = None
     check_host_keys: bool = True
     python: str = field(default=sys.executable)
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("the ssh command is empty")
+        if self.port is not None and not 0 < self.port < 1 << 16:
+            raise ConfigError(f"the ssh port must be from 1 to 65535, not {self.port}")
 
     def base(self) -> list[str]:
         """The command line up to the host's name.

@@ -8,13 +8,13 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Self
 
 from reigen.cluster.environ import PREFIXED_VARIABLE
 from reigen.cluster.rendezvous import RendezvousServer
 from reigen.errors import LaunchError
-from reigen.launch.crew import STDERR, STDOUT, STREAMS, Crew, LocalCrew
+from reigen.launch.crew import Crew, LocalCrew
+from reigen.launch.display import Display
 from reigen.launch.guard import STOP_SIGNALS, guarded
 from reigen.launch.hosts import Host, Seats, assign, is_this_host
 from reigen.launch.job import (
@@ -35,14 +35,12 @@ from reigen.launch.job import (
     Terminate,
 )
 from reigen.launch.local import TERMINAL_VARIABLE, Place, Services, cores_here, describe, plan
-from reigen.launch.loop import WRITE, Loop
+from reigen.launch.loop import Loop
 from reigen.launch.muster import Muster
 from reigen.launch.options import Listener, Options, complain
-from reigen.launch.outlet import Outlet, outlets
 from reigen.launch.outpost import Outpost, Step
-from reigen.launch.output import Lines, visible
+from reigen.launch.output import visible
 from reigen.launch.processes import signal_name
-from reigen.launch.record import Record
 from reigen.launch.spawn import hold_port
 from reigen.launch.ssh import explain
 from reigen.wire.auth import SECRET_BYTES
@@ -103,15 +101,6 @@ def _told(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
     return others | {name: "1" for name, holds in facts.items() if holds}
 
 
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """One stream of one rank."""
-
-    lines: Lines
-    outlet: Outlet
-    record: Record | None
-
-
 class Supervisor:
     """A job, from the start of its ranks to the launcher's exit code. A context manager.
 
@@ -138,10 +127,7 @@ class Supervisor:
         self.outposts: dict[str, Outpost] = {}
         self.is_mustering = True
         self._local = LocalCrew(self.loop, self)
-        self._outlets = outlets(prefix=options.prefix, timestamps=options.timestamps)
-        self._streams = {(rank, stream): self._stream(rank, stream) for rank in self._hosts for stream in STREAMS}
-        #: Outlets that wait for their reader: the loop has them.
-        self._waiting: set[Outlet] = set()
+        self._display = Display(options, self.loop, lambda: self._crews, listener.complain)
         #: Crews of which something may be left, while sweeping.
         self._unswept: set[Crew] = set()
         self._grace_ends: float | None = None
@@ -157,14 +143,6 @@ class Supervisor:
         for outpost in self.outposts.values():
             outpost.close()
         self.loop.__exit__(*exception)
-
-    def _stream(self, rank: int, stream: int) -> _Stream:
-        outlet = self._outlets[stream]
-        directory = self._options.output_directory
-        record = None
-        if directory is not None:
-            record = Record(directory, rank, self._options.num_ranks, stream, self._listener.complain)
-        return _Stream(Lines(outlet.screen, (rank, stream)), outlet, record)
 
     @property
     def _crews(self) -> list[Crew]:
@@ -202,8 +180,9 @@ class Supervisor:
         self._local.drain()
         self._dismiss()
         if self._listener.finished is None:
-            self._outlets[STDERR].put(self._report(self._finish))
-        self._write_all(patience=None if self._finish.signum is None else self._options.grace_seconds)
+            self._display.say(self._report(self._finish))
+        patience = None if self._finish.signum is None else self._options.grace_seconds
+        self._display.write_all(patience, lambda: self._is_hurried)
         if self._listener.finished is not None:
             self._listener.finished(self._finish)
         return self._finish.exit_code
@@ -225,7 +204,10 @@ class Supervisor:
 
     def _wait(self, seconds: float | None) -> None:
         self.loop.wait(seconds)
-        self._write()
+        had_reader = not self._display.has_lost_reader
+        self._display.write()
+        if had_reader and self._display.has_lost_reader:
+            self._happened(SignalReceived(signal.SIGPIPE, time.monotonic()))
 
     def _happened(self, event: Event) -> None:
         for instruction in self._job.handle(event):
@@ -268,17 +250,11 @@ class Supervisor:
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
         """See ``Audience``."""
-        to = self._streams[rank, stream]
-        if to.record is not None:
-            to.record.write(data)
-        to.outlet.put(to.lines.feed(data))
+        self._display.printed(rank, stream, data)
 
     def closed(self, rank: int, stream: int) -> None:
         """See ``Audience``."""
-        to = self._streams[rank, stream]
-        to.outlet.put(to.lines.end())
-        if to.record is not None:
-            to.record.close()
+        self._display.closed(rank, stream)
 
     def exited(self, rank: int, exit_code: int) -> None:
         """See ``Audience``."""
@@ -326,42 +302,6 @@ class Supervisor:
         self._is_hurried = self._finish is not None
         self._happened(SignalReceived(signum, time.monotonic()))
 
-    # ---------------------------------------------------------------- output
-
-    def _write(self) -> None:
-        for outlet in set(self._outlets):
-            was_broken, waited = outlet.broken, outlet in self._waiting
-            outlet.flush()
-            if outlet.broken and not was_broken and outlet is self._outlets[STDOUT]:
-                self._happened(SignalReceived(signal.SIGPIPE, time.monotonic()))
-            if bool(outlet.pending) != waited:
-                self._wait_for(outlet) if outlet.pending else self._go_on(outlet)
-            if outlet.is_full:
-                for crew in self._crews:
-                    for stream in self._streams_to(outlet):
-                        crew.pause(stream)
-
-    def _write_all(self, patience: float | None) -> None:
-        """Wait until everything is written; not longer than ``patience`` seconds, and not after another signal."""
-        self._write()
-        end = float("inf") if patience is None else time.monotonic() + patience
-        while self._waiting and not self._is_hurried and (left := end - time.monotonic()) > 0:
-            self._wait(None if patience is None else left)
-
-    def _wait_for(self, outlet: Outlet) -> None:
-        self._waiting.add(outlet)
-        self.loop.watch(outlet.fd, lambda: None, WRITE)
-
-    def _go_on(self, outlet: Outlet) -> None:
-        self._waiting.discard(outlet)
-        self.loop.unwatch(outlet.fd)
-        for crew in self._crews:
-            for stream in self._streams_to(outlet):
-                crew.resume(stream)
-
-    def _streams_to(self, outlet: Outlet) -> list[int]:
-        return [stream for stream in STREAMS if self._outlets[stream] is outlet]
-
     # ---------------------------------------------------------------- the last words
 
     def _report(self, finish: Finish) -> bytes:
@@ -370,7 +310,7 @@ class Supervisor:
             rank = finish.failure.rank
             host = self._hosts[rank] if self.outposts else ""
             lost = self._ranks[self._hosts[rank]] if finish.failure.reason else ()
-            return last_words(finish.failure, list(self._streams[rank, STDERR].lines.tail), host, lost)
+            return last_words(finish.failure, self._display.tail(rank), host, lost)
         if finish.signum in STOP_SIGNALS:
             return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
         return b""

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from reigen.errors import ConfigError
+
+#: Where this Reigen is installed.
+PACKAGE = str(Path(__file__).resolve().parents[1])
 
 #: Variables that stay at home unless `-x` names them.
 _AT_HOME = re.compile(
@@ -20,7 +24,7 @@ _AT_HOME = re.compile(
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def chosen(environ: Mapping[str, str], wishes: Sequence[str]) -> dict[str, str]:
+def exported(environ: Mapping[str, str], wishes: Sequence[str]) -> dict[str, str]:
     """What `-x NAME` and `-x NAME=value` ask for, which every rank gets, on every host.
 
     Raises:
@@ -37,13 +41,31 @@ def chosen(environ: Mapping[str, str], wishes: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def leaving(environ: Mapping[str, str], wishes: Mapping[str, str]) -> dict[str, str]:
-    """What goes to the other hosts of ``environ``; ``wishes`` do in any case."""
-    return {name: text for name, text in environ.items() if not _AT_HOME.fullmatch(name)} | dict(wishes)
+def leaving(environ: Mapping[str, str], exports: Collection[str]) -> dict[str, str]:
+    """What goes to the other hosts of ``environ``; ``exports`` do in any case."""
+    return {name: text for name, text in environ.items() if name in exports or not _AT_HOME.fullmatch(name)}
 
 
-def arriving(there: Mapping[str, str], travelled: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the ranks on a host that has ``there`` itself."""
+def arriving(there: Mapping[str, str], travelled: Mapping[str, str], package: str = "") -> dict[str, str]:
+    """The environment of the ranks on a host.
+
+    Args:
+        there: the host's own.
+        travelled: what came from the launcher's host.
+        package: where Reigen is installed on the launcher's host: what PYTHONPATH says of it is true of the one here.
+    """
     both = {**there, **travelled}
-    paths = [entry for of in (travelled, there) for entry in of.get("PATH", "").split(os.pathsep) if entry]
-    return both | ({"PATH": os.pathsep.join(dict.fromkeys(paths))} if paths else {})
+    if paths := _entries(travelled, "PATH") + _entries(there, "PATH"):
+        both["PATH"] = os.pathsep.join(dict.fromkeys(paths))
+    if package and (modules := _entries(travelled, "PYTHONPATH")):
+        both["PYTHONPATH"] = os.pathsep.join(_moved(entry, package) for entry in modules)
+    return both
+
+
+def _entries(environ: Mapping[str, str], name: str) -> list[str]:
+    return [entry for entry in environ.get(name, "").split(os.pathsep) if entry]
+
+
+def _moved(entry: str, package: str) -> str:
+    """A directory of Reigen's, where it is here."""
+    return PACKAGE + entry.removeprefix(package) if entry == package or entry.startswith(package + os.sep) else entry
