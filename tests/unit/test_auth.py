@@ -27,8 +27,8 @@ def take(end, data):
 
 
 def established(client_secret=SECRET, server_secret=SECRET, bindings=(b"", b""), rank=RANK):
-    client = ClientHandshake(client_secret, rank, bindings[0])
-    server = ServerHandshake(server_secret, LAUNCHER, bindings[1])
+    client, server = ClientHandshake(client_secret, rank), ServerHandshake(server_secret, LAUNCHER)
+    client.binding, server.binding = bindings
     challenge, nothing = take(server, client.opening)
     assert nothing is None
     proof, at_client = take(client, challenge)

@@ -16,6 +16,7 @@ from reigen.errors import AuthenticationError, WireError
 from reigen.wire.auth import Identity, Role, Session
 from reigen.wire.link import MAX_REASON_BYTES, Link, LinkAborted
 from reigen.wire.stream import accept, connect
+from reigen.wire.tls import Tls
 
 SECRET = b"s" * 32
 ZERO, ONE = Identity(Role.RANK, 0, "ring 0"), Identity(Role.RANK, 1, "ring 0")
@@ -25,23 +26,23 @@ def soon(seconds=10.0):
     return time.monotonic() + seconds
 
 
-def connected():
+def connected(tls=None):
     """Two authenticated streams to each other."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         accepted = []
         thread = threading.Thread(
-            target=lambda: accepted.append(accept(listener.accept()[0], SECRET, ZERO, 1 << 16, soon()))
+            target=lambda: accepted.append(accept(listener.accept()[0], SECRET, ZERO, 1 << 16, soon(), tls))
         )
         thread.start()
         stack.callback(thread.join)
-        client = connect(listener.getsockname(), SECRET, ONE, 1 << 16, soon())
+        client = connect(listener.getsockname(), SECRET, ONE, 1 << 16, soon(), tls)
     return client, accepted[0]
 
 
-@pytest.fixture
-def links():
+@pytest.fixture(params=["plain", "tls"])
+def links(request):
     """Rank 1's and rank 0's end."""
-    both = [Link(*stream.detach()) for stream in connected()]
+    both = [Link(*stream.detach()) for stream in connected(Tls() if request.param == "tls" else None)]
     yield both
     for link in both:
         link.close()
@@ -172,8 +173,8 @@ def test_places_may_be_posted_after_the_message_has_come(links):
     assert place == b"early"
 
 
-def test_one_call_of_the_kernel_takes_a_small_message_in_or_out(links, monkeypatch):
-    one, zero = links
+def test_one_call_of_the_kernel_takes_a_small_message_in_or_out(monkeypatch):
+    one, zero = (Link(*stream.detach()) for stream in connected())
     calls = []
 
     class Counting:
@@ -192,6 +193,8 @@ def test_one_call_of_the_kernel_takes_a_small_message_in_or_out(links, monkeypat
     assert one.advance_sends() == 3
     assert zero.advance_receives() == 3
     assert calls == ["sendmsg"] + ["recvmsg_into"] * 3
+    one.close()
+    zero.close()
 
 
 @settings(deadline=None, max_examples=30)
@@ -359,8 +362,9 @@ def test_closing_lets_go_of_the_memory(links):
     assert one.fileno() == -1
 
 
-def test_a_stream_cannot_be_left_while_something_waits_in_it():
-    client, server = connected()
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_stream_cannot_be_left_while_something_waits_in_it(encrypted):
+    client, server = connected(Tls() if encrypted else None)
     try:
         client.send(b"first", soon())
         client.send(b"second", soon())

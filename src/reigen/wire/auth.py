@@ -43,6 +43,7 @@ PROOF_BYTES = 32
 TAG_BYTES = 16
 
 _MAGIC = b"RGN2"
+_TLS_HELLO = b"\x16\x03"
 _INTRODUCTION = struct.Struct(f">4sBI{PURPOSE_BYTES}s{NONCE_BYTES}s")
 _SEQUENCE = struct.Struct(">Q")
 
@@ -112,8 +113,14 @@ class Session:
 
 
 class Handshake(Protocol):
-    """One end of the handshake, without I/O: give it exactly ``num_expected_bytes``, send what it returns."""
+    """One end of the handshake, without I/O: give it exactly ``num_expected_bytes``, send what it returns.
 
+    Attributes:
+        binding: what both ends, and nobody else, know of the channel beneath, of one length at both; empty without one.
+            May be set until the first byte of the peer is given.
+    """
+
+    binding: bytes
     opening: bytes
     num_expected_bytes: int
 
@@ -131,11 +138,10 @@ class ClientHandshake:
     Args:
         secret: the job's 32 bytes.
         me: who connects, and what for.
-        binding: what both ends know of the channel beneath, of the same length at both.
     """
 
-    def __init__(self, secret: bytes, me: Identity, binding: bytes = b"") -> None:
-        self._secret, self._binding = _checked(secret), binding
+    def __init__(self, secret: bytes, me: Identity) -> None:
+        self._secret, self.binding = _checked(secret), b""
         self.opening = _introduce(me)
         self._magic = b""
         self.num_expected_bytes = len(_MAGIC)
@@ -147,7 +153,7 @@ class ClientHandshake:
             self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + PROOF_BYTES
             return b"", None
         introduction, proof = self._magic + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
-        transcript = self.opening + introduction + self._binding
+        transcript = self.opening + introduction + self.binding
         if not hmac.compare_digest(proof, _mac(self._secret, b"accepts", transcript)):
             raise AuthenticationError("the other end of the connection does not know this job's secret")
         mine = _mac(self._secret, b"connects", transcript)
@@ -160,8 +166,8 @@ class ServerHandshake:
 
     opening = b""
 
-    def __init__(self, secret: bytes, me: Identity, binding: bytes = b"") -> None:
-        self._secret, self._binding = _checked(secret), binding
+    def __init__(self, secret: bytes, me: Identity) -> None:
+        self._secret, self.binding = _checked(secret), b""
         self._introduction = _introduce(me)
         self._hello = b""
         self._transcript = b""
@@ -175,7 +181,7 @@ class ServerHandshake:
             return b"", None
         if not self._transcript:
             self._hello += message
-            self._transcript = self._hello + self._introduction + self._binding
+            self._transcript = self._hello + self._introduction + self.binding
             self.num_expected_bytes = PROOF_BYTES
             return self._introduction + _mac(self._secret, b"accepts", self._transcript), None
         if not hmac.compare_digest(message, _mac(self._secret, b"connects", self._transcript)):
@@ -205,6 +211,10 @@ def _check_magic(magic: bytes) -> bytes:
         raise AuthenticationError(
             f"the other end of the connection speaks version {magic[3:]!r} of Reigen's protocol, this end version "
             f"{_MAGIC[3:]!r}: install the same version of Reigen on all hosts"
+        )
+    if magic[:2] == _TLS_HELLO:
+        raise AuthenticationError(
+            "the other end of the connection speaks TLS, this end does not: set REIGEN_TLS alike on all hosts"
         )
     raise AuthenticationError("the other end of the connection does not speak Reigen's protocol")
 

@@ -30,6 +30,7 @@ from collections import deque
 from reigen.errors import WireError
 from reigen.wire.auth import TAG_BYTES, Identity, Session
 from reigen.wire.sockets import lost
+from reigen.wire.tls import TlsSocket
 
 MAX_REASON_BYTES = 1024
 
@@ -61,15 +62,16 @@ class Link:
     After any error the link is of no further use: close it. Places that were posted may then hold anything.
 
     Args:
-        connection: a non-blocking stream socket behind whose handshake nothing has been read.
+        connection: a non-blocking stream socket, or one with TLS, behind whose handshake nothing has been read.
         session: what the handshake made. Both come from `Stream.detach`.
 
     Attributes:
         peer: who is at the other end.
     """
 
-    def __init__(self, connection: socket.socket, session: Session) -> None:
+    def __init__(self, connection: socket.socket | TlsSocket, session: Session) -> None:
         self._connection = connection
+        self._tls = connection if isinstance(connection, TlsSocket) else None
         self._session = session
         self.peer: Identity = session.peer
         #: What is to be sent, headers and messages by turns; the first piece without what has left already.
@@ -143,8 +145,8 @@ class Link:
             except OSError as error:
                 raise lost(error) from None
             num_completed += self._take_off(num_sent)
-            if len(pieces) > num_later:
-                break
+            if len(pieces) > num_later and self._tls is None:
+                break  # the kernel took a part: it is full
         return num_completed
 
     def advance_receives(self) -> int:
@@ -161,7 +163,7 @@ class Link:
         num_completed = 0
         while (self._length is not None or self._read_header()) and self._read_message():
             num_completed += 1
-            if not self._posted:
+            if not self._posted and (self._tls is None or not self._tls.has_read_ahead):
                 break
         return num_completed
 
@@ -194,10 +196,16 @@ class Link:
         return self._session.seal(_HEADER.pack(kind, length))
 
     def _num_begun_pieces(self) -> int:
-        """How many of the pieces belong to a message that has begun to leave."""
-        if self._is_header_sent:
-            return 1
-        return 2 if self._pieces and len(self._pieces[0]) < _SEALED_BYTES else 0
+        """How many of the pieces belong to messages that have begun to leave, or are encrypted already."""
+        held = 0 if self._tls is None else self._tls.num_held_bytes
+        num_begun = 1 if self._is_header_sent else 0
+        if not num_begun and self._pieces and len(self._pieces[0]) < _SEALED_BYTES:
+            num_begun = 2
+        num_bytes = sum(map(len, itertools.islice(self._pieces, num_begun)))
+        while num_bytes < held:
+            num_bytes += len(self._pieces[num_begun]) + len(self._pieces[num_begun + 1])
+            num_begun += 2
+        return num_begun
 
     def _take_off(self, num_sent: int) -> int:
         """Take what has left off the queue; returns how many messages that completes."""

@@ -5,11 +5,15 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from typing import TYPE_CHECKING
 
 from reigen.errors import AuthenticationError, WireError
 from reigen.wire.auth import TAG_BYTES, ClientHandshake, Handshake, Identity, ServerHandshake, Session
 from reigen.wire.codec import FrameBuffer, frame
 from reigen.wire.sockets import keepalive, losses_are_connection_errors
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Channel, Tls, TlsSocket
 
 _READ_BYTES = 1 << 16
 
@@ -23,19 +27,25 @@ class Conversation:
     Args:
         handshake: of the connecting or of the accepting end.
         max_payload_bytes: the largest payload, both ways.
+        channel: this end of TLS, if all of this is to be encrypted.
 
     Attributes:
         outgoing: what is to be sent.
         peer: who is at the other end, None until it has proven to know the secret.
     """
 
-    def __init__(self, handshake: Handshake, max_payload_bytes: int) -> None:
+    def __init__(self, handshake: Handshake, max_payload_bytes: int, channel: Channel | None = None) -> None:
         self._handshake = handshake
         self._max_body_bytes = max_payload_bytes + TAG_BYTES
         self._session: Session | None = None
         self._early = bytearray()
         self._frames = FrameBuffer(self._max_body_bytes)
-        self.outgoing = bytearray(handshake.opening)
+        self.outgoing = bytearray()
+        self._channel = channel
+        if channel is None:
+            self._put(handshake.opening)
+        else:
+            self.outgoing += channel.take()
 
     @property
     def peer(self) -> Identity | None:
@@ -45,7 +55,11 @@ class Conversation:
     @property
     def num_wanted_bytes(self) -> int:
         """How much to read at most."""
-        return _READ_BYTES if self._session is not None else self._handshake.num_expected_bytes - len(self._early)
+        if self._session is not None:
+            return _READ_BYTES
+        if self._channel is not None:
+            return self._channel.num_wanted_bytes
+        return self._handshake.num_expected_bytes - len(self._early)
 
     def receive(self, data: bytes) -> list[bytes]:
         """Take what was read (at most ``num_wanted_bytes``); returns the payloads that are complete.
@@ -54,28 +68,25 @@ class Conversation:
             AuthenticationError: the peer does not know the secret, or a payload is not its next one.
             WireError: a length is too large. After either error the connection must be closed.
         """
+        if self._channel is not None:
+            data = self._decrypt(data, self._channel)
         if self._session is None:
-            self._early += data
-            if len(self._early) == self._handshake.num_expected_bytes:
-                message, self._early = bytes(self._early), bytearray()
-                answer, self._session = self._handshake.advance(message)
-                self.outgoing += answer
-            return []
-        self._frames.feed(data)
-        payloads = []
-        while (body := self._frames.pop()) is not None:
-            payloads.append(self._session.open(body))
-        return payloads
+            data = self._shake_hands(data)
+        return self._open(data)
 
-    def detach(self) -> Session:
-        """The session, for somebody who carries on with the same connection in another way.
+    def detach(self, connection: socket.socket) -> tuple[socket.socket | TlsSocket, Session]:
+        """What somebody needs who carries on with the same connection in another way.
 
         Raises:
             WireError: the peer is not proven yet, or bytes are left that were read or queued.
         """
         if self._session is None or self.outgoing or len(self._frames):
             raise WireError("a conversation can be left only at the end of a message, and after the handshake")
-        return self._session
+        if self._channel is None:
+            return connection, self._session
+        from reigen.wire.tls import TlsSocket
+
+        return TlsSocket(connection, self._channel), self._session
 
     def send(self, payload: bytes) -> None:
         """Put one payload behind what is ``outgoing``. Only after the handshake.
@@ -89,7 +100,49 @@ class Conversation:
             raise WireError(
                 f"a payload has {len(payload)} bytes; at most {self._max_body_bytes - TAG_BYTES} are allowed"
             )
-        self.outgoing += frame(self._session.seal(payload), self._max_body_bytes)
+        self._put(frame(self._session.seal(payload), self._max_body_bytes))
+
+    def _open(self, data: bytes) -> list[bytes]:
+        payloads: list[bytes] = []
+        if self._session is not None:
+            self._frames.feed(data)
+            while (body := self._frames.pop()) is not None:
+                payloads.append(self._session.open(body))
+        return payloads
+
+    def _put(self, data: bytes) -> None:
+        if self._channel is None:
+            self.outgoing += data
+        elif data:
+            self._channel.write(data)
+            self.outgoing += self._channel.take()
+
+    def _decrypt(self, data: bytes, channel: Channel) -> bytes:
+        """What the records say; while TLS is being established, go on with that."""
+        if self._session is not None:
+            channel.feed(data)
+        else:
+            channel.feed_record(data)
+        if not channel.binding:
+            is_established = channel.advance()
+            self.outgoing += channel.take()
+            if not is_established:
+                return b""
+            self._handshake.binding = channel.binding
+            self._put(self._handshake.opening)
+        return channel.read()
+
+    def _shake_hands(self, data: bytes) -> bytes:
+        """Give the handshake what it expects; returns what is left of ``data`` behind it."""
+        while data and self._session is None:
+            num_missing = self._handshake.num_expected_bytes - len(self._early)
+            self._early += data[:num_missing]
+            data = data[num_missing:]
+            if len(self._early) == self._handshake.num_expected_bytes:
+                message, self._early = bytes(self._early), bytearray()
+                answer, self._session = self._handshake.advance(message)
+                self._put(answer)
+        return data
 
 
 class Stream:
@@ -144,7 +197,7 @@ class Stream:
             self._read(deadline)
         return self._payloads.popleft()
 
-    def detach(self) -> tuple[socket.socket, Session]:
+    def detach(self) -> tuple[socket.socket | TlsSocket, Session]:
         """Hand over the connection, now non-blocking, and the session; this stream cannot be used any more.
 
         Both ends must do so at the same place of their conversation: for `reigen.wire.link.Link`, right after the
@@ -153,11 +206,11 @@ class Stream:
         Raises:
             WireError: payloads have been read or queued that nobody has taken or sent.
         """
-        session = self._conversation.detach()
         if self._payloads:
             raise WireError("a stream was detached while payloads of the peer were waiting in it")
+        connection, session = self._conversation.detach(self._connection)
         self._connection.setblocking(False)
-        return self._connection, session
+        return connection, session
 
     def close(self) -> None:
         """Close the connection. May be called twice."""
@@ -171,8 +224,8 @@ class Stream:
                 self._read(deadline)
             except ConnectionError:
                 raise AuthenticationError(
-                    "the other end closed the connection during the handshake: it knows another secret, speaks another "
-                    "version of Reigen's protocol, or has gone"
+                    "the other end closed the connection during the handshake: it knows another secret, has another "
+                    "version of Reigen or another REIGEN_TLS, or has gone"
                 ) from None
             self._flush(deadline)
 
@@ -203,11 +256,26 @@ class Stream:
         self._connection.settimeout(left)
 
 
-def connect(address: tuple[str, int], secret: bytes, me: Identity, max_payload_bytes: int, deadline: float) -> Stream:
+def connect(
+    address: tuple[str, int],
+    secret: bytes,
+    me: Identity,
+    max_payload_bytes: int,
+    deadline: float,
+    tls: Tls | None = None,
+) -> Stream:
     """Connect to ``address`` and authenticate both ends.
 
+    Args:
+        address: host and port.
+        secret: the job's 32 bytes.
+        me: who connects, and what for.
+        max_payload_bytes: the largest payload, both ways.
+        deadline: on the clock of ``time.monotonic()``.
+        tls: encrypt everything; the other end must do so, too.
+
     Raises:
-        AuthenticationError: the other end does not know the secret.
+        AuthenticationError: the other end does not know the secret, or one end uses TLS and the other does not.
         TimeoutError: not done by the deadline.
         OSError: nobody listens there.
     """
@@ -215,12 +283,21 @@ def connect(address: tuple[str, int], secret: bytes, me: Identity, max_payload_b
     if left <= 0:
         raise TimeoutError("timed out")
     connection = socket.create_connection(address, timeout=left)
-    return _established(connection, Conversation(ClientHandshake(secret, me), max_payload_bytes), deadline)
+    channel = None if tls is None else tls.connects()
+    return _established(connection, Conversation(ClientHandshake(secret, me), max_payload_bytes, channel), deadline)
 
 
-def accept(connection: socket.socket, secret: bytes, me: Identity, max_payload_bytes: int, deadline: float) -> Stream:
-    """Authenticate both ends of a connection that a listening socket accepted. Raises as ``connect``."""
-    return _established(connection, Conversation(ServerHandshake(secret, me), max_payload_bytes), deadline)
+def accept(
+    connection: socket.socket,
+    secret: bytes,
+    me: Identity,
+    max_payload_bytes: int,
+    deadline: float,
+    tls: Tls | None = None,
+) -> Stream:
+    """Authenticate both ends of a connection that a listening socket accepted. Arguments and errors as of `connect`."""
+    channel = None if tls is None else tls.accepts()
+    return _established(connection, Conversation(ServerHandshake(secret, me), max_payload_bytes, channel), deadline)
 
 
 def _established(connection: socket.socket, conversation: Conversation, deadline: float) -> Stream:
