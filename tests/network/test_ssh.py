@@ -15,6 +15,7 @@ from tests.network.conftest import MakeHosts
 
 from reigen.testing.hosts import Host, HostProcess, Hosts
 
+pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parents[2]
 RUN = (sys.executable, "-m", "reigen", "run")
 #: Each rank has a child in its session and a daemon that has left it, as badly behaved scripts have.
@@ -301,3 +302,12 @@ def test_ctrl_c_while_hosts_are_called_ends_at_once(make_hosts):
     wait_for(lambda: any(command.startswith("ssh ") for command in hosts[0].processes().values()), "ssh runs")
     job.process.signal(signal.SIGINT)
     assert job.finish(5.0)[0] == 130
+
+
+def test_the_interface_that_was_asked_for(make_hosts):
+    hosts = make_hosts(2, ssh_port=22)
+    words = ("-np", 2, "-H", "h2,h1", "--network-interfaces")
+    code, out, err = on(hosts, *words, "nothing0,eth0", "sh", "-c", "echo $MASTER_ADDR").finish()
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [f"[0] {hosts[1].address}", f"[1] {hosts[1].address}"]
+    assert "host h1 has no network interface nothing0" in refused(on(hosts, *words, "nothing0", "true"))

@@ -29,6 +29,7 @@ from reigen.launch.orders import ANSWERS, BEAT_SECONDS, ORDERS, WINDOW_BYTES, An
 from reigen.launch.processes import signal_name
 from reigen.launch.spawn import hold_port
 from reigen.launch.travel import arriving
+from reigen.wire.interfaces import choose_address
 
 #: Until the launcher has said how long it may be silent.
 _FIRST_SILENCE_SECONDS = 60.0
@@ -117,8 +118,8 @@ class Agent:
         self._silence_seconds = order.silence_seconds
         try:
             answer: Answer = self._prepare(order)
-        except LaunchError as error:
-            answer = orders.Refused(str(error), error.exit_code)
+        except (LaunchError, ConfigError) as error:
+            answer = orders.Refused(str(error), _code(error))
         self._pipes.send(answer)
 
     def _prepare(self, order: orders.Prepare) -> orders.Ready:
@@ -132,7 +133,9 @@ class Agent:
         for file in order.files:
             if not Path(file).exists():
                 raise LaunchError(f"there is no {file} in {Path.cwd()} there")
-        address = _reach(order.launcher, min(_REACH_SECONDS, order.silence_seconds / 2)) if order.launcher else ""
+        address = _reach(order.launcher, min(_REACH_SECONDS, order.silence_seconds / 2))
+        if order.interfaces:
+            address, _ = choose_address(order.interfaces, address)
         return orders.Ready(address, self._stack.enter_context(hold_port()).getsockname()[1])
 
     def _start(self, order: orders.Start) -> None:
@@ -150,7 +153,7 @@ class Agent:
             for place in places:
                 self._crew.start(order.command, place, stdin=0)
         except (LaunchError, ConfigError) as error:
-            self._pipes.send(orders.Refused(str(error), error.exit_code if isinstance(error, LaunchError) else 1))
+            self._pipes.send(orders.Refused(str(error), _code(error)))
             return
         pids = tuple(self._crew.pids.values())
         self._pipes.send(orders.Started(pids, tuple(describe(places, reason))))
@@ -189,6 +192,10 @@ class Agent:
         self._crew.drain()
         self._is_swept = True
         self._pipes.send(orders.Swept())
+
+
+def _code(error: LaunchError | ConfigError) -> int:
+    return error.exit_code if isinstance(error, LaunchError) else 1
 
 
 def _reach(launcher: str, seconds: float) -> str:

@@ -10,14 +10,14 @@ from typing import Protocol
 
 from reigen.errors import LaunchError
 from reigen.launch import orders, sync
-from reigen.launch.addresses import choose_address
-from reigen.launch.hosts import Seats
+from reigen.launch.hosts import Seats, is_own_address
 from reigen.launch.local import Services
 from reigen.launch.options import Options
 from reigen.launch.outpost import Outpost, Step
 from reigen.launch.ssh import Problem, explain
 from reigen.launch.sync import Waiter
 from reigen.launch.travel import PACKAGE, leaving
+from reigen.wire.interfaces import choose_address
 
 #: How long a host may take to log in, to start Python, and to answer.
 _CALL_SECONDS = 30.0
@@ -58,6 +58,7 @@ class Muster:
 
         Raises:
             LaunchError: hosts cannot take part: a table of them.
+            ConfigError: this host has none of the interfaces that were asked for.
         """
         ssh = self._options.ssh
         for seats in self._seats:
@@ -68,7 +69,7 @@ class Muster:
         if not outposts:
             return ""
         clients = [each.hello.client for each in outposts.values() if each.hello is not None]
-        address, self.reason = choose_address(self._options.interfaces, next(iter(outposts)), clients)
+        address, self.reason = own_address(self._options.interfaces, next(iter(outposts)), clients)
         return address
 
     def prepare(self, launcher: str) -> None:
@@ -90,6 +91,7 @@ class Muster:
                     path=self._environ.get("PATH", ""),
                     files=scripts(command),
                     launcher=launcher,
+                    interfaces=self._options.interfaces,
                     silence_seconds=self._options.silence_seconds,
                 )
             )
@@ -155,6 +157,24 @@ class Muster:
         if refused.reason:
             return Problem(outpost.host, refused.reason)
         return explain(outpost.host, outpost.exit_code, outpost.said, self._options.ssh)
+
+
+def own_address(interfaces: Sequence[str], towards: str, clients: Sequence[str]) -> tuple[str, str]:
+    """At which address other hosts reach this one, and why it is this one.
+
+    Args:
+        interfaces: names of those that may be used; empty: all.
+        towards: another host.
+        clients: from where the other hosts say that ssh's connections come; empty texts where they do not know.
+
+    Raises:
+        ConfigError: none can be found.
+    """
+    if not interfaces:
+        for client in clients:
+            if client and is_own_address(client):
+                return client, f"ssh has reached {towards} from there"
+    return choose_address(interfaces, towards)
 
 
 def scripts(command: Sequence[str]) -> tuple[str, ...]:

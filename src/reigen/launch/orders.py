@@ -88,7 +88,8 @@ class Prepare(_Frame, tag=2, frozen=True):
         program: what the ranks run; it must be there.
         path: PATH, as the launcher has it.
         files: what else must be there, relative to the directory.
-        launcher: ``host:port`` that the ranks must be able to reach, or empty.
+        launcher: ``host:port`` that the ranks must be able to reach.
+        interfaces: names of those through which others may reach the host; empty: all.
         silence_seconds: see above.
     """
 
@@ -97,6 +98,7 @@ class Prepare(_Frame, tag=2, frozen=True):
     path: str
     files: tuple[str, ...]
     launcher: str
+    interfaces: tuple[str, ...]
     silence_seconds: float
 
 
@@ -173,7 +175,7 @@ class Ready(_Frame, tag=10, frozen=True):
     """The job can run there.
 
     Attributes:
-        address: where the host is reached by the others, or empty if it is not known.
+        address: where the host is reached by the others.
         port: one that is free for rank 0's own server, and held.
     """
 

@@ -80,6 +80,8 @@ def _run_supervised(
         muster = Muster(options, seats, told, supervisor)
         server = RendezvousServer(secret, muster.call() or _LOOPBACK)
         stack.callback(server.close)
+        if options.verbose and muster.reason:
+            complain(f"the other hosts reach this one at {server.address}: {muster.reason}")
         muster.prepare(server.address)
         address, port = muster.master or (server.address.rpartition(":")[0], 0)
         port = port or stack.enter_context(hold_port()).getsockname()[1]
