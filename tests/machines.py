@@ -14,7 +14,7 @@ from reigen.cluster.neighbours import Neighbours, meet
 from reigen.cluster.rendezvous import Rendezvous
 from reigen.errors import CollectiveError
 from reigen.planes.base import DataPlane
-from reigen.planes.hierarchical import compose
+from reigen.planes.hierarchical import CHUNK_BYTES, compose
 from reigen.planes.null import NullPlane
 from reigen.planes.shm import ShmPlane, shm_plane_bytes
 from reigen.testing import Hub, MemoryNetwork, run_threads
@@ -48,12 +48,23 @@ class Machines:
     Args:
         groups: their numbers, from 0, by machine.
         first: the job's number of rank 0; the others follow.
+        prepare: told every rank's number and local plane before that is used, to tamper with it.
+        chunk_bytes: see `compose`.
     """
 
-    def __init__(self, groups: Groups, first: int = 0) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        first: int = 0,
+        *,
+        prepare: Callable[[int, LocalPlane], None] = lambda *_: None,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
         self.groups, self.size = groups, sum(map(len, groups))
         self.hub = Hub()
-        self._first = first
+        #: takes the place of the network's
+        self.among: Callable[[Sequence[int], float], DataPlane] | None = None
+        self._first, self._prepare, self._chunk_bytes = first, prepare, chunk_bytes
         self._hubs: WeakKeyDictionary[Rendezvous, Hub] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -62,7 +73,8 @@ class Machines:
         """A `MakePlane`."""
         with self._local(rank, rendezvous) as (local, network), contextlib.ExitStack() as stack:
             numbers = range(self._first, self._first + size)
-            plane = compose(self.groups, rank, local, network, numbers, soon(60.0))
+            self._prepare(rank, local)
+            plane = compose(self.groups, rank, local, network, numbers, soon(60.0), self._chunk_bytes)
             stack.callback(plane.close)
             yield plane
 
@@ -85,4 +97,7 @@ class Machines:
             def failure(_: Sequence[int]) -> CollectiveError | None:
                 return None if neighbours is None else neighbours.failure(range(neighbours.size))
 
-            yield local, MemoryNetwork(self.hub, self._first + rank, failure)
+            network = MemoryNetwork(self.hub, self._first + rank, failure)
+            if self.among is not None:
+                network.among = self.among  # type: ignore[method-assign]
+            yield local, network

@@ -39,3 +39,11 @@ def test_between_threads(groups: Groups) -> None:
 def test_between_many_threads(groups: Groups) -> None:
     machines = Machines(groups)
     check_plane(machines.plane, machines.size, trimmed=True)
+
+
+@pytest.mark.parametrize(
+    "groups", [[[0, 1], [2]], pytest.param([[0, 3], [2, 4, 5], [1]], marks=pytest.mark.slow)], ids=str
+)
+def test_in_many_chunks(groups: Groups) -> None:
+    machines = Machines(groups, chunk_bytes=100_000)
+    check_plane(machines.plane, machines.size, trimmed=True)

@@ -263,6 +263,24 @@ def test_one_reducer_serves_blocks_of_any_length_and_cuts_do_not_show(name: str)
     assert pieces.tobytes() == whole.tobytes()
 
 
+@pytest.mark.parametrize("name", FLOATS)
+def test_both_halves_are_the_whole(name: str) -> None:
+    """What combines to more than the type holds is no infinity before it is divided."""
+    dtype = dtype_named(name)
+    reducer = Reducer(Reduction(dtype, ReduceOp.AVERAGE, 4, 0.5, 3.0))
+    inputs = [np.arange(1, 8).astype(np.float32) * 8000 for _ in range(4)]
+    if name == "bfloat16":
+        inputs = [(array.view(np.uint32) >> 16).astype(np.uint16) for array in inputs]
+    stored = [array.astype(dtype.storage) for array in inputs]
+    whole, total, out = np.empty_like(stored[0]), np.empty(7, reducer.working), np.empty_like(stored[0])
+    reducer.reduce(stored, whole)
+    reducer.combine(stored, total)
+    assert total.dtype == (np.float64 if name == "float64" else np.float32)
+    assert np.isfinite(total).all()
+    reducer.finish(total, out)
+    assert out.tobytes() == whole.tobytes()
+
+
 # --- bad input ---------------------------------------------------------------------------------------------------
 
 

@@ -13,8 +13,6 @@ from reigen.planes.lanes import SMALL_BYTES, Lanes, Stages
 from reigen.planes.local import NOTHING, Combine, Local, Wanted
 from reigen.planes.strung import Strung, slice_of, together
 
-#: Scratch of a rank for what cannot be done in the caller's arrays.
-CHUNK_BYTES = 1 << 25
 #: How much longer than the deadline each of the steps b and c waits.
 GRACE_SECONDS = 1.0
 
@@ -26,10 +24,11 @@ class Crossing:
         lanes: who is where.
         rank: this rank, numbered as there.
         local: the ranks of this machine.
+        chunk_bytes: how much scratch this rank may use for what cannot be done in the caller's arrays.
     """
 
-    def __init__(self, lanes: Lanes, rank: int, local: Local) -> None:
-        self._lanes, self._rank, self._local = lanes, rank, local
+    def __init__(self, lanes: Lanes, rank: int, local: Local, chunk_bytes: int) -> None:
+        self._lanes, self._rank, self._local, self._chunk_bytes = lanes, rank, local, chunk_bytes
         self._machine = lanes.machine_of(rank)
         #: the ranks of this machine
         self._own = lanes.machines[self._machine]
@@ -56,7 +55,7 @@ class Crossing:
         """Reduce where it lies. ``copies``: of each rank of this machine."""
         storage, combine = stages.whole.dtype.storage, _combine(stages)
         low, high = self._slice(copies[0].size, storage.itemsize)
-        step = CHUNK_BYTES // storage.itemsize if stages.wide else high - low
+        step = self._chunk_bytes // storage.itemsize if stages.wide else high - low
         for begin in range(low, high, max(1, step)):
             here = [copy.cut(begin, min(high, begin + step)) for copy in copies]
             own = here[self._local.rank]
@@ -75,7 +74,7 @@ class Crossing:
         storage, combine = stages.whole.dtype.storage, _combine(stages)
         slices = self._lanes.slices(source.size, storage.itemsize)
         longest = max(high - low for low, high in slices)
-        step = CHUNK_BYTES // storage.itemsize if stages.wide else longest
+        step = self._chunk_bytes // storage.itemsize if stages.wide else longest
         for begin in range(0, longest, max(1, step)):
             spans = [(min(high, low + begin), min(high, low + begin + step)) for low, high in slices]
             results = [target.cut(*span) for span in spans]
@@ -120,7 +119,7 @@ class Crossing:
         combine, storage = _combine(stages), stages.whole.dtype.storage
         blocks = self._blocks(source, counts)
         before = sum(counts[rank] for rank in self._own if rank < self._rank)  # in this machine's block
-        step = max(1, CHUNK_BYTES // storage.itemsize // len(blocks))
+        step = max(1, self._chunk_bytes // storage.itemsize // len(blocks))
         for begin in range(0, max(block.size for block in blocks), step):
             chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]
             slices = [self._lanes.slices(chunk.size, storage.itemsize) for chunk in chunks]
@@ -171,7 +170,7 @@ class Crossing:
         ends = itertools.accumulate(here)
         own = blocks[self._machine]
         wanted = [Wanted(0, own.cut(end - count, end)) for count, end in zip(here, ends, strict=True)]
-        step = max(1, CHUNK_BYTES // target.itemsize // len(blocks))
+        step = max(1, self._chunk_bytes // target.itemsize // len(blocks))
         self._local.share(Strung([source]), here, wanted, target.dtype, deadline)
         for begin in range(0, max(block.size for block in blocks), step):
             chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]

@@ -36,13 +36,16 @@ from numpy.typing import NDArray
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reduction
 from reigen.planes.base import Array, Buffer, Capabilities, DataPlane, Lacking, Meanwhile, Network, PhaseEnded, Region
-from reigen.planes.crossing import CHUNK_BYTES, GRACE_SECONDS, Crossing
+from reigen.planes.crossing import GRACE_SECONDS, Crossing
 from reigen.planes.lanes import Lanes, stages_of
 from reigen.planes.local import Local
 from reigen.planes.null import NullPlane
 from reigen.planes.shm import ShmPlane
 from reigen.planes.strung import Strung
 from reigen.types import DTYPES, ReduceOp
+
+#: Scratch of a rank for what cannot be done in the caller's arrays.
+CHUNK_BYTES = 1 << 25
 
 _NO_RANK = np.iinfo(np.int64).max
 _LINE = 64
@@ -55,6 +58,7 @@ def compose(
     network: Network,
     ranks: Sequence[int],
     deadline: float,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> DataPlane:
     """The plane of ranks that may be on several machines. Collective among them.
 
@@ -65,6 +69,7 @@ def compose(
         network: between machines.
         ranks: for each rank of the plane its number in the job, ascending.
         deadline: for the connections between machines.
+        chunk_bytes: about how much scratch a rank may use.
 
     Returns:
         ``local`` where all ranks are on one machine, a plane of the network alone where no two are.
@@ -78,7 +83,7 @@ def compose(
     if len(lanes.machines) == lanes.size:
         local.close()
         return network.among(ranks, deadline)
-    plane = HierarchicalPlane(lanes, rank, local, network, ranks)
+    plane = HierarchicalPlane(lanes, rank, local, network, ranks, chunk_bytes)
     try:
         plane.connect(deadline)
     except BaseException:
@@ -96,20 +101,28 @@ class HierarchicalPlane:
         local: the plane of this machine's ranks.
         network: between machines.
         ranks: for each rank of the plane its number in the job.
+        chunk_bytes: about how much scratch this rank may use.
     """
 
     name = "hierarchical"
 
     def __init__(
-        self, lanes: Lanes, rank: int, local: ShmPlane | NullPlane, network: Network, ranks: Sequence[int]
+        self,
+        lanes: Lanes,
+        rank: int,
+        local: ShmPlane | NullPlane,
+        network: Network,
+        ranks: Sequence[int],
+        chunk_bytes: int,
     ) -> None:
         self.rank, self.size = rank, lanes.size
         self.capabilities = Capabilities(registered_memory=True, ordered_sums=False, abortable=False)
         self._lanes, self._network, self._ranks = lanes, network, tuple(ranks)
+        self._chunk_bytes = chunk_bytes
         #: the ranks of this machine
         self._own = lanes.machines[lanes.machine_of(rank)]
         self._local = Local(local)
-        self._crossing = Crossing(lanes, rank, self._local)
+        self._crossing = Crossing(lanes, rank, self._local, chunk_bytes)
         #: planes of the network that this rank has joined: of its lane, if it has one, and of all ranks
         self._joined: list[DataPlane] = []
         self._flat: DataPlane | None = None
@@ -176,7 +189,7 @@ class HierarchicalPlane:
         others = [rank for rank in range(self.size) if rank not in self._own]
         sent = np.cumsum(table[self.rank]) - table[self.rank]
         received = np.cumsum(table[:, self.rank]) - table[:, self.rank]
-        step = max(1, CHUNK_BYTES // target.itemsize // self.size)
+        step = max(1, self._chunk_bytes // target.itemsize // self.size)
         with self._telling():
             if self._flat is None and table[~near].any():
                 self._flat = self._join(range(self.size), deadline)
@@ -250,7 +263,8 @@ class HierarchicalPlane:
                 return None
             numbers = [self._ranks[rank] for rank in ranks]
             groups = self._lanes.among(ranks)
-            return compose(groups, list(ranks).index(self.rank), part, self._network, numbers, deadline)
+            member = list(ranks).index(self.rank)
+            return compose(groups, member, part, self._network, numbers, deadline, self._chunk_bytes)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
