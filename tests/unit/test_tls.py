@@ -11,7 +11,11 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from reigen.cluster.membership import Membership
+from reigen.cluster.mesh import Mesh
+from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
 from reigen.errors import AuthenticationError, ConfigError
+from reigen.testing import run_threads
 from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake
 from reigen.wire.link import Link
 from reigen.wire.stream import Conversation, accept, connect
@@ -308,3 +312,68 @@ def test_nobody_loads_openssl_who_does_not_use_it():
     code = "import sys, reigen.wire.stream; print('ssl' in sys.modules, 'cryptography' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_rendezvous_and_its_members_encrypt_and_strangers_disturb_nobody(tls):
+    service = RendezvousServer(SECRET, handshake_seconds=0.3, tls=tls)
+    service.start()
+    with ExitStack() as stack:
+        stack.callback(service.close)
+        host, port = service.address.split(":")
+        noisy = stack.enter_context(socket.create_connection((host, int(port))))
+        silent = stack.enter_context(socket.create_connection((host, int(port))))
+        noisy.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        ranks = [RendezvousClient(service.address, SECRET, rank, 10.0, tls) for rank in range(2)]
+        for one in ranks:
+            stack.callback(one.close)
+        large = bytes(range(256)) * 4096
+        ranks[0].put("key", large)
+        assert ranks[1].get("key", 10.0) == large
+        members = [
+            Membership(service.address, SECRET, "0", r, 2, timeout_seconds=10.0, peer_timeout_seconds=20.0, tls=tls)
+            for r in range(2)
+        ]
+        for member in members:
+            stack.callback(member.close)
+        assert members[0].failure([1]) is None
+        members[1].close()
+        until = soon()
+        while members[0].failure([1]) is None:
+            assert time.monotonic() < until
+        for stranger in (noisy, silent):
+            stranger.settimeout(10)
+            assert closed_by_peer(stranger)
+        with pytest.raises(AuthenticationError, match="REIGEN_TLS"):
+            RendezvousClient(service.address, SECRET, 2, 10.0)
+
+
+def closed_by_peer(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_mesh_of_ranks_encrypts(tls):
+    def exchange(rank, rendezvous):
+        mesh = Mesh(rank, 3, rendezvous, SECRET, "127.0.0.1", 20.0, tls)
+        try:
+            others = [peer for peer in range(3) if peer != rank]
+            links = {peer: Link(*stream.detach()) for peer, stream in mesh.open(others, "bulk", soon()).items()}
+            places = {peer: bytearray(100_000) for peer in links}
+            left, until = 2 * len(links), soon()
+            for peer, link in links.items():
+                link.post_send(memoryview(bytes([rank]) * 100_000))
+                link.post_receive(memoryview(places[peer]))
+            while left:
+                assert time.monotonic() < until
+                left -= sum(link.advance_sends() + link.advance_receives() for link in links.values())
+            rendezvous.put(f"done/{rank}", b"")
+            for peer, link in links.items():
+                rendezvous.get(f"done/{peer}", 10.0)
+                link.close()
+            return all(place == bytes([peer]) * 100_000 for peer, place in places.items())
+        finally:
+            mesh.close()
+
+    assert run_threads(exchange, 3) == [True] * 3

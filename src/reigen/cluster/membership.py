@@ -11,6 +11,7 @@ import select
 import threading
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from reigen.cluster.fates import Fates, told
 from reigen.cluster.forks import not_in_children
@@ -21,6 +22,9 @@ from reigen.cluster.service import ANSWERS, MAX_MESSAGE_BYTES, REQUESTS, SILENCE
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.wire.auth import Identity, Role
 from reigen.wire.stream import Stream, connect
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
 
 #: A message that has begun to arrive is waited for that long; the rest of it is taken the next time.
 _MESSAGE_SECONDS = 0.05
@@ -42,6 +46,7 @@ class Membership:
         timeout_seconds: how long connecting may take.
         peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
         host_id: see `reigen.cluster.layout.this_host`.
+        tls: encrypt everything; the service must do so, too.
 
     Raises:
         ArgumentError: the service has had a rank of this number in the room, or expects another size.
@@ -61,6 +66,7 @@ class Membership:
         timeout_seconds: float,
         peer_timeout_seconds: float,
         host_id: str = "",
+        tls: Tls | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
@@ -72,7 +78,7 @@ class Membership:
         deadline = time.monotonic() + timeout_seconds
         try:
             me = Identity(Role.RANK, rank, "membership")
-            self._stream: Stream = connect(split_address(address), secret, me, MAX_MESSAGE_BYTES, deadline)
+            self._stream: Stream = connect(split_address(address), secret, me, MAX_MESSAGE_BYTES, deadline, tls)
             self._enter(Enter(0, room, rank, size, self._host, machine), deadline)
         except TimeoutError:
             raise TimeoutError(

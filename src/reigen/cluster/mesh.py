@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from reigen.cluster.neighbours import listed
 from reigen.cluster.rendezvous import Rendezvous, split_address
@@ -28,6 +29,9 @@ from reigen.errors import AuthenticationError, DeadlineError, PeerLostError
 from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake
 from reigen.wire.sockets import keepalive
 from reigen.wire.stream import Conversation, Stream
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
 
 #: The largest payload of a stream. Bulk data goes through links, which have no such bound.
 MAX_PAYLOAD_BYTES = 1 << 20
@@ -124,6 +128,7 @@ class Mesh:
         secret: the job's 32 bytes.
         address: the address of this host, IPv4 or IPv6, at which the other ranks reach it.
         peer_timeout_seconds: after so much silence a machine counts as lost (`reigen.wire.sockets.keepalive`).
+        tls: encrypt everything; the other ranks must do so, too.
 
     Attributes:
         address: ``host:port`` where this rank listens.
@@ -133,11 +138,19 @@ class Mesh:
     """
 
     def __init__(
-        self, rank: int, size: int, rendezvous: Rendezvous, secret: bytes, address: str, peer_timeout_seconds: float
+        self,
+        rank: int,
+        size: int,
+        rendezvous: Rendezvous,
+        secret: bytes,
+        address: str,
+        peer_timeout_seconds: float,
+        tls: Tls | None = None,
     ) -> None:
         self.rank, self.size = rank, size
         self._rendezvous, self._secret = rendezvous, secret
         self._peer_timeout_seconds = peer_timeout_seconds
+        self._tls = tls
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -264,7 +277,8 @@ class Mesh:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         connection = socket.socket(family, socket.SOCK_STREAM)
         handshake = ClientHandshake(self._secret, Identity(Role.RANK, self.rank, call.purpose))
-        missing.half = _Half(connection, Conversation(handshake, MAX_PAYLOAD_BYTES), call.deadline)
+        channel = None if self._tls is None else self._tls.connects()
+        missing.half = _Half(connection, Conversation(handshake, MAX_PAYLOAD_BYTES, channel), call.deadline)
         self._prepare(connection)
         problem = connection.connect_ex((host, port))
         return 0 if problem == errno.EINPROGRESS else problem  # how it ends, the first send tells
@@ -310,7 +324,8 @@ class Mesh:
             return
         self._prepare(connection)
         handshake = ServerHandshake(self._secret, Identity(Role.RANK, self.rank))
-        conversation = Conversation(handshake, MAX_PAYLOAD_BYTES)
+        channel = None if self._tls is None else self._tls.accepts()
+        conversation = Conversation(handshake, MAX_PAYLOAD_BYTES, channel)
         self._strangers.append(_Half(connection, conversation, time.monotonic() + _HANDSHAKE_SECONDS))
         if len(self._strangers) > MAX_STRANGERS:
             self._refuse(self._strangers[0], f"was the oldest of more than {MAX_STRANGERS} without a proof")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reigen.cluster.roll import Refused
 from reigen.cluster.service import (
@@ -27,6 +27,9 @@ from reigen.cluster.service import (
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.wire.auth import Identity, Role
 from reigen.wire.stream import Stream, connect
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
 
 __all__ = ["LocalRendezvous", "Rendezvous", "RendezvousClient", "RendezvousServer", "Room", "split_address"]
 
@@ -122,6 +125,7 @@ class RendezvousClient:
         secret: the job's 32 bytes.
         rank: who connects.
         timeout_seconds: how long connecting, and each later ``put``, may take.
+        tls: encrypt everything; the service must do so, too.
 
     Raises:
         AuthenticationError: whoever listens there does not know the secret.
@@ -129,7 +133,7 @@ class RendezvousClient:
         TimeoutError: it did not answer in time.
     """
 
-    def __init__(self, address: str, secret: bytes, rank: int, timeout_seconds: float) -> None:
+    def __init__(self, address: str, secret: bytes, rank: int, timeout_seconds: float, tls: Tls | None = None) -> None:
         self._address = address
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
@@ -137,7 +141,7 @@ class RendezvousClient:
         deadline = time.monotonic() + timeout_seconds
         try:
             self._stream: Stream = connect(
-                split_address(address), secret, Identity(Role.RANK, rank), MAX_MESSAGE_BYTES, deadline
+                split_address(address), secret, Identity(Role.RANK, rank), MAX_MESSAGE_BYTES, deadline, tls
             )
         except TimeoutError:
             raise TimeoutError(f"the rendezvous at {address} did not answer within {timeout_seconds:g} s") from None

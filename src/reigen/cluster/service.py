@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -37,6 +37,9 @@ from reigen.wire.auth import Identity, Role, ServerHandshake
 from reigen.wire.codec import Codec
 from reigen.wire.sockets import keepalive
 from reigen.wire.stream import Conversation
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
 
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 1 << 20
@@ -180,6 +183,7 @@ class RendezvousServer:
         me: who hosts it: the launcher, or a rank.
         handshake_seconds: how long a connection may be unauthenticated.
         peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        tls: encrypt everything; whoever connects must do so, too.
 
     Attributes:
         address: ``host:port``; connections queue there from now on, before ``start``.
@@ -198,11 +202,13 @@ class RendezvousServer:
         me: Identity = _LAUNCHER,
         handshake_seconds: float = 5.0,
         peer_timeout_seconds: float = 20.0,
+        tls: Tls | None = None,
     ) -> None:
         check_address(host)
         self._secret, self._me = secret, me
         self._handshake_seconds = handshake_seconds
         self._peer_timeout_seconds = peer_timeout_seconds
+        self._tls = tls
         self._store, self._roll = Store(), Roll()
         self._connections: dict[socket.socket, _Connection] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -267,7 +273,8 @@ class RendezvousServer:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keepalive(connection, self._peer_timeout_seconds)
-        conversation = Conversation(ServerHandshake(self._secret, self._me), MAX_MESSAGE_BYTES)
+        channel = None if self._tls is None else self._tls.accepts()
+        conversation = Conversation(ServerHandshake(self._secret, self._me), MAX_MESSAGE_BYTES, channel)
         self._connections[connection] = _Connection(
             connection, conversation, time.monotonic() + self._handshake_seconds
         )
