@@ -4,6 +4,7 @@
 #   make test-fast  tests that are not marked slow
 #   make lint       everything that reads the code without running it
 #   make bench      Reigen and its peers, alternately, in one run
+#   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -12,7 +13,7 @@ NP ?= 2
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-fast lint bench clean
+.PHONY: demo test test-fast lint bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -51,6 +52,9 @@ bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench calls --np $(NP)
 	$(BIN)/reigen bench train-step --np $(NP)
 	$(BIN)/reigen bench startup --np $(NP)
+
+bench-network: $(VENV)/.stamp-bench
+	$(BIN)/python benchmarks/network.py
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

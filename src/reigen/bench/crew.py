@@ -46,6 +46,19 @@ _LAUNCHERS = ("REIGEN_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
 
 
 @dataclass(frozen=True)
+class Start:
+    """How one rank is started where ranks are not all alike: on several hosts.
+
+    Attributes:
+        entry: the beginning of its command.
+        variables: set for it alone.
+    """
+
+    entry: tuple[str, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class CrewSpec:
     """Which processes.
 
@@ -55,6 +68,8 @@ class CrewSpec:
         num_ranks: how many.
         starter: a command that starts them all, with its options (mpirun); empty: they are started one by one.
         variables: set for these processes alone.
+        starts: how each rank is started; empty: all alike.
+        directory: an existing directory that all ranks see, for the socket; None: one of the system's.
     """
 
     name: str
@@ -62,6 +77,8 @@ class CrewSpec:
     num_ranks: int
     starter: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
+    starts: tuple[Start, ...] = ()
+    directory: Path | None = None
 
 
 class Crew:
@@ -76,7 +93,9 @@ class Crew:
         #: why nothing can be asked any more; answers to the last order may still be on their way
         self._failure: LaunchError | None = None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reigen-bench-")))
+        self._directory = Path(
+            self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reigen-bench-", dir=spec.directory))
+        )
         self._output = self._stack.enter_context((self._directory / "output").open("w+b"))
         self._listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         self._secret = secrets.token_bytes(SECRET_BYTES)
@@ -119,8 +138,9 @@ class Crew:
         if self.spec.starter:
             self._start([*self.spec.starter, *command], environ)
         else:
-            for place in places:
-                self._start(command, dict(place.environ))
+            starts = self.spec.starts or (Start(()),) * self.spec.num_ranks
+            for place, start in zip(places, starts, strict=True):
+                self._start([*start.entry, *command], {**place.environ, **start.variables})
 
     def meet(self) -> None:
         """Wait until every rank has come.

@@ -51,6 +51,15 @@ def _deep() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def _stack() -> nn.Module:
+    layers: list[nn.Module] = []
+    for _ in range(24):
+        linear = nn.Linear(1024, 1024)
+        nn.init.kaiming_normal_(linear.weight, nonlinearity="relu")
+        layers += [linear, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
 def _cnn() -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
@@ -61,6 +70,8 @@ def _cnn() -> nn.Module:
 RECIPES = {
     "mlp": Recipe("wide MLP, 25 M parameters, batch 32", _mlp, (32, 1024), 0, 0.05),
     "deep": Recipe("80 layers of 256 x 256, batch 64", _deep, (64, 256), 0, 0.001),
+    # Much to compute and much to send, in many tensors of one size: for overlapping the two on a slow network.
+    "stack": Recipe("24 layers of 1024 x 1024, 25 M parameters, batch 512", _stack, (512, 1024), 0, 0.001),
     "cnn": Recipe("2 convolutions, 1.2 M parameters, 28 x 28 images, batch 32", _cnn, (32, 1, 28, 28), 10, 0.01),
 }
 
@@ -106,9 +117,14 @@ class Training:
 
     def operate(self) -> None:
         """One step."""
-        self._optimizer.zero_grad()
-        self._loss(self._forward(self._inputs), self._targets).backward()
+        torch.autograd.backward(self.forward())
         self._optimizer.step()
+
+    def forward(self) -> torch.Tensor:
+        """The first half of a step: the loss, with no gradients yet."""
+        self._optimizer.zero_grad()
+        loss: torch.Tensor = self._loss(self._forward(self._inputs), self._targets)
+        return loss
 
     def check(self) -> None:
         """Save the weights before and after the warm-up.
@@ -140,3 +156,15 @@ class Training:
         with torch.no_grad():
             outputs = self.model(self._inputs[:1]).shape[1:]
         return torch.randn((recipe.batch[0], *outputs), generator=data)
+
+
+class Backward(Training):
+    """The backward pass by itself: of a step, only that is timed, and the weights stay what they are."""
+
+    def prepare(self) -> None:
+        """The forward pass."""
+        self._pending = self.forward()
+
+    def operate(self) -> None:
+        """The backward pass."""
+        torch.autograd.backward(self._pending)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reigen.bench.models import Training
+from reigen.bench.models import Backward, Training
 from reigen.bench.work import Case
 
 
@@ -16,8 +16,8 @@ class Alone:
         self.versions = {"torch": str(torch.__version__)}
 
     def open(self, case: Case) -> Training:
-        """The training of a model."""
-        return Training(case, self._rank)
+        """The training of a model; ``MODEL/backward``: the backward pass alone."""
+        return (Backward if case.name.endswith("/backward") else Training)(case, self._rank)
 
     def close(self) -> None:
         """Nothing to leave."""

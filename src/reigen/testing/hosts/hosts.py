@@ -23,6 +23,7 @@ from reigen.testing.hosts.network import (
     use_congestion_control,
 )
 from reigen.testing.hosts.support import Unavailable, why_unavailable
+from reigen.testing.hosts.switch import network_of
 
 
 class Host:
@@ -94,6 +95,14 @@ class Host:
         process = self.start(command, env=env, cwd=cwd)
         code = process.wait(timeout)
         return subprocess.CompletedProcess([str(word) for word in command], code, *process.output())
+
+    def entry(self, cwd: str | Path = "/") -> tuple[str, ...]:
+        """The beginning of a command whose rest is run on it, for programs that start their processes themselves."""
+        return self._machine.entry(cwd)
+
+    def network(self) -> contextlib.AbstractContextManager[None]:
+        """Sockets that this thread makes meanwhile are those of a process on it; threads that it starts, too."""
+        return network_of(self.pid)
 
     def processes(self) -> dict[int, str]:
         """What runs on it besides what a machine runs by itself: process numbers outside, and command lines."""

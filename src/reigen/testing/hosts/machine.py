@@ -192,18 +192,24 @@ class Machine:
         assert self._holder.stdout is not None
         assert self._holder.stderr is not None
         text = self._holder.stdout.readline()
-        if not text.strip().isdigit():
+        #: Number of its first process, seen from outside; 0 where there was none.
+        self.pid = int(text) if text.strip().isdigit() else 0
+        if not self.pid:
             said = self._holder.stderr.read().decode(errors="replace").strip()
             self.close()
             raise MachineError(f"machine {name} could not be made: {said}")
-        #: Number of its first process, seen from outside.
-        self.pid = int(text)
         self._process_namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
 
     @property
     def root(self) -> Path:
         """Its file system, seen from outside."""
         return Path(f"/proc/{self.pid}/root")
+
+    def entry(self, cwd: str | Path = "/") -> tuple[str, ...]:
+        """The beginning of a command; the rest is run on the machine, and ends with whoever runs the whole."""
+        namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid")
+        enter = ("nsenter", f"--target={self.pid}", *namespaces, "env", f"--chdir={cwd}")
+        return ("setpriv", "--pdeathsig", "KILL", *enter)
 
     def start(
         self,
@@ -221,9 +227,8 @@ class Machine:
             cwd: its directory.
             has_input: :meth:`HostProcess.tell` may be used. Otherwise it reads nothing.
         """
-        entry = ["nsenter", f"--target={self.pid}", "--mount", "--uts", "--ipc", "--net", "--pid"]
-        arguments = ["setpriv", "--pdeathsig", "KILL", *entry, "env", f"--chdir={cwd}"]
-        process = HostProcess(arguments, command, {**environment_of_machines(), **(env or {})}, has_input=has_input)
+        environment = {**environment_of_machines(), **(env or {})}
+        process = HostProcess(self.entry(cwd), command, environment, has_input=has_input)
         self._processes.append(process)
         return process
 
@@ -258,11 +263,11 @@ class Machine:
 
     def kill(self) -> None:
         """Ends everything on it at once, and waits for that. What its processes printed can still be read."""
-        if self._holder.poll() is None:
+        if self.pid and self._holder.poll() is None:
             for process in self._processes:
                 process.release()
             os.kill(self.pid, signal.SIGKILL)
-            self._holder.wait(30)  # the kernel lets a first process end after all others
+        self._holder.wait(30)  # the kernel lets a first process end after all others
 
     def close(self) -> None:
         """Ends everything on it, and forgets what its processes printed."""
@@ -272,10 +277,7 @@ class Machine:
                 stack.callback(stream.close)
             for process in self._processes:
                 stack.callback(process.close)
-            stack.callback(self._holder.wait)
-            stack.callback(self._holder.kill)
-            for process in self._processes:
-                stack.callback(process.release)
+            stack.callback(self.kill)
 
 
 def run_in_network(pid: int, *command: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -181,8 +180,11 @@ def _lose(pid: int, before: float, loss: float) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGKILL)
-    process.wait()
     for stream in (process.stdin, process.stdout):
         assert stream is not None
         stream.close()
+    try:
+        process.wait(5)  # its input has ended
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

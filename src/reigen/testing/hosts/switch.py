@@ -12,6 +12,7 @@ one. Each is answered by a line that is empty, or says what went wrong. The prog
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import heapq
@@ -23,6 +24,7 @@ import select
 import struct
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,18 +186,25 @@ def num_wire_bytes(packet: bytes) -> int:
 
 
 def open_tun(pid: int) -> int:
-    """A new device ``eth0`` in the network of a process; this process's own network is as before."""
+    """A new device ``eth0`` in the network of a process."""
+    with network_of(pid):
+        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"eth0", flags))
+        fcntl.ioctl(device, _TUNSETOFFLOAD, _OFFLOAD_CHECKSUM_TCP4_TCP6)
+    return device
+
+
+@contextlib.contextmanager
+def network_of(pid: int) -> Iterator[None]:
+    """What this thread opens meanwhile is in the network of another process, and stays there."""
     libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/proc/self/ns/net").open() as ours, Path(f"/proc/{pid}/ns/net").open() as theirs:
+    with Path("/proc/thread-self/ns/net").open() as ours, Path(f"/proc/{pid}/ns/net").open() as theirs:
         _set_network(libc, theirs.fileno())
         try:
-            device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-            flags = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
-            fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"eth0", flags))
-            fcntl.ioctl(device, _TUNSETOFFLOAD, _OFFLOAD_CHECKSUM_TCP4_TCP6)
+            yield
         finally:
             _set_network(libc, ours.fileno())
-    return device
 
 
 def _set_network(libc: ctypes.CDLL, descriptor: int) -> None:
