@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -173,12 +174,13 @@ def test_where_one_machine_has_no_memory_there_is_no_process_set() -> None:
 
 def test_what_the_caller_wants_to_know_and_to_do_reaches_all_parts() -> None:
     told: dict[int, list[str]] = {}
+    nothing, writer = os.pipe()
 
     def body(plane: DataPlane) -> None:
         assert isinstance(plane, HierarchicalPlane)
         phases: list[str] = []
         plane.phase_ended = phases.append
-        plane.meanwhile = Meanwhile(-1, lambda: None)
+        plane.meanwhile = Meanwhile(nothing, lambda: None)
         joined = plane._joined
         assert [part.meanwhile for part in joined] == [plane.meanwhile] * len(joined)
         total(plane, 50_000)
@@ -192,6 +194,8 @@ def test_what_the_caller_wants_to_know_and_to_do_reaches_all_parts() -> None:
         assert joined[0].phase_ended is None
 
     Machines(TWO_BY_TWO).run(body)
+    os.close(nothing)
+    os.close(writer)
     for phases in told.values():
         assert {"MEMCPY_IN_FUSION_BUFFER", "SHM_REDUCE", "MEMCPY_OUT_FUSION_BUFFER"} <= set(phases)
 
@@ -213,6 +217,28 @@ def test_who_is_lacking_is_told_by_the_numbers_of_the_plane(late: int) -> None:
 
     Machines([[0, 2], [1, 3]], first=10).run(body)
     assert late in seen
+
+
+def test_who_has_no_lane_has_time_for_other_things_too() -> None:
+    """Its part is done at once, the others' takes as long as the network does."""
+    reader, writer = os.pipe()
+    done = threading.Event()
+
+    def work() -> None:
+        os.read(reader, 1)
+        done.set()
+
+    def body(plane: DataPlane) -> None:
+        if plane.rank == 1:
+            plane.meanwhile = Meanwhile(reader, work)
+            os.write(writer, b"x")
+        elif plane.rank == 2:
+            assert done.wait(30.0), "only when the operation was over"
+        total(plane)
+
+    Machines([[0, 1], [2]]).run(body)
+    os.close(reader)
+    os.close(writer)
 
 
 # ---------------------------------------------------------------------------------------------- ends

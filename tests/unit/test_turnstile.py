@@ -88,3 +88,20 @@ def test_who_came_and_then_went_is_not_missed() -> None:
     mine = turnstile(shared, Others(0, failure))
     mine.wait(mine.post(), time.monotonic() + 60)
     assert asked == [[1, 2], [2], [2]]
+
+
+def test_who_sleeps_does_other_things_meanwhile() -> None:
+    shared = words(2)
+    calls = []
+
+    def idle() -> bool:
+        calls.append(None)
+        if len(calls) == 3:
+            shared[1].store(1)
+        return True
+
+    mine = Turnstile(shared, Others(0), 0, idle=idle)  # type: ignore[arg-type]
+    began = time.monotonic()
+    mine.wait(mine.post(), began + 30)
+    assert len(calls) == 3
+    assert time.monotonic() - began < 5.0

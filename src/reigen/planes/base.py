@@ -41,7 +41,7 @@ Lacking = Callable[[Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Meanwhile:
-    """What else there is to do for the thread that waits in a plane. Planes that wait for connections do it.
+    """What else there is to do for the thread that waits in a plane.
 
     Attributes:
         descriptor: readable when there is something.
@@ -107,7 +107,7 @@ class DataPlane(Protocol):
     #: who wants to be told, if anybody
     phase_ended: PhaseEnded | None
     lacking: Lacking | None
-    #: what its caller has to do besides, if anything; a plane that cannot wait for a descriptor leaves it alone
+    #: what its caller has to do besides, if anything
     meanwhile: Meanwhile | None
 
     def allreduce(self, buffers: Sequence[Buffer], reduction: Reduction, deadline: float) -> None:

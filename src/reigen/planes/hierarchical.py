@@ -285,13 +285,13 @@ class HierarchicalPlane:
 
     @property
     def meanwhile(self) -> Meanwhile | None:
-        """See `DataPlane`. Done while this rank waits for other machines."""
+        """See `DataPlane`."""
         return self._meanwhile
 
     @meanwhile.setter
     def meanwhile(self, what: Meanwhile | None) -> None:
         self._meanwhile = what
-        for plane in self._joined:
+        for plane in (self._local.plane, *self._joined):
             plane.meanwhile = what
 
     @property

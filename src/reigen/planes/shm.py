@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -89,7 +90,7 @@ class ShmPlane:
         self._neighbours = neighbours
         self._looks = looks
         words = [[Word(array, line * _LINE) for array in part.arrays] for line in range(2)]
-        self._filled, self._reduced = (Turnstile(w, neighbours, looks, self._lacks) for w in words)
+        self._filled, self._reduced = (Turnstile(w, neighbours, looks, self._lacks, self._idle) for w in words)
         self._slots = [
             [array[_WORDS_BYTES + k * SLOT_BYTES :][:SLOT_BYTES] for array in part.arrays] for k in range(_NUM_SLOTS)
         ]
@@ -380,6 +381,16 @@ class ShmPlane:
     def _lacks(self, members: Sequence[int]) -> None:
         if self.lacking is not None:
             self.lacking(members)
+
+    def _idle(self) -> bool:
+        """Do what the caller has to do besides; whether there is such a thing."""
+        if self.meanwhile is None:
+            return False
+        poll = select.poll()
+        poll.register(self.meanwhile.descriptor, select.POLLIN)
+        if poll.poll(0):
+            self.meanwhile.work()
+        return True
 
     def _ended(self, phase: str) -> None:
         if self.phase_ended is not None:

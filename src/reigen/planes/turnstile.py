@@ -20,6 +20,8 @@ from reigen.wire.futex import Word, fences, reached
 #: How long a sleep may last before deaths and the deadline are looked at again: a death is seen this much later at
 #: most.
 SLICE_SECONDS = 0.1
+#: The same while there is something else to do now and then.
+IDLE_SLICE_SECONDS = 0.002
 
 
 class Turnstile:
@@ -30,6 +32,7 @@ class Turnstile:
         neighbours: who is asked whether the others still live.
         looks: how often to look before sleeping.
         lacking: told who has not come, about ten times a second while somebody has not.
+        idle: called before and, if it says that there may be something to do, often during a sleep.
     """
 
     def __init__(
@@ -38,12 +41,13 @@ class Turnstile:
         neighbours: Members,
         looks: int,
         lacking: Callable[[Sequence[int]], None] = lambda _: None,
+        idle: Callable[[], bool] = lambda: False,
     ) -> None:
         self._own = words[neighbours.rank]
         self._others = [(rank, word) for rank, word in enumerate(words) if rank != neighbours.rank]
         self._neighbours = neighbours
         self._looks = looks
-        self._lacking = lacking
+        self._lacking, self._idle = lacking, idle
         self._publish, _ = fences()
         #: how often this rank has posted
         self.count = 0
@@ -71,11 +75,10 @@ class Turnstile:
                 self._sleep(word, step, deadline)
 
     def _sleep(self, word: Word, step: int, deadline: float) -> None:
-        value = word.load()
+        until = min(deadline, time.monotonic() + SLICE_SECONDS)
+        while not reached(value := word.load(), step) and (left := until - time.monotonic()) > 0:
+            word.wait(value, min(left, IDLE_SLICE_SECONDS) if self._idle() else left)
         if reached(value, step):
-            return
-        word.wait(value, max(0.0, min(SLICE_SECONDS, deadline - time.monotonic())))
-        if reached(word.load(), step):
             return
         missing = self._missing(step)
         if missing:
