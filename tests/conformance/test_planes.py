@@ -5,14 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
+from reigen.cluster.mesh import Mesh
 from reigen.cluster.neighbours import meet
 from reigen.cluster.rendezvous import Rendezvous
 from reigen.planes.base import DataPlane
 from reigen.planes.null import NullPlane
 from reigen.planes.shm import ShmPlane, shm_plane_bytes
+from reigen.planes.tcp import TcpNetwork
 from reigen.testing import RankPool, check_plane
 
 
@@ -47,6 +50,21 @@ def direct_plane(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataP
         neighbours.close()
 
 
+@contextmanager
+def tcp_plane(
+    rank: int, size: int, rendezvous: Rendezvous, algorithm: str = "auto", num_sockets: int = 1
+) -> Iterator[DataPlane]:
+    mesh = Mesh(rank, size, rendezvous, b"s" * 32, "127.0.0.1", 20.0)
+    network = TcpNetwork(mesh, failure=lambda ranks: None, algorithm=algorithm, num_sockets=num_sockets)
+    try:
+        plane = network.among(range(size), time.monotonic() + 60.0)
+        yield plane
+        plane.close()
+    finally:
+        network.close()
+        mesh.close()
+
+
 def test_null() -> None:
     check_plane(null_plane, 1)
 
@@ -75,3 +93,35 @@ def test_direct_between_processes(size: int, rank_pool: Callable[[int], RankPool
 @pytest.mark.slow
 def test_shm_between_many_processes(rank_pool: Callable[[int], RankPool]) -> None:
     check_plane(shm_plane, 8, pool=rank_pool(8), trimmed=True)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
+def test_tcp_between_threads(size: int) -> None:
+    check_plane(tcp_plane, size)
+
+
+@pytest.mark.parametrize(
+    ("size", "algorithm", "num_sockets"),
+    [
+        (3, "ring", 1),
+        (2, "direct", 2),
+        pytest.param(2, "ring", 3, marks=pytest.mark.slow),
+        pytest.param(3, "latency", 2, marks=pytest.mark.slow),
+        pytest.param(4, "ring", 1, marks=pytest.mark.slow),
+        pytest.param(5, "direct", 1, marks=pytest.mark.slow),
+        pytest.param(5, "ring", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_tcp_algorithms_by_name(size: int, algorithm: str, num_sockets: int) -> None:
+    check_plane(partial(tcp_plane, algorithm=algorithm, num_sockets=num_sockets), size, trimmed=size > 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "algorithm"), [(8, "auto"), (13, "auto"), (13, "ring")])
+def test_tcp_between_many_threads(size: int, algorithm: str) -> None:
+    check_plane(partial(tcp_plane, algorithm=algorithm), size, trimmed=True)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_tcp_between_processes(size: int, rank_pool: Callable[[int], RankPool]) -> None:
+    check_plane(tcp_plane, size, pool=rank_pool(size))

@@ -20,6 +20,13 @@ def told(error: CollectiveError, rank: int) -> Abort:
     return Abort(kind, error.ranks or (rank,), error.reason[:_MAX_REASON_CHARACTERS])
 
 
+def raised(abort: Abort, teller: str) -> CollectiveError:
+    """The error of a rank that gave up, as told by ``teller``; empty for this rank itself."""
+    kind = _ERRORS.get(abort.kind, CollectiveError)
+    reason = abort.reason or f"rank(s) {listed(abort.ranks)} gave up"
+    return kind(reason + f" (told by {teller})" * bool(teller), ranks=abort.ranks)
+
+
 def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
     """``1, 2 (host h1), 4 (host h2)``: ranks with their hosts, where these are known."""
     by_host: dict[str, list[int]] = {}
@@ -116,8 +123,4 @@ class Fates:
         return PeerLostError(reason, ranks=death.ranks if death.whole_host else ranks)
 
     def _told_by(self, event: Aborted) -> CollectiveError:
-        kind = _ERRORS.get(event.abort.kind, CollectiveError)
-        reason = event.abort.reason or f"rank {event.rank} gave up"
-        if event.rank != self._rank:
-            reason += f" (told by rank {event.rank}, host {event.host})"
-        return kind(reason, ranks=event.abort.ranks)
+        return raised(event.abort, "" if event.rank == self._rank else f"rank {event.rank}, host {event.host}")

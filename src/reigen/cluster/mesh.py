@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reigen.cluster.forks import not_in_children
 from reigen.cluster.neighbours import listed
 from reigen.cluster.rendezvous import Rendezvous, split_address
 from reigen.errors import AuthenticationError, DeadlineError, PeerLostError
@@ -128,10 +129,13 @@ class Mesh:
         secret: the job's 32 bytes.
         address: the address of this host, IPv4 or IPv6, at which the other ranks reach it.
         peer_timeout_seconds: after so much silence a machine counts as lost (`reigen.wire.sockets.keepalive`).
-        tls: encrypt everything; the other ranks must do so, too.
+        tls: encrypt everything; so must all ranks.
 
     Attributes:
+        rank: this rank.
+        size: how many ranks the job has.
         address: ``host:port`` where this rank listens.
+        peer_timeout_seconds: as above.
 
     Raises:
         OSError: this host has no such address.
@@ -148,9 +152,8 @@ class Mesh:
         tls: Tls | None = None,
     ) -> None:
         self.rank, self.size = rank, size
-        self._rendezvous, self._secret = rendezvous, secret
-        self._peer_timeout_seconds = peer_timeout_seconds
-        self._tls = tls
+        self._rendezvous, self._secret, self._tls = rendezvous, secret, tls
+        self.peer_timeout_seconds = peer_timeout_seconds
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
@@ -168,6 +171,7 @@ class Mesh:
         except BaseException:
             self._listener.close()
             raise
+        not_in_children(self)
 
     def open(
         self,
@@ -205,7 +209,7 @@ class Mesh:
         try:
             self._complete(call, waiting)
             for half in call.found.values():
-                keepalive(half.connection, self._peer_timeout_seconds, bulk=bulk)
+                keepalive(half.connection, self.peer_timeout_seconds, bulk=bulk)
         except BaseException:
             for half in call.found.values():
                 half.connection.close()
@@ -218,11 +222,15 @@ class Mesh:
 
     def close(self) -> None:
         """Stop listening, and close what nobody has asked for. May be called twice."""
+        self.close_descriptors()
+        self._strangers.clear()
+        self._kept.clear()
+
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.forks`."""
         self._listener.close()
         for half in [*self._strangers, *self._kept.values()]:
             half.connection.close()
-        self._strangers.clear()
-        self._kept.clear()
 
     def _complete(self, call: _Call, waiting: Waiting | None) -> None:
         next_look = time.monotonic() + _SLICE_SECONDS

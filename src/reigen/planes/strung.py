@@ -45,6 +45,12 @@ class Strung:
         """Elements ``begin`` to ``end``."""
         return Strung([piece for _, piece in self.pieces(begin, end)])
 
+    def whole(self, begin: int, end: int) -> Array | None:
+        """Elements ``begin`` to ``end`` where they lie in one array, without copying; None where they do not."""
+        i = bisect.bisect_right(self._starts, begin) - 1
+        start = self._starts[i]
+        return self._arrays[i][begin - start : end - start] if end <= self._starts[i + 1] else None
+
     def read(self, begin: int, end: int, into: Array) -> None:
         """Copy elements ``begin`` to ``end`` into an array of that length."""
         for place, piece in self.pieces(begin, end):

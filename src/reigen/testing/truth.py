@@ -123,7 +123,7 @@ def narrowed(values: Array, dtype: DType) -> Array:
     mantissa, exponent = np.frexp(values)
     nearest = np.ldexp(np.rint(np.ldexp(mantissa, 8)), exponent - 8)  # 8 bits of precision; rint: ties to even
     upper_half: Array = nearest.astype(np.float32).view(np.uint16).reshape(-1, 2)[:, int(sys.byteorder == "little")]
-    return upper_half
+    return np.ascontiguousarray(upper_half)
 
 
 def example(dtype: DType, count: int, seed: Sequence[int], *, small: bool = False) -> Array:
