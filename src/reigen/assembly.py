@@ -14,6 +14,9 @@ from reigen.config import Config
 from reigen.engine.engine import Engine
 from reigen.engine.negotiation import Coordinator
 from reigen.engine.transport import Solitude
+from reigen.planes.base import DataPlane
+from reigen.planes.device import DevicePlane
+from reigen.planes.nccl import NcclPlane
 from reigen.planes.null import NullPlane
 from reigen.planes.shm import ShmPlane, shm_plane_bytes
 from reigen.wire.mailbox import Mailbox, mailbox_bytes
@@ -26,8 +29,14 @@ _LOOKS = 200
 
 def engine_alone(config: Config) -> Engine:
     """For a job of one rank."""
-    solitude = Solitude()
-    return Engine(NullPlane(), solitude, solitude, coordinator_of(config, 1), config.deadline_seconds, looks=0)
+    solitude, plane = Solitude(), NullPlane()
+    coordinator, device = coordinator_of(config, 1), device_plane_of(config, plane)
+    return Engine(plane, solitude, solitude, coordinator, config.deadline_seconds, looks=0, device=device)
+
+
+def device_plane_of(config: Config, plane: DataPlane) -> DevicePlane | None:
+    """What may stand beside the data plane of all ranks. It costs nothing until its first operation."""
+    return NcclPlane(plane, range(plane.size)) if config.nccl else None
 
 
 def coordinator_of(config: Config, size: int) -> Coordinator:
@@ -75,7 +84,8 @@ def engine_on_host(
         plane.close()
         neighbours.close()
 
-    engine = Engine(plane, mailbox, neighbours, coordinator, config.deadline_seconds, looks)
+    device = device_plane_of(config, plane)
+    engine = Engine(plane, mailbox, neighbours, coordinator, config.deadline_seconds, looks, device)
     if not config.stall_check_disable:
         engine.watch_stalls(config.stall_check_seconds, config.stall_shutdown_seconds, dict(enumerate(neighbours.pids)))
     return engine, release

@@ -148,6 +148,7 @@ class Config:
         tcp_sockets: connections between two ranks of different hosts.
         peer_timeout_seconds: how long another host may be silent before it counts as lost.
         host_id: told apart from the host by this name, ranks of one machine count as ranks of several.
+        nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
         log_level: the least severe messages that are shown.
         log_hide_time: messages do not begin with the time.
         origins: for each knob that was set, what set it.
@@ -182,6 +183,7 @@ class Config:
     tcp_sockets: int = _knob(1, _count_above_0, "REIGEN_TCP_SOCKETS")
     peer_timeout_seconds: float = _knob(20.0, _seconds, "REIGEN_PEER_TIMEOUT")
     host_id: str | None = _knob(None, str, "REIGEN_HOST_ID")
+    nccl: bool = _knob(True, _switch, "REIGEN_NCCL")
     log_level: str = _knob("warning", _level, "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
     log_hide_time: bool = _knob(False, _switch, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -212,8 +214,9 @@ _WITHOUT_EFFECT = {
     "nothing waits for a cycle: an operation starts when its last rank has come": "CYCLE_TIME",
     "ranks of a host share its memory, then hosts talk: there is no other way": "HIERARCHICAL_ALLREDUCE "
     "HIERARCHICAL_ALLGATHER TORUS_ALLREDUCE",
-    "tensors are in the memory of the CPU": "BATCH_D2D_MEMCOPIES NUM_NCCL_STREAMS ENABLE_ASYNC_COMPLETION "
-    "DISABLE_NVTX_RANGES ENABLE_XLA_OPS",
+    "CUDA tensors are reduced where they lie, on one stream, and nobody waits for it": "BATCH_D2D_MEMCOPIES "
+    "NUM_NCCL_STREAMS ENABLE_ASYNC_COMPLETION",
+    "there are neither NVTX ranges nor operations for XLA": "DISABLE_NVTX_RANGES ENABLE_XLA_OPS",
     "there is no autotuning": "AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE "
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
     "neither MPI nor Gloo nor oneCCL carries anything": "CONTROLLER CPU_OPERATIONS MPI_THREADS_DISABLE CCL_CACHE "

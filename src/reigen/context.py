@@ -12,10 +12,8 @@ import socket
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from msgspec import structs
-from numpy.typing import NDArray
 
 from reigen import log
 from reigen.assembly import engine_alone, engine_on_host
@@ -33,23 +31,24 @@ from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
 from reigen.observe.timeline import Timeline
 from reigen.planes.base import Region
 from reigen.planes.choice import choose
+from reigen.planes.device import DeviceArray, DevicePlane, Memory
 from reigen.types import DType, ReduceOp
 
 __all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "mark", "shutdown"]
 
 _log = logging.getLogger(__name__)
 
-MakeOutput = Callable[[tuple[int, ...]], NDArray[Any]]
+MakeOutput = Callable[[tuple[int, ...]], Memory]
 
 
 class Context:
     """A job of which this process is one rank.
 
     Every collective submits and returns a `Handle` at once. Arrays are C-contiguous and of the dtype's *storage* type
-    (bfloat16 is uint16). With ``blocking=True`` the caller promises to wait for the handle next; that spares waking
-    another thread. Unnamed operations must be submitted in the same order on every rank; named ones in any order.
-    ``process_set`` is the number of the set whose ranks take part ("all ranks" are then its ranks, "the rank" is one of
-    the job); a rank that is not in it gets an ArgumentError.
+    (bfloat16 is uint16); or they are memory of a device, if `device` takes it. With ``blocking=True`` the caller
+    promises to wait for the handle next; that spares waking another thread. Unnamed operations must be submitted in the
+    same order on every rank; named ones in any order. ``process_set`` is the number of the set whose ranks take part
+    ("all ranks" are then its ranks, "the rank" is one of the job); a rank that is not in it gets an ArgumentError.
 
     Args:
         topology: this process's place.
@@ -96,8 +95,8 @@ class Context:
 
     def allreduce(
         self,
-        source: NDArray[Any],
-        target: NDArray[Any],
+        source: Memory,
+        target: Memory,
         dtype: DType,
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
@@ -149,8 +148,8 @@ class Context:
 
     def grouped_allreduce(
         self,
-        sources: Sequence[NDArray[Any]],
-        targets: Sequence[NDArray[Any]],
+        sources: Sequence[Memory],
+        targets: Sequence[Memory],
         dtypes: Sequence[DType],
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
@@ -173,8 +172,8 @@ class Context:
 
     def broadcast(
         self,
-        source: NDArray[Any],
-        target: NDArray[Any],
+        source: Memory,
+        target: Memory,
         dtype: DType,
         *,
         root_rank: int,
@@ -200,7 +199,7 @@ class Context:
 
     def allgather(
         self,
-        source: NDArray[Any],
+        source: Memory,
         dtype: DType,
         *,
         name: str | None = None,
@@ -218,7 +217,7 @@ class Context:
 
     def grouped_allgather(
         self,
-        sources: Sequence[NDArray[Any]],
+        sources: Sequence[Memory],
         dtypes: Sequence[DType],
         *,
         name: str | None = None,
@@ -234,7 +233,7 @@ class Context:
 
     def alltoall(
         self,
-        source: NDArray[Any],
+        source: Memory,
         dtype: DType,
         *,
         splits: Sequence[int] | None = None,
@@ -261,7 +260,7 @@ class Context:
 
     def reducescatter(
         self,
-        source: NDArray[Any],
+        source: Memory,
         dtype: DType,
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
@@ -281,7 +280,7 @@ class Context:
 
     def grouped_reducescatter(
         self,
-        sources: Sequence[NDArray[Any]],
+        sources: Sequence[Memory],
         dtypes: Sequence[DType],
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
@@ -317,6 +316,11 @@ class Context:
         self.num_joins += 1
         self._numbers.clear()
         return handle
+
+    @property
+    def device(self) -> DevicePlane | None:
+        """What moves memory of devices, as far as it takes it; everything else is staged through the host."""
+        return self._engine.device
 
     # -- process sets -------------------------------------------------------------------------------------------------
 
@@ -425,6 +429,8 @@ class Context:
             self._release()
 
     def _submit(self, operation: Operation, task: Task, blocking: bool) -> Handle:
+        if type(task.source) is DeviceArray:
+            operation = structs.replace(operation, device=task.source.device.kind)
         handle = Handle(self._engine, operation.name, task)
         self._engine.submit(operation, handle, blocking=blocking)
         return handle
@@ -437,6 +443,8 @@ class Context:
         kind, process_set = members[0].kind, members[0].process_set
         base = self._named(name, f"grouped_{kind.name.lower()}", process_set)
         group = Operation(kind, base, process_set=process_set, members=tuple(members))
+        if type(tasks[0].source) is DeviceArray:
+            group = structs.replace(group, device=tasks[0].source.device.kind)
         return self._submit(group, Task(members=tuple(tasks)), blocking)
 
     def _name(self, operation: Operation, name: str | None) -> Operation:

@@ -17,6 +17,7 @@
     |   +-- PeerLostError                       a rank died, left or was stopped by its launcher
     |   +-- ReplicaError                        the ranks hold different parameters
     |   +-- SharedMemoryError                   the machine has not enough memory for a segment
+    |   +-- DeviceError                         the ranks' GPUs cannot work together as they were chosen
     +-- LaunchError                             the launcher could not do what it was asked
     |   +-- RankFailedError                     a rank of run() raised, exited or was killed
     +-- AuthenticationError                     the other end of a connection does not know the job's secret
@@ -159,6 +160,10 @@ class SharedMemoryError(CollectiveError):
         )
         error.needed_bytes, error.available_bytes = needed_bytes, available_bytes
         return error
+
+
+class DeviceError(CollectiveError):
+    """The devices that the ranks have chosen cannot work together; every rank gets it. Collectives on the host work."""
 
 
 HorovodInternalError = CollectiveError

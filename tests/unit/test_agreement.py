@@ -29,6 +29,7 @@ def told(*operations: Operation) -> tuple[str, dict[int, str]] | None:
     [
         (Kind.ALLREDUCE, {"dtype": "int64"}, "the data types differ", "float32", "int64"),
         (Kind.ALLREDUCE, {"kind": Kind.ALLGATHER}, "the operations differ", "allreduce", "allgather"),
+        (Kind.ALLREDUCE, {"device": "cuda"}, "the devices differ", "cpu (or staged there: see `reigen check`)", "cuda"),
         (Kind.ALLREDUCE, {"shape": (12,)}, "the shapes differ", "[4, 3]", "[12]"),
         (Kind.ALLREDUCE, {"shape": (4, 3, 1)}, "the shapes differ", "[4, 3]", "[4, 3, 1]"),
         (

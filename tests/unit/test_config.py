@@ -54,6 +54,7 @@ VARIABLES = {
     "REIGEN_TCP_SOCKETS": ("tcp_sockets", "4", 4),
     "REIGEN_PEER_TIMEOUT": ("peer_timeout_seconds", "5", 5.0),
     "REIGEN_HOST_ID": ("host_id", "rack-1", "rack-1"),
+    "REIGEN_NCCL": ("nccl", "0", False),
 }
 
 
@@ -84,7 +85,7 @@ def test_the_table_in_the_docs_is_that_of_the_code() -> None:
     documented = {tuple(names.split(", ")): default for names, default in rows}
     assert set(documented) == set(NAMES.values())
     for knob, names in NAMES.items():
-        default, words = getattr(Config(), knob), {None: "none", (): "none", False: "0"}
+        default, words = getattr(Config(), knob), {None: "none", (): "none", False: "0", True: "1"}
         assert documented[names] == (
             words[default] if default in words else f"{default:g}" if isinstance(default, float) else str(default)
         )

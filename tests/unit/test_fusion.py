@@ -44,6 +44,7 @@ def test_threshold_zero_turns_fusion_off() -> None:
         ready(1, prescale=0.5),
         ready(1, postscale=0.5),
         ready(1, in_place=True),
+        ready(1, device="cuda"),
     ],
 )
 def test_only_the_same_reduction_is_fused(other: tuple[Operation, Response]) -> None:

@@ -28,6 +28,9 @@ class _Check:
     show: Callable[[Operation], str]
 
 
+#: How a tensor without a device of its own is shown.
+_HOST = "cpu (or staged there: see `reigen check`)"
+
 #: Horovod's order, after the groups, which have no dtype of their own.
 _CHECKS = (
     _Check(_ALL, lambda o: o.process_set, "the process sets differ", lambda o: f"process set {o.process_set}"),
@@ -39,6 +42,7 @@ _CHECKS = (
     ),
     _Check(_ALL, lambda o: o.dtype, "the data types differ", lambda o: o.dtype or "no elements"),
     _Check(_ALL, lambda o: o.kind, "the operations differ", lambda o: o.kind.name.lower()),
+    _Check(_ALL, lambda o: o.device, "the devices differ", lambda o: o.device or _HOST),
     _Check(_SAME_SHAPE, lambda o: o.shape, "the shapes differ", lambda o: str(list(o.shape))),
     _Check(
         _SCALED,

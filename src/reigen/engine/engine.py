@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from reigen.engine.channel import BACKLOG_SECONDS, SLICE_SECONDS, Channel, Listener
-from reigen.engine.execution import Team, execute, stand_in
+from reigen.engine.execution import execute, stand_in
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
     MAX_NOTE_BYTES,
@@ -45,14 +45,17 @@ from reigen.engine.observer import Observer
 from reigen.engine.outstanding import SHUT_DOWN, Outstanding
 from reigen.engine.participant import Execute, Instruction, Participant, stopped
 from reigen.engine.stall_watch import Seat, StallWatch
+from reigen.engine.team import Team
 from reigen.engine.transport import Transport, Watch
 from reigen.errors import (
     CollectiveError,
     DeadlineError,
+    DeviceError,
     PeerLostError,
     SharedMemoryError,
 )
 from reigen.planes.base import DataPlane, Meanwhile
+from reigen.planes.device import DevicePlane
 from reigen.wire.mailbox import Sleeper
 
 _log = logging.getLogger(__name__)
@@ -73,6 +76,7 @@ class Engine:
         coordinator: on rank 0.
         deadline_seconds: for each operation.
         looks: how often a waiting caller looks for a message before it sleeps; 0 with more ranks than cores.
+        device: moves what lies in the memory of devices, if anything may.
     """
 
     def __init__(
@@ -83,10 +87,12 @@ class Engine:
         coordinator: Coordinator | None,
         deadline_seconds: float,
         looks: int,
+        device: DevicePlane | None = None,
     ) -> None:
         self._plane = plane
+        self.device = device
         #: process sets by number; what they are is the same on all ranks whenever the same operation is carried out
-        self._teams = {0: Team(tuple(range(plane.size)), plane)}
+        self._teams = {0: Team(tuple(range(plane.size)), plane, device)}
         self._transport = transport
         self._channel = Channel(transport, hears_reports=coordinator is not None)
         self._watch = watch
@@ -109,6 +115,8 @@ class Engine:
         #: when to look for dead ranks next
         self._look_next = 0.0
         self._thread: threading.Thread | None = None
+        if device is not None:
+            device.failure = self._failure
 
     def start(self, cpu: int | None = None) -> None:
         """Start the engine's thread. A job of one rank does without: whoever submits completes.
@@ -271,8 +279,8 @@ class Engine:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_GRACE_SECONDS)
         for number, team in self._teams.items():
-            if free and number and team.plane is not None:
-                team.plane.close()
+            if free:
+                team.close(keep_plane=not number)
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -292,7 +300,12 @@ class Engine:
                 self._transport.sleep(token, Sleeper.ENGINE, nap)
 
     def _has_work(self) -> bool:
-        return self.works and bool(self._channel.notes or self._outstanding.handles or self._channel.pending())
+        return self.works and (not self._idle() or self._channel.pending())
+
+    def _idle(self) -> bool:
+        """Nobody waits, and no device is at work for anybody: no deaths and deadlines have to be looked at."""
+        flying = self.device is not None and self.device.flying
+        return not (self._outstanding.handles or self._channel.notes or flying)
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
@@ -302,7 +315,7 @@ class Engine:
             while self.works:
                 token = self._transport.token()
                 worked = self._step()
-                if handle.done if handle is not None else not (self._outstanding.handles or self._channel.notes):
+                if handle.done if handle is not None else self._idle():
                     return
                 if not worked:
                     self._rest(token, who)
@@ -421,18 +434,20 @@ class Engine:
         if isinstance(error, PeerLostError):
             self._watch.linger(error.ranks)
         self._outstanding.set_broken(error)
+        for team in self._teams.values():
+            team.abort_on_device(error)
         self._participant.lose(error)
         self._fail_all(error)
 
     def _execute(self, batch: Sequence[tuple[Operation, Response]]) -> None:
         deadline = time.monotonic() + self._deadline_seconds
         handles = [self._outstanding.handles.get(operation.name) for operation, _ in batch]
+        team = self._teams[batch[0][0].process_set]
         members = [
-            (operation, response, stand_in(operation) if handle is None else handle.task)
+            (operation, response, stand_in(team, operation) if handle is None else handle.task)
             for (operation, response), handle in zip(batch, handles, strict=True)
         ]
-        observer = self._observer
-        plane = self._teams[batch[0][0].process_set].plane
+        observer, plane = self._observer, team.plane
         self._running = (batch[0][0], deadline)
         results: Sequence[Outcome | CollectiveError]
         try:
@@ -443,7 +458,7 @@ class Engine:
                 if plane is not None:
                     plane.phase_ended = observer.phase_ended
             results = execute(self._teams, members, deadline)
-        except SharedMemoryError as error:
+        except (SharedMemoryError, DeviceError) as error:
             results = [error.of(operation.name) for operation, _ in batch]
             first, response = batch[0]
             if first.kind is Kind.ADD_SET:
@@ -537,6 +552,8 @@ class Engine:
             return  # who is gone may have answered just before
         if error is not None:
             self._break(error)
+        elif self.device is not None and (crashed := self.device.look()) is not None:
+            self._give_up(crashed)
         elif self._outstanding.overdue and time.monotonic() >= next(iter(self._outstanding.overdue.values())):
             self._give_up(DeadlineError("rank 0, which coordinates, does not answer", ranks=(0,)))
         elif self._outstanding.overdue and self._stalls is not None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,51 +10,24 @@ from numpy.typing import NDArray
 
 from reigen.engine.handles import Outcome, Task
 from reigen.engine.messages import Kind, Operation, Response
-from reigen.kernels.reduce import Reduction, neutral_of
+from reigen.engine.on_device import execute_on_device, stand_in_on_device
+from reigen.engine.team import Member, Team, reduction_of, row_elements, rows_of
+from reigen.kernels.reduce import neutral_of
 from reigen.planes.adasum import adasum
 from reigen.planes.base import Array, Buffer, DataPlane
 from reigen.types import DTYPES, ReduceOp
-
-#: One member of a batch: what was submitted, what was agreed, and this rank's memory.
-Member = tuple[Operation, Response, Task]
-
-
-@dataclass(frozen=True, slots=True)
-class Team:
-    """A process set, as one of the job's ranks sees it.
-
-    Attributes:
-        ranks: its ranks, ascending.
-        plane: moves their data, numbered from 0 in that order; None for a rank that is none of them.
-    """
-
-    ranks: tuple[int, ...]
-    plane: DataPlane | None
-
-
-@functools.lru_cache(maxsize=256)
-def reduction_of(dtype: str, op: ReduceOp, count: int, prescale: float, postscale: float) -> Reduction:
-    """The reduction of these parameters; made once, since the checks take longer than a small collective.
-
-    Raises:
-        ArgumentError, UnsupportedTypeError: there is no such reduction.
-    """
-    return Reduction(DTYPES[dtype], op, count, prescale, postscale)
-
-
-def rows_of(num_rows: int, size: int) -> list[int]:
-    """How reducescatter divides rows: the first ``num_rows % size`` ranks get one more."""
-    return [num_rows // size + (rank < num_rows % size) for rank in range(size)]
 
 
 def execute(teams: dict[int, Team], batch: Sequence[Member], deadline: float) -> list[Outcome]:
     """Run a batch, all of one kind and process set; one outcome per member.
 
     Process sets that a batch makes or unmakes are entered into, or taken out of, ``teams``. Errors are those of
-    `reigen.planes.base`.
+    `reigen.planes.base` and `reigen.planes.device`.
     """
     first, response, _ = batch[0]
     team = teams[first.process_set]
+    if first.device:
+        return execute_on_device(team, batch, deadline)
     if first.kind is Kind.ADD_SET:
         return [_add_set(teams, first, response, deadline)]
     if first.kind is Kind.REMOVE_SET:
@@ -66,10 +37,16 @@ def execute(teams: dict[int, Team], batch: Sequence[Member], deadline: float) ->
     return [_one(team, member, deadline) for member in batch]
 
 
-def stand_in(operation: Operation) -> Task:
-    """Memory for an allreduce that this rank has joined out of: elements that leave the others' result as it is."""
+def stand_in(team: Team, operation: Operation) -> Task:
+    """Memory for an allreduce that this rank has joined out of: elements that leave the others' result as it is.
+
+    Raises:
+        CollectiveError: it takes place on devices, and this rank has used none so far.
+    """
+    if operation.device:
+        return stand_in_on_device(team, operation)
     if operation.members:
-        return Task(members=tuple(map(stand_in, operation.members)))
+        return Task(members=tuple(stand_in(team, member) for member in operation.members))
     neutral = neutral_of(DTYPES[operation.dtype], operation.op)
     array = np.full(operation.num_elements, neutral, DTYPES[operation.dtype].storage)
     return Task(array, array, array)
@@ -94,8 +71,8 @@ def _allreduce(team: Team, batch: Sequence[Member], deadline: float) -> list[Out
     runs: dict[tuple[str, ReduceOp, int, float, float, bool], list[Buffer]] = {}
     for operation, response, task in batch:
         for part, agreed, piece in zip(operation.parts, response.parts, task.parts, strict=True):
-            assert piece.source is not None
-            assert piece.target is not None
+            assert isinstance(piece.source, np.ndarray)
+            assert isinstance(piece.target, np.ndarray)
             buffer = Buffer(piece.source, piece.target, part.offset if agreed.in_place else -1)
             active = response.num_active if part.divide_by_active else 0
             key = (part.dtype, part.op, active or len(team.ranks), part.prescale, part.postscale, agreed.in_place)
@@ -119,36 +96,34 @@ def _given(task: Task) -> Outcome:
 
 def _make(task: Task, shape: tuple[int, ...], operation: Operation) -> NDArray[Any]:
     if task.make_output is not None:
-        return task.make_output(shape)
+        output = task.make_output(shape)
+        assert isinstance(output, np.ndarray)
+        return output
     return np.empty(shape, DTYPES[operation.dtype].storage)
 
 
 def _source(task: Task) -> Array:
-    assert task.source is not None
+    assert isinstance(task.source, np.ndarray)
     return task.source
-
-
-def _row_elements(operation: Operation) -> int:
-    return int(np.prod(operation.shape[1:], dtype=np.int64))
 
 
 def _allgather(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
     rows = response.sizes[0]
-    width = _row_elements(operation)
+    width = row_elements(operation)
     output = _make(task, (sum(rows), *operation.shape[1:]), operation)
     _plane(team).allgather(_source(task), [r * width for r in rows], output.reshape(-1), deadline)
     return Outcome(output)
 
 
 def _broadcast(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
-    assert task.target is not None
+    assert isinstance(task.target, np.ndarray)
     plane, root = _plane(team), team.ranks.index(operation.root)
-    plane.broadcast(task.source if plane.rank == root else None, task.target, root, deadline)
+    plane.broadcast(_source(task) if plane.rank == root else None, task.target, root, deadline)
     return Outcome(task.output)
 
 
 def _alltoall(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
-    width = _row_elements(operation)
+    width = row_elements(operation)
     plane = _plane(team)
     received = tuple(row[plane.rank] for row in response.sizes)
     output = _make(task, (sum(received), *operation.shape[1:]), operation)
@@ -160,7 +135,7 @@ def _alltoall(team: Team, operation: Operation, response: Response, task: Task, 
 def _reducescatter(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
     plane = _plane(team)
     rows = rows_of(operation.shape[0], plane.size)
-    width = _row_elements(operation)
+    width = row_elements(operation)
     output = _make(task, (rows[plane.rank], *operation.shape[1:]), operation)
     reduction = reduction_of(operation.dtype, operation.op, plane.size, operation.prescale, operation.postscale)
     plane.reducescatter(_source(task), [r * width for r in rows], output.reshape(-1), reduction, deadline)
@@ -187,14 +162,14 @@ def _join(team: Team, operation: Operation, response: Response, task: Task, dead
 
 
 def _add_set(teams: dict[int, Team], operation: Operation, response: Response, deadline: float) -> Outcome:
-    teams[response.value] = Team(operation.shape, _plane(teams[0]).split(operation.shape, deadline))
+    plane, device = _plane(teams[0]).split(operation.shape, deadline), teams[0].device
+    beside = None if plane is None or device is None else device.beside(plane, operation.shape)
+    teams[response.value] = Team(operation.shape, plane, beside)
     return Outcome(value=response.value)
 
 
 def _remove_set(teams: dict[int, Team], operation: Operation) -> Outcome:
-    plane = teams.pop(operation.shape[0]).plane
-    if plane is not None:
-        plane.close()
+    teams.pop(operation.shape[0]).close()
     return Outcome()
 
 

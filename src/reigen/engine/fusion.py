@@ -13,9 +13,10 @@ def plan(
 ) -> list[list[int]]:
     """Group ready operations into batches.
 
-    Allreduces of one process set, dtype, operator and scale travel together up to ``threshold_bytes``; one that does
-    not fit does not end the batch: the search goes on behind it. Everything else travels alone. A batch stands where
-    its first member stood. A group whose members are alike counts as one tensor of their size: it is never divided.
+    Allreduces of one process set, device, dtype, operator and scale travel together up to ``threshold_bytes``; one that
+    does not fit does not end the batch: the search goes on behind it. Everything else travels alone. A batch stands
+    where its first member stood. A group whose members are alike counts as one tensor of their size: it is never
+    divided.
 
     Args:
         ready: operations of any one rank with what was agreed, in the order in which they became ready.
@@ -62,4 +63,4 @@ def _key(operation: Operation, response: Response, fuse_groups: bool) -> object:
         (part.dtype, part.op, part.prescale, part.postscale, part.divide_by_active, agreed.in_place)
         for part, agreed in zip(operation.parts, response.parts, strict=True)
     }
-    return (operation.process_set, response.num_active, *keys) if len(keys) == 1 else None
+    return (operation.process_set, operation.device, response.num_active, *keys) if len(keys) == 1 else None

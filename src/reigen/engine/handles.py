@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import CollectiveError
-from reigen.planes.base import Array, Region
+from reigen.planes.base import Region
+from reigen.planes.device import Memory
 
 if TYPE_CHECKING:
     from reigen.engine.engine import Engine
@@ -20,18 +22,25 @@ class Outcome:
     """The result of a collective.
 
     Attributes:
-        array: the output, of the output's shape, storage dtype; None for a barrier.
+        array: the output, of the output's shape, storage dtype; None for a barrier. On a device it is complete when its
+            ``ready`` has passed.
         received_splits: for alltoall, how many rows came from each rank.
         region: for an allocation.
         value: for a join, the last rank that joined; for a new process set, its number.
         members: for a group, one outcome each.
     """
 
-    array: NDArray[Any] | None = None
+    array: Memory | None = None
     received_splits: tuple[int, ...] = ()
     region: Region | None = None
     value: int = -1
     members: tuple[Outcome, ...] = ()
+
+    @property
+    def on_host(self) -> NDArray[Any]:
+        """The output of an operation that has one, in host memory."""
+        assert isinstance(self.array, np.ndarray)
+        return self.array
 
 
 @dataclass(slots=True)
@@ -46,10 +55,10 @@ class Task:
         members: of a group, in its order.
     """
 
-    source: Array | None = None
-    target: Array | None = None
-    output: NDArray[Any] | None = None
-    make_output: Callable[[tuple[int, ...]], NDArray[Any]] | None = None
+    source: Memory | None = None
+    target: Memory | None = None
+    output: Memory | None = None
+    make_output: Callable[[tuple[int, ...]], Memory] | None = None
     members: tuple[Task, ...] = ()
 
     @property

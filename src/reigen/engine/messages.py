@@ -50,6 +50,8 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
         divide_by_active: AVERAGE divides by the ranks that have not joined, instead of by all of the set.
         members: of a group, which is negotiated as one: the operations, all of this kind. The group itself has no dtype
             and no shape.
+        device: the kind of device in whose memory the tensors lie, for a data plane of its own; empty: the host's. The
+            members of a group have none, theirs is the group's.
     """
 
     kind: Kind
@@ -65,6 +67,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     process_set: int = 0
     divide_by_active: bool = False
     members: tuple[Operation, ...] = ()
+    device: str = ""
 
     @property
     def parts(self) -> tuple[Operation, ...]:

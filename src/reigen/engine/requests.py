@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from numpy.typing import NDArray
-
-from reigen.engine.execution import reduction_of
 from reigen.engine.messages import JOIN_NAME, Kind, Operation
+from reigen.engine.team import reduction_of
 from reigen.errors import ArgumentError, UnsupportedError
 from reigen.planes.adasum import check_adasum
 from reigen.planes.base import Region
+from reigen.planes.device import DeviceArray, Memory
 from reigen.types import DType, ReduceOp
 
 _MAX_NAME_BYTES = 512
@@ -34,7 +32,7 @@ def check_reduction(dtype: DType, op: ReduceOp, size: int, prescale: float, post
     check_adasum(dtype, size)
 
 
-def allgather_of(source: NDArray[Any], dtype: DType, process_set: int) -> Operation:
+def allgather_of(source: Memory, dtype: DType, process_set: int) -> Operation:
     """An allgather, without its name."""
     if not source.ndim:
         raise ArgumentError("allgather needs at least one dimension, got a scalar")
@@ -42,7 +40,7 @@ def allgather_of(source: NDArray[Any], dtype: DType, process_set: int) -> Operat
 
 
 def reducescatter_of(
-    source: NDArray[Any],
+    source: Memory,
     dtype: DType,
     reduction: tuple[ReduceOp, float, float],
     size: int,
@@ -55,7 +53,7 @@ def reducescatter_of(
     return Operation(Kind.REDUCESCATTER, "", dtype.name, source.shape, *reduction, process_set=process_set)
 
 
-def splits_of(source: NDArray[Any], splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
+def splits_of(source: Memory, splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
     """The rows that go to each of ``size`` ranks; without ``splits``, equally many."""
     if not source.ndim:
         raise ArgumentError("alltoall needs at least one dimension, got a scalar")
@@ -71,8 +69,10 @@ def splits_of(source: NDArray[Any], splits: Sequence[int] | None, size: int) -> 
     return tuple(map(int, splits))
 
 
-def offset_in(region: Region, array: NDArray[Any]) -> int:
+def offset_in(region: Region, array: Memory) -> int:
     """Where an array that lies in a region begins, as an `Operation` tells it."""
+    if isinstance(array, DeviceArray):
+        raise ArgumentError("registered memory is the host's, this array lies in a device's")
     begin = array.ctypes.data - region.array.ctypes.data
     if not 0 <= begin <= region.nbytes - array.nbytes:
         raise ArgumentError("the array does not lie in the region")

@@ -52,12 +52,9 @@ def allgather_bytes(context: Context, data: bytes, name: str | None, process_set
     """Every rank's bytes, by rank of the process set."""
     where: dict[str, Any] = {"process_set": process_set, "blocking": True}
     payload = np.frombuffer(data, np.uint8)
-    sizes = (
-        context.allgather(np.array([payload.size], np.int64), _COUNT, name=_part(name, "size"), **where).wait().array
-    )
-    joined = context.allgather(payload, _BYTES, name=_part(name, "bytes"), **where).wait().array
-    assert sizes is not None
-    assert joined is not None
+    count = np.array([payload.size], np.int64)
+    sizes = context.allgather(count, _COUNT, name=_part(name, "size"), **where).wait().on_host
+    joined = context.allgather(payload, _BYTES, name=_part(name, "bytes"), **where).wait().on_host
     ends = np.cumsum(sizes)
     return [joined[end - size : end].tobytes() for size, end in zip(sizes.tolist(), ends.tolist(), strict=True)]
 
