@@ -1,7 +1,7 @@
 """One rank's part of the conformance suite over MPI, started by mpirun: see `test_mpi_plane`.
 
-Arguments: address of the rendezvous, whether MPI's own reductions are used, whether the suite is trimmed, and a
-directory for the results. The secret is in REIGEN_TEST_SECRET.
+Arguments: address of the rendezvous, whether MPI's own reductions are used, whether the suite is trimmed, a directory
+for the results, and the ranks by machine in JSON: those of one group share memory. The secret is in REIGEN_TEST_SECRET.
 """
 
 from __future__ import annotations
@@ -14,34 +14,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.machines import local_plane
+
 from reigen.cluster.mpi_world import world
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient
 from reigen.errors import CollectiveError
 from reigen.planes.base import DataPlane
+from reigen.planes.hierarchical import compose
 from reigen.planes.mpi import MpiNetwork
 from reigen.testing import check_rank
 
 NATIVE = {"ordered": False, "native": True, "default": None}
 
 
-def nobody_died(needed: Sequence[int]) -> CollectiveError | None:
-    return None
-
-
-def main(address: str, native: str, trimmed: str, directory: str) -> None:
+def main(address: str, native: str, trimmed: str, directory: str, grouped: str) -> None:
     everybody = world(os.environ)
     rank, size = everybody.rank, everybody.size
     client = RendezvousClient(address, bytes.fromhex(os.environ["REIGEN_TEST_SECRET"]), rank, 60.0)
 
     @contextmanager
     def make(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
-        network = MpiNetwork(everybody, range(size), rank, rendezvous, failure=nobody_died, native=NATIVE[native])
-        plane = network.among(range(size), time.monotonic() + 60.0)
-        try:
-            yield plane
-        finally:
-            plane.close()
-            network.close()
+        groups = json.loads(grouped)
+        group = next(group for group in groups if rank in group)
+        with local_plane(group, rank, rendezvous) as (local, neighbours):
+
+            def failure(_: Sequence[int]) -> CollectiveError | None:
+                return None if neighbours is None else neighbours.failure(range(neighbours.size))
+
+            network = MpiNetwork(everybody, range(size), rank, rendezvous, failure=failure, native=NATIVE[native])
+            plane = compose(groups, rank, local, network, range(size), time.monotonic() + 60.0)
+            try:
+                yield plane
+            finally:
+                plane.close()
+                network.close()
 
     digests = check_rank(make, rank, size, client, trimmed=trimmed == "trimmed")
     Path(directory, f"{rank}.json").write_text(json.dumps(digests))

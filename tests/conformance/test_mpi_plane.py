@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.machines import Groups
 from tests.mpirun import DEBIAN, MPICH, PYPI, find, run
 
 from reigen.cluster.service import RendezvousServer
@@ -16,7 +17,7 @@ _SUITE = str(Path(__file__).with_name("mpi_suite.py"))
 slow = pytest.mark.slow
 
 
-def check(name: str, size: int, native: str, directory: Path, *, trimmed: bool) -> None:
+def check(name: str, size: int, native: str, directory: Path, *, trimmed: bool, groups: Groups | None = None) -> None:
     mpi = find(name, directory)
     if isinstance(mpi, str):
         pytest.skip(mpi)
@@ -25,6 +26,7 @@ def check(name: str, size: int, native: str, directory: Path, *, trimmed: bool) 
     server.start()
     try:
         arguments = [server.address, native, "trimmed" if trimmed else "whole", str(directory)]
+        arguments.append(json.dumps(groups or [[rank] for rank in range(size)]))
         environ = {"REIGEN_TEST_SECRET": secret.hex()}
         ended = run(mpi, size, [sys.executable, _SUITE, *arguments], environ=environ, timeout=150.0)
     finally:
@@ -54,3 +56,10 @@ def test_many_ranks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [DEBIAN, MPICH])
 def test_other_mpis(name: str, native: str, tmp_path: Path) -> None:
     check(name, 3, native, tmp_path, trimmed=False)
+
+
+@slow
+@pytest.mark.parametrize("native", ["ordered", "native"])
+@pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [2, 3]], [[0, 2, 3], [1, 4]]], ids=str)
+def test_machines_of_several_ranks(groups: Groups, native: str, tmp_path: Path) -> None:
+    check(PYPI, sum(map(len, groups)), native, tmp_path, trimmed=True, groups=groups)
