@@ -17,8 +17,10 @@ from msgspec import structs
 
 from reigen import log
 from reigen.assembly import engine_alone, engine_on_host
+from reigen.cluster.bootstrap import Accesses, Manner
 from reigen.cluster.claim import claim
 from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
+from reigen.cluster.layout import exchange
 from reigen.cluster.rendezvous import Rendezvous, RendezvousClient, Room
 from reigen.cluster.topology import Topology, among
 from reigen.config import Config, load, misspelt, settings, without_effect
@@ -471,6 +473,8 @@ _current: Context | None = None
 _forked_from: Context | None = None
 #: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
 _generations: Counter[tuple[bytes, str]] = Counter()
+#: the ways to the control services of the jobs that this process has joined
+_accesses = Accesses()
 
 
 def init(
@@ -498,9 +502,9 @@ def init(
             _watch_forks()
             environ = os.environ if environ is None else environ
             job, config = detect(environ), load(environ, arguments)
-            place = None if job.topology.size == 1 or environ.get(PREFIXED_VARIABLE) else job.topology.rank
+            place = None if job.size == 1 or environ.get(PREFIXED_VARIABLE) else job.rank
             log.attach(config.log_level, hide_time=config.log_hide_time, rank=place)
-            _current = _join(job, config, ranks)
+            _current = _join(job, config, environ, ranks)
             if _current.rank == 0:
                 _announce(job, _current, environ)
             atexit.register(shutdown)
@@ -518,20 +522,25 @@ def _announce(job: Job, context: Context, environ: Mapping[str, str]) -> None:
         _log.warning("environment variables that mean nothing to Reigen: %s", ", ".join(unknown))
 
 
-def _join(job: Job, config: Config, ranks: Sequence[int] | None) -> Context:
-    topology, room = job.topology, ""
-    if ranks is not None and tuple(ranks) != tuple(range(topology.size)):
-        topology, room = among(topology, ranks), hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-    if job.rendezvous is None or job.secret is None:
-        return Context(topology, config)
+def _join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Context:
+    rank, size, room = job.rank, job.size, ""
+    if ranks is not None and tuple(ranks) != tuple(range(size)):
+        rank, size = among(job.rank, job.size, ranks), len(ranks)
+        room = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    if job.size == 1 and job.rendezvous is None:
+        return Context(Topology.alone(), config)
     timeout = config.start_timeout_seconds
-    rendezvous = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, timeout)
+    access = _accesses.reach(job, environ, Manner(timeout, config.network_interfaces, config.peer_timeout_seconds))
+    rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout)
     try:
-        life = claim(rendezvous, job.topology.rank)
+        life = claim(rendezvous, job.rank)
         room = f"{life} {room}" if life else room
-        meeting = Room(rendezvous, room) if room else rendezvous
-        context = Context(topology, config, meeting, _generations[job.secret, room])
-        _generations[job.secret, room] += 1
+        place = Room(rendezvous, room) if room else rendezvous
+        generation = _generations[access.secret, room]
+        layout = exchange(Room(place, f"{generation}"), rank, size, timeout, config.host_id or "")
+        topology = layout.topology() if ranks is not None else job.place(layout)
+        context = Context(topology, config, place, generation)
+        _generations[access.secret, room] += 1
         return context
     finally:
         rendezvous.close()

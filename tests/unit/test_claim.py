@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from reigen.cluster.claim import claim
-from reigen.cluster.neighbours import this_machine
+from reigen.cluster.layout import this_host
 from reigen.cluster.rendezvous import LocalRendezvous
 from reigen.errors import ConfigError
 
@@ -27,7 +27,7 @@ def held_by_a_child(rendezvous, rank):
     with subprocess.Popen(
         [sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
     ) as child:
-        holder = [child.pid, started(child.pid), this_machine()]
+        holder = [child.pid, started(child.pid), *this_host()]
         rendezvous.put(f"process/{rank}/0", msgspec.msgpack.encode(holder))
         yield child
 
@@ -61,12 +61,13 @@ def test_after_its_end_the_next_process_is_the_next_life():
 
 def test_a_process_number_that_is_used_again_is_another_process():
     rendezvous = LocalRendezvous()
-    rendezvous.put("process/0/0", msgspec.msgpack.encode([os.getpid(), started(os.getpid()) - 1, this_machine()]))
+    rendezvous.put("process/0/0", msgspec.msgpack.encode([os.getpid(), started(os.getpid()) - 1, *this_host()]))
     assert claim(rendezvous, 0) == 1
 
 
 def test_a_process_of_another_machine_cannot_be_looked_at():
     rendezvous = LocalRendezvous()
-    rendezvous.put("process/0/0", msgspec.msgpack.encode([1 << 30, 1, "elsewhere"]))
-    with pytest.raises(ConfigError, match=f"process {1 << 30}, which still runs"):
+    rendezvous.put("process/0/0", msgspec.msgpack.encode([7, 1, "elsewhere", "h2"]))
+    with pytest.raises(ConfigError) as caught:
         claim(rendezvous, 0)
+    assert f"rank 0 of this job is process 7 of host h2, and process {os.getpid()} of host" in str(caught.value)

@@ -3,6 +3,8 @@
 import pytest
 
 from reigen.cluster.environ import detect
+from reigen.cluster.launchers import first_host
+from reigen.cluster.layout import arrange
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
@@ -78,20 +80,217 @@ def test_contradictory_variables(name, value, complaint):
         detect({**REIGEN, name: value})
 
 
+# -- launchers of others ----------------------------------------------------------------------------------------------
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "6",
+    "LOCAL_RANK": "2",
+    "LOCAL_WORLD_SIZE": "3",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "ROLE_RANK": "5",
+    "MASTER_ADDR": "h1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "abc",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "prterun-h1-77@1",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM_JOB = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_NTASKS": "5",
+    "SLURM_NNODES": "4",
+    "SLURM_CLUSTER_NAME": "c",
+}
+#: 2 tasks on n2, 2 on n3, 1 on n4; this is the second of n3
+SLURM_STEP = {
+    **SLURM_JOB,
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NODELIST": "n[2-4]",
+    "SLURM_STEP_NUM_NODES": "3",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2", "algo-3"]', "SM_CURRENT_HOST": "algo-2", "TRAINING_JOB_NAME": "t-1"}
+KUBEFLOW = {
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_NODE_RANK": "2",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+JAX = {"JAX_COORDINATOR_ADDRESS": "job-0.job:6666", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+JSRUN = {
+    "JSM_NAMESPACE_RANK": "7",
+    "JSM_NAMESPACE_SIZE": "8",
+    "JSM_NAMESPACE_LOCAL_RANK": "3",
+    "JSM_NAMESPACE_LOCAL_SIZE": "4",
+    "LSB_JOBID": "123",
+}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-7",
+}
+HOROVODRUN = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "2",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_CROSS_RANK": "0",
+    "HOROVOD_CROSS_SIZE": "1",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4711",
+}
+
+
 @pytest.mark.parametrize(
-    ("environ", "launcher"),
+    ("environ", "launcher", "place", "local", "coordinator", "job_id", "by_mpi"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29500"}, "torchrun"),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}, "Open MPI"),
-        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "MPICH"),
-        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, "Slurm"),
-        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, "horovodrun"),
-        ({"RANK": "0", "WORLD_SIZE": "many"}, "torchrun"),
+        (TORCHRUN, "torchrun", (5, 6), (2, 3), "h1", "29500 abc 0", False),
+        (OPEN_MPI, "mpirun (Open MPI)", (3, 4), (1, 2), None, "prterun-h1-77@1", True),
+        (HYDRA, "mpiexec (MPICH, Intel MPI or MVAPICH)", (1, 4), (1, 2), None, "", True),
+        (SLURM_STEP, "srun (a Slurm step)", (3, 5), (1, 2), "n2", "c 17 2", False),
+        (SAGEMAKER, "SageMaker, one process a host", (1, 3), None, "algo-1", "t-1", False),
+        (KUBEFLOW, "Kubeflow, one process a container", (2, 3), None, "job-node-0-0.job", "29400", False),
+        (JAX, "Kubeflow, or whoever set JAX_PROCESS_ID", (1, 2), None, "job-0.job", "6666", False),
+        (JSRUN, "jsrun (LSF)", (7, 8), (3, 4), None, "123", True),
+        (SKYPILOT, "SkyPilot, one process a node", (1, 2), None, "10.0.0.4", "sky-7", False),
+        (HOROVODRUN, "horovodrun", (1, 2), (1, 2), None, "127.0.0.1 4711", False),
     ],
 )
-def test_other_launchers_are_recognised_and_refused(environ, launcher):
-    with pytest.raises(ConfigError, match=launcher) as caught:
+def test_launchers(environ, launcher, place, local, coordinator, job_id, by_mpi):
+    job = detect({"PATH": "/bin", **environ})
+    assert (job.launcher, (job.rank, job.size), job.local) == (launcher, place, local)
+    assert (job.coordinator, job.job_id, job.by_mpi) == (coordinator, job_id, by_mpi)
+    assert (job.rendezvous, job.secret) == (None, None)
+    assert "ignored" not in job.reason
+
+
+def test_what_launchers_say_of_hosts():
+    assert detect(TORCHRUN).topology == Topology(5, 6, 2, 3, 1, 2)
+    assert detect(SLURM_STEP).topology == Topology(3, 5, 1, 2, 1, 2)  # n4 has no second task
+    assert detect({**SLURM_STEP, "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}).topology == Topology(3, 5, 0, 1, 2, 3)
+    assert detect(HOROVODRUN).topology == Topology.on_one_host(1, 2)
+    assert detect(HOROVODRUN).is_on_one_host
+    for unknown in (OPEN_MPI, HYDRA, SAGEMAKER, JSRUN):
+        assert detect(unknown).topology is None
+        assert not detect(unknown).is_on_one_host
+    assert detect({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).topology == Topology(3, 4, 1, 4, 0, 1)
+
+
+def test_hosts_with_different_numbers_of_ranks_are_left_to_the_ranks():
+    job = detect({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"})
+    assert (job.local, job.topology) == ((2, 4), None)
+
+
+def test_numbers_of_the_host_come_from_the_launcher_and_the_rest_from_the_ranks():
+    layout = arrange(3, tuple("abab"), tuple("hhhh"))
+    assert detect({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).place(layout) == Topology(3, 4, 0, 2, 1, 2)
+    assert detect({**HYDRA, "PMI_RANK": "3"}).place(layout).local_size == 2
+    assert detect({"PMI_RANK": "3", "PMI_SIZE": "4"}).place(layout) == layout.topology()
+    assert detect(TORCHRUN).place(layout) == detect(TORCHRUN).topology
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "launcher", "ignored"),
+    [
+        (OPEN_MPI, {**SLURM_STEP, "SLURM_PROCID": "0"}, "Open MPI", "srun (a Slurm step) (SLURM_PROCID=0"),
+        (HYDRA, SLURM_STEP, "MPICH", "srun"),
+        (TORCHRUN, SLURM_STEP, "torchrun", "srun"),
+        (TORCHRUN, OPEN_MPI, "torchrun", "mpirun (Open MPI) (OMPI_COMM_WORLD_RANK=3, OMPI_COMM_WORLD_SIZE=4)"),
+        (OPEN_MPI, SKYPILOT, "Open MPI", "SkyPilot"),
+        (TORCHRUN, KUBEFLOW, "torchrun", "Kubeflow"),
+        (TORCHRUN, SAGEMAKER, "torchrun", "SageMaker"),
+        (SLURM_STEP, {"PMI_RANK": "3", "PMI_SIZE": "5"}, "srun", None),  # srun --mpi=pmi2 says the same
+        (OPEN_MPI, SLURM_JOB, "Open MPI", None),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, SLURM_STEP, "torchrun", "srun"),
+        (TORCHRUN, {"OMPI_COMM_WORLD_RANK": "broken"}, "torchrun", None),
+    ],
+)
+def test_the_innermost_launcher_counts_and_the_others_are_told(inner, outer, launcher, ignored):
+    inner = {**inner, "LOCAL_WORLD_SIZE": "1"} if inner.get("WORLD_SIZE") == "1" else inner
+    job = detect({**outer, **inner})
+    assert launcher in job.launcher
+    if ignored is None:
+        assert "ignored" not in job.reason
+    else:
+        assert f"; ignored, as it is further out: {ignored}" in job.reason
+
+
+def test_a_step_with_pmi_can_use_mpi():
+    assert detect({**SLURM_STEP, "PMI_RANK": "3", "PMI_SIZE": "5"}).by_mpi
+    assert detect({**SLURM_STEP, "PMIX_RANK": "3"}).by_mpi
+
+
+def test_master_addr_names_the_coordinator_where_the_launcher_does_not():
+    assert detect({**OPEN_MPI, "MASTER_ADDR": "h9"}).coordinator == "h9"
+    assert detect({**SLURM_STEP, "MASTER_ADDR": "h9", "WORLD_SIZE": "5"}).coordinator == "n2"
+
+
+def test_the_launcher_of_reigen_may_leave_the_numbers_to_mpirun():
+    shared = {name: REIGEN[name] for name in ("REIGEN_RENDEZVOUS", "REIGEN_SECRET")}
+    job = detect({**OPEN_MPI, **shared})
+    assert (job.rank, job.size, job.rendezvous, job.secret) == (3, 4, "127.0.0.1:4242", b"\xab" * 32)
+    assert job.launcher == "reigen run, by mpirun (Open MPI)"
+    with pytest.raises(ConfigError, match="REIGEN_SECRET is not set"):
+        detect({**OPEN_MPI, "REIGEN_RENDEZVOUS": "127.0.0.1:4242"})
+    with pytest.raises(ConfigError, match="REIGEN_RANK is not set"):
+        detect(shared)
+
+
+def test_a_secret_alone_makes_no_job():
+    assert detect({"REIGEN_SECRET": "ab" * 32}).size == 1
+    assert detect({**TORCHRUN, "REIGEN_SECRET": "ab" * 32}).secret is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "complaints"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "many"}, ["WORLD_SIZE is 'many', not a number"]),
+        ({"TORCHELASTIC_RUN_ID": "x"}, ["torchrun", "RANK is not set", "WORLD_SIZE is not set"]),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK is 4, but must be less than WORLD_SIZE, 4"]),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0, but must be at least 1"]),
+        ({**TORCHRUN, "LOCAL_RANK": "3"}, ["the number on its host is 3 of 3, in a job of 6"]),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ["2 of 9, in a job of 6"]),
+        ({**TORCHRUN, "RANK": "-1", "LOCAL_RANK": "x"}, ["RANK is '-1'", "LOCAL_RANK is 'x'"]),
+        ({"OMPI_COMM_WORLD_RANK": "1"}, ["Open MPI", "OMPI_COMM_WORLD_SIZE is not set"]),
+        ({"PMI_SIZE": "1"}, ["MPICH", "PMI_RANK is not set"]),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, ["SLURM_STEP_TASKS_PER_NODE is '2(x'"]),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "9(x99999999)"}, ["SLURM_STEP_TASKS_PER_NODE"]),
+        ({**SLURM_STEP, "SLURM_NODEID": "3"}, ["SLURM_NODEID is 3, but", "has 3 nodes"]),
+        ({**SAGEMAKER, "SM_CURRENT_HOST": "x"}, ["SM_CURRENT_HOST is 'x', which is not in SM_HOSTS"]),
+        ({**SAGEMAKER, "SM_HOSTS": "algo-1"}, ["SM_HOSTS is 'algo-1', not a list"]),
+        ({"SM_HOSTS": '["a", "b"]'}, ["SM_CURRENT_HOST is not set"]),
+        ({**KUBEFLOW, "PET_NPROC_PER_NODE": "2"}, ["PET_NPROC_PER_NODE is '2'", "torchrun train.py"]),
+        ({**KUBEFLOW, "PET_NNODES": "1:4"}, ["PET_NNODES is '1:4', not a number"]),
+        ({"JSM_NAMESPACE_SIZE": "2"}, ["jsrun", "JSM_NAMESPACE_RANK is not set"]),
+        ({"SKYPILOT_NUM_NODES": "2"}, ["SkyPilot", "SKYPILOT_NODE_RANK is not set"]),
+        ({"HOROVOD_RANK": "0"}, ["horovodrun", "HOROVOD_SIZE is not set"]),
+        ({"WORLD_SIZE": "4", "MASTER_ADDR": "h1"}, ["WORLD_SIZE=4, MASTER_ADDR=h1", "which RANK"]),
+        ({"RANK": "1", "MASTER_ADDR": "h1"}, ["RANK=1, MASTER_ADDR=h1", "WORLD_SIZE"]),
+        ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "n"}, ["PMIX_RANK=1", "how many"]),
+    ],
+)
+def test_what_is_missing_or_contradictory_is_one_error_that_lists_it_all(environ, complaints):
+    with pytest.raises(ConfigError) as caught:
         detect(environ)
+    for complaint in complaints:
+        assert complaint in str(caught.value)
     assert "reigen run -np N" in str(caught.value)
 
 
@@ -100,10 +299,37 @@ def test_other_launchers_are_recognised_and_refused(environ, launcher):
     [
         {"RANK": "0", "WORLD_SIZE": "1"},
         {"WORLD_SIZE": "4"},
+        {"RANK": "4"},
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "h1"},
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
-        # a batch script that reserved 8 tasks but is itself one process
-        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+        # a batch script that reserved 5 tasks but is itself one process
+        {
+            **SLURM_JOB,
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+            "SLURM_TASKS_PER_NODE": "2(x2),1",
+        },
+        {"SM_HOSTS": '["algo-1"]', "SM_CURRENT_HOST": "algo-1"},
+        {"PET_NNODES": "1", "PET_NODE_RANK": "0"},
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1"},
     ],
 )
-def test_one_process_of_another_launcher_is_alone(environ):
-    assert detect(environ).topology.size == 1
+def test_one_process_is_alone(environ):
+    job = detect(environ)
+    assert (job.size, job.topology) == (1, Topology.alone())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-3,7],m2", "n1"),
+        ("n[007-010]", "n007"),
+        ("rack[2,4]-n[5-6].x,other", "rack2-n5.x"),
+        ("", None),
+    ],
+)
+def test_the_first_host_of_a_list_of_slurm(nodes, first):
+    assert first_host(nodes) == first

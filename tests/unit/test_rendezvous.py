@@ -183,7 +183,7 @@ def test_a_launcher_that_has_gone():
     client = RendezvousClient(service.address, SECRET, 0, 10.0)
     service.close()
     for call in (lambda: client.get("key", 10.0), lambda: client.put("key", b"")):
-        with pytest.raises(PeerLostError, match=r"rendezvous at 127\.0\.0\.1"):
+        with pytest.raises(PeerLostError, match=r"control service at 127\.0\.0\.1"):
             call()
     client.close()
     with pytest.raises(PeerLostError):

@@ -3,7 +3,9 @@
 Whatever a rank starts inherits the variables that make it a rank. If such a process calls ``init()``, too, it must get
 an error, not its parent's place. So each process that joins writes itself down at the rendezvous, once for each rank,
 and the first one holds the rank until its end. The one that comes after that end (``python a.py && python b.py``) is
-the rank's next life; lives meet apart from each other.
+the rank's next life; lives meet apart from each other. Processes of several machines may claim ranks at one service: a
+process is told apart by its machine, too. Of one on another machine nobody here can say whether it has ended, so it
+holds its rank for as long as the service lives.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from reigen.cluster.neighbours import this_machine
+from reigen.cluster.layout import this_host
 from reigen.cluster.rendezvous import Rendezvous
 from reigen.errors import ConfigError
 
@@ -28,11 +30,13 @@ class _Holder(msgspec.Struct, array_like=True, frozen=True):
         pid: its number.
         started: when it was started, clock ticks since the machine was.
         machine: where.
+        host: what people call it.
     """
 
     pid: int
     started: int
     machine: str
+    host: str = ""
 
 
 def claim(rendezvous: Rendezvous, rank: int) -> int:
@@ -45,13 +49,19 @@ def claim(rendezvous: Rendezvous, rank: int) -> int:
         ConfigError: another process is this rank.
     """
     _, started = _state(os.getpid())
-    own = _Holder(os.getpid(), started, this_machine())
+    own = _Holder(os.getpid(), started, *this_host())
     for life in itertools.count():
         kept = rendezvous.put_first(f"process/{rank}/{life}", msgspec.msgpack.encode(own))
         holder = msgspec.msgpack.decode(kept, type=_Holder)
         if holder == own:
             return life
-        if holder.machine != own.machine or _runs(holder):
+        if holder.machine != own.machine:
+            raise ConfigError(
+                f"rank {rank} of this job is process {holder.pid} of host {holder.host}, and process {own.pid} of host "
+                f"{own.host} says that it is this rank, too. Each process needs a rank of its own: were the same "
+                "variables set on both hosts, or a command started on both that was meant for one?"
+            )
+        if _runs(holder):
             raise ConfigError(
                 f"rank {rank} of this job is process {holder.pid}{_command(holder)}, which still runs. This process, "
                 f"{own.pid}, has inherited its environment and is no rank: what a rank starts does without init(). To "

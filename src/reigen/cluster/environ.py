@@ -1,14 +1,17 @@
 """Who started this process: reads the environment, decides, and gives the reason.
 
-The order is: Reigen's own variables, then launchers that cannot start Reigen jobs yet (an error, never a silent job of
-one), then alone.
+The order is: Reigen's own variables, then the launchers of others (`cluster.launchers`, innermost first), then alone.
+What started a process that says more than one is never taken for nothing: a job of one, silently, would train on its
+own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from reigen.cluster.launchers import LAUNCHERS, Found, trace
+from reigen.cluster.layout import Layout
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
@@ -28,51 +31,121 @@ PREFIXED_VARIABLE = "REIGEN_PREFIXED"
 
 _SECRET_DIGITS = 64
 
-#: Launchers that are recognised: name, the variable of the size, the variable of the rank. Slurm's are those of the
-#: *step*: SLURM_NTASKS is also set in a batch script, which is one process however many tasks were reserved.
-_OTHER_LAUNCHERS = (
-    ("torchrun", "WORLD_SIZE", "RANK"),
-    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("mpiexec of MPICH or Intel MPI", "PMI_SIZE", "PMI_RANK"),
-    ("srun (a Slurm step)", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
-    ("jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
-    ("horovodrun", "HOROVOD_SIZE", "HOROVOD_RANK"),
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What a process knows about its job when it starts.
 
     Attributes:
-        topology: its place.
-        rendezvous: ``host:port`` of the launcher's rendezvous service, None when alone.
-        secret: the job's 32 bytes, None when alone. Not shown in ``repr``.
-        launcher: who started it: ``reigen run`` or ``none``.
+        rank: this process's number.
+        size: how many there are.
+        topology: all numbers of this process, where the launcher gives them; else the ranks find out
+            (`cluster.layout`), see `place`.
+        rendezvous: ``host:port`` of the launcher's control service; None: there is none, or the job is one process.
+        secret: the job's 32 bytes, None where there is no service. Not shown in ``repr``.
+        launcher: who started it, ``none`` when alone.
         reason: how that was found out, in words.
+        local: this process's number among those of its host, and how many these are; None where it is not known.
+        coordinator: host of rank 0, None where it is not known.
+        job_id: tells jobs of one user apart, the same on all ranks; empty where nothing does.
+        by_mpi: started in a way that lets the ranks use MPI.
     """
 
-    topology: Topology
+    rank: int
+    size: int
+    topology: Topology | None
     rendezvous: str | None
     secret: bytes | None = field(repr=False)
     launcher: str
     reason: str
+    local: tuple[int, int] | None = None
+    coordinator: str | None = None
+    job_id: str = ""
+    by_mpi: bool = False
+
+    @property
+    def is_on_one_host(self) -> bool:
+        """Whether the launcher says so."""
+        return self.local is not None and self.local[1] == self.size
+
+    def place(self, layout: Layout) -> Topology:
+        """All numbers of this process: what the launcher says, the rest as the ranks have found it."""
+        if self.topology is not None:
+            return self.topology
+        found = layout.topology()
+        if self.local is None:
+            return found
+        return Topology(self.rank, self.size, *self.local, found.cross_rank, found.cross_size)
 
 
 def detect(environ: Mapping[str, str]) -> Job:
     """The job that ``environ`` speaks of.
 
     Raises:
-        ConfigError: Reigen's variables are incomplete or contradict each other (all problems are listed), or another
-            launcher started several processes.
+        ConfigError: the variables of whoever started this process are incomplete or contradict each other; all problems
+            are listed.
     """
-    names = (*PLACE_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE)
-    if any(name in environ for name in names):
+    if any(name in environ for name in PLACE_VARIABLES):
         return _from_reigen(environ)
-    for launcher, size_variable, rank_variable in _OTHER_LAUNCHERS:
-        _refuse(environ, launcher, size_variable, rank_variable)
-    reason = "no launcher's variables are set: a job of one process"
-    return Job(Topology.alone(), None, None, "none", reason)
+    found = _found(environ)
+    if RENDEZVOUS_VARIABLE in environ:
+        return _from_reigen(environ) if found is None else _from_both(environ, found)
+    if found is None:
+        problem = trace(environ)
+        if problem is not None:
+            raise ConfigError(f"{problem}. Start the job with `reigen run -np N ...`; or unset them, to run it alone.")
+        reason = "no launcher's variables are set: a job of one process"
+        return Job(0, 1, Topology.alone(), None, None, "none", reason, (0, 1))
+    return _job(found, _reason(environ, found), environ)
+
+
+def _found(environ: Mapping[str, str]) -> Found | None:
+    """What the innermost launcher says."""
+    return next((found for find in LAUNCHERS if (found := find(environ)) is not None), None)
+
+
+def _reason(environ: Mapping[str, str], chosen: Found) -> str:
+    """What was found, and what speaks of other numbers and was ignored: launchers further out."""
+    ignored = []
+    for find in LAUNCHERS:
+        try:
+            found = find(environ)
+        except ConfigError:
+            continue
+        if found is not None and (found.rank, found.size) != (chosen.rank, chosen.size) and found.size > 1:
+            ignored.append(f"{found.launcher} ({found.words})")
+    behind = f"; ignored, as it is further out: {', '.join(ignored)}" if ignored else ""
+    return chosen.words + behind
+
+
+def _job(found: Found, reason: str, environ: Mapping[str, str]) -> Job:
+    topology = None
+    if found.local is not None and (found.cross is not None or found.local[1] == found.size):
+        topology = Topology(found.rank, found.size, *found.local, *(found.cross or (0, 1)))
+    elif found.size == 1:
+        topology = Topology.alone()
+    return Job(
+        found.rank,
+        found.size,
+        topology,
+        None,
+        None,
+        found.launcher,
+        reason,
+        local=found.local if topology is None else (topology.local_rank, topology.local_size),
+        coordinator=found.coordinator or environ.get("MASTER_ADDR") or None,
+        job_id=found.job_id,
+        by_mpi=found.by_mpi,
+    )
+
+
+def _from_both(environ: Mapping[str, str], found: Found) -> Job:
+    """Reigen's launcher has let another one start the ranks, and that one numbered them."""
+    problems: list[str] = []
+    rendezvous, secret = _rendezvous(environ, problems), _secret(environ, problems)
+    _refuse(problems)
+    job = _job(found, f"{RENDEZVOUS_VARIABLE} is set, and {_reason(environ, found)}", environ)
+    return replace(job, rendezvous=rendezvous, secret=secret, launcher=f"reigen run, by {found.launcher}")
 
 
 def _from_reigen(environ: Mapping[str, str]) -> Job:
@@ -86,6 +159,13 @@ def _from_reigen(environ: Mapping[str, str]) -> Job:
             topology = Topology(*(number for number in numbers if number is not None))
         except ConfigError as error:
             problems.append(str(error))
+    _refuse(problems)
+    reason = f"REIGEN_RANK is set: rank {topology.rank} of {topology.size}"
+    local = topology.local_rank, topology.local_size
+    return Job(topology.rank, topology.size, topology, rendezvous, secret, "reigen run", reason, local)
+
+
+def _refuse(problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError(
             "the variables that `reigen run` gives to each process are not in order:\n  "
@@ -93,9 +173,6 @@ def _from_reigen(environ: Mapping[str, str]) -> Job:
             + "\nStart the job with `reigen run -np N ...`; to run one process alone, unset REIGEN_*, HOROVOD_*, RANK "
             "and WORLD_SIZE."
         )
-    return Job(
-        topology, rendezvous, secret, "reigen run", f"REIGEN_RANK is set: rank {topology.rank} of {topology.size}"
-    )
 
 
 def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int | None:
@@ -125,20 +202,18 @@ def _secret(environ: Mapping[str, str], problems: list[str]) -> bytes:
     if text is None:
         problems.append(f"{SECRET_VARIABLE} is not set")
         return b""
+    secret = secret_of(text)
+    if secret is None:
+        problems.append(f"{SECRET_VARIABLE} is not {_SECRET_DIGITS} hexadecimal digits")
+    return secret or b""
+
+
+def secret_of(text: str) -> bytes | None:
+    """The 32 bytes that 64 hexadecimal digits stand for, None if they are none."""
     if len(text) == _SECRET_DIGITS:
         try:
-            return bytes.fromhex(text)
+            secret = bytes.fromhex(text)
         except ValueError:
-            pass
-    problems.append(f"{SECRET_VARIABLE} is not {_SECRET_DIGITS} hexadecimal digits")
-    return b""
-
-
-def _refuse(environ: Mapping[str, str], launcher: str, size_variable: str, rank_variable: str) -> None:
-    size, rank = environ.get(size_variable), environ.get(rank_variable)
-    if size is None or rank is None or size.strip() == "1":
-        return
-    raise ConfigError(
-        f"this process was started by {launcher} ({rank_variable}={rank}, {size_variable}={size}), which Reigen cannot "
-        "join yet. So far jobs are started with `reigen run -np N command ...`."
-    )
+            return None
+        return secret if len(secret) == _SECRET_DIGITS // 2 else None  # blanks may be between digits
+    return None

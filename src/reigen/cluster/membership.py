@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from reigen.cluster.fates import Fates, told
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.layout import this_host
-from reigen.cluster.rendezvous import split_address
+from reigen.cluster.rendezvous import service_lost, split_address
 from reigen.cluster.roll import Abort, Enter, Leave, News, Refused
 from reigen.cluster.service import ANSWERS, MAX_MESSAGE_BYTES, REQUESTS, SILENCE
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
@@ -74,7 +74,7 @@ class Membership:
         self._fates = Fates(rank, peer_timeout_seconds)
         self._lock = threading.Lock()
         self._has_spoken = False
-        self._hosting_rank: int | None = None
+        self._service: Identity | None = None
         deadline = time.monotonic() + timeout_seconds
         try:
             me = Identity(Role.RANK, rank, "membership")
@@ -153,7 +153,7 @@ class Membership:
         except BaseException:
             self._stream.close()
             raise
-        self._hosting_rank = self._stream.peer.rank if self._stream.peer.role is Role.RANK else None
+        self._service = self._stream.peer
 
     def _say(self, word: Leave | Abort) -> None:
         if self._has_spoken or self.fileno() < 0:
@@ -198,13 +198,4 @@ class Membership:
                 f"{self._host}, is cut off from it"
             )
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        if self._hosting_rank is not None:
-            return PeerLostError(
-                f"rank {self._hosting_rank} has ended, and with it the job's control service at {self._address} "
-                f"({detail})",
-                ranks=(self._hosting_rank,),
-            )
-        return PeerLostError(
-            f"the launcher's control service at {self._address} has gone ({detail}): `reigen run` has ended or was "
-            "killed"
-        )
+        return service_lost(self._address, self._service, detail)

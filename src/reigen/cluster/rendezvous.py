@@ -135,6 +135,7 @@ class RendezvousClient:
 
     def __init__(self, address: str, secret: bytes, rank: int, timeout_seconds: float, tls: Tls | None = None) -> None:
         self._address = address
+        self._host: Identity | None = None
         self._timeout_seconds = timeout_seconds
         self._lock = threading.Lock()
         self._num_requests = 0
@@ -147,6 +148,7 @@ class RendezvousClient:
             raise TimeoutError(f"the rendezvous at {address} did not answer within {timeout_seconds:g} s") from None
         except OSError as error:
             raise self._lost(error) from None
+        self._host = self._stream.peer
 
     def put(self, key: str, value: bytes) -> None:
         """Make ``value`` known under ``key``; a later value replaces it.
@@ -220,10 +222,25 @@ class RendezvousClient:
             self._stream.close()
 
     def _lost(self, error: OSError) -> PeerLostError:
+        return service_lost(self._address, self._host, error.strerror or str(error))
+
+
+def service_lost(address: str, host: Identity | None, detail: str) -> PeerLostError:
+    """The error of a control service that cannot be used any more.
+
+    Args:
+        address: ``host:port``.
+        host: who was there, None where nobody answered.
+        detail: what the kernel says.
+    """
+    if host is not None and host.role is Role.RANK:
         return PeerLostError(
-            f"the launcher's rendezvous at {self._address} has gone ({error.strerror or error}): "
-            "`reigen run` has ended or was killed"
+            f"rank {host.rank} has ended, and with it the job's control service at {address} ({detail})",
+            ranks=(host.rank,),
         )
+    whose = "the job's" if host is None else "the launcher's"
+    ended = "`reigen run`, or rank 0 if it hosts it," if host is None else "`reigen run`"
+    return PeerLostError(f"{whose} control service at {address} has gone ({detail}): {ended} has ended or was killed")
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -60,22 +60,22 @@ class Topology:
         return problems
 
 
-def among(topology: Topology, ranks: Sequence[int]) -> Topology:
-    """The place of this process in a job of some of the ranks, which are numbered anew in the order given.
+def among(rank: int, size: int, ranks: Sequence[int]) -> int:
+    """The rank of a process in a job of some ranks of its job, which are numbered anew in the order given.
+
+    Args:
+        rank: of the process in its job.
+        size: of that job.
+        ranks: some of it.
 
     Raises:
-        ArgumentError: ``ranks`` are repeated, or none of the job, or this rank is not one of them; or the job has more
-            than one host.
+        ArgumentError: ``ranks`` are repeated, or none of the job, or this rank is not one of them.
     """
-    if topology.local_size != topology.size:
-        raise ArgumentError("a job of some of the ranks is possible on one host only")
-    if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < topology.size:
+    if not ranks or len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < size:
+        raise ArgumentError(f"comm must hold different ranks from 0 to {size - 1}, at least one; got {list(ranks)}")
+    if rank not in ranks:
         raise ArgumentError(
-            f"comm must hold different ranks from 0 to {topology.size - 1}, at least one; got {list(ranks)}"
+            f"comm={list(ranks)} does not hold this process, rank {rank}: it is not part of that job; call init() with "
+            "a list that holds it, or not at all"
         )
-    if topology.rank not in ranks:
-        raise ArgumentError(
-            f"comm={list(ranks)} does not hold this process, rank {topology.rank}: it is not part of that job; call "
-            "init() with a list that holds it, or not at all"
-        )
-    return Topology.on_one_host(list(ranks).index(topology.rank), len(ranks))
+    return list(ranks).index(rank)

@@ -45,7 +45,7 @@ def _ranks_of(comm: object) -> list[int] | None:
     if comm is None:
         return None
     if is_communicator(comm):
-        place = detect(os.environ).topology
+        place = detect(os.environ)
         if comm.Get_size() == 1 and place.size > 1:
             raise ArgumentError(
                 f"the communicator holds this process alone, in a job of {place.size}: MPI knows nothing of a job that "

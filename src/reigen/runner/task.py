@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     call, line = map(int, arguments)
     os.set_inheritable(call, False)
-    rank = detect(os.environ).topology.rank
+    rank = detect(os.environ).rank
     with Line(line) as caller:
         try:
             func, args, kwargs = _load(call)

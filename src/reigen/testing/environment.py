@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import os
 
-_LAUNCHERS = ("REIGEN_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_")
-_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAUNCHERS = (
+    *("REIGEN_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "PRTE_", "MPI_LOCAL", "SLURM_"),
+    *("SM_", "PET_", "JSM_", "SKYPILOT_", "TORCHELASTIC_", "JAX_"),
+)
+_TORCHRUN = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def clean_environment() -> dict[str, str]:

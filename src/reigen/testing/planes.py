@@ -87,9 +87,9 @@ def _in_process(body: Callable[..., Any], make: MakePlane, *args: object) -> obj
     job = detect(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
-    client = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, PATIENCE_SECONDS)
+    client = RendezvousClient(job.rendezvous, job.secret, job.rank, PATIENCE_SECONDS)
     try:
-        return body(make, job.topology.rank, job.topology.size, client, *args)
+        return body(make, job.rank, job.size, client, *args)
     finally:
         client.close()
 

@@ -1,0 +1,344 @@
+"""From a job to its control service, whoever started the ranks.
+
+`reigen run` hosts the service and tells the ranks where it is. Where somebody else has started them, rank 0 hosts it,
+and the others have to learn two things before they can trust anybody: where, and which secret. How, is one decision
+(`choose_means`):
+
+HANDOVER  All ranks are on one host: rank 0 hands both over through a Unix socket; the kernel vouches for the user.
+KNOWN     All ranks have been given one secret (REIGEN_SECRET, REIGEN_SECRET_FILE), and the launcher names the host of
+          rank 0. The ports follow from the secret: several, tried in turn, since one may be taken.
+
+The secret that authenticates connections is not the given one, but made from it and the job's name, so that a file may
+serve many jobs and none of them takes another for itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ipaddress
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Protocol
+
+from reigen.cluster.claim import claim
+from reigen.cluster.environ import SECRET_VARIABLE, Job
+from reigen.cluster.given import PORT_VARIABLE, SECRET_FILE_VARIABLE, Given, job_secret, ports_of
+from reigen.cluster.handover import Handover, Pointer, fetch, socket_name
+from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.service import join_address
+from reigen.errors import AuthenticationError, ConfigError, DeadlineError, PeerLostError
+from reigen.wire.auth import SECRET_BYTES, Identity, Role
+from reigen.wire.interfaces import choose_address, own_addresses
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
+
+_AGAIN_SECONDS = 0.1
+#: A host that does not even refuse may be asked that long before another of its ports is tried.
+_TRY_SECONDS = 2.0
+#: An address that nobody has: packets to it would leave by the interface that leads to everybody (RFC 5737).
+_ELSEWHERE = "192.0.2.1"
+
+
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Access:
+    """The way to the job's control service. On rank 0 it may hold the service itself.
+
+    Attributes:
+        address: ``host:port``.
+        secret: the job's 32 bytes. Not shown in ``repr``.
+        reason: how they were learnt, in words.
+    """
+
+    address: str
+    secret: bytes = field(repr=False)
+    reason: str
+    _held: tuple[_Closable, ...] = ()
+
+    def close(self) -> None:
+        """End what this process hosts. Not before its last use of the job: `init` may follow `shutdown`. Repeatable."""
+        for each in self._held:
+            each.close()
+
+
+class Accesses:
+    """The ways to the control services of jobs, each found once in a process and kept until its end.
+
+    What rank 0 hosts outlives `shutdown` in this way: `init` may follow.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[Job, Access] = {}
+
+    def reach(self, job: Job, environ: Mapping[str, str], manner: Manner) -> Access:
+        """As `reach`. What rank 0 hosts is closed by atexit: behind all that is registered there later."""
+        if job not in self._found:
+            self._found[job] = access = reach(job, environ, manner)
+            atexit.register(access.close)
+        return self._found[job]
+
+
+class Means(Enum):
+    """How ranks learn of the service: see the module."""
+
+    GIVEN = auto()
+    HANDOVER = auto()
+    KNOWN = auto()
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How the service is to be reached and kept.
+
+    Attributes:
+        timeout_seconds: how long to wait for rank 0.
+        interfaces: where rank 0 may listen, by preference; none: whichever leads to the others.
+        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        tls: encrypt everything that is said to the service; the same on all ranks.
+    """
+
+    timeout_seconds: float = 30.0
+    interfaces: tuple[str, ...] = ()
+    peer_timeout_seconds: float = 20.0
+    tls: Tls | None = None
+
+
+def reach(job: Job, environ: Mapping[str, str], manner: Manner) -> Access:
+    """The way to the control service of a job of several processes; rank 0 starts one where the launcher has none.
+
+    Args:
+        job: as `reigen.cluster.environ.detect` found it.
+        environ: where REIGEN_SECRET, REIGEN_SECRET_FILE and REIGEN_RENDEZVOUS_PORT are.
+        manner: how.
+
+    Returns:
+        The access. It must be kept for as long as a rank may want to join; `Accesses` does so.
+
+    Raises:
+        ConfigError: the ranks have no way to prove to each other that they belong together, says what to set; or
+            another process is this rank, or no port is free.
+        DeadlineError: rank 0 did not come, or cannot be reached; says what was tried.
+        AuthenticationError: rank 0 has another secret, or another user has taken its place.
+    """
+    given = Given.of(environ)
+    here = job.coordinator is not None and is_here(job.coordinator)
+    means, reason = choose_means(job, has_secret=given.secret is not None, coordinator_is_here=here)
+    if job.rendezvous is not None and job.secret is not None:
+        return Access(job.rendezvous, job.secret, reason)
+    if means is Means.HANDOVER or given.secret is None or job.coordinator is None:
+        return _by_handover(job, reason, manner)
+    return _by_secret(job, given.secret, given.port, job.coordinator, reason, manner)
+
+
+def choose_means(job: Job, *, has_secret: bool, coordinator_is_here: bool) -> tuple[Means, str]:
+    """How the ranks learn of the service, and why so.
+
+    Args:
+        job: the job.
+        has_secret: all ranks have been given one.
+        coordinator_is_here: the host of rank 0 is known, and it is this one.
+
+    Raises:
+        ConfigError: there is no way.
+    """
+    if job.rendezvous is not None and job.secret is not None:
+        return Means.GIVEN, "the launcher hosts the control service"
+    if job.is_on_one_host:
+        return Means.HANDOVER, f"all {job.size} ranks are on one host: rank 0 hosts the control service"
+    if has_secret and job.coordinator is not None:
+        return Means.KNOWN, f"rank 0 hosts the control service on {job.coordinator}; the secret was given"
+    if not has_secret and coordinator_is_here:
+        return Means.HANDOVER, f"rank 0 hosts the control service on {job.coordinator}, which is this host"
+    raise ConfigError(_what_to_set(job, has_secret=has_secret))
+
+
+def _what_to_set(job: Job, *, has_secret: bool) -> str:
+    beginning = f"{job.launcher} started this process as rank {job.rank} of {job.size} ({job.reason})"
+    lines = [f"{beginning}, but the ranks cannot find and authenticate each other. Set, for all of them:"]
+    if not has_secret:
+        lines.append(
+            f"  {SECRET_VARIABLE}: 64 hexadecimal digits, made anew for each job (export {SECRET_VARIABLE}=$(openssl "
+            f"rand -hex 32)), if the launcher passes it on; or {SECRET_FILE_VARIABLE}: the path, on every host, of a "
+            "file that holds them (umask 077; openssl rand -hex 32 > FILE)"
+        )
+    if job.coordinator is None:
+        lines.append("  MASTER_ADDR: name or address of the host where rank 0 runs")
+    lines.append("Or start the job with `reigen run -np N -H HOST:RANKS,... command`, which needs none of this.")
+    return "\n".join(lines)
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or an address is one of this machine's."""
+    for family, address in _resolved(host):
+        if ipaddress.ip_address(address).is_loopback:
+            return True
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def _resolved(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+    with suppress(OSError, UnicodeError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            if family in {socket.AF_INET, socket.AF_INET6}:
+                yield family, str(address[0])
+
+
+def _host(secret: bytes, host: str, port: int, manner: Manner) -> RendezvousServer:
+    """The service, which rank 0 has joined: no other process is rank 0 of this job any more."""
+    me = Identity(Role.RANK, 0)
+    server = RendezvousServer(
+        secret, host, port, me=me, peer_timeout_seconds=manner.peer_timeout_seconds, tls=manner.tls
+    )
+    server.start()
+    try:
+        with closing(RendezvousClient(server.address, secret, 0, manner.timeout_seconds, manner.tls)) as client:
+            claim(client, 0)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def _by_handover(job: Job, reason: str, manner: Manner) -> Access:
+    until = time.monotonic() + manner.timeout_seconds
+    name = socket_name(job.launcher, job.job_id, job.size)
+    if job.rank != 0:
+        pointer = _find(lambda: fetch(name), job.rank, until, manner, is_certain=True)
+        return Access(pointer.address, pointer.secret, reason)
+    secret = secrets.token_bytes(SECRET_BYTES)
+    server = _host(secret, "127.0.0.1", 0, manner)
+    try:
+        handover = _hand_over(name, Pointer(server.address, secret), until, manner)
+    except BaseException:
+        server.close()
+        raise
+    return Access(server.address, secret, reason, (handover, server))
+
+
+def _hand_over(name: bytes, pointer: Pointer, until: float, manner: Manner) -> Handover:
+    """Take the name, waited for: whoever had it may just be ending."""
+    while True:
+        try:
+            return Handover(name, pointer)
+        except OSError as error:
+            for other in fetch(name):
+                _problem(other, 0, until, manner.tls)  # says which process is rank 0 already
+            if time.monotonic() >= until:
+                raise ConfigError(
+                    "another process is already rank 0 of a job like this one, on this host (abstract socket "
+                    f"{name[1:].decode()}: {error.strerror}). Two jobs whose launchers call them the same need "
+                    "different MASTER_PORTs"
+                ) from None
+        time.sleep(_AGAIN_SECONDS)
+
+
+def _by_secret(job: Job, given: bytes, port: int | None, coordinator: str, reason: str, manner: Manner) -> Access:
+    secret = job_secret(given, job.job_id)
+    ports = ports_of(secret) if port is None else [port]
+    if job.rank == 0:
+        return _host_for_all(secret, coordinator, ports, reason, manner)
+    until = time.monotonic() + manner.timeout_seconds
+    pointers = [Pointer(join_address(coordinator, one), secret) for one in ports]
+    pointer = _find(lambda: pointers, job.rank, until, manner, is_certain=port is not None)
+    return Access(pointer.address, secret, reason)
+
+
+def _host_for_all(secret: bytes, coordinator: str, ports: Sequence[int], reason: str, manner: Manner) -> Access:
+    host, why = own_address(manner.interfaces, coordinator)
+    problems = []
+    for port in ports:
+        try:
+            server = _host(secret, host, port, manner)
+        except OSError as error:
+            problems.append(f"{port}: {os.strerror(error.errno) if error.errno else error}")
+            with suppress(AuthenticationError):  # somebody else's, and so taken
+                _problem(Pointer(join_address(host, port), secret), 0, time.monotonic(), manner.tls)
+            continue
+        return Access(server.address, secret, f"{reason}; it listens on {server.address}: {why}", (server,))
+    raise ConfigError(
+        f"rank 0 can host the job's control service on none of its ports at {host} ({'; '.join(problems)}); "
+        f"{PORT_VARIABLE}, set for all ranks, names another one"
+    )
+
+
+def own_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str, str]:
+    """Where rank 0 shall listen for ranks of other hosts, and why there.
+
+    Args:
+        interfaces: which may be used, by preference.
+        coordinator: how the others call this host, if that is known.
+
+    Raises:
+        ConfigError: none of these interfaces exists, or there are several and nothing tells which one to use.
+    """
+    if interfaces:
+        return choose_address(interfaces, coordinator)
+    towards = [_ELSEWHERE] if coordinator is None else [coordinator, _ELSEWHERE]
+    for host in towards:
+        with suppress(ConfigError):
+            address, reason = choose_address((), host)
+            if not ipaddress.ip_address(address).is_loopback:
+                return address, reason if host == coordinator else "packets to other networks leave from there"
+    there = {name: found[0] for name, found in own_addresses().items() if name != "lo" and found}
+    if len(there) == 1:
+        ((name, address),) = there.items()
+        return address, f"there is no other interface than {name}"
+    listed = ", ".join(f"{name} ({address})" for name, address in sorted(there.items())) or "none"
+    raise ConfigError(
+        f"rank 0 cannot tell on which interface the other hosts will look for it; there are: {listed}. "
+        "REIGEN_NETWORK_INTERFACES names it"
+    )
+
+
+def _find(
+    candidates: Callable[[], list[Pointer]], rank: int, until: float, manner: Manner, *, is_certain: bool
+) -> Pointer:
+    """The service of this life of the job, waited for; ``is_certain``: whoever listens there must be it."""
+    outcomes: dict[str, str] = {}
+    while True:
+        for pointer in candidates():
+            try:
+                problem = _problem(pointer, rank, until, manner.tls)
+            except AuthenticationError:
+                if is_certain:
+                    raise
+                problem = "whoever listens there does not know this job's secret"
+            if not problem:
+                return pointer
+            outcomes[pointer.address] = problem
+        if time.monotonic() >= until:
+            break
+        time.sleep(_AGAIN_SECONDS)
+    lines = [f"  {address}: {outcome}" for address, outcome in outcomes.items()]
+    hint = "; is its secret the same, and does a firewall let these ports through?" if lines else ""
+    raise DeadlineError(
+        f"rank 0 did not call init() within {manner.timeout_seconds:g} s (REIGEN_START_TIMEOUT sets how long to wait), "
+        "or its control service cannot be reached" + hint + "".join(f"\n{line}" for line in lines),
+        ranks=(0,),
+    )
+
+
+def _problem(pointer: Pointer, rank: int, until: float, tls: Tls | None) -> str:
+    """Why a service is not the one to join; empty if it is.
+
+    A rank whose process has ended, and whose next one this is, meets the service of the job's last life as long as rank
+    0 lives on there. That service goes with rank 0's process, so the next one must be waited for.
+    """
+    left = max(0.2, min(_TRY_SECONDS, until - time.monotonic()))
+    try:
+        with closing(RendezvousClient(pointer.address, pointer.secret, rank, left, tls)) as client:
+            return "rank 0 has not ended yet, and this process follows one that has" if claim(client, rank) else ""
+    except (PeerLostError, TimeoutError) as error:
+        return str(error)

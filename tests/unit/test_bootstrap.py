@@ -1,0 +1,341 @@
+"""How ranks that somebody else has started find their control service: the decision, and each part of the ways."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from reigen.cluster.bootstrap import Manner, Means, choose_means, is_here, own_address, reach
+from reigen.cluster.environ import Job, detect
+from reigen.cluster.given import Given, job_secret, ports_of, read_secret
+from reigen.cluster.handover import Handover, Pointer, ancestor, fetch, socket_name
+from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
+from reigen.errors import AuthenticationError, ConfigError, DeadlineError, WireError
+from reigen.testing import run_threads
+from reigen.wire.interfaces import own_addresses
+
+SECRET = b"s" * 32
+OTHER_USER = 65534
+HERE = Job(1, 4, None, None, None, "somebody", "RANK=1", local=(1, 4))
+ELSEWHERE = Job(1, 4, None, None, None, "somebody", "RANK=1", local=(1, 2), coordinator="h1")
+NOWHERE = Job(1, 4, None, None, None, "somebody", "RANK=1")
+
+
+# -- the decision -----------------------------------------------------------------------------------------------------
+
+
+def means(job, *, secret=False, here=False):
+    return choose_means(job, has_secret=secret, coordinator_is_here=here)
+
+
+def test_a_launcher_that_hosts_the_service_is_believed():
+    given = Job(1, 4, None, "h1:4242", SECRET, "reigen run", "", coordinator="h1")
+    assert means(given, secret=True, here=True) == (Means.GIVEN, "the launcher hosts the control service")
+
+
+def test_ranks_of_one_host_need_nothing():
+    for secret in (False, True):
+        assert means(HERE, secret=secret) == (
+            Means.HANDOVER,
+            "all 4 ranks are on one host: rank 0 hosts the control service",
+        )
+
+
+def test_ranks_of_several_hosts_need_a_secret():
+    assert means(ELSEWHERE, secret=True) == (
+        Means.KNOWN,
+        "rank 0 hosts the control service on h1; the secret was given",
+    )
+    with pytest.raises(ConfigError) as caught:
+        means(ELSEWHERE)
+    text = str(caught.value)
+    for part in ("somebody started this process as rank 1 of 4 (RANK=1)", "REIGEN_SECRET:", "REIGEN_SECRET_FILE:"):
+        assert part in text
+    assert "MASTER_ADDR" not in text
+
+
+def test_without_a_coordinator_it_must_be_set():
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR: name or address") as caught:
+        means(NOWHERE, secret=True)
+    assert "REIGEN_SECRET:" not in str(caught.value)
+
+
+def test_a_coordinator_on_this_host_hands_over_where_there_is_no_secret():
+    assert means(ELSEWHERE, here=True) == (
+        Means.HANDOVER,
+        "rank 0 hosts the control service on h1, which is this host",
+    )
+    assert means(ELSEWHERE, secret=True, here=True)[0] is Means.KNOWN
+
+
+# -- what is given ----------------------------------------------------------------------------------------------------
+
+
+def secret_file(path, text, mode=0o600):
+    path.write_text(text)
+    path.chmod(mode)
+    return str(path)
+
+
+def test_a_secret_in_a_file(tmp_path):
+    path = secret_file(tmp_path / "secret", "ab" * 32 + "\n")
+    assert read_secret(path) == b"\xab" * 32
+    assert Given.of({"REIGEN_SECRET_FILE": path}) == Given(b"\xab" * 32, None)
+    assert Given.of({"REIGEN_SECRET": "cd" * 32, "REIGEN_SECRET_FILE": path}).secret == b"\xcd" * 32
+    assert "xab" not in repr(Given.of({"REIGEN_SECRET_FILE": path}))
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "complaint"),
+    [
+        ("ab" * 32, 0o640, r"may be used by others \(mode 0640\): chmod 600"),
+        ("ab" * 32, 0o602, "may be used by others"),
+        ("ab" * 31, 0o600, "does not hold 64 hexadecimal digits"),
+        ("ab " * 21 + "a", 0o600, "does not hold 64 hexadecimal digits"),
+        ("\xff" * 64, 0o600, "does not hold 64 hexadecimal digits"),
+        ("", 0o600, "does not hold"),
+    ],
+)
+def test_a_file_that_is_no_secret(tmp_path, text, mode, complaint):
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        read_secret(secret_file(tmp_path / "secret", text, mode))
+    assert "ab" * 8 not in str(caught.value)
+
+
+def test_what_is_no_file_of_ours(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path, tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(ConfigError, match="is not a file"):
+            read_secret(str(path))
+    with pytest.raises(ConfigError, match="No such file"):
+        read_secret(str(tmp_path / "missing"))
+    if os.geteuid() == 0:
+        path = secret_file(tmp_path / "theirs", "ab" * 32)
+        os.chown(path, OTHER_USER, OTHER_USER)
+        with pytest.raises(ConfigError, match=f"belongs to user {OTHER_USER}"):
+            read_secret(path)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"REIGEN_SECRET": "tiny"}, {"REIGEN_RENDEZVOUS_PORT": "0"}, {"REIGEN_RENDEZVOUS_PORT": "70000"},
+     {"REIGEN_RENDEZVOUS_PORT": "x"}],
+)  # fmt: skip
+def test_given_values_that_make_no_sense(environ):
+    with pytest.raises(ConfigError) as caught:
+        Given.of(environ)
+    assert next(iter(environ)) in str(caught.value)
+    assert "tiny" not in str(caught.value)
+
+
+def test_jobs_that_share_a_secret_have_secrets_and_ports_of_their_own():
+    one, two = job_secret(SECRET, "1"), job_secret(SECRET, "2")
+    assert len({SECRET, one, two}) == 3
+    assert one == job_secret(SECRET, "1")
+    ports = ports_of(one)
+    assert ports == ports_of(one) != ports_of(two)
+    assert len(set(ports)) == 8
+    assert all(20_000 <= port < 29_000 for port in ports)
+
+
+# -- handing over -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def name():
+    return b"\0reigen-test/" + os.urandom(8).hex().encode()
+
+
+def test_what_rank_0_hands_over_is_fetched(name):
+    assert fetch(name) == []
+    pointer = Pointer("127.0.0.1:4242", SECRET)
+    handover = Handover(name, pointer)
+    assert [fetch(name) for _ in range(3)] == [[pointer]] * 3
+    handover.close()
+    handover.close()
+    assert fetch(name) == []
+    assert "sss" not in repr(pointer)
+
+
+def test_the_name_is_taken(name):
+    first = Handover(name, Pointer("", b""))
+    with pytest.raises(OSError, match="in use"):
+        Handover(name, Pointer("", b""))
+    first.close()
+
+
+def test_an_end_of_another_user_gets_nothing_and_is_not_believed(name):
+    if os.geteuid() != 0:
+        pytest.skip("only root can be another user")
+    handover = Handover(name, Pointer("127.0.0.1:1", SECRET))
+    steal = (
+        f"import os, socket; os.setuid({OTHER_USER}); s = socket.socket(socket.AF_UNIX); s.connect({name!r}); "
+        "print(s.recv(1024))"
+    )
+    assert subprocess.run([sys.executable, "-c", steal], capture_output=True, check=True).stdout == b"b''\n"
+    handover.close()
+    squat = (
+        f"import os, socket; os.setuid({OTHER_USER}); s = socket.socket(socket.AF_UNIX); s.bind({name!r}); s.listen(); "
+        "print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", squat], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as squatter:
+        squatter.stdout.readline()
+        with pytest.raises(AuthenticationError, match=f"user {OTHER_USER} listens"):
+            fetch(name)
+
+
+@pytest.mark.parametrize("data", [b"x", b"\x92\xa1a", b"y" * 5000])
+def test_what_is_no_pointer(name, data):
+    def serve(listener):
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(data)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name)
+        listener.listen()
+
+        def run(rank, _):
+            if rank == 0:
+                serve(listener)
+                return
+            with pytest.raises(WireError):
+                fetch(name)
+
+        run_threads(run, 2)
+
+
+def test_jobs_of_other_names_sizes_and_launchers_do_not_meet():
+    names = {socket_name("torchrun", "1", 2), socket_name("torchrun", "2", 2), socket_name("torchrun", "1", 3)}
+    assert len(names | {socket_name("mpirun", "1", 2)}) == 4
+    assert len({socket_name("x", "", 2), socket_name("x", "", 2), socket_name("x", ancestor(), 2)}) == 1
+    assert all(name.startswith(f"\0reigen/{os.geteuid()}/".encode()) and len(name) < 108 for name in names)
+
+
+def test_the_ancestor_is_who_gave_the_rank():
+    code = "from reigen.cluster.handover import ancestor; print(ancestor())"
+    shell = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+
+    def told(rank, program):
+        environ = {**os.environ, "PMI_RANK": str(rank)}
+        return subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, env=environ).stdout
+
+    found = {told(0, code), told(1, code), told(1, shell)}
+    assert len(found) == 1
+    assert f"process {os.getpid()} ".encode() in found.pop()
+
+
+# -- where rank 0 listens ---------------------------------------------------------------------------------------------
+
+
+def test_which_names_are_this_host():
+    assert is_here("127.0.0.1")
+    assert is_here("::1")
+    assert is_here("localhost")
+    assert not is_here("192.0.2.1")
+    assert not is_here("no-such-host.invalid")
+    for addresses in own_addresses().values():
+        assert all(is_here(address) for address in addresses)
+
+
+def test_the_own_address_is_no_loopback_unless_it_is_asked_for():
+    assert own_address(["lo"], None)[0] in {"127.0.0.1", "::1"}
+    with pytest.raises(ConfigError, match="no-such-interface"):
+        own_address(["no-such-interface"], None)
+    outside = [one for name, found in own_addresses().items() if name != "lo" for one in found]
+    if not outside:
+        pytest.skip("this machine has no network")
+    for coordinator in (None, "localhost", "no-such-host.invalid"):
+        assert own_address([], coordinator)[0] in outside
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def torch_job(rank, size, environ):
+    return detect({"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", **environ})
+
+
+def use(access, rank):
+    """What every rank does with its access: tell the others, and hear of them."""
+    client = RendezvousClient(access.address, access.secret, rank, 10.0)
+    client.put(f"x/{rank}", b"")
+    client.get(f"x/{1 - rank}", 10.0)
+    client.close()
+    access.close()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("given", [{}, {"REIGEN_SECRET": "ab" * 32}])
+def test_ranks_meet_whoever_comes_first(given, late, monkeypatch):
+    environ = {"MASTER_PORT": os.urandom(4).hex(), **given}
+    monkeypatch.setattr("reigen.cluster.bootstrap.claim", lambda *_: 0)  # threads of one process are no ranks to it
+
+    def run(rank, rendezvous):
+        if rank == late:
+            rendezvous.get("waiting", 10.0)
+        else:
+            rendezvous.put("waiting", b"")
+        manner = Manner(10.0, ("lo",) if given else ())
+        access = reach(torch_job(rank, 2, environ), environ, manner)
+        assert "rank 0 hosts the control service on 127.0.0.1" in access.reason
+        assert "xab" not in repr(access)
+        use(access, rank)
+
+    run_threads(run, 2)
+
+
+def test_ports_that_are_taken_are_passed_over_and_strangers_there_are_not_believed(monkeypatch):
+    monkeypatch.setattr("reigen.cluster.bootstrap.claim", lambda *_: 0)
+    environ = {"MASTER_PORT": os.urandom(4).hex(), "REIGEN_SECRET": os.urandom(32).hex()}
+    first, second, third, *_ = ports_of(job_secret(bytes.fromhex(environ["REIGEN_SECRET"]), environ["MASTER_PORT"]))
+    stranger = RendezvousServer(os.urandom(32), "127.0.0.1", first)  # another job
+    stranger.start()
+    with socket.create_server(("127.0.0.1", second)):  # never answers
+
+        def run(rank, _):
+            access = reach(torch_job(rank, 2, environ), environ, Manner(20.0, ("lo",)))
+            assert access.address == f"127.0.0.1:{third}"
+            use(access, rank)
+
+        run_threads(run, 2)
+    stranger.close()
+
+
+def test_all_ports_are_taken():
+    environ = {"MASTER_PORT": "1", "REIGEN_SECRET": "ab" * 32}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        environ["REIGEN_RENDEZVOUS_PORT"] = str(taken.getsockname()[1])
+        with pytest.raises(ConfigError, match=r"Address already in use\); REIGEN_RENDEZVOUS_PORT"):
+            reach(torch_job(0, 2, environ), environ, Manner(1.0, ("lo",)))
+
+
+def test_another_secret_at_a_port_that_was_given():
+    server = RendezvousServer(os.urandom(32))
+    server.start()
+    environ = {"REIGEN_SECRET": "ab" * 32, "REIGEN_RENDEZVOUS_PORT": server.address.rpartition(":")[2]}
+    with pytest.raises(AuthenticationError):
+        reach(torch_job(1, 2, environ), environ, Manner(10.0))
+    server.close()
+
+
+def test_another_job_has_the_name():
+    environ = {"MASTER_PORT": os.urandom(4).hex()}
+    job = torch_job(0, 2, environ)
+    other = Handover(socket_name(job.launcher, job.job_id, 2), Pointer("127.0.0.1:1", SECRET))
+    with pytest.raises(ConfigError, match="another process is already rank 0 of a job like this one"):
+        reach(job, environ, Manner(0.3))
+    other.close()
+
+
+@pytest.mark.parametrize("given", [{}, {"REIGEN_SECRET": os.urandom(32).hex()}])
+def test_rank_0_never_comes(given):
+    environ = {"MASTER_PORT": os.urandom(4).hex(), **given}
+    with pytest.raises(DeadlineError, match=r"rank 0 did not call init\(\) within 0.3 s") as caught:
+        reach(torch_job(1, 2, environ), environ, Manner(0.3))
+    assert caught.value.ranks == (0,)
+    assert str(caught.value).count("Connection refused") == (8 if given else 0)
