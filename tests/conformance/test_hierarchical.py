@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
-import pytest
-from tests.machines import Groups, Machines
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
-from reigen.testing import check_plane
+import pytest
+from tests.machines import Groups, Machines, local_plane, soon
+
+from reigen.cluster.mesh import Mesh
+from reigen.cluster.rendezvous import Rendezvous
+from reigen.errors import CollectiveError
+from reigen.planes.base import DataPlane
+from reigen.planes.hierarchical import compose
+from reigen.planes.tcp import TcpNetwork
+from reigen.testing import RankPool, check_plane
+
+
+@contextmanager
+def over_tcp(
+    rank: int, size: int, rendezvous: Rendezvous, *, groups: Groups, algorithm: str = "auto"
+) -> Iterator[DataPlane]:
+    group = next(group for group in groups if rank in group)
+    with ExitStack() as stack:
+        local, neighbours = stack.enter_context(local_plane(group, rank, rendezvous))
+
+        def failure(_: Sequence[int]) -> CollectiveError | None:
+            return None if neighbours is None else neighbours.failure(range(neighbours.size))
+
+        mesh = Mesh(rank, size, rendezvous, b"s" * 32, "127.0.0.1", 20.0)
+        stack.callback(mesh.close)
+        network = TcpNetwork(mesh, failure=failure, algorithm=algorithm)
+        stack.callback(network.close)
+        plane = compose(groups, rank, local, network, range(size), soon(60.0))
+        stack.callback(plane.close)
+        yield plane
 
 
 @pytest.mark.parametrize(
@@ -47,3 +77,29 @@ def test_between_many_threads(groups: Groups) -> None:
 def test_in_many_chunks(groups: Groups) -> None:
     machines = Machines(groups, chunk_bytes=100_000)
     check_plane(machines.plane, machines.size, trimmed=True)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [[0, 1], [2]],
+        pytest.param([[0, 1], [2, 3]], marks=pytest.mark.slow),
+        pytest.param([[0, 2], [1, 3], [4]], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_over_tcp_between_processes(groups: Groups, rank_pool: Callable[[int], RankPool]) -> None:
+    size = sum(map(len, groups))
+    check_plane(partial(over_tcp, groups=groups), size, pool=rank_pool(size), trimmed=size > 3)
+
+
+@pytest.mark.slow
+def test_over_a_ring_of_tcp(rank_pool: Callable[[int], RankPool]) -> None:
+    groups = [[0, 1], [2, 3], [4]]
+    check_plane(partial(over_tcp, groups=groups, algorithm="ring"), 5, pool=rank_pool(5), trimmed=True)
+
+
+@pytest.mark.slow
+def test_over_tcp_between_many_processes(rank_pool: Callable[[int], RankPool]) -> None:
+    groups = [[0, 1, 2], [3], [4, 5], [6, 7]]
+    check_plane(partial(over_tcp, groups=groups), 8, pool=rank_pool(8), trimmed=True)
