@@ -473,8 +473,7 @@ _current: Context | None = None
 _forked_from: Context | None = None
 #: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
 _generations: Counter[tuple[bytes, str]] = Counter()
-#: the ways to the control services of the jobs that this process has joined
-_accesses = Accesses()
+_accesses = Accesses()  # to the control services of these jobs
 
 
 def init(
@@ -538,8 +537,7 @@ def _join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[
         place = Room(rendezvous, room) if room else rendezvous
         generation = _generations[access.secret, room]
         layout = exchange(Room(place, f"{generation}"), rank, size, timeout, config.host_id or "")
-        topology = layout.topology() if ranks is not None else job.place(layout)
-        context = Context(topology, config, place, generation)
+        context = Context(layout.topology() if ranks else job.place(layout), config, place, generation)
         _generations[access.secret, room] += 1
         return context
     finally:
