@@ -144,7 +144,7 @@ class Bench:
             directory = Path(name)
             network: Literal["switch", "bridge"] = "switch" if delay_seconds else "bridge"
             control = self.settings.congestion_control
-            hosts = Hosts(num_hosts, network=network, shared=[directory], congestion_control=control)
+            hosts = Hosts(num_hosts, network=network, shared=[directory], congestion_control=control, same_uptime=True)
             yield Place(stack.enter_context(hosts), directory, stack)
 
     @contextmanager

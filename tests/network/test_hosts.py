@@ -58,6 +58,8 @@ def retransmissions(host: Host) -> int:
 
 def test_a_machine_has_its_own_name_processes_memory_files_and_boot(make_hosts: MakeHosts, tmp_path: Path) -> None:
     one, two = make_hosts(2, shared=[tmp_path])
+    uptimes = [float(host.run(["cat", "/proc/uptime"]).stdout.split()[0]) for host in (one, two)]
+    assert uptimes[1] - uptimes[0] > 1000
     boot_id = "/proc/sys/kernel/random/boot_id"
     script = f"hostname; cat {boot_id}; ls /dev/shm | wc -l; touch /dev/shm/x /root/mine {tmp_path}/ours"
     here = Path(boot_id).read_text().strip()

@@ -25,6 +25,8 @@ from reigen.testing.hosts.network import (
 from reigen.testing.hosts.support import Unavailable, why_unavailable
 from reigen.testing.hosts.switch import network_of
 
+_UPTIME_STEP_SECONDS = 100_000
+
 
 class Host:
     """One stand-in machine, made by :class:`Hosts`.
@@ -166,7 +168,8 @@ class Hosts:
 
     They are made of Linux namespaces that have no name anywhere else: everything is gone when the block ends, and also
     when this process, or the thread that made them, is killed. Programs on them see this machine's files as they were,
-    and what they write is theirs alone, but for the directory ``shared``.
+    and what they write is theirs alone, but for the directory ``shared``. The time of day is the same on all of them:
+    Linux has no namespace for it.
 
     Args:
         num_hosts: how many.
@@ -175,6 +178,8 @@ class Hosts:
         ssh_port: where an sshd listens on each, None for none. Any of them then reaches any other by ``ssh NAME``.
         shared: directories that all of them may write to.
         congestion_control: of TCP between them, None for this kernel's default.
+        same_uptime: CLOCK_MONOTONIC is the same on all. Otherwise they differ, as on machines that were started one
+            after the other.
 
     Raises:
         Unavailable: there can be none here; says why.
@@ -197,6 +202,7 @@ class Hosts:
         ssh_port: int | None = None,
         shared: Sequence[Path] = (),
         congestion_control: str | None = "cubic",
+        same_uptime: bool = False,
     ) -> None:
         if reason := why_unavailable(ssh=ssh_port is not None, tun=network == "switch"):
             raise Unavailable(reason)
@@ -208,7 +214,12 @@ class Hosts:
             stack.callback(self.network.close)
             self._hosts: list[Host] = []
             for number in range(num_hosts):
-                host = self._make(number, directory, shared, stack)
+                name = f"h{number + 1}"
+                (directory / name).mkdir()
+                up_seconds = 0 if same_uptime else _UPTIME_STEP_SECONDS * (number + 1)
+                machine = Machine(name, directory / name, shared, up_seconds)
+                stack.callback(machine.close)
+                host = self._attach(machine, number)
                 if congestion_control is not None:
                     use_congestion_control(host.pid, (host.address, host.address6), congestion_control)
                 self._hosts.append(host)
@@ -250,11 +261,7 @@ class Hosts:
         for here, there in ((one, other), (other, one)):
             drop_packets_from(here.pid, (there.address, there.address6), drop=drop)
 
-    def _make(self, number: int, directory: Path, shared: Sequence[Path], stack: contextlib.ExitStack) -> Host:
-        name = f"h{number + 1}"
-        (directory / name).mkdir()
-        machine = Machine(name, directory / name, shared)
-        stack.callback(machine.close)
+    def _attach(self, machine: Machine, number: int) -> Host:
         addresses = (f"10.77.0.{number + 1}", f"fd77::{number + 1:x}")
         self.network.attach(machine.pid, addresses)
         return Host(machine, number, addresses, self.network)

@@ -20,7 +20,7 @@ from pathlib import Path
 from reigen.testing.environment import clean_environment
 from reigen.testing.hosts.support import ADMINISTRATORS_PATH
 
-_NAMESPACES = ("--net", "--uts", "--pid", "--ipc", "--mount", "--propagation", "private")
+_NAMESPACES = ("--net", "--uts", "--pid", "--ipc", "--mount", "--time", "--propagation", "private")
 #: Process 1. $1: the host's name, $2: an empty directory, $3: an identity of this boot, the rest: directories that all
 #: machines see. The disk is a copy on write of this one's, in memory. It reaps orphans and ends when its input does.
 _FIRST_PROCESS = r"""set -e
@@ -172,17 +172,19 @@ class Machine:
         name: its host name.
         directory: an empty directory of its own.
         shared: directories that it sees as they are, and may write to.
+        up_seconds: how much longer than this one it has been running, by its clocks (CLOCK_MONOTONIC, CLOCK_BOOTTIME).
 
     Raises:
         MachineError: it could not be made; with what was said.
     """
 
-    def __init__(self, name: str, directory: Path, shared: Sequence[Path] = ()) -> None:
+    def __init__(self, name: str, directory: Path, shared: Sequence[Path] = (), up_seconds: int = 0) -> None:
         self.name = name
         self._processes: list[HostProcess] = []
         command = ["bash", "-c", _FIRST_PROCESS, "machine", name, str(directory), str(uuid.uuid4()), *map(str, shared)]
+        clocks = (f"--monotonic={up_seconds}", f"--boottime={up_seconds}")
         self._holder = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, "--fork", "--kill-child", *command],
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *_NAMESPACES, *clocks, "--fork", "--kill-child", *command],
             env=environment_of_machines(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -207,7 +209,7 @@ class Machine:
 
     def entry(self, cwd: str | Path = "/") -> tuple[str, ...]:
         """The beginning of a command; the rest is run on the machine, and ends with whoever runs the whole."""
-        namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid")
+        namespaces = ("--mount", "--uts", "--ipc", "--net", "--pid", "--time")
         enter = ("nsenter", f"--target={self.pid}", *namespaces, "env", f"--chdir={cwd}")
         return ("setpriv", "--pdeathsig", "KILL", *enter)
 

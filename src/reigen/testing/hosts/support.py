@@ -10,7 +10,7 @@ from pathlib import Path
 
 _COMMANDS = ("unshare", "nsenter", "setpriv", "ip", "tc", "iptables", "ip6tables")
 _SSH_COMMANDS = ("sshd", "ssh", "ssh-keygen")
-_UNSHARE = ("unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--propagation", "private", "--fork")
+_UNSHARE = ("unshare", "--net", "--uts", "--pid", "--ipc", "--mount", "--time", "--propagation", "private", "--fork")
 _ATTEMPT = """set -e
 mount -t tmpfs tmpfs /mnt
 mkdir /mnt/up /mnt/work /mnt/root
