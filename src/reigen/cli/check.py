@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from reigen._version import __version__
+from reigen.cli.run_options import add_login, ssh_of
 from reigen.cluster.topology import Topology
-from reigen.errors import ReigenError
+from reigen.errors import ConfigError, LaunchError, ReigenError
+from reigen.launch.hosts import hosts_of
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "mxnet")
 _GIB = 1 << 30
@@ -39,13 +41,17 @@ class Finding:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the report; returns 0 when a job can run here, else 1."""
-    parser = argparse.ArgumentParser(
-        prog="reigen check",
-        description="Say what is installed here, whether jobs can run, and how they would.",
-        allow_abbrev=False,
-    )
-    parser.parse_args(arguments)
+    """Print the report; returns 0 when a job can run here, or on the hosts that were named, else 1."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if chosen.hosts is not None or chosen.hostfile is not None:
+        from reigen.cli.check_hosts import check_hosts, options_of
+
+        try:
+            hosts = hosts_of(chosen.hosts, chosen.hostfile, 1)
+            return check_hosts(hosts, ssh_of(chosen), options_of(chosen))
+        except (ConfigError, LaunchError) as error:
+            parser.error(str(error))
     findings = look_around(os.environ)
     _show(findings)
     problems = [finding for finding in findings if finding.is_problem]
@@ -53,6 +59,21 @@ def main(arguments: Sequence[str]) -> int:
         print(f"problem: {finding.name}: {finding.value}")
     print("no job can run here" if problems else "a job can run here")
     return 1 if problems else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="reigen check",
+        description="Say what is installed here, whether jobs can run, and how they would; or, with --hosts, whether "
+        "these hosts can run jobs together, and how fast they talk to each other.",
+        allow_abbrev=False,
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("-H", "--hosts", metavar="HOSTS", help="look at these hosts: h1,h2")
+    which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="look at the hosts of this file, a line each")
+    add_login(parser.add_argument)
+    parser.add_argument("--network-interfaces", metavar="X", help="interfaces through which they may talk: eth0,eth1")
+    return parser
 
 
 def build_report() -> str:

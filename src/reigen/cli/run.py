@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from reigen.cli.run_options import parser
+from reigen.cli.run_options import parser, ssh_of
 from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.horovodrun import Translation, translate
 from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host
 from reigen.launch.options import Options, complain, interfaces, silence_seconds
-from reigen.launch.ssh import Ssh
 from reigen.launch.supervise import run_job
 from reigen.launch.travel import exported
 
@@ -61,7 +58,7 @@ def _options(chosen: argparse.Namespace, environ: Mapping[str, str], exports: tu
         verbose=chosen.verbose,
         output_directory=chosen.output_directory,
         hosts=_hosts(chosen),
-        ssh=_ssh(chosen),
+        ssh=ssh_of(chosen),
         silence_seconds=silence_seconds(environ),
         exports=exports,
         interfaces=interfaces(environ),
@@ -75,15 +72,6 @@ def _hosts(chosen: argparse.Namespace) -> tuple[Host, ...]:
     if strangers:
         raise ConfigError(f"--launcher local: {', '.join(strangers)} cannot be reached without ssh")
     return tuple(hosts)
-
-
-def _ssh(chosen: argparse.Namespace) -> Ssh:
-    try:
-        words = shlex.split(chosen.ssh_command)
-    except ValueError as error:
-        raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
-    made = Ssh(tuple(words), chosen.ssh_port, chosen.ssh_identity_file, chosen.check_host_keys)
-    return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
 
 
 def _document(path: Path | None) -> object:

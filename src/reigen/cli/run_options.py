@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from reigen._version import __version__
+from reigen.errors import ConfigError
 from reigen.launch.horovodrun import CONTROLLERS, OPTIONS, Option
 from reigen.launch.local import BINDINGS
+from reigen.launch.ssh import Ssh
 
 _EPILOG = """\
 The command and its arguments are passed on as they are, without a shell; `--` may stand before them. Its output comes
@@ -51,7 +55,9 @@ def parser() -> argparse.ArgumentParser:
     _add_general(made.add_argument)
     _add_output(made.add_argument_group("output").add_argument)
     _add_hosts(made)
-    _add_ssh(made.add_argument_group("other hosts").add_argument)
+    others = made.add_argument_group("other hosts").add_argument
+    add_login(others)
+    _add_journey(others)
     for title, options in OPTIONS.items():
         group = made.add_argument_group(title)
         for option in options:
@@ -110,7 +116,8 @@ def _add_hosts(made: argparse.ArgumentParser) -> None:
         group.add_argument(*flags, dest=name, type=int, help=argparse.SUPPRESS)
 
 
-def _add_ssh(add: Add) -> None:
+def add_login(add: Add) -> None:
+    """The options that say how other hosts are reached; `ssh_of` reads them."""
     add("-p", "--ssh-port", type=int, metavar="N", help="where sshd listens (default: what ssh's configuration says)")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: the same)")
     add("--ssh-command", default="ssh", metavar="CMD", help="ssh, with options of its own: 'ssh -F FILE'")
@@ -120,6 +127,23 @@ def _add_ssh(add: Add) -> None:
         metavar="FILE",
         help="the Python there, with Reigen in it (default: this one's path)",
     )
+
+
+def ssh_of(chosen: argparse.Namespace) -> Ssh:
+    """How other hosts are reached.
+
+    Raises:
+        ConfigError: an option makes no sense.
+    """
+    try:
+        words = shlex.split(chosen.ssh_command)
+    except ValueError as error:
+        raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
+    made = Ssh(tuple(words), chosen.ssh_port, chosen.ssh_identity_file, chosen.check_host_keys)
+    return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
+
+
+def _add_journey(add: Add) -> None:
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     add(
         "-x",

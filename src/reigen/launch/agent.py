@@ -21,6 +21,7 @@ from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch import orders
 from reigen.launch.crew import STREAMS, Crew, LocalCrew
+from reigen.launch.facts import facts_here
 from reigen.launch.frames import Pipes
 from reigen.launch.guard import guarded
 from reigen.launch.local import Services, cores_here, describe, plan
@@ -111,6 +112,10 @@ class Agent:
                 self._credit[stream] += num_bytes
                 if self._credit[stream] > 0:
                     self._crew.resume(stream)
+            case orders.Ask():
+                self._pipes.send(facts_here())
+            case orders.Ping():
+                self._pipes.send(orders.Pong(time.time()))
             case orders.Beat():
                 pass
 
@@ -159,7 +164,7 @@ class Agent:
         self._pipes.send(orders.Started(pids, tuple(describe(places, reason))))
 
     def _on_end(self, reason: str) -> None:
-        if self._is_swept:
+        if self._is_swept or not self._crew.pids:
             self._exit_code = 0
         else:
             self._end(f"the launcher has gone{reason and ': '}{reason}")

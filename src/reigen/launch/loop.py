@@ -22,29 +22,41 @@ class HasFileno(Protocol):
         """Its descriptor."""
 
 
+def _nobody_cares(_: int) -> None:
+    """There is no guard that would send signals on."""
+
+
 class Loop:
-    """One thread's waiting, below a guard. A context manager.
+    """One thread's waiting. A context manager.
 
     Args:
-        lifeline: see ``launch.guard``.
+        lifeline: see ``launch.guard``; None where there is no guard, and nobody else to hear of signals.
         on_signal: called with the number of a signal that asks to stop, sent to this process or to its guard.
         on_orphaned: called when the guard has gone.
     """
 
-    def __init__(self, lifeline: int, on_signal: Callable[[int], None], on_orphaned: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        lifeline: int | None = None,
+        on_signal: Callable[[int], None] = _nobody_cares,
+        on_orphaned: Callable[[], None] = lambda: None,
+    ) -> None:
         self._lifeline, self._on_signal, self._on_orphaned = lifeline, on_signal, on_orphaned
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wakened = socket.socketpair()
 
     def __enter__(self) -> Self:
-        self._wakeup.setblocking(False)
-        signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
-        self.watch(self._lifeline, self._read_lifeline)
-        self.watch(self._wakened, lambda: self._tell(self._wakened.recv(64)))
+        lifeline = self._lifeline
+        if lifeline is not None:
+            self._wakeup.setblocking(False)
+            signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
+            self.watch(lifeline, lambda: self._read(lifeline))
+            self.watch(self._wakened, lambda: self._tell(self._wakened.recv(64)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(-1)
+        if self._lifeline is not None:
+            signal.set_wakeup_fd(-1)
         self._selector.close()
         self._wakeup.close()
         self._wakened.close()
@@ -69,10 +81,10 @@ class Loop:
                 callback: Callable[[], object] = key.data
                 callback()
 
-    def _read_lifeline(self) -> None:
-        signals = os.read(self._lifeline, 64)
+    def _read(self, lifeline: int) -> None:
+        signals = os.read(lifeline, 64)
         if not signals:
-            self.unwatch(self._lifeline)
+            self.unwatch(lifeline)
             self._on_orphaned()
         self._tell(signals)
 

@@ -84,7 +84,7 @@ class Muster:
         command = self._options.command
         directory = self._sync() or str(Path.cwd())
         for outpost in self._caller.outposts.values():
-            outpost.prepare(
+            outpost.send(
                 orders.Prepare(
                     directory=directory,
                     program=command[0],
@@ -106,7 +106,7 @@ class Muster:
         for seats in self._seats:
             outpost = self._caller.outposts.get(seats.host)
             if outpost is not None:
-                outpost.start(
+                outpost.send(
                     orders.Start(
                         command=self._options.command,
                         topologies=tuple(astuple(topology) for topology in seats.topologies),

@@ -11,7 +11,8 @@ d. When all hosts are ready the launcher sends Start; the agent starts its ranks
 e. What happens there comes as Printed, Closed, Exited; the launcher's decisions arrive as Terminate, Kill and Sweep,
    which mean what they do in ``launch.job``. The agent answers a Sweep with Swept, after everything that was printed.
 f. A stream may have WINDOW_BYTES under way: the agent reads no more of it until Credit says what was taken.
-g. When the agent's stdin ends, it kills whatever it started and exits: after Swept there is nothing.
+g. `reigen check` asks for no job, but for Facts (Ask), and for the time there (Ping, Pong).
+h. When the agent's stdin ends, it kills whatever it started and exits: after Swept there is nothing.
 """
 
 from __future__ import annotations
@@ -233,8 +234,36 @@ class Swept(_Frame, tag=16, frozen=True):
     """Nothing that the ranks started runs any more."""
 
 
-Order = Beat | Prepare | Start | Terminate | Kill | Sweep | Credit
-Answer = Beat | Hello | Ready | Refused | Started | Printed | Closed | Exited | Swept
+class Ask(_Frame, tag=17, frozen=True):
+    """What is there?"""
+
+
+class Facts(_Frame, tag=18, frozen=True):
+    """What is there.
+
+    Attributes:
+        num_cpus: logical processors that may be used.
+        versions: of what is installed, by name.
+        gpus: a line each.
+    """
+
+    num_cpus: int
+    versions: dict[str, str]
+    gpus: tuple[str, ...]
+
+
+class Ping(_Frame, tag=19, frozen=True):
+    """What is the time?"""
+
+
+class Pong(_Frame, tag=20, frozen=True):
+    """The time there, in seconds since 1970."""
+
+    seconds: float
+
+
+Order = Beat | Prepare | Start | Terminate | Kill | Sweep | Credit | Ask | Ping
+Answer = Beat | Hello | Ready | Refused | Started | Printed | Closed | Exited | Swept | Facts | Pong
 
 ORDERS: Codec[Order] = Codec(Order, MAX_FRAME_BYTES)
 ANSWERS: Codec[Answer] = Codec(Answer, MAX_FRAME_BYTES)

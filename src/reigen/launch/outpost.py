@@ -39,7 +39,7 @@ class Principal(Audience, Protocol):
     """Who is told what happens to the ranks of another host."""
 
     def stepped(self, outpost: Outpost) -> None:
-        """The agent has come further, or has gone: ``step`` and ``refused`` say how."""
+        """The agent has come further, has answered, or has gone: the outpost's attributes say how."""
 
 
 class Outpost:
@@ -55,6 +55,7 @@ class Outpost:
     Attributes:
         step: how far the agent has come.
         refused: why it cannot take part, in its own words; or why the conversation has ended.
+        hello, ready, started, facts, pong: what it has answered last.
         exit_code: ssh's, when it has ended.
 
     Raises:
@@ -69,6 +70,8 @@ class Outpost:
         self.hello: orders.Hello | None = None
         self.ready: orders.Ready | None = None
         self.started: orders.Started | None = None
+        self.facts: orders.Facts | None = None
+        self.pong: orders.Pong | None = None
         self.exit_code: int | None = None
         self._loop, self._principal = loop, principal
         self._silence_seconds = silence_seconds
@@ -108,12 +111,8 @@ class Outpost:
 
     # ---------------------------------------------------------------- orders
 
-    def prepare(self, order: orders.Prepare) -> None:
-        """Have the agent look whether the job can run there."""
-        self._pipes.send(order)
-
-    def start(self, order: orders.Start) -> None:
-        """Have it start its ranks."""
+    def send(self, order: Order) -> None:
+        """Have the agent do something that ``Crew`` does not speak of."""
         self._pipes.send(order)
 
     def terminate(self, ranks: Sequence[int]) -> None:
@@ -191,8 +190,12 @@ class Outpost:
             case _:
                 self._advance(answer)
 
-    def _advance(self, answer: orders.Hello | orders.Ready | orders.Started | orders.Refused) -> None:
+    def _advance(self, answer: Answer) -> None:
         match answer:
+            case orders.Facts():
+                self.facts = answer
+            case orders.Pong():
+                self.pong = answer
             case orders.Hello():
                 self.hello, self.step = answer, Step.HERE
             case orders.Ready():

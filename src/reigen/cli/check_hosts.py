@@ -1,0 +1,165 @@
+"""`reigen check --hosts`: whether these hosts can run jobs together, and how fast they talk to each other."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from reigen._version import __version__
+from reigen.bench.pairs import Findings, Pair
+from reigen.cli.tables import show
+from reigen.launch.hosts import Host, is_this_host
+from reigen.launch.ssh import Ssh
+from reigen.launch.visit import Clock, Visit, visit
+
+#: Clocks that are further apart are worth a remark: log files do not line up, and certificates may not be valid yet.
+_CLOCK_SECONDS = 1.0
+_MEASURE_SECONDS = 600
+#: With more pairs than these only the slowest are shown.
+_MOST_ROWS = 36
+#: What each rank runs: $0 is the Python of the other hosts, $1 that of this one.
+_PROGRAM = 'command -v "$0" >/dev/null && set -- "$0"; exec "$1" -P -m reigen.bench.pairs'
+
+
+def check_hosts(hosts: Sequence[Host], ssh: Ssh, options: Sequence[str]) -> int:
+    """Print what was found; returns 0 when all hosts can take part in a job, else 1.
+
+    Args:
+        hosts: which.
+        ssh: how they are reached.
+        options: the same, as options of `reigen run`.
+
+    Raises:
+        LaunchError: there is no ssh.
+    """
+    names = list(dict.fromkeys(host.name for host in hosts))
+    visits = visit(names, ssh, os.environ)
+    bad = [number for number, each in enumerate(visits) if each.problem is not None]
+    headings = ["host", "Reigen", "Python", "torch", "clock", "processors", "GPUs"]
+    show(headings, [_row(each) for each in visits], bad)
+    problems = [
+        ": ".join(filter(None, (each.host, each.problem.what, each.problem.advice))) for each in visits if each.problem
+    ]
+    problems += pythons_differ(visits)
+    remarks = clocks_apart(visits)
+    able = [each.host for each in visits if each.problem is None]
+    if len(able) > 1:
+        print()
+        problems += _measure(able, ssh, options)
+    for text in remarks:
+        print(f"remark: {text}")
+    for text in problems:
+        print(f"problem: {text}")
+    print("these hosts cannot run jobs together" if problems else "these hosts can run jobs together")
+    return 1 if problems else 0
+
+
+def pythons_differ(visits: Sequence[Visit]) -> list[str]:
+    """What is wrong with the Pythons: one feature release must run everywhere, functions and classes travel."""
+    releases: dict[str, list[str]] = {}
+    for each in visits:
+        if each.python:
+            releases.setdefault(".".join(each.python.split(".")[:2]), []).append(each.host)
+    if len(releases) < 2:
+        return []
+    return ["different Pythons: " + "; ".join(f"{name} on {', '.join(on)}" for name, on in sorted(releases.items()))]
+
+
+def clocks_apart(visits: Sequence[Visit]) -> list[str]:
+    """Which clocks differ from this host's by more than can be overlooked."""
+    return [
+        f"the clock of {each.host} is {abs(each.clock.offset_seconds):.1f} s "
+        f"{'ahead of' if each.clock.offset_seconds > 0 else 'behind'} this host's: is it synchronised (NTP)?"
+        for each in visits
+        if each.clock is not None and abs(each.clock.offset_seconds) > _CLOCK_SECONDS + each.clock.error_seconds
+    ]
+
+
+def _row(one: Visit) -> list[str]:
+    if one.facts is None:
+        return [one.host, "?", "", "", "", "", ""]
+    gpus = one.facts.gpus
+    count = f"{len(gpus)} x {gpus[0]}" if len(set(gpus)) == 1 and len(gpus) > 1 else "; ".join(gpus) or "none"
+    torch = one.facts.versions.get("torch", "none")
+    return [one.host, __version__, one.python, torch, _offset(one.clock), str(one.facts.num_cpus), count]
+
+
+def _offset(clock: Clock | None) -> str:
+    if clock is None:
+        return "this one"
+    return f"{clock.offset_seconds * 1e3:+.1f} ms (+-{clock.error_seconds * 1e3:.1f})"
+
+
+def _measure(hosts: Sequence[str], ssh: Ssh, options: Sequence[str]) -> list[str]:
+    """Run the measurements as a job, show them, and return what is wrong."""
+    listed = ",".join(f"{name}:1" for name in hosts)
+    command = [sys.executable, "-m", "reigen", "run", "-np", str(len(hosts)), "-H", listed, "--no-prefix", *options]
+    try:
+        done = subprocess.run(
+            [*command, "--bind", "none", "--", "sh", "-c", _PROGRAM, ssh.python, sys.executable],
+            cwd="/",  # which is everywhere
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_MEASURE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [f"the measurements have not ended within {_MEASURE_SECONDS} s"]
+    if done.returncode != 0:
+        return ["the measurements failed:\n" + done.stderr.strip()]
+    found = msgspec.json.decode(done.stdout, type=Findings)
+    by_rank = hosts_by_rank(hosts)
+    show(["host", "reached at", "which is"], [[name, *found.addresses[rank]] for rank, name in enumerate(by_rank)])
+    print()
+    shown = sorted(found.pairs, key=lambda pair: (not pair.problem, min(pair.bytes_per_second)))[:_MOST_ROWS]
+    if len(shown) < len(found.pairs):
+        print(f"the slowest {len(shown)} of {len(found.pairs)} pairs:")
+    shown.sort(key=lambda pair: pair.ranks)
+    bad = [number for number, pair in enumerate(shown) if pair.problem]
+    show(["from", "to", "round trip", "there", "back"], [_pair_row(pair, by_rank) for pair in shown], bad)
+    print()
+    return [f"{by_rank[p.ranks[0]]} and {by_rank[p.ranks[1]]}: {p.problem}" for p in found.pairs if p.problem]
+
+
+def hosts_by_rank(hosts: Sequence[str]) -> list[str]:
+    """The order in which a job has the hosts: this one, by whichever of its names, is one host."""
+    here = next((name for name in hosts if is_this_host(name)), "")
+    return list(dict.fromkeys(here if is_this_host(name) else name for name in hosts))
+
+
+def _pair_row(pair: Pair, hosts: Sequence[str]) -> list[str]:
+    names = [hosts[pair.ranks[0]], hosts[pair.ranks[1]]]
+    if pair.problem:
+        return [*names, "-", "-", "-"]
+    there, back = map(rate_text, pair.bytes_per_second)
+    return [*names, f"{pair.round_trip_seconds * 1e6:.0f} us", there, back]
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """A rate as networks are sold.
+
+    Example:
+        >>> rate_text(12.5e6), rate_text(1.5e9)
+        ('100 Mbit/s', '12.0 Gbit/s')
+    """
+    bits = bytes_per_second * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
+
+
+def options_of(chosen: argparse.Namespace) -> list[str]:
+    """The options that say how hosts are reached, for `reigen run`."""
+    words = ["--ssh-command", chosen.ssh_command]
+    for flag, value in (
+        ("--ssh-port", chosen.ssh_port),
+        ("--ssh-identity-file", chosen.ssh_identity_file),
+        ("--remote-python", chosen.remote_python),
+        ("--network-interfaces", chosen.network_interfaces),
+    ):
+        words += [] if value is None else [flag, str(value)]
+    return words if chosen.check_host_keys else [*words, "--ssh-no-host-key-check"]

@@ -1,0 +1,39 @@
+"""Tables on a terminal, and as plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+
+def show(headings: Sequence[str], rows: Sequence[Sequence[str]], bad: Sequence[int] = ()) -> None:
+    """Print a table.
+
+    Args:
+        headings: of the columns.
+        rows: their texts.
+        bad: which rows tell of a problem.
+    """
+    if not (sys.stdout.isatty() and find_spec("rich")):
+        print("\n".join(plain([headings, *rows])))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*headings, box=None, header_style="bold")
+    for number, row in enumerate(rows):
+        table.add_row(*(Text(text) for text in row), style="bold red" if number in bad else "")
+    Console().print(table)
+
+
+def plain(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines with the columns below each other.
+
+    Example:
+        >>> plain([["host", "speed"], ["h1", "9"], ["node17", "10"]])
+        ['host    speed', 'h1      9', 'node17  10']
+    """
+    widths = [max(len(text) for text in column) for column in zip(*rows, strict=True)]
+    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
