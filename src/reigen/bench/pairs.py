@@ -90,7 +90,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
 def main() -> int:
     """Be one rank of it; returns the exit code."""
     job, config = detect(os.environ), load(os.environ)
-    rank, size = job.topology.rank, job.topology.size
+    rank, size = job.rank, job.size
     assert job.rendezvous is not None, "reigen run starts this"
     assert job.secret is not None, "reigen run starts this"
     client = RendezvousClient(job.rendezvous, job.secret, rank, config.start_timeout_seconds)
