@@ -131,7 +131,7 @@ class Config:
         fusion_threshold_bytes: allreduces of up to so many bytes in all travel together; 0 turns fusion off.
         disable_group_fusion: a group travels by itself, not together with other tensors.
         cache_capacity: operations whose negotiation is remembered; 0 turns the response cache off.
-        bucket_bytes: size of a gradient bucket.
+        bucket_bytes: size of a gradient bucket, or None to choose by what carries it.
         dynamic_process_sets: process sets may be added and removed after init().
         timeline: file into which the timeline is written, ``DYNAMIC`` to start it by a call, None for none.
         timeline_mark_cycles: mark the engine's turns in the timeline.
@@ -161,7 +161,7 @@ class Config:
     fusion_threshold_bytes: int = _knob(128 * _MIB, _bytes, "REIGEN_FUSION_THRESHOLD HOROVOD_FUSION_THRESHOLD")
     disable_group_fusion: bool = _knob(False, _switch, "REIGEN_DISABLE_GROUP_FUSION HOROVOD_DISABLE_GROUP_FUSION")
     cache_capacity: int = _knob(1024, _count, "REIGEN_CACHE_CAPACITY HOROVOD_CACHE_CAPACITY")
-    bucket_bytes: int = _knob(16 * _MIB, _bytes_above_0, "REIGEN_BUCKET_BYTES")
+    bucket_bytes: int | None = _knob(None, _bytes_above_0, "REIGEN_BUCKET_BYTES")
     dynamic_process_sets: bool = _knob(False, _switch, "REIGEN_DYNAMIC_PROCESS_SETS HOROVOD_DYNAMIC_PROCESS_SETS")
     timeline: str | None = _knob(None, str, "REIGEN_TIMELINE HOROVOD_TIMELINE")
     timeline_mark_cycles: bool = _knob(False, _switch, "REIGEN_TIMELINE_MARK_CYCLES HOROVOD_TIMELINE_MARK_CYCLES")

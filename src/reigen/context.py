@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import itertools
 import logging
 import os
 import socket
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec import structs
 
 from reigen import log
-from reigen.assembly import engine_alone, engine_on_host
-from reigen.cluster.bootstrap import Accesses, Manner
-from reigen.cluster.claim import claim
+from reigen.assembly import Meeting, engine_alone, engine_on_host, engine_on_hosts
 from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
-from reigen.cluster.layout import exchange
-from reigen.cluster.rendezvous import Rendezvous, RendezvousClient, Room
-from reigen.cluster.topology import Topology, among
+from reigen.cluster.mpi_world import usable
+from reigen.cluster.topology import Topology
 from reigen.config import Config, load, misspelt, settings, without_effect
 from reigen.engine import requests
 from reigen.engine.channel import Listener
@@ -30,6 +26,7 @@ from reigen.engine.handles import Handle, Outcome, Task
 from reigen.engine.messages import JOIN_NAME, UNNAMED, Kind, Operation, Topic
 from reigen.engine.observer import Observer
 from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
+from reigen.joining import join, joined
 from reigen.observe.timeline import Timeline
 from reigen.planes.base import Region
 from reigen.planes.choice import choose
@@ -39,6 +36,9 @@ from reigen.types import DType, ReduceOp
 __all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "mark", "shutdown"]
 
 _log = logging.getLogger(__name__)
+
+#: Size of a gradient bucket where it costs little to move one, and where its last byte takes its time.
+BUCKET_BYTES, NETWORK_BUCKET_BYTES = 16 << 20, 4 << 20
 
 MakeOutput = Callable[[tuple[int, ...]], Memory]
 
@@ -53,15 +53,12 @@ class Context:
     ("all ranks" are then its ranks, "the rank" is one of the job); a rank that is not in it gets an ArgumentError.
 
     Args:
-        topology: this process's place.
         config: the knobs.
-        rendezvous: where to meet the other ranks; not needed for one rank.
-        generation: how often this process has been in this job before.
+        meeting: where to meet the other ranks; None for a job of one rank.
     """
 
-    def __init__(
-        self, topology: Topology, config: Config, rendezvous: Rendezvous | None = None, generation: int = 0
-    ) -> None:
+    def __init__(self, config: Config, meeting: Meeting | None = None) -> None:
+        topology = Topology.alone() if meeting is None else meeting.layout.topology()
         self.rank, self.size = topology.rank, topology.size
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.cross_rank, self.cross_size = topology.cross_rank, topology.cross_size
@@ -80,13 +77,21 @@ class Context:
         #: registered memory that was not given back: by process set and offset, where it lies
         self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._release: Callable[[], None] = lambda: None
-        #: the data plane in use, and why
-        self.plane, self.plane_reason = choose(topology, config.plane)
+        #: the ranks of every host
+        self.machines = ((0,),) if meeting is None else meeting.layout.machines
+        choice = choose([len(ranks) for ranks in self.machines], config.plane, _no_mpi())
+        #: the data planes in use, and why
+        self.plane, self.plane_reason = choice.name, choice.reason
+        self.has_network = choice.network is not None
+        #: size of a gradient bucket
+        self.bucket_bytes = config.bucket_bytes or (NETWORK_BUCKET_BYTES if choice.network else BUCKET_BYTES)
         cpu = config.engine_cpu(topology.local_rank)
-        if rendezvous is None or self.plane == "null":
+        if meeting is None or self.size == 1:
             self._engine = engine_alone(config)
+        elif choice.network is None:
+            self._engine, self._release = engine_on_host(meeting, config)
         else:
-            self._engine, self._release = engine_on_host(topology, config, rendezvous, generation)
+            self._engine, self._release = engine_on_hosts(meeting, choice, config)
         #: of all ranks' collectives; see `Timeline.start`
         self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname())
         if self.size > 1:
@@ -465,15 +470,18 @@ class Context:
         return requests.in_set(name, process_set)
 
 
+def _no_mpi() -> str | None:
+    """Why MPI cannot carry data; None: it can."""
+    can, reason = usable(os.environ)
+    return None if can else reason
+
+
 # -- the one context of this process ----------------------------------------------------------------
 
 _lock = threading.Lock()
 _current: Context | None = None
 #: in a process that was forked from a rank: that rank's context, kept so that nothing of it is torn down here
 _forked_from: Context | None = None
-#: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
-_generations: Counter[tuple[bytes, str]] = Counter()
-_accesses = Accesses()  # to the control services of these jobs
 
 
 def init(
@@ -522,26 +530,18 @@ def _announce(job: Job, context: Context, environ: Mapping[str, str]) -> None:
 
 
 def _join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Context:
-    rank, size, room = job.rank, job.size, ""
-    if ranks is not None and tuple(ranks) != tuple(range(size)):
-        rank, size = among(job.rank, job.size, ranks), len(ranks)
-        room = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
-    if job.size == 1 and job.rendezvous is None:
-        return Context(Topology.alone(), config)
-    timeout = config.start_timeout_seconds
-    access = _accesses.reach(job, environ, Manner(timeout, config.network_interfaces, config.peer_timeout_seconds))
-    rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout)
+    meeting = join(job, config, environ, ranks)
+    if meeting is None:
+        return Context(config)
     try:
-        life = claim(rendezvous, job.rank)
-        room = f"{life} {room}" if life else room
-        place = Room(rendezvous, room) if room else rendezvous
-        generation = _generations[access.secret, room]
-        layout = exchange(Room(place, f"{generation}"), rank, size, timeout, config.host_id or "")
-        context = Context(layout.topology() if ranks else job.place(layout), config, place, generation)
-        _generations[access.secret, room] += 1
-        return context
-    finally:
-        rendezvous.close()
+        context = Context(config, meeting)
+    except BaseException:
+        meeting.rendezvous.close()
+        raise
+    joined(meeting)
+    if not context.has_network:
+        meeting.rendezvous.close()
+    return context
 
 
 def shutdown() -> None:

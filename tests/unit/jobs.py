@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from reigen.cluster.rendezvous import LocalRendezvous
-from reigen.cluster.topology import Topology
+from reigen.assembly import Meeting
+from reigen.cluster.layout import Layout
+from reigen.cluster.rendezvous import Rendezvous, RendezvousServer
 from reigen.config import Config
 from reigen.context import Context
 from reigen.testing import run_threads
 
+_SECRET = bytes(range(32))
 
-def between(size: int, act: Callable[[Context], Any], **knobs: Any) -> list[Any]:
-    """``act(context)`` on ranks that are threads; they leave when all have finished."""
 
-    def run(rank: int, rendezvous: LocalRendezvous) -> Any:
-        job = Context(Topology.on_one_host(rank, size), Config(plane="shm", **knobs), rendezvous)
+def between(
+    size: int, act: Callable[[Context], Any], prepare: Callable[[Context], None] = lambda _: None, **knobs: Any
+) -> list[Any]:
+    """``act(context)`` on ranks of one host; they leave when all have finished. Each is prepared first."""
+
+    def meet(rank: int, rendezvous: Rendezvous) -> Meeting:
+        return Meeting(Layout(rank, (tuple(range(size)),), ("here",) * size), rendezvous)
+
+    return _run(size, meet, act, prepare, knobs)
+
+
+def across(machines: Sequence[Sequence[int]], act: Callable[[Context], Any], **knobs: Any) -> list[Any]:
+    """``act(context)`` on ranks of several hosts, which are one; they leave when all have finished."""
+    size = sum(map(len, machines))
+    server = RendezvousServer(_SECRET)
+    server.start()
+
+    def meet(rank: int, rendezvous: Rendezvous) -> Meeting:
+        layout = Layout(rank, tuple(map(tuple, machines)), tuple(f"host{rank}" for rank in range(size)))
+        return Meeting(layout, rendezvous, 0, server.address, _SECRET, "test")
+
+    try:
+        return _run(size, meet, act, lambda _: None, knobs)
+    finally:
+        server.close()
+
+
+def _run(
+    size: int,
+    meet: Callable[[int, Rendezvous], Meeting],
+    act: Callable[[Context], Any],
+    prepare: Callable[[Context], None],
+    knobs: dict[str, Any],
+) -> list[Any]:
+    def run(rank: int, rendezvous: Rendezvous) -> Any:
+        job = Context(Config(**knobs), meet(rank, rendezvous))
         try:
+            prepare(job)
             return act(job)
         finally:
             rendezvous.put(f"done {rank}", b"")

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 from reigen import context
 from reigen.assembly import coordinator_of
-from reigen.cluster.topology import Topology
 from reigen.config import Config, load
 from reigen.context import Context
 from reigen.engine.messages import Kind, Operation, Run, Submit
@@ -30,7 +29,7 @@ FLOAT, BOOL = DTYPES["float32"], DTYPES["bool"]
 
 @pytest.fixture
 def alone() -> Iterator[Context]:
-    job = Context(Topology.alone(), Config())
+    job = Context(Config())
     yield job
     job.close()
 

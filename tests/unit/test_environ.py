@@ -4,7 +4,6 @@ import pytest
 
 from reigen.cluster.environ import detect
 from reigen.cluster.launchers import first_host
-from reigen.cluster.layout import arrange
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
@@ -196,14 +195,6 @@ def test_what_launchers_say_of_hosts():
 def test_hosts_with_different_numbers_of_ranks_are_left_to_the_ranks():
     job = detect({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"})
     assert (job.local, job.topology) == ((2, 4), None)
-
-
-def test_numbers_of_the_host_come_from_the_launcher_and_the_rest_from_the_ranks():
-    layout = arrange(3, tuple("abab"), tuple("hhhh"))
-    assert detect({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "0"}).place(layout) == Topology(3, 4, 0, 2, 1, 2)
-    assert detect({**HYDRA, "PMI_RANK": "3"}).place(layout).local_size == 2
-    assert detect({"PMI_RANK": "3", "PMI_SIZE": "4"}).place(layout) == layout.topology()
-    assert detect(TORCHRUN).place(layout) == detect(TORCHRUN).topology
 
 
 @pytest.mark.parametrize(

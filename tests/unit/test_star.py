@@ -7,35 +7,31 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
 
 from reigen.errors import AuthenticationError, WireError
-from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake, Session
+from reigen.wire.auth import Identity, Role
 from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
 from reigen.wire.star import Star
+from reigen.wire.stream import Stream, accept, connect
 
 _PATIENCE = 20.0
 
 
-def sessions(rank: int) -> tuple[Session, Session]:
-    """Both ends of what rank 0 and ``rank`` have agreed on."""
-    secret = bytes(32)
-    ends = [ClientHandshake(secret, Identity(Role.RANK, rank)), ServerHandshake(secret, Identity(Role.RANK, 0))]
-    on_the_way, made = [b"", ends[0].opening], dict[int, Session]()
-    while len(made) < 2:
-        for index, end in enumerate(ends):
-            while index not in made and len(on_the_way[index]) >= end.num_expected_bytes:
-                message, on_the_way[index] = (
-                    on_the_way[index][: end.num_expected_bytes],
-                    on_the_way[index][end.num_expected_bytes :],
-                )
-                answer, session = end.advance(message)
-                on_the_way[1 - index] += answer
-                if session is not None:
-                    made[index] = session
-    return made[1], made[0]
+def pair(made: ExitStack, rank: int) -> tuple[Stream, Stream]:
+    """Rank 0's end of a connection to ``rank``, and that rank's."""
+    secret, until = bytes(32), time.monotonic() + _PATIENCE
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
+        me = Identity(Role.RANK, rank)
+        one = other.submit(connect, listener.getsockname(), secret, me, MAX_MESSAGE_BYTES, until)
+        hub = accept(listener.accept()[0], secret, Identity(Role.RANK, 0), MAX_MESSAGE_BYTES, until)
+        ends = hub, one.result()
+    for end in ends:
+        made.callback(end.close)
+    return ends
 
 
 @pytest.fixture
@@ -48,8 +44,7 @@ def star(made: ExitStack, size: int) -> list[Star]:
     """Rank 0's end, and all others'."""
     hub, others = {}, []
     for rank in range(1, size):
-        ours, theirs = socket.socketpair()
-        hub[rank], other = zip((ours, theirs), sessions(rank), strict=True)
+        hub[rank], other = pair(made, rank)
         others.append(Star({0: other}))
     ends = [Star(hub), *others]
     for end in ends:
@@ -80,7 +75,7 @@ def test_the_hub_is_heard_by_all(made: ExitStack) -> None:
 
 def test_what_does_not_fit_is_kept_back_in_order(made: ExitStack) -> None:
     hub, one = star(made, 2)
-    messages = [bytes([number]) * MAX_MESSAGE_BYTES for number in range(40)]
+    messages = [bytes([number]) * MAX_MESSAGE_BYTES for number in range(250)]
     for message in messages:
         hub.send(message)
     assert hub.backlog
@@ -127,11 +122,12 @@ def test_who_went_is_noticed_by_sending_too(made: ExitStack) -> None:
     ids=["forged", "long"],
 )
 def test_bytes_that_are_not_the_peers_are_refused(made: ExitStack, data: bytes, kind: type[Exception]) -> None:
-    ours, theirs = socket.socketpair()
-    made.callback(theirs.close)
-    hub = Star({1: (ours, sessions(1)[0])})
+    ours, theirs = pair(made, 1)
+    hub = Star({1: ours})
     made.callback(hub.close)
-    theirs.sendall(data)
+    theirs.hand_over()[0].sendall(data)
+    hub.take_over(Sleeper.CALLER)
+    hub.sleep(hub.token(), Sleeper.CALLER, _PATIENCE)
     with pytest.raises(kind):
         hub.receive()
 

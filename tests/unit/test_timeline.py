@@ -11,15 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit import jobs
 
-from reigen.cluster.rendezvous import LocalRendezvous
-from reigen.cluster.topology import Topology
-from reigen.config import Config
 from reigen.context import Context
 from reigen.errors import ArgumentError
 from reigen.observe.clocks import Clock
 from reigen.observe.timeline import Timeline
-from reigen.testing import run_threads
 from reigen.types import DTYPES, ReduceOp
 
 FLOAT = DTYPES["float32"]
@@ -29,19 +26,14 @@ SECOND = 1_000_000_000
 def between(size: int, act: Callable[[Context], Any], offsets: tuple[int, ...] = (), **knobs: Any) -> list[Any]:
     """``act(context)`` on ranks that are threads, whose clocks are ``offsets`` nanoseconds ahead."""
 
-    def run(rank: int, rendezvous: LocalRendezvous) -> Any:
-        job = Context(Topology.on_one_host(rank, size), Config(plane="shm" if size > 1 else None, **knobs), rendezvous)
+    def prepare(job: Context) -> None:
         if offsets:
-            ahead = offsets[rank]
-            clock = Clock(lambda: time.monotonic_ns() + ahead, f"clock of rank {rank}")
-            job.timeline = Timeline(job._engine, rank, size, f"host{rank}", clock)
-        try:
-            job.barrier(name="ready", blocking=True).wait()
-            return act(job)
-        finally:
-            job.close()
+            ahead = offsets[job.rank]
+            clock = Clock(lambda: time.monotonic_ns() + ahead, f"clock of rank {job.rank}")
+            job.timeline = Timeline(job._engine, job.rank, size, f"host{job.rank}", clock)
+        job.barrier(name="ready", blocking=True).wait()
 
-    return run_threads(run, size)
+    return jobs.between(size, act, prepare, **knobs)
 
 
 def reduce(job: Context, name: str, count: int = 4) -> None:

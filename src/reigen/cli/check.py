@@ -15,7 +15,6 @@ from importlib import metadata
 
 from reigen._version import __version__
 from reigen.cli.run_options import add_login, ssh_of
-from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import hosts_of
 
@@ -200,10 +199,10 @@ def _planes(environ: Mapping[str, str]) -> list[Finding]:
 
     found = [Finding("planes", "there are", ", ".join(PLANES))]
     try:
-        name, reason = choose(Topology.on_one_host(0, 2), environ.get("REIGEN_PLANE") or None)
+        choice = choose([2], environ.get("REIGEN_PLANE") or None)
     except ReigenError as error:
         return [*found, Finding("planes", "for -np 2", str(error), is_problem=True)]
-    return [*found, Finding("planes", "for -np 2", f"{name}: {reason}")]
+    return [*found, Finding("planes", "for -np 2", f"{choice.name}: {choice.reason}")]
 
 
 def _show(findings: Sequence[Finding]) -> None:

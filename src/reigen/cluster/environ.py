@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from reigen.cluster.launchers import LAUNCHERS, Found, trace
-from reigen.cluster.layout import Layout
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
@@ -40,7 +39,7 @@ class Job:
         rank: this process's number.
         size: how many there are.
         topology: all numbers of this process, where the launcher gives them; else the ranks find out
-            (`cluster.layout`), see `place`.
+            (`cluster.layout`), which has the last word.
         rendezvous: ``host:port`` of the launcher's control service; None: there is none, or the job is one process.
         secret: the job's 32 bytes, None where there is no service. Not shown in ``repr``.
         launcher: who started it, ``none`` when alone.
@@ -67,15 +66,6 @@ class Job:
     def is_on_one_host(self) -> bool:
         """Whether the launcher says so."""
         return self.local is not None and self.local[1] == self.size
-
-    def place(self, layout: Layout) -> Topology:
-        """All numbers of this process: what the launcher says, the rest as the ranks have found it."""
-        if self.topology is not None:
-            return self.topology
-        found = layout.topology()
-        if self.local is None:
-            return found
-        return Topology(self.rank, self.size, *self.local, found.cross_rank, found.cross_size)
 
 
 def detect(environ: Mapping[str, str]) -> Job:

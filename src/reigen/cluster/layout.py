@@ -6,6 +6,7 @@ two machines. What a launcher says of local ranks is not asked, since it may cou
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from dataclasses import dataclass
@@ -22,20 +23,26 @@ _LOOK_SECONDS = 0.05
 #: Rank 0 tells the others who is missing; what that may take beyond the deadline.
 _SLACK_SECONDS = 2.0
 _MAX_HOSTNAME = 255
+_ATTEMPT_BYTES = 8
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank runs."""
+    """Where a rank runs, and which of its tries to come into the job this is."""
 
     machine: str
     hostname: str
+    attempt: bytes
 
 
 class _Table(msgspec.Struct, array_like=True, frozen=True):
-    """What rank 0 found: everybody's place, or who did not come."""
+    """What rank 0 found: everybody's place, None for those who did not come."""
 
-    places: tuple[_Place, ...]
-    missing: tuple[int, ...] = ()
+    places: tuple[_Place | None, ...]
+
+    @property
+    def missing(self) -> list[int]:
+        """Who did not come."""
+        return [rank for rank, place in enumerate(self.places) if place is None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,40 +117,51 @@ def exchange(rendezvous: Rendezvous, rank: int, size: int, timeout_seconds: floa
         PeerLostError: the service has gone.
     """
     until = time.monotonic() + timeout_seconds
-    rendezvous.put(f"place/{rank}", msgspec.msgpack.encode(_Place(*this_host(host_id))))
+    own = _Place(*this_host(host_id), os.urandom(_ATTEMPT_BYTES))
+    rendezvous.put(f"place/{rank}", msgspec.msgpack.encode(own))
     if rank == 0:
         table = _gather(rendezvous, size, until)
         rendezvous.put("layout", msgspec.msgpack.encode(table))
     else:
-        table = _await_table(rendezvous, size, timeout_seconds)
+        table = _await_table(rendezvous, rank, own, size, until)
     if table.missing:
         raise DeadlineError(
             f"rank(s) {listed(table.missing)} did not call init() within {timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT sets how long to wait)",
             ranks=table.missing,
         )
-    machines, hostnames = zip(*((place.machine, place.hostname) for place in table.places), strict=True)
+    machines, hostnames = zip(*((place.machine, place.hostname) for place in table.places if place), strict=True)
     return arrange(rank, machines, hostnames)
 
 
 def _gather(rendezvous: Rendezvous, size: int, until: float) -> _Table:
     """Everybody's place, as rank 0 collects them."""
-    places: list[_Place] = []
-    missing: list[int] = []
+    places: list[_Place | None] = []
     for peer in range(size):
         try:
             data = rendezvous.get(f"place/{peer}", max(_LOOK_SECONDS, until - time.monotonic()))
         except TimeoutError:
-            missing.append(peer)
+            places.append(None)
         else:
             places.append(msgspec.msgpack.decode(data, type=_Place))
-    return _Table(() if missing else tuple(places), tuple(missing))
+    return _Table(tuple(places))
 
 
-def _await_table(rendezvous: Rendezvous, size: int, timeout_seconds: float) -> _Table:
-    """What rank 0 found; if rank 0 did not come, who else did not."""
-    slack = _SLACK_SECONDS + size * _LOOK_SECONDS
-    try:
-        return msgspec.msgpack.decode(rendezvous.get("layout", timeout_seconds + slack), type=_Table)
-    except TimeoutError:
-        return _Table((), _gather(rendezvous, size, time.monotonic()).missing or (0,))
+def _await_table(rendezvous: Rendezvous, rank: int, own: _Place, size: int, until: float) -> _Table:
+    """What rank 0 found when it had seen this rank's place; if rank 0 did not come, who else did not.
+
+    A table that does not hold it was left by a try that has failed.
+    """
+    until += _SLACK_SECONDS + size * _LOOK_SECONDS
+    while True:
+        left = until - time.monotonic()
+        try:
+            table = msgspec.msgpack.decode(rendezvous.get("layout", max(_LOOK_SECONDS, left)), type=_Table)
+        except TimeoutError:
+            table = _Table(())
+        if len(table.places) == size and table.places[rank] == own:
+            return table
+        if left <= 0:
+            found = _gather(rendezvous, size, time.monotonic())
+            return found if found.missing else _Table((None, *found.places[1:]))
+        time.sleep(min(left, _LOOK_SECONDS))

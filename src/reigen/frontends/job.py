@@ -100,9 +100,8 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of ranks; the one host that there is has."""
-    job = context.current()
-    return job.local_size == job.size
+    """Whether all hosts have the same number of ranks."""
+    return len({len(ranks) for ranks in context.current().machines}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

@@ -1,31 +1,69 @@
-"""Which data plane a job uses. One pure decision, with its reason."""
+"""Which way data takes in a job. One pure decision, with its reason."""
 
 from __future__ import annotations
 
-from reigen.cluster.topology import Topology
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from reigen.errors import ConfigError
 
-PLANES = ("null", "shm")
+#: What REIGEN_PLANE may say. The networks come last.
+PLANES = ("null", "shm", "tcp", "mpi")
+NETWORKS = PLANES[2:]
 
 
-def choose(topology: Topology, requested: str | None = None) -> tuple[str, str]:
-    """``(plane, reason)`` for a job.
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which planes a job uses.
+
+    Attributes:
+        shares_memory: the ranks of a host share its memory.
+        network: what carries data between the hosts, or between all ranks if memory is not shared; None: nothing has
+            to.
+        reason: why.
+    """
+
+    shares_memory: bool
+    network: str | None
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """``null``, ``shm``, ``tcp``, ``shm+tcp`` ..."""
+        parts = (["shm"] if self.shares_memory else []) + ([self.network] if self.network else [])
+        return "+".join(parts) or "null"
+
+
+def choose(machines: Sequence[int], requested: str | None = None, no_mpi: str | None = "not asked") -> Choice:
+    """The planes of a job.
 
     Args:
-        topology: the ranks and how many of them are on this host.
+        machines: how many ranks each host has.
         requested: REIGEN_PLANE, or None.
+        no_mpi: why MPI cannot carry data; None: it can.
 
     Raises:
-        ConfigError: the requested plane does not exist or cannot serve this job, or no plane can.
+        ConfigError: the requested plane does not exist or cannot serve this job.
     """
+    size = sum(machines)
     if requested is not None and requested not in PLANES:
         raise ConfigError(f"REIGEN_PLANE={requested}: there is no such plane; there are {', '.join(PLANES)}")
-    if topology.size == 1:
-        return "null", "the job has one rank: nothing has to travel"
+    if size == 1:
+        return Choice(False, None, "the job has one rank: nothing has to travel")
     if requested == "null":
-        raise ConfigError(f"REIGEN_PLANE=null serves jobs of one rank, this one has {topology.size}")
-    if topology.local_size != topology.size:
-        raise ConfigError(
-            f"{topology.size} ranks, {topology.local_size} of them on this host: so far all ranks must run on one host"
-        )
-    return "shm", f"all {topology.size} ranks run on this host: shared memory is the shortest way between them"
+        raise ConfigError(f"REIGEN_PLANE=null serves jobs of one rank, this one has {size}")
+    if requested == "mpi" and no_mpi is not None:
+        raise ConfigError(f"REIGEN_PLANE=mpi: MPI cannot carry data: {no_mpi}")
+    if len(machines) == 1:
+        if requested in NETWORKS:
+            return Choice(False, requested, f"REIGEN_PLANE={requested}: even between the {size} ranks of one host")
+        return Choice(True, None, f"all {size} ranks run on this host: shared memory is the shortest way between them")
+    if requested == "shm":
+        raise ConfigError(f"REIGEN_PLANE=shm serves jobs on one host, this one has {size} ranks on {len(machines)}")
+    network, why = ("mpi", "MPI started the job") if no_mpi is None else ("tcp", f"MPI does not carry it: {no_mpi}")
+    if requested is not None:
+        network, why = requested, f"REIGEN_PLANE={requested}"
+    shares_memory = max(machines) > 1
+    within = "shared memory within each, " if shares_memory else ""
+    reason = f"{size} ranks on {len(machines)} hosts: {within}{network} between them ({why})"
+    return Choice(shares_memory, network, reason)

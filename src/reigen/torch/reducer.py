@@ -271,7 +271,7 @@ class Reducer:
 
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        return plan_buckets(specs, order, self.team.context.config.bucket_bytes, groups)
+        return plan_buckets(specs, order, self.team.context.bucket_bytes, groups)
 
     def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
         """The parameters, by their numbers, that are submitted together."""

@@ -1,7 +1,7 @@
 """Control messages between hosts: a star of connections around rank 0. The twin of `reigen.wire.mailbox`.
 
-Messages are sealed (`reigen.wire.auth.Session`) and framed (`reigen.wire.codec`). A connection that ends is left out
-from then on, and remembered in ``lost``: why it ended is for the control service to say, which knows more.
+Messages are payloads of authenticated conversations (`reigen.wire.stream`). A connection that ends is left out from
+then on, and remembered in ``lost``: why it ended is for the control service to say, which knows more.
 
 Whom a message wakes: every thread that may sleep has a bed, an epoll instance, with an eventfd in it by which other
 threads of this rank wake it. The connections, an epoll instance of their own, lie in the caller's bed always, because a
@@ -14,59 +14,48 @@ import contextlib
 import os
 import select
 import socket
-import ssl
 from collections.abc import Mapping
 
-from reigen.wire.auth import TAG_BYTES, Session
-from reigen.wire.codec import FrameBuffer, frame
 from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
-
-_READ_BYTES = 1 << 16
-_MAX_BODY_BYTES = MAX_MESSAGE_BYTES + TAG_BYTES
-#: What an ordinary or an encrypted socket raises when it would block.
-_WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+from reigen.wire.stream import Conversation, Stream
 
 
 class _Ray:
     """The connection to one rank."""
 
-    def __init__(self, rank: int, connection: socket.socket, session: Session) -> None:
+    def __init__(self, rank: int, connection: socket.socket, conversation: Conversation) -> None:
         self.rank = rank
         self.connection = connection
-        self._session = session
-        self._frames = FrameBuffer(_MAX_BODY_BYTES)
-        self.outgoing = bytearray()
-        #: messages in there
+        self._conversation = conversation
+        #: messages that have not left
         self.num_outgoing = 0
 
     def send(self, message: bytes) -> None:
         """Put a message behind what waits, and send what the kernel takes."""
-        self.outgoing += frame(self._session.seal(message), _MAX_BODY_BYTES)
+        self._conversation.send(message)
         self.num_outgoing += 1
         self.flush()
 
     def flush(self) -> None:
         """Send what the kernel takes; raises OSError when the other end has gone."""
-        with contextlib.suppress(*_WOULD_BLOCK):
-            while self.outgoing:
-                del self.outgoing[: self.connection.send(self.outgoing)]
-        if not self.outgoing:
+        outgoing = self._conversation.outgoing
+        with contextlib.suppress(BlockingIOError):
+            while outgoing:
+                del outgoing[: self.connection.send(outgoing)]
+        if not outgoing:
             self.num_outgoing = 0
 
     def receive(self) -> tuple[list[bytes], str]:
         """The messages that have come, and why no more will come, if so."""
-        end = ""
+        end, messages = "", []
         try:
-            while data := self.connection.recv(_READ_BYTES):
-                self._frames.feed(data)
+            while data := self.connection.recv(self._conversation.num_wanted_bytes):
+                messages += self._conversation.receive(data)
             end = "the other end closed it"
-        except _WOULD_BLOCK:
+        except BlockingIOError:
             pass
         except OSError as error:
             end = error.strerror or str(error)
-        messages = []
-        while (body := self._frames.pop()) is not None:
-            messages.append(self._session.open(body))
         return messages, end
 
 
@@ -74,21 +63,20 @@ class Star:
     """One rank's end. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
 
     Args:
-        connections: by rank, non-blocking, with the session that authenticates it: on rank 0 to all others, on the
-            others to rank 0. They are closed by `close`.
+        streams: by rank: on rank 0 to all others, on the others to rank 0. They are taken over, and closed by `close`.
 
     Attributes:
         lost: ranks whose connection has ended, and how.
     """
 
-    def __init__(self, connections: Mapping[int, tuple[socket.socket, Session]]) -> None:
+    def __init__(self, streams: Mapping[int, Stream]) -> None:
         self.lost: dict[int, str] = {}
         self._rays: dict[int, _Ray] = {}
         self._sky = select.epoll()
         self._received: list[tuple[int, bytes]] = []
-        for rank, (connection, session) in connections.items():
-            connection.setblocking(False)
-            self._rays[connection.fileno()] = _Ray(rank, connection, session)
+        for rank, stream in streams.items():
+            connection, conversation = stream.hand_over()
+            self._rays[connection.fileno()] = _Ray(rank, connection, conversation)
             self._sky.register(connection.fileno(), select.EPOLLIN)
         self._alarms = {
             who: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for who in (Sleeper.ENGINE, Sleeper.CALLER)

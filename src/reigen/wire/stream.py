@@ -212,6 +212,11 @@ class Stream:
         self._connection.setblocking(False)
         return connection, session
 
+    def hand_over(self) -> tuple[socket.socket, Conversation]:
+        """The socket, now non-blocking, and the conversation, for who waits in another way; this stream is done."""
+        self._connection.setblocking(False)
+        return self._connection, self._conversation
+
     def close(self) -> None:
         """Close the connection. May be called twice."""
         self._connection.close()

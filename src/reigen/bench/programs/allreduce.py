@@ -42,7 +42,7 @@ class Reigen:
                 tensor = torch.zeros(case.nbytes // 4)
                 return self._work([tensor], lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum))
             case "buckets":
-                return self._registered(name, element_counts(case), self._context.config.bucket_bytes)
+                return self._registered(name, element_counts(case), self._context.bucket_bytes)
             case "separate":
                 return self._separate(name, element_counts(case))
             case "group":

@@ -1,0 +1,89 @@
+"""Who watches over the ranks of a job on several hosts: what this host sees, and what the control service says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from reigen.cluster.membership import Membership
+from reigen.cluster.neighbours import Neighbours, listed
+from reigen.errors import CollectiveError, PeerLostError
+
+#: A connection that has ended is explained by the control service within this time, or never.
+_EXPLANATION_SECONDS = 1.0
+
+
+class Lookout:
+    """`reigen.engine.transport.Watch` over several hosts. Ranks are numbers in the job.
+
+    Args:
+        membership: this rank's connection to the control service.
+        neighbours: the ranks of this host; None if there is no other.
+        lost: ranks whose connection for control messages has ended, and how; somebody else writes it.
+    """
+
+    def __init__(self, membership: Membership, neighbours: Neighbours | None, lost: Mapping[int, str]) -> None:
+        self._membership = membership
+        self._neighbours = neighbours
+        self._lost = lost
+        #: when the first connection was seen to have ended
+        self._lost_at: float | None = None
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why what waits for these ranks will never succeed, or None while it may.
+
+        A death on this host is seen at once, others when the service tells. A connection that ended without either is
+        a failure by itself, a moment later.
+        """
+        return self._seen_here(needed) or self._membership.failure(needed) or self._unexplained(needed)
+
+    def failure_here(self) -> CollectiveError | None:
+        """Why the ranks of this host cannot go on together, or None."""
+        return None if self._neighbours is None else self._neighbours.failure(range(self._neighbours.size))
+
+    def linger(self, ranks: Sequence[int]) -> None:
+        """Give ranks that are lost a moment to end."""
+        here = () if self._neighbours is None else self._neighbours.ranks
+        if self._neighbours is not None:
+            self._neighbours.linger(ranks)
+        elsewhere = [rank for rank in ranks if rank not in here]
+        if elsewhere:
+            self._membership.linger(elsewhere)
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        if self._neighbours is not None:
+            self._neighbours.abort(error)
+        self._membership.abort(error)
+
+    def leave(self) -> None:
+        """Tell the others that this rank is going in good order."""
+        if self._neighbours is not None:
+            self._neighbours.leave()
+        self._membership.leave()
+
+    def close(self) -> None:
+        """Give up what it watches with."""
+        self._membership.close()
+        if self._neighbours is not None:
+            self._neighbours.close()
+
+    def _seen_here(self, needed: Sequence[int]) -> CollectiveError | None:
+        if self._neighbours is None:
+            return None
+        here = self._neighbours.ranks
+        return self._neighbours.failure([here.index(rank) for rank in needed if rank in here])
+
+    def _unexplained(self, needed: Sequence[int]) -> CollectiveError | None:
+        ended = sorted(rank for rank in self._lost if rank in needed)
+        if not ended:
+            return None
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        if now < self._lost_at + _EXPLANATION_SECONDS:
+            return None
+        return PeerLostError(
+            f"the connection for control messages to rank(s) {listed(ended)} broke ({self._lost[ended[0]]})",
+            ranks=ended,
+        )

@@ -1,0 +1,76 @@
+"""How a process comes into its job: from what it knows when it starts to the place where the ranks meet."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from reigen.assembly import Meeting
+from reigen.cluster.bootstrap import Accesses, Manner
+from reigen.cluster.claim import claim
+from reigen.cluster.environ import Job
+from reigen.cluster.layout import exchange
+from reigen.cluster.rendezvous import RendezvousClient, Room
+from reigen.cluster.topology import among
+from reigen.config import Config
+
+if TYPE_CHECKING:
+    from reigen.wire.tls import Tls
+
+#: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
+_generations: Counter[tuple[bytes, str]] = Counter()
+#: to the control services of these jobs
+_accesses = Accesses()
+
+
+def join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Meeting | None:
+    """Where this process meets the other ranks of its job; None for a job of one process that nobody started.
+
+    Args:
+        job: what the environment tells.
+        config: the knobs.
+        environ: environment variables.
+        ranks: some of its ranks that form a job of their own, numbered in this order; None for all.
+
+    Raises:
+        ArgumentError: ``ranks`` are none of the job, or this rank is not one of them.
+        ConfigError: another process is this rank, or the ranks cannot prove to each other that they belong together.
+        DeadlineError: other ranks did not come; names them.
+        AuthenticationError: the control service knows another secret.
+    """
+    if job.size == 1 and job.rendezvous is None:
+        return None
+    rank, size, room = job.rank, job.size, ""
+    if ranks is not None and tuple(ranks) != tuple(range(size)):
+        rank, size = among(job.rank, job.size, ranks), len(ranks)
+        room = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    timeout, tls = config.start_timeout_seconds, _tls() if config.tls else None
+    manner = Manner(timeout, config.network_interfaces, config.peer_timeout_seconds, tls)
+    access = _accesses.reach(job, environ, manner)
+    rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout, tls)
+    try:
+        life = claim(rendezvous, job.rank)
+        room = f"{life} {room}" if life else room
+        place = Room(rendezvous, room) if room else rendezvous
+        generation = _generations[access.secret, room]
+        layout = exchange(Room(place, f"{generation}"), rank, size, timeout, config.host_id or "")
+    except BaseException:
+        rendezvous.close()
+        raise
+    return Meeting(layout, place, generation, access.address, access.secret, room, tls, tuple(ranks or ()))
+
+
+def joined(meeting: Meeting) -> None:
+    """This process and the others are in the job: when they meet again, they do so apart from this time."""
+    _generations[meeting.secret, meeting.room] += 1
+
+
+@functools.cache
+def _tls() -> Tls:
+    """TLS of this process."""
+    from reigen.wire.tls import Tls
+
+    return Tls()
