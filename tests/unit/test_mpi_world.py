@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from reigen.cluster.mpi_world import Farewell, _problem, survival, usable, world
+from reigen.cluster.mpi_world import Farewell, _problem, fail, farewell, survival, usable, world
 from reigen.errors import ConfigError
 from reigen.kernels.reduce import Reduction
 from reigen.planes.mpi_choice import ORDERED_RANKS, reduced_by_mpi, sums_in_rank_order
@@ -83,7 +83,7 @@ def aborts() -> Aborts:
 def test_who_has_not_failed_leaves_as_mpi_processes_do(aborts: Aborts) -> None:
     farewell = Farewell(aborts)
     farewell.leave()
-    farewell.settle()
+    atexit.unregister(farewell.leave)
     assert aborts.codes == []
 
 
@@ -92,7 +92,6 @@ def test_who_has_failed_does_not_wait_for_the_others(aborts: Aborts, caplog: pyt
     try:
         farewell.failed("rank 2 is gone")
         farewell.failed("and another thing")
-        farewell.settle()
         with caplog.at_level(logging.ERROR):
             farewell.leave()
     finally:
@@ -123,3 +122,8 @@ def test_sums_in_rank_order_unless_there_are_many_ranks() -> None:
 )
 def test_what_mpi_computes_as_we_do(dtype: str, op: ReduceOp, expected: bool) -> None:
     assert reduced_by_mpi(Reduction(dtype_named(dtype), op, 4))[0] is expected
+
+
+def test_a_job_without_mpi_ends_as_ever() -> None:
+    fail("a rank is gone")
+    assert farewell.cache_info().currsize == 0  # nothing was loaded, so nothing will be aborted

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.mpi_world import Farewell
+from reigen.cluster.mpi_world import farewell
 from reigen.cluster.rendezvous import Rendezvous
-from reigen.errors import CollectiveError, DeadlineError
+from reigen.errors import DeadlineError
 from reigen.planes.mpi_line import Commons, Failure, Line
 from reigen.planes.mpi_plane import MpiPlane
 from reigen.planes.null import NullPlane
@@ -56,7 +56,7 @@ class MpiNetwork:
     ) -> None:
         self._world, self._world_ranks, self._rank = world, tuple(world_ranks), rank
         self._rendezvous = rendezvous
-        self._commons = Commons(failure, Farewell.of(world), looks)
+        self._commons = Commons(failure, farewell(), looks)
         self._native = native
         #: how often a plane of these ranks was made
         self._made: dict[tuple[int, ...], int] = {}
@@ -110,10 +110,5 @@ class MpiNetwork:
                 raise DeadlineError(f"rank(s) {names} did not come to make a data plane over MPI", ranks=missing)
         return [found[rank] for rank in ranks]
 
-    def fail(self, error: CollectiveError) -> None:
-        """The job has failed: at its end, this process shall not wait for the others (MPI_Finalize)."""
-        self._commons.fail(error)
-
     def close(self) -> None:
-        """No plane will be needed any more. Those there are have been closed."""
-        self._commons.farewell.settle()
+        """Nothing is left when the planes have been closed."""

@@ -1,0 +1,205 @@
+"""What the ranks do in `test_mpirun`: one function a scenario, chosen by the first argument."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import numpy as np
+
+from reigen.cluster.mpi_share import share
+from reigen.cluster.mpi_world import world
+from reigen.cluster.rendezvous import RendezvousClient
+from reigen.errors import CollectiveError, ConfigError, DeadlineError, PeerLostError
+from reigen.kernels.reduce import Reduction
+from reigen.planes.base import Buffer, Meanwhile
+from reigen.planes.mpi import MpiNetwork
+from reigen.planes.mpi_plane import MpiPlane
+from reigen.types import DTYPES, ReduceOp
+
+SUM = ReduceOp.SUM
+FOREVER = threading.Event()
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+def nobody_died(needed: Sequence[int]) -> CollectiveError | None:
+    return None
+
+
+def the_plane() -> MpiPlane:
+    everybody = world(os.environ)
+    secret = bytes.fromhex(os.environ["REIGEN_TEST_SECRET"])
+    client = RendezvousClient(os.environ["REIGEN_TEST_RENDEZVOUS"], secret, everybody.rank, 30.0)
+    network = MpiNetwork(everybody, range(everybody.size), everybody.rank, client, failure=nobody_died)
+    plane = network.among(range(everybody.size), soon())
+    assert isinstance(plane, MpiPlane)
+    return plane
+
+
+def add(plane: MpiPlane, array: np.ndarray[tuple[int], np.dtype[np.float32]], deadline: float) -> None:
+    plane.allreduce([Buffer(array, array)], Reduction(DTYPES["float32"], SUM, plane.size), deadline)
+
+
+def library() -> None:
+    """Prints which MPI this is."""
+    everybody = world(os.environ)
+    from mpi4py import MPI
+
+    print(f"rank {everybody.rank} of {everybody.size}: {MPI.Get_library_version().splitlines()[0]}", flush=True)
+
+
+def sharing() -> None:
+    """Rank 0 tells the others."""
+    everybody = world(os.environ)
+    told = share(bytes(range(200)) if everybody.rank == 0 else None, soon(), os.environ)
+    assert told == bytes(range(200))
+    again = share(b"" if everybody.rank == 0 else None, soon(), os.environ)
+    print("shared", hashlib.sha256(told + again).hexdigest(), flush=True)
+
+
+def sharing_without_rank_0() -> None:
+    everybody = world(os.environ)
+    if everybody.rank == 0:
+        FOREVER.wait()
+    share(None, soon(0.5), os.environ)
+
+
+def wrong_threads() -> None:
+    import mpi4py
+
+    mpi4py.rc.thread_level = "funneled"
+    try:
+        world(os.environ)
+    except ConfigError as error:
+        print(error, flush=True)
+
+
+def wrong_mpirun() -> None:
+    try:
+        world(os.environ)
+    except ConfigError as error:
+        print(error, flush=True)
+    os._exit(3)
+
+
+def silent_rank() -> None:
+    """The last rank stops in the middle of everything; the others run into their deadline."""
+    plane = the_plane()
+    add(plane, np.ones(10, np.float32), soon())
+    plane.barrier(soon())
+    if plane.rank == plane.size - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    lacking: list[tuple[int, ...]] = []
+    plane.lacking = lambda members: lacking.append(tuple(members))
+    begun = time.monotonic()
+    try:
+        add(plane, np.ones(1 << 20, np.float32), soon(1.0))
+    except DeadlineError as error:
+        assert 1.0 <= time.monotonic() - begun < 2.0
+        assert error.ranks == (plane.size - 1,), error.ranks
+        assert 5 <= len(lacking) <= 12, "looked at ten times a second"
+        assert lacking[-1] == (plane.size - 1,)
+        print("the others know who is missing", flush=True)
+        plane.abort(error)
+        raise
+
+
+def late_data() -> None:
+    """What comes after a collective was given up does not reach the caller's memory."""
+    from mpi4py import MPI
+
+    plane, word = the_plane(), np.zeros(1)
+    array = np.full(1000, plane.rank, np.float32)
+    if plane.rank == 0:
+        with suppress(DeadlineError):
+            plane.broadcast(None, array, 1, soon(0.3))
+        array[:] = 7
+        MPI.COMM_WORLD.Send(word, 1)
+        MPI.COMM_WORLD.Recv(word, 1)  # makes progress: MPI writes wherever it was told to
+        assert (array == 7).all(), "the caller's memory was written to"
+        print("untouched", flush=True)
+        MPI.COMM_WORLD.Send(word, 1)
+    else:
+        MPI.COMM_WORLD.Recv(word, 0)  # rank 0 has given up
+        plane.broadcast(array, array, 1, soon())
+        MPI.COMM_WORLD.Send(word, 0)
+        MPI.COMM_WORLD.Recv(word, 0)
+
+
+def aborted_by_another_thread() -> None:
+    plane = the_plane()
+    if plane.rank == 0:
+        timer = threading.Timer(0.3, lambda: plane.abort(CollectiveError("enough is enough", ranks=(0,))))
+        timer.start()
+    try:
+        if plane.rank == plane.size - 1:
+            FOREVER.wait(1.0)
+        plane.barrier(soon())
+    except CollectiveError as error:
+        assert "enough is enough" in str(error)
+        assert error.ranks == (0,)
+        print("told", flush=True)
+
+
+def killed_rank() -> None:
+    """The last rank dies. Where MPI survives that, the others learn who it was."""
+    plane = the_plane()
+    plane.barrier(soon())
+    if plane.rank == plane.size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        while True:
+            add(plane, np.ones(1 << 18, np.float32), soon(20.0))
+    except PeerLostError as error:
+        assert error.ranks == (plane.size - 1,), error
+        assert time.monotonic() - begun < 10.0
+        print("survived the death of", *error.ranks, flush=True)
+        plane.abort(error)
+        raise
+
+
+def other_work() -> None:
+    """While a plane waits, what else there is to do is done."""
+    plane = the_plane()
+    reading, writing = os.pipe()
+    done: list[bytes] = []
+    plane.meanwhile = Meanwhile(reading, lambda: done.append(os.read(reading, 1)))
+    if plane.rank == 0:
+        timer = threading.Timer(0.1, lambda: os.write(writing, b"x"))
+        timer.start()
+    else:
+        time.sleep(0.5)
+    plane.barrier(soon())
+    assert done == ([b"x"] if plane.rank == 0 else [])
+    print("worked", flush=True)
+
+
+def sets() -> None:
+    """Planes of some ranks come and go."""
+    plane = the_plane()
+    for turn in range(50):
+        part = plane.split([0, plane.size - 1], soon())
+        if part is not None:
+            array = np.full(1000, turn, np.float32)
+            part.allreduce([Buffer(array, array)], Reduction(DTYPES["float32"], SUM, 2), soon())
+            assert (array == 2 * turn).all()
+            part.close()
+    alone = plane.split([1], soon())
+    assert (alone is None) == (plane.rank != 1)
+    plane.barrier(soon())
+    plane.close()
+    print("closed", flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
