@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -311,3 +312,30 @@ def test_the_interface_that_was_asked_for(make_hosts):
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[0] {hosts[1].address}", f"[1] {hosts[1].address}"]
     assert "host h1 has no network interface nothing0" in refused(on(hosts, *words, "nothing0", "true"))
+
+
+def test_hosts_of_ipv6(make_hosts):
+    hosts = make_hosts(2, ssh_port=22)
+    words = "echo $REIGEN_RENDEZVOUS $MASTER_ADDR"
+    code, out, err = on(hosts, "-np", 2, "-H", "h1-6:1,h2-6:1", "sh", "-c", words).finish()
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"\[0\] \[fd77::1\]:\d+ fd77::1", min(out.splitlines()))
+
+
+@pytest.mark.parametrize("tls", ["0", "1"])
+def test_ranks_reach_the_rendezvous(make_hosts, tls):
+    if tls == "1":
+        pytest.importorskip("cryptography")
+    program = (
+        "import os; from reigen.cluster.rendezvous import RendezvousClient; from reigen.wire.tls import Tls\n"
+        "rank = int(os.environ['RANK']); tls = Tls() if os.environ['REIGEN_TLS'] == '1' else None\n"
+        "secret = bytes.fromhex(os.environ['REIGEN_SECRET'])\n"
+        "client = RendezvousClient(os.environ['REIGEN_RENDEZVOUS'], secret, rank, 10.0, tls)\n"
+        "client.put(f'key/{rank}', b'value of %d' % rank); print(client.get(f'key/{1 - rank}', 10.0).decode())"
+    )
+    job = on(
+        make_hosts(2, ssh_port=22), "-np", 2, "-H", "h1,h2", sys.executable, "-c", program, env={"REIGEN_TLS": tls}
+    )
+    code, out, err = job.finish()
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["[0] value of 1", "[1] value of 0"]

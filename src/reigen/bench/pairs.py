@@ -23,6 +23,7 @@ from reigen.config import load
 from reigen.errors import ReigenError
 from reigen.wire.interfaces import choose_address, own_addresses
 from reigen.wire.link import Link
+from reigen.wire.tls import Tls
 
 _CONNECT_SECONDS = 5.0
 #: How long one pair may take, and how long a host may wait for its partner in the round.
@@ -93,11 +94,12 @@ def main() -> int:
     rank, size = job.rank, job.size
     assert job.rendezvous is not None, "reigen run starts this"
     assert job.secret is not None, "reigen run starts this"
-    client = RendezvousClient(job.rendezvous, job.secret, rank, config.start_timeout_seconds)
+    tls = Tls() if config.tls else None
+    client = RendezvousClient(job.rendezvous, job.secret, rank, config.start_timeout_seconds, tls)
     host, _ = split_address(job.rendezvous)
     address, reason = choose_address(config.network_interfaces, host)
     interface = next((name for name, own in own_addresses().items() if address in own), "no interface")
-    mesh = Mesh(rank, size, client, job.secret, address, config.peer_timeout_seconds)
+    mesh = Mesh(rank, size, client, job.secret, address, config.peer_timeout_seconds, tls=tls)
     pairs = []
     for number, round_ in enumerate(rounds(size)):
         for pair in round_:
@@ -105,18 +107,19 @@ def main() -> int:
                 client.put(f"pairs/{number}/{rank}", b"")
                 client.get(f"pairs/{number}/{sum(pair) - rank}", _ROUND_SECONDS)
                 pairs.append(_measure(mesh, rank, pair))
-    part = _Part(mesh.address, f"{interface}: {reason}", [pair for pair in pairs if pair.ranks[0] == rank])
-    client.put(f"pairs/of/{rank}", msgspec.json.encode(part))
+    own = [pair for pair in pairs if pair.ranks[0] == rank]
+    client.put(f"pairs/of/{rank}", msgspec.json.encode(_Part(mesh.address, f"{interface}: {reason}", own)))
     if rank == 0:
-        got = [client.get(f"pairs/of/{other}", _ROUND_SECONDS) for other in range(size)]
-        parts = [msgspec.json.decode(data, type=_Part) for data in got]
-        found = Findings(
-            [(each.address, each.reason) for each in parts], [pair for each in parts for pair in each.pairs]
-        )
-        sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(_gather(client, size)).decode() + "\n")
     mesh.close()
     client.close()
     return 0
+
+
+def _gather(client: RendezvousClient, size: int) -> Findings:
+    got = [client.get(f"pairs/of/{other}", _ROUND_SECONDS) for other in range(size)]
+    parts = [msgspec.json.decode(data, type=_Part) for data in got]
+    return Findings([(each.address, each.reason) for each in parts], [pair for each in parts for pair in each.pairs])
 
 
 def _measure(mesh: Mesh, rank: int, pair: tuple[int, int]) -> Pair:

@@ -12,7 +12,8 @@ from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.horovodrun import Translation, translate
 from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host
-from reigen.launch.options import Options, complain, interfaces, silence_seconds
+from reigen.launch.network import Network
+from reigen.launch.options import Options, complain
 from reigen.launch.supervise import run_job
 from reigen.launch.travel import exported
 
@@ -59,9 +60,8 @@ def _options(chosen: argparse.Namespace, environ: Mapping[str, str], exports: tu
         output_directory=chosen.output_directory,
         hosts=_hosts(chosen),
         ssh=ssh_of(chosen),
-        silence_seconds=silence_seconds(environ),
+        network=Network.of(environ),
         exports=exports,
-        interfaces=interfaces(environ),
         sync_directory=chosen.sync_dst_dir,
     )
 

@@ -69,7 +69,7 @@ class Muster:
         if not outposts:
             return ""
         clients = [each.hello.client for each in outposts.values() if each.hello is not None]
-        address, self.reason = own_address(self._options.interfaces, next(iter(outposts)), clients)
+        address, self.reason = own_address(self._options.network.interfaces, next(iter(outposts)), clients)
         return address
 
     def prepare(self, launcher: str) -> None:
@@ -91,8 +91,8 @@ class Muster:
                     path=self._environ.get("PATH", ""),
                     files=scripts(command),
                     launcher=launcher,
-                    interfaces=self._options.interfaces,
-                    silence_seconds=self._options.silence_seconds,
+                    interfaces=self._options.network.interfaces,
+                    silence_seconds=self._options.network.silence_seconds,
                 )
             )
         self._gather(Step.READY, _PREPARE_SECONDS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +11,8 @@ from pathlib import Path
 from reigen.errors import ConfigError
 from reigen.launch.hosts import Host
 from reigen.launch.job import Finish
-from reigen.launch.orders import BEAT_SECONDS
+from reigen.launch.network import Network
 from reigen.launch.ssh import Ssh
-
-_PEER_TIMEOUT_VARIABLE = "REIGEN_PEER_TIMEOUT"
-_PEER_TIMEOUT_SECONDS = 20.0
-_INTERFACES_VARIABLES = ("REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +32,8 @@ class Options:
         descriptors: open files that every rank of this host inherits, under the numbers that they have here.
         hosts: where to run; empty: here.
         ssh: how other hosts are reached.
-        silence_seconds: a host that has not been heard of for so long is lost.
+        network: how hosts talk to each other.
         exports: variables that go to other hosts although they usually stay at home.
-        interfaces: names of those through which hosts may talk to each other; empty: whichever leads there.
         sync_directory: where the working directory is copied to on other hosts, and the ranks run; None: they run in
             the same directory as here.
 
@@ -58,9 +53,8 @@ class Options:
     descriptors: tuple[int, ...] = ()
     hosts: tuple[Host, ...] = ()
     ssh: Ssh = field(default_factory=Ssh)
-    silence_seconds: float = 15.0
+    network: Network = field(default_factory=Network)
     exports: tuple[str, ...] = ()
-    interfaces: tuple[str, ...] = ()
     sync_directory: str | None = None
 
     def __post_init__(self) -> None:
@@ -71,26 +65,6 @@ class Options:
         for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise ConfigError(f"the {what} must be a number of seconds, not {seconds:g}")
-
-
-def silence_seconds(environ: Mapping[str, str]) -> float:
-    """How long a host may be silent: somewhat less than the ranks allow each other, so that they are not first to say.
-
-    Example:
-        >>> silence_seconds({"REIGEN_PEER_TIMEOUT": "40"})
-        30.0
-    """
-    try:
-        peer_timeout = float(environ.get(_PEER_TIMEOUT_VARIABLE) or _PEER_TIMEOUT_SECONDS)
-    except ValueError:  # the ranks say so
-        peer_timeout = _PEER_TIMEOUT_SECONDS
-    return min(max(0.75 * peer_timeout, 3 * BEAT_SECONDS), 3600.0)
-
-
-def interfaces(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the interfaces that hosts may use, as the ranks read them; empty: all."""
-    text = next((environ[name] for name in _INTERFACES_VARIABLES if environ.get(name)), "")
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def complain(message: str) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Self
 
 from reigen.cluster.environ import PREFIXED_VARIABLE
-from reigen.cluster.rendezvous import RendezvousServer
+from reigen.cluster.rendezvous import RendezvousServer, split_address
 from reigen.errors import LaunchError
 from reigen.launch.crew import Crew, LocalCrew
 from reigen.launch.display import Display
@@ -78,12 +78,18 @@ def _run_supervised(
     with ExitStack() as stack:
         supervisor = stack.enter_context(Supervisor(options, seats, lifeline, listener))
         muster = Muster(options, seats, told, supervisor)
-        server = RendezvousServer(secret, muster.call() or _LOOPBACK)
+        network = options.network
+        server = RendezvousServer(
+            secret,
+            muster.call() or _LOOPBACK,
+            peer_timeout_seconds=network.peer_timeout_seconds,
+            tls=network.make_tls(),
+        )
         stack.callback(server.close)
         if options.verbose and muster.reason:
             complain(f"the other hosts reach this one at {server.address}: {muster.reason}")
         muster.prepare(server.address)
-        address, port = muster.master or (server.address.rpartition(":")[0], 0)
+        address, port = muster.master or (split_address(server.address)[0], 0)
         port = port or stack.enter_context(hold_port()).getsockname()[1]
         services = Services(server.address, secret, port, address)
         if here:
@@ -166,7 +172,7 @@ class Supervisor:
         Raises:
             LaunchError: there is no ssh.
         """
-        outpost = Outpost(host, command, self.loop, self, self._options.silence_seconds)
+        outpost = Outpost(host, command, self.loop, self, self._options.network.silence_seconds)
         self.outposts[host] = outpost
         self.spare(outpost.pid)
         return outpost

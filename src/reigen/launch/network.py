@@ -1,0 +1,66 @@
+"""What the launcher has to know of the ranks' knobs: it listens for them, on the same network, in the same manner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from reigen.launch.orders import BEAT_SECONDS
+
+if TYPE_CHECKING:
+    from reigen.wire.tls import Tls
+
+_ON = frozenset({"1", "true", "yes", "on"})
+_PEER_TIMEOUT_SECONDS = 20.0
+_LONGEST_SILENCE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How hosts talk to each other. `reigen.config` has the knobs of the same names.
+
+    Attributes:
+        interfaces: names of those that may be used; empty: whichever leads there.
+        peer_timeout_seconds: how long a host may be silent before it counts as lost.
+        tls: encrypt every connection.
+    """
+
+    interfaces: tuple[str, ...] = ()
+    peer_timeout_seconds: float = _PEER_TIMEOUT_SECONDS
+    tls: bool = False
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Self:
+        """As the ranks' environment says. What makes no sense there is left to the ranks to complain about.
+
+        Example:
+            >>> Network.of({"DMLC_INTERFACE": "eth0", "REIGEN_PEER_TIMEOUT": "soon"})
+            Network(interfaces=('eth0',), peer_timeout_seconds=20.0, tls=False)
+        """
+        names = ("REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE")
+        listed = next((environ[name] for name in names if environ.get(name)), "")
+        interfaces = tuple(name.strip() for name in listed.split(",") if name.strip())
+        try:
+            seconds = float(environ.get("REIGEN_PEER_TIMEOUT") or 0.0)
+        except ValueError:
+            seconds = 0.0
+        tls = environ.get("REIGEN_TLS", "").strip().lower() in _ON
+        return cls(interfaces, seconds if 0 < seconds < float("inf") else _PEER_TIMEOUT_SECONDS, tls)
+
+    @property
+    def silence_seconds(self) -> float:
+        """How long an agent may be silent: less than ranks allow each other, so that they are not the first to say."""
+        return min(max(0.75 * self.peer_timeout_seconds, 3 * BEAT_SECONDS), _LONGEST_SILENCE_SECONDS)
+
+    def make_tls(self) -> Tls | None:
+        """TLS of this process, where it is wanted.
+
+        Raises:
+            ConfigError: a package is missing that it needs.
+        """
+        if not self.tls:
+            return None
+        from reigen.wire.tls import Tls  # loads OpenSSL
+
+        return Tls()
