@@ -45,6 +45,11 @@ def test_nested_garbage_does_not_exhaust_the_stack():
         codec.decode(b"\x91" * 500_000)
 
 
+def test_text_that_is_none():
+    with pytest.raises(WireError, match="not a message of this protocol"):
+        CODEC.decode(b"\x92\x02\xa4abc\xec")
+
+
 def test_limits_of_messages():
     with pytest.raises(WireError, match="at most 64"):
         CODEC.encode(Note("x" * 64))

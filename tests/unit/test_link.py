@@ -328,6 +328,21 @@ def test_a_reason_without_end(end_and_raw):
     assert isinstance(receive_error(link), WireError)
 
 
+def test_a_reason_that_comes_in_pieces_touches_no_count(end_and_raw):
+    link, connection, session = end_and_raw
+    for _ in range(2):
+        link.post_receive(memoryview(bytearray(3)))
+    for part in (session.seal(struct.pack(">BQ", 2, 6)) + b"no", b" me"):
+        connection.sendall(part)
+        wait_readable(link)
+        assert link.advance_receives() == 0
+        assert (link.num_expected, link.num_received_bytes, link.wants_to_receive) == (2, 0, True)
+    connection.sendall(b"m")
+    error = receive_error(link)
+    assert isinstance(error, LinkAborted)
+    assert error.reason == b"no mem"
+
+
 @pytest.mark.parametrize("place", [0, 15, 16, 24])
 def test_a_header_that_was_changed_on_the_way(end_and_raw, place):
     link, connection, session = end_and_raw

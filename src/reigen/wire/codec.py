@@ -56,7 +56,7 @@ class Codec(Generic[_Message]):
             raise WireError(f"a message has {len(data)} bytes; at most {self._max_bytes} are allowed")
         try:
             return cast(_Message, self._decoder.decode(data))
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: text that is not UTF-8
             raise WireError(f"not a message of this protocol: {error}") from None
 
 

@@ -84,7 +84,8 @@ class Link:
         self._num_header_bytes = 0
         #: Length of the message whose bytes come now; None while its header is not complete.
         self._length: int | None = None
-        self._is_abort = False
+        #: Where the reason of the peer's ABORT lands, once that has been announced.
+        self._reason: memoryview | None = None
         self._num_received_bytes = 0
 
     def fileno(self) -> int:
@@ -99,7 +100,7 @@ class Link:
     @property
     def wants_to_receive(self) -> bool:
         """Whether something would be done with what arrives: not while a message waits that no place is posted for."""
-        return bool(self._posted) or self._length is None
+        return bool(self._posted) or self._length is None or self._reason is not None
 
     @property
     def num_expected(self) -> int:
@@ -109,7 +110,7 @@ class Link:
     @property
     def num_received_bytes(self) -> int:
         """How many bytes of the oldest posted place are there already."""
-        return self._num_received_bytes if self._length is not None else 0
+        return self._num_received_bytes if self._length is not None and self._reason is None else 0
 
     def post_send(self, data: memoryview) -> None:
         """Queue one message. Its memory must stay as it is until `advance_sends` has counted it.
@@ -250,23 +251,21 @@ class Link:
             raise WireError(f"a message of kind {kind} and {length} bytes was announced, which no end sends")
         early = bytes(self._posted[0][: self._num_received_bytes]) if self._posted else b""
         self._num_received_bytes = min(length, len(early))
-        self._posted.clear()
-        self._posted.append(memoryview(bytearray(early[:length].ljust(length, b"\0"))))
-        self._is_abort = True
+        self._reason = memoryview(bytearray(early[:length].ljust(length, b"\0")))
 
     def _read_message(self) -> bool:
         """Go on reading a message behind its header; whether it is complete."""
-        if not self._posted:
+        if self._reason is None and not self._posted:
             return False
-        place = self._posted[0]
+        place = self._posted[0] if self._reason is None else self._reason
         if self._length != len(place):
             raise WireError(f"a message of {self._length} bytes was announced where one of {len(place)} is expected")
         if self._num_received_bytes < self._length and not self._fill(place):
             return False
+        if self._reason is not None:
+            raise LinkAborted(bytes(place))
         self._posted.popleft()
         self._length, self._num_received_bytes = None, 0
-        if self._is_abort:
-            raise LinkAborted(bytes(place))
         return True
 
     def _fill(self, place: memoryview) -> bool:

@@ -167,11 +167,18 @@ class Channel:
         return b"".join(parts)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt ``data``, behind what is there to `take` already."""
+        """Encrypt ``data``, behind what is there to `take` already.
+
+        Raises:
+            AuthenticationError: the connection was broken before.
+        """
         num_written = 0
-        with memoryview(data) as view:
-            while num_written < len(view):
-                num_written += self._tls.write(view[num_written:])
+        try:
+            with memoryview(data) as view:
+                while num_written < len(view):
+                    num_written += self._tls.write(view[num_written:])
+        except ssl.SSLError as error:
+            raise _broken(error) from None
 
     def take(self) -> bytes:
         """All that is to be sent."""
