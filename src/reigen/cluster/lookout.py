@@ -33,9 +33,15 @@ class Lookout:
         """Why what waits for these ranks will never succeed, or None while it may.
 
         A death on this host is seen at once, others when the service tells. A connection that ended without either is
-        a failure by itself, a moment later.
+        a failure by itself, a moment later. What comes from other hosts is told on this one: a rank that waits for one
+        that is about to leave because of it must not take that for the cause.
         """
-        return self._seen_here(needed) or self._membership.failure(needed) or self._unexplained(needed)
+        error = self._seen_here(needed)
+        if error is None:
+            error = self._membership.failure(needed) or self._unexplained(needed)
+            if error is not None and self._neighbours is not None:
+                self._neighbours.abort(error)
+        return error
 
     def failure_here(self) -> CollectiveError | None:
         """Why the ranks of this host cannot go on together, or None."""
