@@ -84,9 +84,10 @@ def build_report() -> str:
             "NCCL": False,
             "DDL": False,
             "CCL": False,
-            "MPI": False,
+            "MPI": _version("mpi4py") is not None,
             "Gloo": False,
             "Shared memory": True,
+            "TCP": True,
         },
     }
     lines = [f"Reigen v{__version__}:"]

@@ -1,6 +1,6 @@
 """What Horovod's scripts ask about how it was built: the answers for what Reigen is.
 
-There is neither MPI nor Gloo in Reigen. Scripts do not ask for the libraries' sake, though, but to choose a path: with
+There is no Gloo in Reigen, and MPI may carry data and start jobs, but controls none. Scripts do not ask for the libraries' sake, though, but to choose a path: with
 MPI, to avoid a second ``init()``, to start by ``mpirun``, or to share a communicator; with Gloo, to rely on nothing but
 the launcher's environment. The second is how things are here, so everything about Gloo is answered with yes (read it as
 "collectives for the CPU are built in, started without MPI") and everything about MPI, NCCL and the other libraries with
@@ -18,7 +18,7 @@ def mpi_threads_supported() -> bool:
     Raises:
         ArgumentError: MPI is not enabled (as in a Horovod without MPI).
     """
-    raise ArgumentError("MPI is not enabled: Reigen's processes talk through shared memory, without MPI")
+    raise ArgumentError("MPI is not enabled: it may carry data between hosts, but controls no job of Reigen's")
 
 
 def mpi_enabled() -> bool:
@@ -27,7 +27,7 @@ def mpi_enabled() -> bool:
 
 
 def mpi_built() -> bool:
-    """False: there is no MPI inside."""
+    """False: there is no controller over MPI inside."""
     return False
 
 
