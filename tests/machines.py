@@ -1,4 +1,4 @@
-"""Machines for tests: ranks in groups that share memory, and know each other through a network in memory only."""
+"""Machines for tests: ranks in groups that share memory, and know those of other groups through a network only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from reigen.cluster.mesh import Mesh
 from reigen.cluster.neighbours import Neighbours, meet
 from reigen.cluster.rendezvous import Rendezvous
 from reigen.errors import CollectiveError
@@ -17,6 +18,7 @@ from reigen.planes.base import DataPlane
 from reigen.planes.hierarchical import CHUNK_BYTES, compose
 from reigen.planes.null import NullPlane
 from reigen.planes.shm import ShmPlane, shm_plane_bytes
+from reigen.planes.tcp import TcpNetwork
 from reigen.testing import Hub, MemoryNetwork, run_threads
 
 Groups = Sequence[Sequence[int]]
@@ -40,6 +42,27 @@ def local_plane(
         yield ShmPlane(neighbours, part, looks=0), neighbours
     finally:
         neighbours.close()
+
+
+@contextmanager
+def over_tcp(
+    rank: int, size: int, rendezvous: Rendezvous, *, groups: Groups, algorithm: str = "auto"
+) -> Iterator[DataPlane]:
+    """A `MakePlane` of ranks that are processes, with real connections between machines."""
+    group = next(group for group in groups if rank in group)
+    with contextlib.ExitStack() as stack:
+        local, neighbours = stack.enter_context(local_plane(group, rank, rendezvous))
+
+        def failure(_: Sequence[int]) -> CollectiveError | None:
+            return None if neighbours is None else neighbours.failure(range(neighbours.size))
+
+        mesh = Mesh(rank, size, rendezvous, b"s" * 32, "127.0.0.1", 20.0)
+        stack.callback(mesh.close)
+        network = TcpNetwork(mesh, failure=failure, algorithm=algorithm)
+        stack.callback(network.close)
+        plane = compose(groups, rank, local, network, range(size), soon(60.0))
+        stack.callback(plane.close)
+        yield plane
 
 
 class Machines:

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import pytest
-from tests.machines import Groups, Machines, local_plane, soon
+from tests.machines import Groups, Machines, over_tcp
 
-from reigen.cluster.mesh import Mesh
-from reigen.cluster.rendezvous import Rendezvous
-from reigen.errors import CollectiveError
-from reigen.planes.base import DataPlane
-from reigen.planes.hierarchical import compose
-from reigen.planes.tcp import TcpNetwork
 from reigen.testing import RankPool, check_plane
-
-
-@contextmanager
-def over_tcp(
-    rank: int, size: int, rendezvous: Rendezvous, *, groups: Groups, algorithm: str = "auto"
-) -> Iterator[DataPlane]:
-    group = next(group for group in groups if rank in group)
-    with ExitStack() as stack:
-        local, neighbours = stack.enter_context(local_plane(group, rank, rendezvous))
-
-        def failure(_: Sequence[int]) -> CollectiveError | None:
-            return None if neighbours is None else neighbours.failure(range(neighbours.size))
-
-        mesh = Mesh(rank, size, rendezvous, b"s" * 32, "127.0.0.1", 20.0)
-        stack.callback(mesh.close)
-        network = TcpNetwork(mesh, failure=failure, algorithm=algorithm)
-        stack.callback(network.close)
-        plane = compose(groups, rank, local, network, range(size), soon(60.0))
-        stack.callback(plane.close)
-        yield plane
 
 
 @pytest.mark.parametrize(

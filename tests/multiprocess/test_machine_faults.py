@@ -1,0 +1,107 @@
+"""A rank of one of several machines dies or stops in the middle of a collective: all others are told who, in time.
+
+Nobody has anything but shared memory and connections here: what the control service knows of deaths comes on top.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from tests.machines import Groups, over_tcp, soon
+
+from reigen.cluster.environ import detect
+from reigen.cluster.rendezvous import RendezvousClient
+from reigen.errors import CollectiveError
+from reigen.kernels.reduce import Reduction
+from reigen.planes.base import Buffer, DataPlane
+from reigen.testing import RankError, run_ranks
+from reigen.types import DTYPES, ReduceOp
+
+pytestmark = pytest.mark.slow  # many real processes
+
+FLOAT32 = DTYPES["float32"]
+GROUPS = [[0, 1], [2, 3, 4]]
+#: A machine sees a death within a second; it may take another that everybody has heard of it.
+TOLD_SECONDS = 2.0
+PATIENT_SECONDS = 30.0
+
+
+def work(plane: DataPlane, kind: str, deadline: float) -> None:
+    reduction = Reduction(FLOAT32, ReduceOp.SUM, plane.size)
+    region = plane.allocate(8 << 20, deadline)
+    array, offset = region.array.view(np.float32), region.offset
+    match kind:
+        case "registered":
+            plane.barrier(deadline)
+            plane.allreduce([Buffer(array, array, offset)], reduction, deadline)
+        case "ordinary":
+            plane.allreduce([Buffer(array, array)], reduction, deadline)
+        case "small":
+            plane.allreduce([Buffer(array[:10], array[:10])], reduction, deadline)
+        case _:
+            plane.alltoall(array, [[array.size // plane.size] * plane.size] * plane.size, array.copy(), deadline)
+    plane.free(offset)
+
+
+def suffer(
+    groups: Groups, victim: int, kind: str, patience: float
+) -> tuple[str, tuple[int, ...], float, float, str] | None:
+    """Works until another rank has failed; what this one was told, and when it began its last operation.
+
+    The victim is killed, or, where the others have little patience, does nothing any more.
+    """
+    job = detect(os.environ)
+    assert job.rendezvous is not None
+    assert job.secret is not None
+    rank, size = job.topology.rank, job.topology.size
+    client = RendezvousClient(job.rendezvous, job.secret, rank, 60.0)
+    try:
+        with over_tcp(rank, size, client, groups=groups) as plane:
+            work(plane, kind, soon())
+            others = [f"told/{other}" for other in range(size) if other != victim]
+            if rank == victim and patience < PATIENT_SECONDS:
+                for key in others:
+                    client.get(key, 30.0)
+                return None
+            if rank == victim:
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            began = time.monotonic()
+            try:
+                while True:
+                    began = time.monotonic()
+                    work(plane, kind, soon(patience))
+            except CollectiveError as error:
+                said = type(error).__name__, error.ranks, began, time.monotonic(), str(error)
+            client.put(f"told/{rank}", b"")
+            for key in others:
+                client.get(key, 30.0)
+            return said
+    finally:
+        client.close()
+
+
+@pytest.mark.parametrize("kind", ["registered", "ordinary", "small", "alltoall"])
+@pytest.mark.parametrize("victim", [0, 1, 2, 4])
+def test_a_killed_rank_is_named_on_all_machines(victim: int, kind: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(suffer, 5, GROUPS, victim, kind, PATIENT_SECONDS, timeout=60)
+    failed = caught.value
+    assert [(f.rank, f.kind) for f in failed.failures] == [(victim, "died")], str(failed)
+    assert sorted(failed.results) == [rank for rank in range(5) if rank != victim]
+    first = min(began for _, _, began, _, _ in failed.results.values())
+    for name, ranks, _, told, text in failed.results.values():
+        assert (name, ranks) == ("PeerLostError", (victim,)), text
+        assert told - first < TOLD_SECONDS + 1.0, text
+
+
+@pytest.mark.parametrize("kind", ["registered", "ordinary", "small", "alltoall"])
+@pytest.mark.parametrize("victim", [0, 1, 2, 4])
+def test_a_rank_that_does_not_come_is_named_on_all_machines(victim: int, kind: str) -> None:
+    told = run_ranks(suffer, 5, GROUPS, victim, kind, 1.0, timeout=60)
+    for name, ranks, _, _, text in (said for said in told if said is not None):
+        assert (name, ranks) == ("DeadlineError", (victim,)), text
