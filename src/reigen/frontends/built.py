@@ -1,10 +1,10 @@
 """What Horovod's scripts ask about how it was built: the answers for what Reigen is.
 
-There is no Gloo in Reigen, and MPI may carry data and start jobs, but controls none. Scripts do not ask for the libraries' sake, though, but to choose a path: with
-MPI, to avoid a second ``init()``, to start by ``mpirun``, or to share a communicator; with Gloo, to rely on nothing but
-the launcher's environment. The second is how things are here, so everything about Gloo is answered with yes (read it as
-"collectives for the CPU are built in, started without MPI") and everything about MPI, NCCL and the other libraries with
-no: a script that asks takes the path that works.
+There is no Gloo in Reigen, and MPI may carry data and start jobs, but controls none. Scripts do not ask for the
+libraries' sake, though, but to choose a path: with MPI, to avoid a second ``init()``, to start by ``mpirun``, or to
+share a communicator; with Gloo, to rely on nothing but the launcher's environment. The second is how things are here,
+so everything about Gloo is answered with yes (read it as "collectives for the CPU are built in, started without MPI")
+and everything about MPI, NCCL and the other libraries with no: a script that asks takes the path that works.
 """
 
 from __future__ import annotations
