@@ -29,6 +29,7 @@ from reigen.planes.nccl import NcclPlane
 from reigen.planes.null import NullPlane
 from reigen.planes.shm import ShmPlane, shm_plane_bytes
 from reigen.planes.tcp import TcpNetwork
+from reigen.wire.auth import Seal
 from reigen.wire.interfaces import choose_address
 from reigen.wire.mailbox import Mailbox, mailbox_bytes
 from reigen.wire.star import Star
@@ -70,6 +71,10 @@ class Meeting:
     room: str = ""
     tls: Tls | None = None
     launched: tuple[int, ...] = ()
+
+    def seal(self) -> Seal:
+        """For bytes that are to be unpickled on other hosts."""
+        return Seal(self.secret, "objects")
 
 
 def engine_alone(config: Config) -> Engine:

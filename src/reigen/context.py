@@ -71,8 +71,7 @@ class Context:
         self._numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         #: numbers for sets of gradients, by process set: the same on every member that makes them in the same order
         self.gradient_sets: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
-        #: numbers for layers that communicate, by process set: the same on every member that first uses them in the
-        #: same order
+        #: numbers for layers that communicate, by process set: the same on members that first use them in one order
         self.layer_numbers: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)
         #: registered memory that was not given back: by process set and offset, where it lies
         self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
@@ -83,6 +82,7 @@ class Context:
         #: the data planes in use, and why
         self.plane, self.plane_reason = choice.name, choice.reason
         self.has_network = choice.network is not None
+        self.seal = None if meeting is None or choice.network is None else meeting.seal()
         #: size of a gradient bucket
         self.bucket_bytes = config.bucket_bytes or (NETWORK_BUCKET_BYTES if choice.network else BUCKET_BYTES)
         cpu = config.engine_cpu(topology.local_rank)

@@ -112,6 +112,38 @@ class Session:
         return body[TAG_BYTES:]
 
 
+class Seal:
+    """A tag on data that was made by somebody who knows the secret, however it travels.
+
+    It does not say when or by whom: what was sealed once may be said again.
+
+    Args:
+        secret: the job's 32 bytes.
+        purpose: what is sealed with it: tags for one purpose are worth nothing for another.
+    """
+
+    def __init__(self, secret: bytes, purpose: str) -> None:
+        self._mac = hashlib.blake2b(key=_mac(secret, b"seals", purpose.encode()), digest_size=TAG_BYTES)
+
+    def close(self, data: bytes) -> bytes:
+        """``data`` with its tag in front."""
+        tag = self._mac.copy()
+        tag.update(data)
+        return tag.digest() + data
+
+    def open(self, sealed: bytes) -> bytes:
+        """The data.
+
+        Raises:
+            AuthenticationError: it was changed, or sealed by somebody else.
+        """
+        expected = self._mac.copy()
+        expected.update(memoryview(sealed)[TAG_BYTES:])
+        if not hmac.compare_digest(sealed[:TAG_BYTES], expected.digest()):
+            raise AuthenticationError("data was changed on its way, by somebody who does not know this job's secret")
+        return sealed[TAG_BYTES:]
+
+
 class Handshake(Protocol):
     """One end of the handshake, without I/O: give it exactly ``num_expected_bytes``, send what it returns.
 
