@@ -101,7 +101,8 @@ def run(
         AssertionError: something that it started is left.
     """
     mark = uuid.uuid4().hex
-    variables = {**clean_environment(), MARK: mark, **mpi.environ, **(environ or {})}
+    # buffered: what Python prints in one go arrives in one piece
+    variables = {**clean_environment(), MARK: mark, "PYTHONUNBUFFERED": "", **mpi.environ, **(environ or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     begun = time.monotonic()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, find, run
+from tests.multiprocess import launcher
 
 from reigen.cluster.service import RendezvousServer
 
 _RANKS = str(Path(__file__).with_name("mpi_ranks.py"))
 slow = pytest.mark.slow
+BUFFERED = {"PYTHONUNBUFFERED": ""}
+RANK = "import os, sys, time\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
 ALL = pytest.mark.parametrize("mpi", [PYPI, pytest.param(DEBIAN, marks=slow), pytest.param(MPICH, marks=slow)])
 
 Play = Callable[..., Ended]
@@ -119,3 +123,59 @@ def test_threads_that_mpi_was_not_told_of(play: Play) -> None:
 def test_an_mpirun_of_another_mpi(play: Play) -> None:
     ended = play(MPICH, "wrong_mpirun", 2, MPI4PY_MPIABI="openmpi", LD_LIBRARY_PATH="")
     assert "PMI_SIZE=2, but Open MPI" in ended.stdout, ended
+
+
+def by_mpirun(code: str, *options: str) -> list[str]:
+    """Arguments of `reigen run` that start ``code`` on three ranks by mpirun."""
+    return ["--launcher", "mpi", "-np", "3", *options, sys.executable, "-Sc", RANK + code]
+
+
+def needs_mpirun(directory: Path) -> None:
+    if isinstance(reason := find(PYPI, directory), str):
+        pytest.skip(reason)
+
+
+def test_reigen_run_starts_ranks_by_mpirun(tmp_path: Path) -> None:
+    needs_mpirun(tmp_path)
+    code, out, err = launcher.run(*by_mpirun("print('here is', rank)"), env=BUFFERED)
+    assert code == 0, err
+    assert sorted(line.split(": ")[-1] for line in out.splitlines()) == ["here is 0", "here is 1", "here is 2"]
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
+    needs_mpirun(tmp_path)
+    code, _, err = launcher.run(*by_mpirun("sys.exit(7) if rank == 1 else time.sleep(60)"))
+    assert code == 7
+    assert err.splitlines()[-1] == "reigen run: mpirun (Open MPI 5) ended with exit code 7"
+
+
+def test_options_of_horovodrun(tmp_path: Path) -> None:
+    needs_mpirun(tmp_path)
+    file = tmp_path / "config.yaml"
+    file.write_text("controller: mpi\n")
+    arguments = by_mpirun("print(os.environ['SEED'] + ' ' + os.environ['OMPI_MCA_btl_base_verbose'])", "-x", "SEED=5")[
+        2:
+    ]
+    code, out, err = launcher.run(
+        "--config-file", str(file), "--mpi-args=--mca btl_base_verbose 3", *arguments, env=BUFFERED
+    )
+    assert code == 0, err
+    assert out.count("5 3") == 3
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_the_job(signum: signal.Signals, tmp_path: Path) -> None:
+    needs_mpirun(tmp_path)
+    with launcher.launched(*by_mpirun("print('up', flush=True); time.sleep(60)")) as job:
+        job.lines(3)
+        job.process.send_signal(signum)
+        code, _, err = job.finish()
+    assert code == 128 + signum
+    assert f"stopped by {signum.name}" in err
+
+
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
+    needs_mpirun(tmp_path)
+    with launcher.launched(*by_mpirun("print('up', flush=True); time.sleep(60)")) as job:
+        job.lines(3)
+        job.process.kill()

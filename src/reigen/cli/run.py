@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reigen.cli.run_options import parser, ssh_of
 from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.horovodrun import Translation, translate
+from reigen.launch.horovodrun import Translation, by_mpirun, translate
 from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host
+from reigen.launch.mpi import run_mpi
 from reigen.launch.network import Network
 from reigen.launch.options import Options, complain
 from reigen.launch.supervise import run_job
@@ -30,15 +32,17 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.num_ranks is None:
         made.error("the following arguments are required: -np/--num-proc")
     try:
-        translation = translate(vars(chosen), _document(chosen.config_file), os.environ)
+        document = _document(chosen.config_file)
+        translation = translate(vars(chosen), document, os.environ)
         exports = exported(os.environ, chosen.exports)
         environ = {**os.environ, **translation.variables, **exports}
-        options = _options(chosen, environ, tuple(exports))
+        options = _options(chosen, environ, tuple(exports), translation.wishes)
     except ConfigError as error:
         made.error(str(error))
     _tell(translation)
+    launch = run_mpi if by_mpirun(vars(chosen), document) else run_job
     try:
-        return run_job(options, as_horovod(environ) if chosen.as_horovod else environ)
+        return launch(options, as_horovod(environ) if chosen.as_horovod else environ)
     except ConfigError as error:
         made.error(str(error))
     except LaunchError as error:
@@ -46,7 +50,9 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _options(chosen: argparse.Namespace, environ: Mapping[str, str], exports: tuple[str, ...]) -> Options:
+def _options(
+    chosen: argparse.Namespace, environ: Mapping[str, str], exports: tuple[str, ...], wishes: Mapping[str, str]
+) -> Options:
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
     return Options(
@@ -63,7 +69,16 @@ def _options(chosen: argparse.Namespace, environ: Mapping[str, str], exports: tu
         network=Network.of(environ),
         exports=exports,
         sync_directory=chosen.sync_dst_dir,
+        mpi_args=_words("--mpi-args", wishes.get("mpi_args", "")),
+        binding_args=_words("--binding-args", wishes.get("binding_args", "")),
     )
+
+
+def _words(option: str, text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from None
 
 
 def _hosts(chosen: argparse.Namespace) -> tuple[Host, ...]:

@@ -37,7 +37,7 @@ _ALIASES: tuple[tuple[tuple[str, ...], str, bool | None], ...] = (
 )
 
 #: What `--launcher` takes.
-LAUNCHERS = ("local", "ssh")
+LAUNCHERS = ("local", "ssh", "mpi")
 
 Add = Callable[..., argparse.Action]
 
@@ -110,7 +110,12 @@ def _add_hosts(made: argparse.ArgumentParser) -> None:
     add = group.add_mutually_exclusive_group().add_argument
     add("-H", "--hosts", metavar="HOST:N", help="hosts and how many ranks each may have: h1:4,h2:4")
     add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file, a line each: h1 slots=4")
-    group.add_argument("--launcher", choices=LAUNCHERS, help="how ranks of other hosts are started (default: ssh)")
+    group.add_argument(
+        "--launcher",
+        choices=LAUNCHERS,
+        help="how ranks are started: on this host alone, on others by ssh (the default), or anywhere by mpirun; "
+        "--mpi-args and --binding-args hold further options of mpirun",
+    )
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):
         group.add_argument(*flags, dest=name, type=int, help=argparse.SUPPRESS)

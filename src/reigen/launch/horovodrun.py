@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from reigen.errors import ConfigError
 
@@ -19,6 +19,9 @@ ORIGINS_VARIABLE = "REIGEN_ORIGINS"
 
 #: Values of ``controller``, each an option of its own.
 CONTROLLERS = ("gloo", "mpi", "jsrun")
+
+#: Options that mean something where mpirun starts the ranks, and nothing elsewhere.
+FOR_MPIRUN = ("controller", "mpi_args", "binding_args")
 
 _MIB = 1 << 20
 _LEVELS = "TRACE, DEBUG, INFO, WARNING, ERROR, FATAL"
@@ -231,11 +234,19 @@ class Translation:
         variables: what the ranks' environment gets.
         without_effect: options, and settings of the file, that were accepted and have no effect.
         unknown: settings of the file that mean nothing.
+        wishes: what options in `FOR_MPIRUN` were given, by name, while it is to start the ranks.
     """
 
     variables: dict[str, str]
     without_effect: tuple[str, ...]
     unknown: tuple[str, ...]
+    wishes: dict[str, str] = field(default_factory=dict)
+
+
+def by_mpirun(chosen: Mapping[str, object], document: object) -> bool:
+    """Whether mpirun is to start the ranks: `--launcher mpi`, `--mpi`, or the configuration file's ``controller``."""
+    controller = chosen.get("controller") or dict(_flat(document)).get("controller")
+    return chosen.get("launcher") == "mpi" or (chosen.get("launcher") is None and controller == "mpi")
 
 
 def translate(chosen: Mapping[str, object], document: object, environ: Mapping[str, str]) -> Translation:
@@ -253,6 +264,8 @@ def translate(chosen: Mapping[str, object], document: object, environ: Mapping[s
     variables: dict[str, str] = {}
     origins: dict[str, str] = {}
     idle: list[str] = []
+    wishes: dict[str, str] = {}
+    understood = FOR_MPIRUN if by_mpirun(chosen, document) else ()
     for option in (option for group in OPTIONS.values() for option in group):
         given, filed = chosen.get(option.name), settings.pop(option.path, None)
         value = filed if given is None else given
@@ -261,13 +274,15 @@ def translate(chosen: Mapping[str, object], document: object, environ: Mapping[s
         name = f"{option.path} in the configuration file" if given is None else _typed(option, given)
         text = _parsed(option, value, option.path if given is None else option.name)
         variable = f"REIGEN_{option.variable}"
-        if not option.variable:
+        if option.name in understood:
+            wishes[option.name] = text
+        elif not option.variable:
             idle.append(name)
         elif given is not None or not _is_set(option.variable, environ):
             variables[variable], origins[variable] = text, name
     if origins:
         variables[ORIGINS_VARIABLE] = json.dumps(origins)
-    return Translation(variables, tuple(idle), tuple(settings))
+    return Translation(variables, tuple(idle), tuple(settings), wishes)
 
 
 def _flat(document: object) -> Iterator[tuple[str, object]]:

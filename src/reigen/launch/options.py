@@ -36,6 +36,8 @@ class Options:
         exports: variables that go to other hosts although they usually stay at home.
         sync_directory: where the working directory is copied to on other hosts, and the ranks run; None: they run in
             the same directory as here.
+        mpi_args: further options of mpirun, where that starts the ranks.
+        binding_args: its options that place and bind ranks, instead of those that ``bind`` comes to.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -56,6 +58,8 @@ class Options:
     network: Network = field(default_factory=Network)
     exports: tuple[str, ...] = ()
     sync_directory: str | None = None
+    mpi_args: tuple[str, ...] = ()
+    binding_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.command:
