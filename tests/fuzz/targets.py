@@ -345,18 +345,20 @@ class Victim:
         script = Script(data)
         with ExitStack() as stack:
             for _ in range(1 + script.number(3)):
-                with suppress(OSError, *BAD_PEER):
-                    self._visit(script, stack)
+                visit(self.address, script, stack, self.tls)
         self.check()
 
-    def _visit(self, script: Script, stack: ExitStack) -> None:
+
+def visit(address: tuple[str, int], script: Script, stack: ExitStack, own: Tls | None) -> None:
+    """Connect as a stranger, or as a rank that talks nonsense; whatever happens to it is its own affair."""
+    with suppress(OSError, *BAD_PEER):
         if script.number(2):
-            rank = connect(self.address, SECRET, Identity(Role.RANK, 1), 1 << 22, time.monotonic() + 10.0, self.tls)
+            rank = connect(address, SECRET, Identity(Role.RANK, 1), 1 << 22, time.monotonic() + 0.2, own)
             stack.callback(rank.close)
             for _ in range(1 + script.number(4)):
                 rank.send(payload(script), time.monotonic() + 1.0)
             return
-        connection = stack.enter_context(socket.create_connection(self.address, timeout=10.0))
+        connection = stack.enter_context(socket.create_connection(address, timeout=10.0))
         for _ in range(1 + script.number(6)):
             connection.sendall(script.bytes(1 + script.number(200)))
             if script.number(8) == 7:

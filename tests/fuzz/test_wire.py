@@ -6,6 +6,7 @@ and, where slow tests run, new ones for longer. Then the attacks that have names
 
 import ast
 import importlib.util
+import itertools
 import os
 import pickle
 import random
@@ -22,9 +23,22 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.fuzz.targets import BAD_PEER, LAUNCHER, RANK, SECRET, TARGETS, Victim, conversations
+from tests.fuzz.targets import (
+    BAD_PEER,
+    LAUNCHER,
+    RANK,
+    SECRET,
+    TARGETS,
+    Script,
+    Victim,
+    conversations,
+    tls,
+    visit,
+)
 
 import reigen
+from reigen.cluster.mesh import Mesh
+from reigen.cluster.rendezvous import LocalRendezvous
 from reigen.cluster.service import MAX_MESSAGE_BYTES, REQUESTS
 from reigen.errors import AuthenticationError, WireError
 from reigen.wire.auth import ClientHandshake, Identity, Role, Session
@@ -105,6 +119,39 @@ def test_a_rendezvous_that_is_attacked_for_longer_serves_the_others(victim):
         victim.attack(script)
 
     attack()
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_ranks_that_are_attacked_while_they_connect_find_each_other(encrypted):
+    rendezvous, own = LocalRendezvous(), tls() if encrypted else None
+    purposes = map(str, itertools.count())
+    with ExitStack() as stack:
+        zero, one = (Mesh(rank, 2, rendezvous, SECRET, "127.0.0.1", 20.0, tls=own) for rank in range(2))
+        stack.callback(zero.close)
+        stack.callback(one.close)
+        host, _, port = zero.address.rpartition(":")
+
+        @settings(QUICK, max_examples=25)
+        @given(SCRIPTS)
+        def attack(script):
+            with ExitStack() as strangers:
+                visit((host, int(port)), Script(script), strangers, own)
+                open_both(zero, one, next(purposes))
+
+        attack()
+
+
+def open_both(zero, one, purpose):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(zero.open([1], purpose, soon())))
+    thread.start()
+    there = one.open([0], purpose, soon())[0]
+    thread.join()
+    here = found[0][1]
+    there.send(b"hello", soon())
+    assert here.receive(soon()) == b"hello"
+    here.close()
+    there.close()
 
 
 # -- attacks that have names -----------------------------------------------------------------------------------------
