@@ -3,7 +3,6 @@
 import dataclasses
 import fcntl
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 
 from reigen.errors import ConfigError, SharedMemoryError, UnsupportedTypeError
+from reigen.launch.hosts import Host
 from reigen.runner import interpreter, parcel
 from reigen.runner.line import Arrival, Complaint, Exited, Line, Report
 from reigen.runner.options import Arguments, settle
@@ -118,31 +118,35 @@ def test_a_new_interpreter_finds_what_this_one_finds(tmp_path, monkeypatch):
 
 def test_the_plain_case_warns_of_nothing():
     settings, warning = settle(ARGUMENTS)
-    assert dataclasses.astuple(settings) == (2, None, None, False, None)
+    here = (("localhost", 2),)
+    assert dataclasses.astuple(settings) == (2, None, None, False, None, here, None, None, None)
     assert warning == ""
 
 
 def test_what_has_no_effect_is_named_once():
-    arguments = dataclasses.replace(ARGUMENTS, use_gloo=True, use_mpi=False, ssh_port=22, network_interfaces=["lo"])
-    assert settle(arguments)[1] == "no effect on a job of one host: use_gloo, ssh_port, network_interfaces"
+    arguments = dataclasses.replace(ARGUMENTS, use_gloo=True, use_mpi=False, slots=2)
+    assert settle(arguments)[1] == "no effect: use_gloo, slots"
 
 
-def test_what_means_the_same_as_a_job_of_this_host(tmp_path):
-    (tmp_path / "hosts").write_text("localhost slots=1\n127.0.0.1 slots=1\n")
-    for changes in (
-        {"hosts": "localhost:2"},
-        {"hosts": f"{socket.gethostname()}:4"},
-        {"hostfile": tmp_path / "hosts"},
-        {"min_num_proc": 2, "max_num_proc": 2},
-    ):
-        assert settle(dataclasses.replace(ARGUMENTS, **changes)) == settle(ARGUMENTS)
+def test_hosts_and_how_they_are_reached(tmp_path):
+    (tmp_path / "hosts").write_text("h1 slots=1\nh2:4\n")
+    changes = {"hostfile": tmp_path / "hosts", "ssh_port": 2222, "ssh_identity_file": "/key"}
+    changes |= {"network_interface": "eth0,eth1", "network_interfaces": ["ib0"]}
+    settings, warning = settle(dataclasses.replace(ARGUMENTS, **changes))
+    assert settings.hosts == (Host("h1", 1), Host("h2", 4))
+    assert (settings.ssh_port, settings.ssh_identity_file) == (2222, "/key")
+    assert (settings.network_interfaces, warning) == ("eth0,eth1,ib0", "")
+
+
+def test_bounds_that_leave_no_choice():
+    assert settle(dataclasses.replace(ARGUMENTS, min_num_proc=2, max_num_proc=2)) == settle(ARGUMENTS)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hosts": "localhost:2", "hostfile": "x"}, "two ways to say the same"),
-        ({"hosts": "elsewhere:2"}, "elsewhere: run\\(\\) starts processes on this host alone, so far"),
+        ({"ssh_port": 0}, "from 1 to 65535, not 0"),
         ({"hosts": "localhost:1"}, "have 1 slots, and 2 processes"),
         ({"hostfile": "/nonexistent"}, "'/nonexistent' cannot be read"),
         ({"min_num_proc": 1}, "min_num_proc=1: elastic jobs, .* are not possible yet"),

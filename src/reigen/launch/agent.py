@@ -22,6 +22,7 @@ from reigen.errors import ConfigError, LaunchError
 from reigen.launch import orders
 from reigen.launch.crew import STREAMS, Crew, LocalCrew
 from reigen.launch.facts import facts_here
+from reigen.launch.forwarding import Post
 from reigen.launch.frames import Pipes
 from reigen.launch.guard import guarded
 from reigen.launch.local import Services, cores_here, describe, plan
@@ -58,6 +59,7 @@ class Agent:
         self._loop = Loop(lifeline, self._on_signal, self._on_orphaned)
         self._pipes = Pipes(self._loop, descriptors, (ANSWERS, ORDERS), self._hear, self._on_end)
         self._crew = LocalCrew(self._loop, self)
+        self._post = Post(self._loop, self._pipes.send, lambda: self._pipes.has_pending)
         self._heard_at = time.monotonic()
         self._beat_at = self._heard_at + BEAT_SECONDS
         self._silence_seconds = _FIRST_SILENCE_SECONDS
@@ -85,6 +87,7 @@ class Agent:
         if now >= self._beat_at:
             self._pipes.send(orders.Beat())
             self._beat_at = now + BEAT_SECONDS
+        self._post.forward()
         seconds = self._crew.turn()
         wait = self._beat_at - now
         self._loop.wait(wait if seconds is None else min(wait, seconds))
@@ -112,6 +115,8 @@ class Agent:
                 self._credit[stream] += num_bytes
                 if self._credit[stream] > 0:
                     self._crew.resume(stream)
+            case orders.Piece():
+                self._take(order)
             case orders.Ask():
                 self._pipes.send(facts_here())
             case orders.Ping():
@@ -143,6 +148,12 @@ class Agent:
             address, _ = choose_address(order.interfaces, address)
         return orders.Ready(address, self._stack.enter_context(hold_port()).getsockname()[1])
 
+    def _take(self, piece: orders.Piece) -> None:
+        try:
+            self._post.receive(piece)
+        except LaunchError as error:
+            self._pipes.send(orders.Refused(str(error)))
+
     def _start(self, order: orders.Start) -> None:
         services = Services(order.rendezvous, order.secret, order.master_port, order.master_address)
         environ = arriving(os.environ, order.environ, order.package)
@@ -156,7 +167,7 @@ class Agent:
                 start_timeout_seconds=order.start_timeout_seconds,
             )
             for place in places:
-                self._crew.start(order.command, place, stdin=0)
+                self._crew.start(order.command, place, self._post.luggage, stdin=0)
         except (LaunchError, ConfigError) as error:
             self._pipes.send(orders.Refused(str(error), _code(error)))
             return
@@ -189,14 +200,14 @@ class Agent:
         self._pipes.send(orders.Closed(rank, stream))
 
     def exited(self, rank: int, exit_code: int) -> None:
-        """Tell the launcher."""
-        self._pipes.send(orders.Exited(rank, exit_code))
+        """Tell the launcher, after what the rank has sent home."""
+        self._post.put(orders.Exited(rank, exit_code))
 
     def swept(self, crew: Crew) -> None:
         """Tell the launcher, after everything that was printed."""
         self._crew.drain()
         self._is_swept = True
-        self._pipes.send(orders.Swept())
+        self._post.put(orders.Swept())
 
 
 def _code(error: LaunchError | ConfigError) -> int:

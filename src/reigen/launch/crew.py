@@ -13,6 +13,7 @@ from typing import IO, Protocol
 from reigen.errors import LaunchError
 from reigen.launch.local import Place
 from reigen.launch.loop import Loop
+from reigen.launch.luggage import Luggage
 from reigen.launch.processes import below, reap_strangers, signal_all_below
 from reigen.launch.spawn import spawn
 
@@ -95,15 +96,22 @@ class LocalCrew:
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def start(
-        self, command: Sequence[str], place: Place, descriptors: Sequence[int] = (), stdin: int | None = None
+        self, command: Sequence[str], place: Place, luggage: Luggage | None = None, stdin: int | None = None
     ) -> None:
         """Start a rank.
+
+        Args:
+            command: the program and its arguments.
+            place: which rank, and where.
+            luggage: what it brings along.
+            stdin: what rank 0 reads, None for what this process does.
 
         Raises:
             LaunchError: it cannot be started; those that were are the guard's to end.
         """
         rank = place.topology.rank
-        process = spawn(command, place, descriptors, stdin)
+        descriptors = () if luggage is None else luggage.descriptors
+        process = spawn(command if luggage is None else luggage.addressed(command), place, descriptors, stdin)
         self._processes[rank] = process
         try:
             handle = os.pidfd_open(process.pid)

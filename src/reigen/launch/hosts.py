@@ -102,6 +102,17 @@ def hosts_of(listed: str | None, file: str | os.PathLike[str] | None, num_ranks:
         raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
 
 
+def check_slots(hosts: Sequence[Host], num_ranks: int) -> None:
+    """Make sure that the hosts have a slot for each rank.
+
+    Raises:
+        ConfigError: they have too few.
+    """
+    num_slots = sum(host.slots for host in hosts)
+    if num_slots < num_ranks:
+        raise ConfigError(f"the hosts have {num_slots} slots, and {num_ranks} processes were asked for")
+
+
 @dataclass(frozen=True, slots=True)
 class Seats:
     """The ranks of one host.
@@ -140,9 +151,7 @@ def assign(hosts: Sequence[Host], num_ranks: int, is_here: Callable[[str], bool]
     for host in hosts:
         name = here if is_here(host.name) else host.name
         slots[name] = slots.get(name, 0) + host.slots
-    num_slots = sum(slots.values())
-    if num_slots < num_ranks:
-        raise ConfigError(f"the hosts have {num_slots} slots, and {num_ranks} processes were asked for")
+    check_slots(hosts, num_ranks)
     counts: dict[str, int] = {}
     for name, num in slots.items():
         counts[name] = min(num, num_ranks - sum(counts.values()))

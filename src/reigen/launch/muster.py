@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -12,7 +13,9 @@ from reigen.errors import LaunchError
 from reigen.launch import orders, sync
 from reigen.launch.hosts import Seats, is_own_address
 from reigen.launch.local import Services
+from reigen.launch.luggage import PIECE_BYTES
 from reigen.launch.options import Options
+from reigen.launch.orders import BEAT_SECONDS
 from reigen.launch.outpost import Outpost, Step
 from reigen.launch.ssh import Problem, explain
 from reigen.launch.sync import Waiter
@@ -99,6 +102,27 @@ class Muster:
         first = self._caller.outposts.get(self._seats[0].host)
         if first is not None and first.ready is not None:
             self.master = first.ready.address, first.ready.port
+
+    def deliver(self) -> None:
+        """Bring the hosts what their ranks bring along, as fast as each of them takes it.
+
+        Raises:
+            LaunchError: hosts cannot take it: a table of them.
+        """
+        if self._options.luggage is None:
+            return
+        parcel = self._options.luggage.parcel
+        size = os.fstat(parcel).st_size
+        outposts = self._caller.outposts.values()
+        num_sent = dict.fromkeys(self._caller.outposts, 0)
+        while any(num_sent[each.host] < size and each.refused is None for each in outposts):
+            for each in outposts:
+                while num_sent[each.host] < size and each.refused is None and not each.is_busy:
+                    data = os.pread(parcel, PIECE_BYTES, num_sent[each.host])
+                    num_sent[each.host] += len(data)
+                    each.send(orders.Piece(data, num_sent[each.host] == size))
+            self._caller.turn(BEAT_SECONDS if any(each.is_busy for each in outposts) else 0.0)
+        self._gather(Step.READY, 0.0)
 
     def start(self, services: Services) -> None:
         """Have the ranks started. What comes of it is the caller's to hear."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from reigen.errors import ConfigError
 from reigen.launch.hosts import Host
 from reigen.launch.job import Finish
+from reigen.launch.luggage import Luggage
 from reigen.launch.network import Network
 from reigen.launch.ssh import Ssh
 
@@ -29,7 +30,7 @@ class Options:
         timestamps: whether they begin with the time, before the rank.
         verbose: tell what is started, where, and why there.
         output_directory: where to keep what each rank prints, too: ``rank.N/stdout`` and ``rank.N/stderr``; or None.
-        descriptors: open files that every rank of this host inherits, under the numbers that they have here.
+        luggage: what the ranks bring along; see ``launch.luggage``.
         hosts: where to run; empty: here.
         ssh: how other hosts are reached.
         network: how hosts talk to each other.
@@ -52,7 +53,7 @@ class Options:
     timestamps: bool = False
     verbose: bool = False
     output_directory: Path | None = None
-    descriptors: tuple[int, ...] = ()
+    luggage: Luggage | None = None
     hosts: tuple[Host, ...] = ()
     ssh: Ssh = field(default_factory=Ssh)
     network: Network = field(default_factory=Network)
@@ -82,6 +83,10 @@ def _ignore_exit(rank: int, exit_code: int) -> None:
     """The user is told of the first failure, in the end."""
 
 
+def _ignore_loss(ranks: Sequence[int], reason: str) -> None:
+    """The same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Listener:
     """Who is told what happens, in the launcher's processes, as it happens. None of them may block for long.
@@ -89,9 +94,11 @@ class Listener:
     Attributes:
         complain: something is wrong with the launcher itself, in one line.
         exited: a rank's process has ended, with ``exit_code`` as in ``launch.job.Exited``.
+        lost: these ranks are lost with their host, for this reason.
         finished: nothing of the job is left. None: the user is told on stderr which rank failed first, and how.
     """
 
     complain: Callable[[str], None] = complain
     exited: Callable[[int, int], None] = _ignore_exit
+    lost: Callable[[Sequence[int], str], None] = _ignore_loss
     finished: Callable[[Finish], None] | None = None

@@ -11,8 +11,10 @@ d. When all hosts are ready the launcher sends Start; the agent starts its ranks
 e. What happens there comes as Printed, Closed, Exited; the launcher's decisions arrive as Terminate, Kill and Sweep,
    which mean what they do in ``launch.job``. The agent answers a Sweep with Swept, after everything that was printed.
 f. A stream may have WINDOW_BYTES under way: the agent reads no more of it until Credit says what was taken.
-g. `reigen check` asks for no job, but for Facts (Ask), and for the time there (Ping, Pong).
-h. When the agent's stdin ends, it kills whatever it started and exits: after Swept there is nothing.
+g. A parcel for the ranks (``launch.luggage``) comes before Start, in Pieces. A Letter of a rank is followed by the
+   Pieces of its parcel, and what happens to the rank afterwards is told after those.
+h. `reigen check` asks for no job, but for Facts (Ask), and for the time there (Ping, Pong).
+i. When the agent's stdin ends, it kills whatever it started and exits: after Swept there is nothing.
 """
 
 from __future__ import annotations
@@ -262,8 +264,27 @@ class Pong(_Frame, tag=20, frozen=True):
     seconds: float
 
 
-Order = Beat | Prepare | Start | Terminate | Kill | Sweep | Credit | Ask | Ping
-Answer = Beat | Hello | Ready | Refused | Started | Printed | Closed | Exited | Swept | Facts | Pong
+class Piece(_Frame, tag=21, frozen=True):
+    """The next part of a parcel."""
+
+    data: bytes
+    is_last: bool
+
+
+class Letter(_Frame, tag=22, frozen=True):
+    """What a rank has sent home.
+
+    Attributes:
+        text: its bytes.
+        num_bytes: size of the parcel that comes with it, in the pieces that follow; None: there is none.
+    """
+
+    text: bytes
+    num_bytes: int | None
+
+
+Order = Beat | Prepare | Start | Terminate | Kill | Sweep | Credit | Ask | Ping | Piece
+Answer = Beat | Hello | Ready | Refused | Started | Printed | Closed | Exited | Swept | Facts | Pong | Piece | Letter
 
 ORDERS: Codec[Order] = Codec(Order, MAX_FRAME_BYTES)
 ANSWERS: Codec[Answer] = Codec(Answer, MAX_FRAME_BYTES)

@@ -16,6 +16,7 @@ from reigen.launch import orders
 from reigen.launch.crew import STREAMS, Audience
 from reigen.launch.frames import Pipes
 from reigen.launch.loop import Loop
+from reigen.launch.luggage import Incoming
 from reigen.launch.orders import ANSWERS, BEAT_SECONDS, ORDERS, Answer, Order, Preface
 from reigen.launch.processes import dies_with_parent
 
@@ -37,6 +38,9 @@ class Step(IntEnum):
 
 class Principal(Audience, Protocol):
     """Who is told what happens to the ranks of another host."""
+
+    def letter(self, text: bytes, parcel: int | None) -> None:
+        """A rank has sent this home; the parcel's descriptor is the outpost's to close."""
 
     def stepped(self, outpost: Outpost) -> None:
         """The agent has come further, has answered, or has gone: the outpost's attributes say how."""
@@ -73,6 +77,8 @@ class Outpost:
         self.facts: orders.Facts | None = None
         self.pong: orders.Pong | None = None
         self.exit_code: int | None = None
+        self._letter: orders.Letter | None = None
+        self._incoming: Incoming | None = None
         self._loop, self._principal = loop, principal
         self._silence_seconds = silence_seconds
         self._preface = Preface()
@@ -114,6 +120,11 @@ class Outpost:
     def send(self, order: Order) -> None:
         """Have the agent do something that ``Crew`` does not speak of."""
         self._pipes.send(order)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something that was sent has not left yet."""
+        return self._pipes.has_pending
 
     def terminate(self, ranks: Sequence[int]) -> None:
         """As ``Crew``."""
@@ -185,6 +196,12 @@ class Outpost:
             case orders.Swept():
                 self.step = Step.SWEPT
                 self._principal.swept(self)
+            case orders.Letter(text, None):
+                self._principal.letter(text, None)
+            case orders.Letter():
+                self._letter, self._incoming = answer, Incoming()
+            case orders.Piece():
+                self._take(answer)
             case orders.Beat():
                 pass
             case _:
@@ -205,6 +222,18 @@ class Outpost:
             case orders.Refused():
                 self.refused = answer
         self._principal.stepped(self)
+
+    def _take(self, piece: orders.Piece) -> None:
+        """A part of the parcel that comes with a letter."""
+        assert self._incoming is not None, "a letter comes first"
+        assert self._letter is not None, "a letter comes first"
+        self._incoming.write(piece.data)
+        if piece.is_last:
+            parcel = self._incoming
+            parcel.seal()
+            self._principal.letter(self._letter.text, parcel.descriptor)
+            os.close(parcel.descriptor)
+            self._letter = self._incoming = None
 
     def _pay(self, stream: int) -> None:
         if self._owed[stream]:

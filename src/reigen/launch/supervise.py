@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Self
 
 from reigen.cluster.environ import PREFIXED_VARIABLE
@@ -89,6 +91,7 @@ def _run_supervised(
         if options.verbose and muster.reason:
             complain(f"the other hosts reach this one at {server.address}: {muster.reason}")
         muster.prepare(server.address)
+        muster.deliver()
         address, port = muster.master or (split_address(server.address)[0], 0)
         port = port or stack.enter_context(hold_port()).getsockname()[1]
         services = Services(server.address, secret, port, address)
@@ -138,6 +141,8 @@ class Supervisor:
         self._display = Display(options, self.loop, lambda: self._crews, listener.complain)
         #: Crews of which something may be left, while sweeping.
         self._unswept: set[Crew] = set()
+        luggage = options.luggage
+        self._line = None if luggage is None else socket.socket(fileno=os.dup(luggage.line))
         self._grace_ends: float | None = None
         self._finish: Finish | None = None
         #: Do not wait until everything that was printed is written.
@@ -150,6 +155,8 @@ class Supervisor:
     def __exit__(self, *exception: object) -> None:
         for outpost in self.outposts.values():
             outpost.close()
+        if self._line is not None:
+            self._line.close()
         self.loop.__exit__(*exception)
 
     @property
@@ -163,7 +170,7 @@ class Supervisor:
             LaunchError: one cannot be started; those that were are the guard's to end.
         """
         for place in places:
-            self._local.start(self._options.command, place, self._options.descriptors)
+            self._local.start(self._options.command, place, self._options.luggage)
         self._tell(list(self._local.pids.items()), describe(places, reason))
 
     def call(self, host: str, command: Sequence[str]) -> Outpost:
@@ -286,9 +293,20 @@ class Supervisor:
             refused = outpost.refused
             raise LaunchError(f"host {outpost.host}: {refused.reason}", refused.exit_code)
         problem = explain(outpost.host, outpost.exit_code, outpost.said, self._options.ssh)
-        self._happened(HostLost(self._ranks[outpost.host], outpost.refused.reason or problem.what))
+        self._lost(outpost.host, outpost.refused.reason or problem.what)
         if outpost in self._unswept:
             self.swept(outpost)
+
+    def letter(self, text: bytes, parcel: int | None) -> None:
+        """See ``Principal``: for whoever holds the other end of the line."""
+        if self._line is not None:
+            with suppress(OSError):  # nobody does any more
+                socket.send_fds(self._line, [text], [] if parcel is None else [parcel])
+
+    def _lost(self, host: str, reason: str) -> None:
+        ranks = self._ranks[host]
+        self._listener.lost([rank for rank in ranks if rank in self._job.running], f"host {host} was lost: {reason}")
+        self._happened(HostLost(ranks, reason))
 
     def _tell(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
         if not self._options.verbose:

@@ -157,6 +157,9 @@ class _Visitor:
             self._asked[host] = time.time()
             outpost.send(orders.Ping())
 
+    def letter(self, text: bytes, parcel: int | None) -> None:
+        """No rank runs."""
+
     def printed(self, rank: int, stream: int, data: bytes) -> None:
         """No rank runs."""
 

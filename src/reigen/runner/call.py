@@ -69,20 +69,21 @@ def run(
         slots: no effect.
         reset_limit: no effect.
         cooldown_range: no effect.
-        hosts: this host, ``"localhost:4"``; others are not possible yet.
-        hostfile: a file with such hosts, a line each: ``localhost slots=4``.
+        hosts: where, and how many processes at most: ``"h1:4,h2:4"``; by default this host. Others are reached by ssh,
+            without a password, and need the same Python, Reigen, modules and working directory.
+        hostfile: a file with such hosts, a line each: ``h1 slots=4``.
         host_discovery_script: not possible yet.
         start_timeout: how many seconds ``init()`` waits for all ranks.
-        ssh_port: no effect.
-        ssh_identity_file: no effect.
+        ssh_port: where sshd listens there, by default what ssh's configuration says.
+        ssh_identity_file: private key, by default the same.
         disable_cache: no effect.
         output_filename: a directory; what rank N prints is kept in ``rank.N/stdout`` and ``rank.N/stderr`` there, too.
         verbose: tell on stderr what is started, where, and why there.
         use_gloo: no effect.
         use_mpi: no effect.
         mpi_args: no effect.
-        network_interface: no effect.
-        network_interfaces: no effect.
+        network_interface: interfaces through which hosts may talk to each other: ``"eth0,eth1"``.
+        network_interfaces: the same, as a text or as a list.
         executable: the Python to run, with Reigen installed; by default this process's.
         np: deprecated, ``num_proc``.
         min_np: deprecated, ``min_num_proc``.
@@ -169,6 +170,10 @@ def _keeper(settings: Settings, parcel: int, line: int) -> tuple[str, ...]:
         output_directory=settings.output_directory,
         verbose=settings.verbose,
         executable=settings.executable,
+        hosts=tuple((host.name, host.slots) for host in settings.hosts),
+        ssh_port=settings.ssh_port,
+        ssh_identity_file=settings.ssh_identity_file,
+        network_interfaces=settings.network_interfaces,
     )
     return command("reigen.runner.keeper", [msgspec.json.encode(order).decode()])
 
@@ -189,7 +194,7 @@ def _outcome(watch: Watch, size: int) -> list[Any]:
             text, frozen = unpack(watch.parcels[report.rank])
             raise raised(report, size, text) from thaw(frozen)
         case Died(rank, exit_code, returned):
-            raise died(rank, size, exit_code, returned=returned)
+            raise died(rank, size, exit_code, complaints(watch.messages), returned=returned)
         case Stopped(signum):
             raise LaunchError(f"the job was stopped: its launcher was sent {signal_name(signum)}", 128 + signum)
         case Lost(reason):

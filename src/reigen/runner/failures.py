@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from reigen.errors import RankFailedError
 from reigen.launch.processes import signal_name
 from reigen.runner.line import Report
@@ -18,9 +20,13 @@ def raised(report: Report, size: int, traceback: str) -> RankFailedError:
     )
 
 
-def died(rank: int, size: int, exit_code: int, *, returned: bool) -> RankFailedError:
-    """The process ended by itself; a negative ``exit_code`` is minus the signal that ended it."""
+def died(rank: int, size: int, exit_code: int, complaints: Sequence[str] = (), *, returned: bool) -> RankFailedError:
+    """The process ended by itself; a negative ``exit_code`` is minus the signal that ended it.
+
+    Where it was lost with its host, the launcher's ``complaints`` say so.
+    """
     when = "after the function had returned" if returned else "before the function returned"
+    when = "\n".join([when, *complaints])
     if exit_code >= 0:
         return RankFailedError(f"rank {rank} of {size} exited with code {exit_code}, {when}", exit_code, rank=rank)
     return RankFailedError(

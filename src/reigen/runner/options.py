@@ -1,25 +1,23 @@
-"""What the many arguments of `reigen.run` come to on one host. Decides and explains; no I/O but a host file."""
+"""What the many arguments of `reigen.run` come to. Decides and explains; no I/O but a host file."""
 
 from __future__ import annotations
 
 import operator
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import SupportsIndex
 
 from reigen.errors import ConfigError
-from reigen.launch.hosts import assign, check_fixed_size, hosts_of, is_this_host
+from reigen.launch.hosts import Host, check_fixed_size, check_slots, hosts_of
+from reigen.launch.ssh import Ssh
 
-#: Accepted for the sake of existing calls. There is one transport between processes of a host, and no ssh.
+#: Accepted for the sake of existing calls.
 _WITHOUT_EFFECT = (
     "use_gloo",
     "use_mpi",
     "mpi_args",
     "disable_cache",
-    "ssh_port",
-    "ssh_identity_file",
-    "network_interface",
-    "network_interfaces",
     "slots",
     "reset_limit",
     "cooldown_range",
@@ -62,6 +60,10 @@ class Settings:
     output_directory: str | None
     verbose: bool
     executable: str | None
+    hosts: tuple[Host, ...]
+    ssh_port: int | None
+    ssh_identity_file: str | None
+    network_interfaces: str | None
 
 
 def settle(arguments: Arguments) -> tuple[Settings, str]:
@@ -75,7 +77,9 @@ def settle(arguments: Arguments) -> tuple[Settings, str]:
     check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments.host_discovery_script else None)
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
-    _check_all_here(arguments, num_ranks)
+    hosts = hosts_of(arguments.hosts, arguments.hostfile, num_ranks)
+    check_slots(hosts, num_ranks)
+    Ssh(port=arguments.ssh_port)  # raises
     timeout = arguments.start_timeout
     if timeout is not None and not 0 < timeout < 1e9:
         raise ConfigError(f"start_timeout must be a number of seconds greater than 0, not {timeout!r}")
@@ -86,19 +90,24 @@ def settle(arguments: Arguments) -> tuple[Settings, str]:
         None if directory is None else os.fspath(directory),
         bool(arguments.verbose),
         arguments.executable,
+        tuple(hosts),
+        arguments.ssh_port,
+        arguments.ssh_identity_file,
+        _interfaces(arguments),
     )
     idle = [name for name in _WITHOUT_EFFECT if getattr(arguments, name) not in (None, False)]
-    return settings, f"no effect on a job of one host: {', '.join(idle)}" if idle else ""
+    return settings, f"no effect: {', '.join(idle)}" if idle else ""
 
 
-def _check_all_here(arguments: Arguments, num_ranks: int) -> None:
-    seats = assign(hosts_of(arguments.hosts, arguments.hostfile, num_ranks), num_ranks, is_this_host)
-    strangers = [each.host for each in seats if not each.is_here]
-    if strangers:
-        raise ConfigError(
-            f"hosts: {', '.join(strangers)}: run() starts processes on this host alone, so far; leave the hosts out, "
-            f"or say localhost:{num_ranks}"
-        )
+def _interfaces(arguments: Arguments) -> str | None:
+    """Both spellings, as the variable has it."""
+    names: list[str] = []
+    for given in (arguments.network_interface, arguments.network_interfaces):
+        if isinstance(given, str):
+            names += given.split(",")
+        elif isinstance(given, Sequence):
+            names += [str(name) for name in given]
+    return ",".join(names) or None
 
 
 def _num_ranks(num_proc: SupportsIndex) -> int:
