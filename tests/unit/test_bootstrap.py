@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -62,12 +63,15 @@ def test_without_a_coordinator_it_must_be_set():
     assert "REIGEN_SECRET:" not in str(caught.value)
 
 
-def test_a_coordinator_on_this_host_hands_over_where_there_is_no_secret():
-    assert means(ELSEWHERE, here=True) == (
+def test_a_coordinator_on_this_host_hands_over_where_there_is_no_secret_and_maybe_no_other_host():
+    unknown = replace(ELSEWHERE, local=None)
+    assert means(unknown, here=True) == (
         Means.HANDOVER,
         "rank 0 hosts the control service on h1, which is this host",
     )
-    assert means(ELSEWHERE, secret=True, here=True)[0] is Means.KNOWN
+    assert means(unknown, secret=True, here=True)[0] is Means.KNOWN
+    with pytest.raises(ConfigError):
+        means(ELSEWHERE, here=True)  # the launcher says that there are others
 
 
 # -- what is given ----------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def choose_means(job: Job, *, has_secret: bool, coordinator_is_here: bool) -> tu
         return Means.HANDOVER, f"all {job.size} ranks are on one host: rank 0 hosts the control service"
     if has_secret and job.coordinator is not None:
         return Means.KNOWN, f"rank 0 hosts the control service on {job.coordinator}; the secret was given"
-    if not has_secret and coordinator_is_here:
+    if not has_secret and job.local is None and coordinator_is_here:
         return Means.HANDOVER, f"rank 0 hosts the control service on {job.coordinator}, which is this host"
     raise ConfigError(_what_to_set(job, has_secret=has_secret))
 
@@ -256,6 +256,10 @@ def _by_secret(job: Job, given: bytes, port: int | None, coordinator: str, reaso
 
 
 def _host_for_all(secret: bytes, coordinator: str, ports: Sequence[int], reason: str, manner: Manner) -> Access:
+    if not is_here(coordinator):  # behind another address, or it is not here that rank 0 was meant to be
+        for port in ports:
+            with suppress(AuthenticationError):
+                _problem(Pointer(join_address(coordinator, port), secret), 0, time.monotonic(), manner.tls)
     host, why = own_address(manner.interfaces, coordinator)
     problems = []
     for port in ports:

@@ -1,0 +1,155 @@
+"""Ranks on several machines that somebody else has started: they find each other, or say why they cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.network.conftest import MakeHosts
+from tests.network.slurm import Slurm, why_no_slurm
+from tests.network.test_hosts import wait_for
+
+from reigen.cluster.given import job_secret, ports_of
+from reigen.testing.hosts import Host, HostProcess
+
+MEET = (sys.executable, str(Path(__file__).with_name("meet.py")))
+SECRET = os.urandom(32).hex()
+
+pytestmark = pytest.mark.slow
+
+
+def torch_like(rank: int, size: int, **more: str) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "h1", "MASTER_PORT": "29500", **more}
+
+
+def met(outputs: Sequence[str]) -> list[list[Any]]:
+    """What ranks printed, by rank."""
+    return sorted(json.loads(line) for output in outputs for line in output.splitlines() if line.startswith("["))
+
+
+def run_on(hosts: Sequence[Host], environs: Sequence[Mapping[str, str]]) -> list[tuple[int, str, str]]:
+    """A rank on each host: exit code, stdout, stderr."""
+    ranks = [host.start(MEET, env=environ) for host, environ in zip(hosts, environs, strict=True)]
+    codes = [rank.wait(60.0) for rank in ranks]
+    return [(code, *rank.output()) for code, rank in zip(codes, ranks, strict=True)]
+
+
+def check_met(ends: Sequence[tuple[int, str, str]], machines: list[list[int]], hostnames: list[str], port: int) -> None:
+    assert [code for code, _, _ in ends] == [0] * len(ends), ends
+    found = met([out for _, out, _ in ends])
+    assert [rank[:3] for rank in found] == [[rank, machines, hostnames] for rank in range(len(ends))]
+    assert {rank[3] for rank in found} <= {f"10.77.0.1:{port}", f"h1:{port}"}
+
+
+def first_port(job_id: str = "29500") -> int:
+    return ports_of(job_secret(bytes.fromhex(SECRET), job_id))[0]
+
+
+@pytest.mark.parametrize("way", ["variable", "file"])
+def test_ranks_meet_by_a_secret(make_hosts: MakeHosts, tmp_path: Path, way: str) -> None:
+    one, two = make_hosts(2, shared=[tmp_path])
+    (tmp_path / "secret").write_text(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    secret = {"REIGEN_SECRET": SECRET} if way == "variable" else {"REIGEN_SECRET_FILE": str(tmp_path / "secret")}
+    ends = run_on([one, two, two, one], [torch_like(rank, 4, **secret) for rank in range(4)])
+    check_met(ends, [[0, 3], [1, 2]], ["h1", "h2", "h2", "h1"], first_port())
+
+
+def test_a_host_that_calls_itself_loopback_listens_where_the_others_look(make_hosts: MakeHosts) -> None:
+    one, two = make_hosts(2)
+    (one.root / "etc/hosts").write_text("127.0.0.1 localhost\n127.0.1.1 h1\n10.77.0.2 h2\n")  # as Debian does
+    ends = run_on([one, two], [torch_like(rank, 2, REIGEN_SECRET=SECRET) for rank in range(2)])
+    check_met(ends, [[0], [1]], ["h1", "h2"], first_port())
+
+
+def test_a_port_of_choice_and_the_next_one_where_it_is_taken(make_hosts: MakeHosts) -> None:
+    one, two = make_hosts(2)
+    port = {"REIGEN_RENDEZVOUS_PORT": "4321"}
+    ends = run_on([one, two], [torch_like(rank, 2, REIGEN_SECRET=SECRET, **port) for rank in range(2)])
+    check_met(ends, [[0], [1]], ["h1", "h2"], 4321)
+    taken = one.start(
+        [sys.executable, "-c", f"import socket; taken = socket.create_server(('', {first_port()})); input()"],
+        has_input=True,
+    )
+    one.wait_until_listening(first_port())
+    ends = run_on([one, two], [torch_like(rank, 2, REIGEN_SECRET=SECRET) for rank in range(2)])
+    check_met(ends, [[0], [1]], ["h1", "h2"], ports_of(job_secret(bytes.fromhex(SECRET), "29500"))[1])
+    taken.kill()
+
+
+def test_without_a_secret_only_the_host_of_rank_0_can_come(make_hosts: MakeHosts) -> None:
+    one, two = make_hosts(2)
+    short = {"REIGEN_START_TIMEOUT": "4"}
+    ends = run_on([one, one, two], [torch_like(rank, 3, **short) for rank in range(3)])
+    assert [code for code, _, _ in ends] == [1, 1, 1]
+    for _, _, err in ends[:2]:
+        assert "rank(s) 2 did not call init() within 4 s" in err
+    assert "REIGEN_SECRET" in ends[2][2]
+    assert "started this process as rank 2 of 3" in ends[2][2]
+
+
+def test_a_wrong_secret_is_told_on_both_sides(make_hosts: MakeHosts) -> None:
+    one, two = make_hosts(2)
+    common = {"REIGEN_START_TIMEOUT": "4", "REIGEN_RENDEZVOUS_PORT": "4321"}
+    ends = run_on(
+        [one, two], [torch_like(rank, 2, REIGEN_SECRET=digit * 64, **common) for rank, digit in enumerate("ab")]
+    )
+    assert [code for code, _, _ in ends] == [1, 1]
+    assert "DeadlineError: rank(s) 1 did not call init() within 4 s" in ends[0][2]
+    assert "AuthenticationError" in ends[1][2] or "cannot be reached" in ends[1][2]
+
+
+def test_one_rank_on_two_hosts(make_hosts: MakeHosts) -> None:
+    one, two = make_hosts(2)
+    ranks = [torch_like(rank, 3, REIGEN_SECRET=SECRET) for rank in range(3)]
+    zero, first = one.start(MEET, env=ranks[0]), one.start(MEET, env=ranks[1])
+    one.wait_until_listening(first_port())
+    wait_for(lambda: is_connected(one, first), "rank 1 to be in")
+    for rank in (0, 1):
+        ((code, _, err),) = run_on([two], [ranks[rank]])
+        assert code == 1
+        assert f"ConfigError: rank {rank} of this job is process " in err
+        assert "of host h1, and process" in err
+        assert "of host h2 says that it is this rank, too" in err
+    ((code, _, err),) = run_on([two], [ranks[2]])
+    assert (code, zero.wait(30.0), first.wait(30.0)) == (0, 0, 0), err
+
+
+def is_connected(host: Host, process: HostProcess) -> bool:
+    """Whether a process waits at the rendezvous: it has a connection over TCP and is done with importing."""
+    lines = Path(f"/proc/{process.pid}/net/tcp").read_text().splitlines()[1:]
+    return sum(line.split()[3] == "01" for line in lines) >= 4  # both ends of rank 0's and of rank 1's
+
+
+@pytest.fixture
+def slurm(make_hosts: MakeHosts, tmp_path: Path) -> Slurm:
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    return Slurm(make_hosts(2, shared=[tmp_path]), tmp_path)
+
+
+def test_steps_and_scripts_of_slurm(slurm: Slurm, tmp_path: Path) -> None:
+    # one host needs nothing
+    code, out, err = slurm.run("srun", "-N1", "-n2", *MEET)
+    assert code == 0, err
+    assert [rank[:3] for rank in met([out])] == [[rank, [[0, 1]], ["h1", "h1"]] for rank in range(2)]
+    # several need a secret, which the step inherits; the ranks are numbered in turn
+    code, out, err = slurm.run("srun", "-N2", "-n3", "--distribution=cyclic", *MEET, env={"REIGEN_SECRET": SECRET})
+    assert code == 0, err
+    assert [rank[:3] for rank in met([out])] == [[rank, [[0, 2], [1]], ["h1", "h2", "h1"]] for rank in range(3)]
+    # and say so
+    code, _, err = slurm.run("srun", "-N2", "-n2", *MEET)
+    assert code != 0
+    for rank in range(2):
+        assert f"srun (a Slurm step) started this process as rank {rank} of 2" in err
+    assert "REIGEN_SECRET" in err
+    # a batch script is one process, whatever it has reserved
+    script = tmp_path / "batch.sh"
+    script.write_text(f"#!/bin/sh\n{sys.executable} -c 'import reigen; reigen.init(); print(reigen.size())'\n")
+    code, _, err = slurm.run("sbatch", "--wait", "-N2", "-n4", "-o", str(tmp_path / "out"), str(script))
+    assert (code, (tmp_path / "out").read_text()) == (0, "1\n"), err
