@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.mpirun import MPICH, PYPI, find, run
 from tests.multiprocess.launcher import until
 
 from reigen.testing.environment import clean_environment
@@ -192,11 +193,16 @@ def test_a_child_of_a_rank_is_no_rank(secret: dict[str, str]) -> None:
 
 
 def test_several_hosts_without_a_secret_are_told_what_to_set() -> None:
-    variables = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    variables = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     with ranks([INIT], [variables]) as started:
         ((code, _, err),) = finish(started)
     assert code == 1
-    for part in ("mpiexec (MPICH, Intel MPI or MVAPICH)", "REIGEN_SECRET", "REIGEN_SECRET_FILE", "MASTER_ADDR"):
+    for part in (
+        "whoever set RANK and WORLD_SIZE started this process",
+        "REIGEN_SECRET",
+        "REIGEN_SECRET_FILE",
+        "MASTER_ADDR",
+    ):
         assert part in err
 
 
@@ -242,3 +248,28 @@ def wait_until_connected(pid: int) -> None:
         return any(line.split()[3] == "01" and f"socket:[{line.split()[9]}]" in sockets for line in lines)
 
     until(connected)
+
+
+# -- mpirun -----------------------------------------------------------------------------------------------------------
+
+#: MPI says that every rank has a host of its own: then rank 0 tells the others over MPI.
+HOSTS_OF_THEIR_OWN = {
+    PYPI: {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"},
+    MPICH: {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+}
+
+
+@pytest.mark.parametrize("hosts", ["one", "several"])
+@pytest.mark.parametrize("name", [PYPI, pytest.param(MPICH, marks=pytest.mark.slow)])
+def test_mpirun(name: str, hosts: str, tmp_path: Path) -> None:
+    mpi = find(name, tmp_path)
+    if isinstance(mpi, str):
+        pytest.skip(mpi)
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    pretend = [] if hosts == "one" else ["env", *(f"{key}={value}" for key, value in HOSTS_OF_THEIR_OWN[name].items())]
+    done = run(mpi, 3, [*pretend, sys.executable, str(script)], environ={"REIGEN_LOG": "info"})
+    assert done.exit_code == 0, done
+    assert [total for _, total in results(done.stdout)] == [[6.0] * 3] * 6
+    assert "3 process(es), started by mp" in done.stderr
+    assert ("tells the others over MPI" in done.stderr) == (hosts == "several")

@@ -55,10 +55,10 @@ def meet() -> str:
     job = detect(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
-    client = RendezvousClient(job.rendezvous, job.secret, job.topology.rank, 10.0)
+    client = RendezvousClient(job.rendezvous, job.secret, job.rank, 10.0)
     try:
-        client.put(f"from {job.topology.rank}", str(job.topology.rank).encode())
-        return client.get(f"from {1 - job.topology.rank}", 10.0).decode()
+        client.put(f"from {job.rank}", str(job.rank).encode())
+        return client.get(f"from {1 - job.rank}", 10.0).decode()
     finally:
         client.close()
 

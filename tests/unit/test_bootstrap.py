@@ -19,20 +19,23 @@ from reigen.wire.interfaces import own_addresses
 
 SECRET = b"s" * 32
 OTHER_USER = 65534
-HERE = Job(1, 4, None, None, None, "somebody", "RANK=1", local=(1, 4))
-ELSEWHERE = Job(1, 4, None, None, None, "somebody", "RANK=1", local=(1, 2), coordinator="h1")
-NOWHERE = Job(1, 4, None, None, None, "somebody", "RANK=1")
+HERE = Job(1, 4, None, None, "somebody", "RANK=1", local=(1, 4))
+ELSEWHERE = Job(1, 4, None, None, "somebody", "RANK=1", local=(1, 2), coordinator="h1")
+NOWHERE = Job(1, 4, None, None, "somebody", "RANK=1")
 
 
 # -- the decision -----------------------------------------------------------------------------------------------------
 
 
-def means(job, *, secret=False, here=False):
-    return choose_means(job, has_secret=secret, coordinator_is_here=here)
+NO_MPI = (False, "mpi4py is not installed")
+
+
+def means(job, *, secret=False, here=False, mpi=(False, "")):
+    return choose_means(job, has_secret=secret, coordinator_is_here=here, mpi=mpi)
 
 
 def test_a_launcher_that_hosts_the_service_is_believed():
-    given = Job(1, 4, None, "h1:4242", SECRET, "reigen run", "", coordinator="h1")
+    given = Job(1, 4, "h1:4242", SECRET, "reigen run", "", coordinator="h1")
     assert means(given, secret=True, here=True) == (Means.GIVEN, "the launcher hosts the control service")
 
 
@@ -72,6 +75,19 @@ def test_a_coordinator_on_this_host_hands_over_where_there_is_no_secret_and_mayb
     assert means(unknown, secret=True, here=True)[0] is Means.KNOWN
     with pytest.raises(ConfigError):
         means(ELSEWHERE, here=True)  # the launcher says that there are others
+
+
+def test_mpi_carries_what_no_secret_can_authenticate():
+    usable = (True, "started by MPI")
+    assert means(ELSEWHERE, mpi=usable) == (
+        Means.MPI,
+        "rank 0 hosts the control service and tells the others over MPI: started by MPI",
+    )
+    assert means(NOWHERE, secret=True, mpi=usable)[0] is Means.MPI
+    assert means(ELSEWHERE, secret=True, mpi=usable)[0] is Means.KNOWN
+    assert means(HERE, mpi=usable)[0] is Means.HANDOVER
+    with pytest.raises(ConfigError, match="now they cannot: mpi4py is not installed"):
+        means(ELSEWHERE, mpi=NO_MPI)
 
 
 # -- what is given ----------------------------------------------------------------------------------------------------

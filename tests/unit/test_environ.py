@@ -4,7 +4,6 @@ import pytest
 
 from reigen.cluster.environ import detect
 from reigen.cluster.launchers import first_host
-from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
 REIGEN = {
@@ -21,21 +20,21 @@ REIGEN = {
 
 def test_alone():
     job = detect({"PATH": "/bin", "REIGEN_PLANE": "shm"})
-    assert job.topology == Topology(0, 1, 0, 1, 0, 1)
+    assert (job.rank, job.size, job.local) == (0, 1, (0, 1))
     assert (job.rendezvous, job.secret, job.launcher) == (None, None, "none")
     assert "no launcher" in job.reason
 
 
 def test_started_by_reigen_run():
     job = detect(REIGEN)
-    assert job.topology == Topology(1, 2, 1, 2, 0, 1)
+    assert (job.rank, job.size, job.local) == (1, 2, (1, 2))
     assert job.rendezvous == "127.0.0.1:4242"
     assert job.secret == b"\xab" * 32
     assert job.launcher == "reigen run"
 
 
 def test_reigens_own_variables_come_first():
-    assert detect({**REIGEN, "RANK": "0", "WORLD_SIZE": "9", "PMI_SIZE": "4", "PMI_RANK": "2"}).topology.size == 2
+    assert detect({**REIGEN, "RANK": "0", "WORLD_SIZE": "9", "PMI_SIZE": "4", "PMI_RANK": "2"}).size == 2
 
 
 def test_the_secret_is_not_shown():
@@ -180,21 +179,16 @@ def test_launchers(environ, launcher, place, local, coordinator, job_id, by_mpi)
     assert "ignored" not in job.reason
 
 
-def test_what_launchers_say_of_hosts():
-    assert detect(TORCHRUN).topology == Topology(5, 6, 2, 3, 1, 2)
-    assert detect(SLURM_STEP).topology == Topology(3, 5, 1, 2, 1, 2)  # n4 has no second task
-    assert detect({**SLURM_STEP, "SLURM_NODEID": "2", "SLURM_LOCALID": "0"}).topology == Topology(3, 5, 0, 1, 2, 3)
-    assert detect(HOROVODRUN).topology == Topology.on_one_host(1, 2)
-    assert detect(HOROVODRUN).is_on_one_host
-    for unknown in (OPEN_MPI, HYDRA, SAGEMAKER, JSRUN):
-        assert detect(unknown).topology is None
-        assert not detect(unknown).is_on_one_host
-    assert detect({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}).topology == Topology(3, 4, 1, 4, 0, 1)
+def test_whether_all_ranks_are_on_one_host():
+    for one in (HOROVODRUN, {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, {**TORCHRUN, "LOCAL_WORLD_SIZE": "6"}):
+        assert detect(one).is_on_one_host
+    for several in (TORCHRUN, OPEN_MPI, HYDRA, SAGEMAKER, JSRUN, SLURM_STEP, {"PMI_RANK": "0", "PMI_SIZE": "2"}):
+        assert not detect(several).is_on_one_host
 
 
-def test_hosts_with_different_numbers_of_ranks_are_left_to_the_ranks():
-    job = detect({**TORCHRUN, "LOCAL_WORLD_SIZE": "4"})
-    assert (job.local, job.topology) == ((2, 4), None)
+@pytest.mark.parametrize(("node", "tasks"), [("0", 2), ("1", 2), ("2", 1)])
+def test_tasks_of_a_node_of_slurm(node, tasks):
+    assert detect({**SLURM_STEP, "SLURM_NODEID": node, "SLURM_LOCALID": "0"}).local == (0, tasks)
 
 
 @pytest.mark.parametrize(
@@ -256,13 +250,13 @@ def test_a_secret_alone_makes_no_job():
         ({"TORCHELASTIC_RUN_ID": "x"}, ["torchrun", "RANK is not set", "WORLD_SIZE is not set"]),
         ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK is 4, but must be less than WORLD_SIZE, 4"]),
         ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0, but must be at least 1"]),
-        ({**TORCHRUN, "LOCAL_RANK": "3"}, ["the number on its host is 3 of 3, in a job of 6"]),
+        ({**TORCHRUN, "LOCAL_RANK": "3"}, ["its number on its host is 3 of 3, in a job of 6"]),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "9"}, ["2 of 9, in a job of 6"]),
         ({**TORCHRUN, "RANK": "-1", "LOCAL_RANK": "x"}, ["RANK is '-1'", "LOCAL_RANK is 'x'"]),
         ({"OMPI_COMM_WORLD_RANK": "1"}, ["Open MPI", "OMPI_COMM_WORLD_SIZE is not set"]),
         ({"PMI_SIZE": "1"}, ["MPICH", "PMI_RANK is not set"]),
         ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "2(x"}, ["SLURM_STEP_TASKS_PER_NODE is '2(x'"]),
-        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "9(x99999999)"}, ["SLURM_STEP_TASKS_PER_NODE"]),
+        ({**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": "9(x99999999)"}, ["its number on its host is 1 of 9"]),
         ({**SLURM_STEP, "SLURM_NODEID": "3"}, ["SLURM_NODEID is 3, but", "has 3 nodes"]),
         ({**SAGEMAKER, "SM_CURRENT_HOST": "x"}, ["SM_CURRENT_HOST is 'x', which is not in SM_HOSTS"]),
         ({**SAGEMAKER, "SM_HOSTS": "algo-1"}, ["SM_HOSTS is 'algo-1', not a list"]),
@@ -308,7 +302,7 @@ def test_what_is_missing_or_contradictory_is_one_error_that_lists_it_all(environ
 )
 def test_one_process_is_alone(environ):
     job = detect(environ)
-    assert (job.size, job.topology) == (1, Topology.alone())
+    assert (job.rank, job.size, job.local) == (0, 1, (0, 1))
 
 
 @pytest.mark.parametrize(

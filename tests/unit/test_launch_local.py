@@ -46,7 +46,7 @@ def test_every_name_of_the_contract():
 
 def test_what_the_launcher_says_is_what_init_reads():
     job = detect(environ_of(2, 3))
-    assert (job.topology.rank, job.topology.size, job.secret) == (2, 3, b"\xab" * 32)
+    assert (job.rank, job.size, job.secret) == (2, 3, b"\xab" * 32)
 
 
 def test_the_users_environment_is_kept_and_a_job_inside_a_job_is_a_new_job():

@@ -7,6 +7,7 @@ and the others have to learn two things before they can trust anybody: where, an
 HANDOVER  All ranks are on one host: rank 0 hands both over through a Unix socket; the kernel vouches for the user.
 KNOWN     All ranks have been given one secret (REIGEN_SECRET, REIGEN_SECRET_FILE), and the launcher names the host of
           rank 0. The ports follow from the secret: several, tried in turn, since one may be taken.
+MPI       An MPI launcher has started the ranks, and mpi4py is there: rank 0 tells all others over MPI.
 
 The secret that authenticates connections is not the given one, but made from it and the job's name, so that a file may
 serve many jobs and none of them takes another for itself.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -26,10 +28,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from reigen.cluster.claim import claim
 from reigen.cluster.environ import SECRET_VARIABLE, Job
 from reigen.cluster.given import PORT_VARIABLE, SECRET_FILE_VARIABLE, Given, job_secret, ports_of
 from reigen.cluster.handover import Handover, Pointer, fetch, socket_name
+from reigen.cluster.mpi_world import usable
 from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
 from reigen.cluster.service import join_address
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, PeerLostError
@@ -39,9 +44,13 @@ from reigen.wire.interfaces import choose_address, own_addresses
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.wire.tls import Tls
 
+_log = logging.getLogger(__name__)
+
 _AGAIN_SECONDS = 0.1
 #: A host that does not even refuse may be asked that long before another of its ports is tried.
 _TRY_SECONDS = 2.0
+#: Characters of what rank 0 tells over MPI when it cannot host the service.
+_MAX_REASON = 200
 #: An address that nobody has: packets to it would leave by the interface that leads to everybody (RFC 5737).
 _ELSEWHERE = "192.0.2.1"
 
@@ -84,6 +93,8 @@ class Accesses:
         """As `reach`. What rank 0 hosts is closed by atexit: behind all that is registered there later."""
         if job not in self._found:
             self._found[job] = access = reach(job, environ, manner)
+            if job.rank == 0:
+                _log.info("control service at %s: %s", access.address, access.reason)
             atexit.register(access.close)
         return self._found[job]
 
@@ -94,6 +105,7 @@ class Means(Enum):
     GIVEN = auto()
     HANDOVER = auto()
     KNOWN = auto()
+    MPI = auto()
 
 
 @dataclass(frozen=True)
@@ -132,21 +144,25 @@ def reach(job: Job, environ: Mapping[str, str], manner: Manner) -> Access:
     """
     given = Given.of(environ)
     here = job.coordinator is not None and is_here(job.coordinator)
-    means, reason = choose_means(job, has_secret=given.secret is not None, coordinator_is_here=here)
+    mpi = usable(environ) if job.by_mpi else (False, "")
+    means, reason = choose_means(job, has_secret=given.secret is not None, coordinator_is_here=here, mpi=mpi)
     if job.rendezvous is not None and job.secret is not None:
         return Access(job.rendezvous, job.secret, reason)
+    if means is Means.MPI:
+        return _by_mpi(job, environ, reason, manner)
     if means is Means.HANDOVER or given.secret is None or job.coordinator is None:
         return _by_handover(job, reason, manner)
     return _by_secret(job, given.secret, given.port, job.coordinator, reason, manner)
 
 
-def choose_means(job: Job, *, has_secret: bool, coordinator_is_here: bool) -> tuple[Means, str]:
+def choose_means(job: Job, *, has_secret: bool, coordinator_is_here: bool, mpi: tuple[bool, str]) -> tuple[Means, str]:
     """How the ranks learn of the service, and why so.
 
     Args:
         job: the job.
         has_secret: all ranks have been given one.
         coordinator_is_here: the host of rank 0 is known, and it is this one.
+        mpi: whether the ranks can talk over MPI, and why or why not.
 
     Raises:
         ConfigError: there is no way.
@@ -157,12 +173,14 @@ def choose_means(job: Job, *, has_secret: bool, coordinator_is_here: bool) -> tu
         return Means.HANDOVER, f"all {job.size} ranks are on one host: rank 0 hosts the control service"
     if has_secret and job.coordinator is not None:
         return Means.KNOWN, f"rank 0 hosts the control service on {job.coordinator}; the secret was given"
+    if mpi[0]:
+        return Means.MPI, f"rank 0 hosts the control service and tells the others over MPI: {mpi[1]}"
     if not has_secret and job.local is None and coordinator_is_here:
         return Means.HANDOVER, f"rank 0 hosts the control service on {job.coordinator}, which is this host"
-    raise ConfigError(_what_to_set(job, has_secret=has_secret))
+    raise ConfigError(_what_to_set(job, has_secret, mpi[1]))
 
 
-def _what_to_set(job: Job, *, has_secret: bool) -> str:
+def _what_to_set(job: Job, has_secret: bool, no_mpi: str) -> str:
     beginning = f"{job.launcher} started this process as rank {job.rank} of {job.size} ({job.reason})"
     lines = [f"{beginning}, but the ranks cannot find and authenticate each other. Set, for all of them:"]
     if not has_secret:
@@ -173,6 +191,8 @@ def _what_to_set(job: Job, *, has_secret: bool) -> str:
         )
     if job.coordinator is None:
         lines.append("  MASTER_ADDR: name or address of the host where rank 0 runs")
+    if no_mpi:
+        lines.append(f"Or let them talk over MPI, which needs none of this; now they cannot: {no_mpi}.")
     lines.append("Or start the job with `reigen run -np N -H HOST:RANKS,... command`, which needs none of this.")
     return "\n".join(lines)
 
@@ -253,6 +273,30 @@ def _by_secret(job: Job, given: bytes, port: int | None, coordinator: str, reaso
     pointers = [Pointer(join_address(coordinator, one), secret) for one in ports]
     pointer = _find(lambda: pointers, job.rank, until, manner, is_certain=port is not None)
     return Access(pointer.address, secret, reason)
+
+
+def _by_mpi(job: Job, environ: Mapping[str, str], reason: str, manner: Manner) -> Access:
+    from reigen.cluster.mpi_share import share
+
+    until = time.monotonic() + manner.timeout_seconds
+    if job.rank != 0:
+        told = msgspec.msgpack.decode(share(None, until, environ), type=Pointer)
+        if not told.secret:  # the address is none, but the reason
+            raise ConfigError(f"{told.address} (told by rank 0)")
+        return Access(told.address, told.secret, reason)
+    secret = secrets.token_bytes(SECRET_BYTES)
+    try:
+        host, why = own_address(manner.interfaces, job.coordinator)
+        server = _host(secret, host, 0, manner)
+    except ConfigError as error:
+        share(msgspec.msgpack.encode(Pointer(str(error)[:_MAX_REASON], b"")), until, environ)
+        raise
+    try:
+        share(msgspec.msgpack.encode(Pointer(server.address, secret)), until, environ)
+    except BaseException:
+        server.close()
+        raise
+    return Access(server.address, secret, f"{reason}; it listens on {server.address}: {why}", (server,))
 
 
 def _host_for_all(secret: bytes, coordinator: str, ports: Sequence[int], reason: str, manner: Manner) -> Access:

@@ -38,13 +38,12 @@ class Job:
     Attributes:
         rank: this process's number.
         size: how many there are.
-        topology: all numbers of this process, where the launcher gives them; else the ranks find out
-            (`cluster.layout`), which has the last word.
         rendezvous: ``host:port`` of the launcher's control service; None: there is none, or the job is one process.
         secret: the job's 32 bytes, None where there is no service. Not shown in ``repr``.
         launcher: who started it, ``none`` when alone.
         reason: how that was found out, in words.
-        local: this process's number among those of its host, and how many these are; None where it is not known.
+        local: this process's number among those of its host, and how many these are, as the launcher says; None where
+            it does not. Which ranks share a machine, they find out by themselves (`cluster.layout`).
         coordinator: host of rank 0, None where it is not known.
         job_id: tells jobs of one user apart, the same on all ranks; empty where nothing does.
         by_mpi: started in a way that lets the ranks use MPI.
@@ -52,7 +51,6 @@ class Job:
 
     rank: int
     size: int
-    topology: Topology | None
     rendezvous: str | None
     secret: bytes | None = field(repr=False)
     launcher: str
@@ -85,7 +83,7 @@ def detect(environ: Mapping[str, str]) -> Job:
         if problem is not None:
             raise ConfigError(f"{problem}. Start the job with `reigen run -np N ...`; or unset them, to run it alone.")
         reason = "no launcher's variables are set: a job of one process"
-        return Job(0, 1, Topology.alone(), None, None, "none", reason, (0, 1))
+        return Job(0, 1, None, None, "none", reason, (0, 1))
     return _job(found, _reason(environ, found), environ)
 
 
@@ -109,20 +107,14 @@ def _reason(environ: Mapping[str, str], chosen: Found) -> str:
 
 
 def _job(found: Found, reason: str, environ: Mapping[str, str]) -> Job:
-    topology = None
-    if found.local is not None and (found.cross is not None or found.local[1] == found.size):
-        topology = Topology(found.rank, found.size, *found.local, *(found.cross or (0, 1)))
-    elif found.size == 1:
-        topology = Topology.alone()
     return Job(
         found.rank,
         found.size,
-        topology,
         None,
         None,
         found.launcher,
         reason,
-        local=found.local if topology is None else (topology.local_rank, topology.local_size),
+        local=found.local if found.size > 1 else (0, 1),
         coordinator=found.coordinator or environ.get("MASTER_ADDR") or None,
         job_id=found.job_id,
         by_mpi=found.by_mpi,
@@ -152,7 +144,7 @@ def _from_reigen(environ: Mapping[str, str]) -> Job:
     _refuse(problems)
     reason = f"REIGEN_RANK is set: rank {topology.rank} of {topology.size}"
     local = topology.local_rank, topology.local_size
-    return Job(topology.rank, topology.size, topology, rendezvous, secret, "reigen run", reason, local)
+    return Job(topology.rank, topology.size, rendezvous, secret, "reigen run", reason, local)
 
 
 def _refuse(problems: Sequence[str]) -> None:

@@ -24,7 +24,6 @@ class Found:
         size: how many there are.
         words: the variables that say so, with their values.
         local: this process's number among those of its host, and how many these are; None where it is not said.
-        cross: number of its host among those that have this local rank, and how many; None where it is not said.
         coordinator: host of rank 0, None where it is not said.
         job_id: tells jobs of one user apart, the same on all ranks, whatever they call their hosts; empty where nothing
             does.
@@ -36,7 +35,6 @@ class Found:
     size: int
     words: str
     local: tuple[int, int] | None = None
-    cross: tuple[int, int] | None = None
     coordinator: str | None = None
     job_id: str = ""
     by_mpi: bool = False
@@ -87,14 +85,13 @@ class _Variables:
         Raises:
             ConfigError: lists all that is wrong.
         """
-        local, cross = more.get("local"), more.get("cross")
+        local = more.get("local")
         if not self._problems:
             self._check(rank, size)
-            for name, pair in (("on its host", local), ("of its host", cross)):
-                if isinstance(pair, tuple) and not 0 <= pair[0] < pair[1] <= size[1]:
-                    self._problems.append(
-                        f"the number {name} is {pair[0]} of {pair[1]}, in a job of {size[1]} processes"
-                    )
+            if isinstance(local, tuple) and not 0 <= local[0] < local[1] <= size[1]:
+                self._problems.append(
+                    f"its number on its host is {local[0]} of {local[1]}, in a job of {size[1]} processes"
+                )
         if self._problems:
             raise ConfigError(
                 f"this process was started by {self._launcher}, whose variables are not in order:\n  "
@@ -125,11 +122,8 @@ def _torch(environ: Mapping[str, str]) -> Found | None:
     read = _Variables(environ, "torchrun" if torchrun else "whoever set RANK and WORLD_SIZE")
     rank, size = read.number("RANK"), read.number("WORLD_SIZE")
     local = read.pair("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    cross = read.pair("GROUP_RANK", "GROUP_WORLD_SIZE")
-    if local is not None and cross is not None and local[1] * cross[1] != size:
-        cross = None  # hosts with different numbers of ranks
     job_id = _joined(environ, "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return read.found(("RANK", rank), ("WORLD_SIZE", size), local=local, cross=cross, job_id=job_id)
+    return read.found(("RANK", rank), ("WORLD_SIZE", size), local=local, job_id=job_id)
 
 
 def _horovodrun(environ: Mapping[str, str]) -> Found | None:
@@ -141,7 +135,6 @@ def _horovodrun(environ: Mapping[str, str]) -> Found | None:
         ("HOROVOD_RANK", rank),
         ("HOROVOD_SIZE", size),
         local=read.pair("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-        cross=read.pair("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
         job_id=_joined(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
     )
 
@@ -178,38 +171,33 @@ def _slurm(environ: Mapping[str, str]) -> Found | None:
         return None
     read = _Variables(environ, "srun (a Slurm step)")
     rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS")
-    local, cross = _slurm_places(read, environ.get("SLURM_STEP_TASKS_PER_NODE"))
+    local = _slurm_local(read, environ.get("SLURM_STEP_TASKS_PER_NODE"))
     return read.found(
         ("SLURM_PROCID", rank),
         ("SLURM_STEP_NUM_TASKS", size),
         local=local,
-        cross=cross,
         coordinator=first_host(environ.get("SLURM_STEP_NODELIST", "")),
         job_id=_joined(environ, "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
         by_mpi="PMI_RANK" in environ or "PMIX_RANK" in environ,
     )
 
 
-def _slurm_places(
-    read: _Variables, tasks_per_node: str | None
-) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
-    """Numbers on the host and across hosts, from lists like ``2(x3),1``: two tasks on three nodes, one on the next."""
+def _slurm_local(read: _Variables, tasks_per_node: str | None) -> tuple[int, int] | None:
+    """The number on the host, from a list like ``2(x3),1``: two tasks on each of three nodes, one on the next."""
     local_rank, node = read.optional("SLURM_LOCALID"), read.optional("SLURM_NODEID")
     if tasks_per_node is None or local_rank is None or node is None:
-        return None, None
-    tasks: list[int] = []
+        return None
+    num_nodes = 0
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
-        if match is None or int(match[2] or 1) + len(tasks) > 1 << 20:
+        if match is None:
             read.complain(f"SLURM_STEP_TASKS_PER_NODE is {tasks_per_node!r}, which is not like 2(x3),1")
-            return None, None
-        tasks += [int(match[1])] * int(match[2] or 1)
-    if node >= len(tasks):
-        read.complain(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has {len(tasks)} nodes")
-        return None, None
-    with_this = [number for number, count in enumerate(tasks) if count > local_rank]
-    cross = (with_this.index(node), len(with_this)) if node in with_this else None
-    return (local_rank, tasks[node]), cross
+            return None
+        num_nodes += int(match[2] or 1)
+        if node < num_nodes:
+            return local_rank, int(match[1])
+    read.complain(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has {num_nodes} nodes")
+    return None
 
 
 def first_host(nodes: str) -> str | None:
