@@ -8,6 +8,7 @@ import pytest
 
 from reigen.errors import ConfigError
 from reigen.launch.hosts import Host
+from reigen.launch.luggage import Luggage
 from reigen.launch.mpi import Circumstances, Kind, Mpirun, command_of, environ_of, recognised, travelling
 from reigen.launch.network import Network
 from reigen.launch.options import Options
@@ -91,7 +92,7 @@ def test_hydra_on_other_hosts() -> None:
     ("kind", "asked", "complaint"),
     [
         (Kind.OPEN_MPI_5, {"sync_directory": "/tmp/x"}, "--sync-dst-dir: mpirun copies nothing"),
-        (Kind.OPEN_MPI_5, {"descriptors": (7,)}, "functions cannot be run by mpirun"),
+        (Kind.OPEN_MPI_5, {"luggage": Luggage(7, 8)}, "functions cannot be run by mpirun"),
         (Kind.HYDRA, {"output_directory": Path("out")}, "--output-filename"),
         (Kind.HYDRA, {"timestamps": True}, "does not tell the time"),
         (Kind.HYDRA, {"network": Network(("eth0", "eth1"))}, "takes one"),

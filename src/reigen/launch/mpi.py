@@ -108,7 +108,7 @@ def command_of(mpirun: Mpirun, options: Options, there: Circumstances) -> list[s
     """
     if options.sync_directory is not None:
         raise ConfigError("--sync-dst-dir: mpirun copies nothing; use --launcher ssh, or a directory that all share")
-    if options.descriptors:
+    if options.luggage is not None:
         raise ConfigError("functions cannot be run by mpirun; use the ssh launcher")
     make = _hydra if mpirun.kind is Kind.HYDRA else _open_mpi
     return [mpirun.path, *make(mpirun, options, there), *options.mpi_args, *options.command]
