@@ -114,10 +114,11 @@ def test_a_long_reason_is_cut() -> None:
         assert 800 < str(error).count("\U0001f600") < 1000
 
 
-def test_an_unreadable_reason_is_still_a_failure() -> None:
+@pytest.mark.parametrize("at", [128, 148], ids=["no message", "no text"])
+def test_an_unreadable_reason_is_still_a_failure(at: int) -> None:
     with met(2) as ranks:
         ranks[1].abort(CollectiveError("why"))
-        ranks[1]._headers[1][128:] = 0xC1
+        ranks[1]._headers[1][at:] = 0xC1
         assert str(ranks[0].failure([1])) == "rank 1 gave up"
 
 

@@ -152,7 +152,7 @@ def fetch(name: bytes) -> list[Pointer]:
         return []
     try:
         return [msgspec.msgpack.decode(data, type=Pointer)]
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise WireError(f"rank 0 hands over what is no pointer to a service: {error}") from None
 
 

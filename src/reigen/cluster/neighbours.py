@@ -303,7 +303,7 @@ class Neighbours:
         length = min(_HEADER_BYTES - _REASON, Word(header, _REASON_LENGTH).load())
         try:
             told = msgspec.msgpack.decode(header[_REASON : _REASON + length].tobytes(), type=_Abort)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return CollectiveError(f"rank {rank} gave up", ranks=(rank,))
         kind = _ERRORS.get(told.kind, CollectiveError)
         teller = "" if member == self.rank else f" (told by rank {rank})"

@@ -124,7 +124,7 @@ def read(path: Path) -> Trace:
     data = path.read_bytes()
     try:
         lines, is_cut = _ALL.decode(data), False
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeDecodeError):
         lines, is_cut = _salvage(data), True
     if not lines or lines[0].name != START_RECORD or lines[0].args is None:
         raise TraceError(
@@ -145,7 +145,7 @@ def _salvage(data: bytes) -> list[_Line]:
             continue
         try:
             lines.append(_ONE.decode(record))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             break
     return lines
 

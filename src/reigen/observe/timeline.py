@@ -183,7 +183,7 @@ class Timeline:
     def _hear_ranks(self, sender: int, data: bytes) -> None:
         try:
             message = decode_at_rank_zero(data)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             _log.warning("rank %d sent an unreadable piece of its timeline", sender)
             return
         collector = self._collector
@@ -198,7 +198,7 @@ class Timeline:
     def _hear_rank_zero(self, sender: int, data: bytes) -> None:
         try:
             message = decode_from_rank_zero(data)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             _log.warning("rank 0 sent an unreadable message about the timeline")
             return
         match message:

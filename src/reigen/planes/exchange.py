@@ -404,7 +404,7 @@ class Exchange:
     def _told_by(self, peer: _Peer, aborted: LinkAborted) -> CollectiveError:
         try:
             return raised(msgspec.msgpack.decode(aborted.reason, type=Abort), f"rank {peer.rank}")
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError):
             return CollectiveError(f"rank {peer.rank} gave up", ranks=[peer.rank])
 
     # -- giving up ----------------------------------------------------------------------------------------------------

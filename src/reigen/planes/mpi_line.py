@@ -220,7 +220,7 @@ class Line:
             self.communicator.Recv([self._buffer, length, self._mpi.BYTE], sender, _TAG)
             try:
                 note = msgspec.msgpack.decode(self._buffer[:length].tobytes(), type=_Note)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise CollectiveError(f"a note of rank {self.ranks[sender]} cannot be read") from error
             if note.plane != self.name:
                 continue  # of a plane that is no more
