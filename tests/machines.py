@@ -17,7 +17,7 @@ from reigen.errors import CollectiveError
 from reigen.planes.base import DataPlane
 from reigen.planes.hierarchical import CHUNK_BYTES, compose
 from reigen.planes.null import NullPlane
-from reigen.planes.shm import ShmPlane, shm_plane_bytes
+from reigen.planes.shm import DIRECT_BYTES, ShmPlane, shm_plane_bytes
 from reigen.planes.tcp import TcpNetwork
 from reigen.testing import Hub, MemoryNetwork, run_threads
 
@@ -31,27 +31,29 @@ def soon(seconds: float = 30.0) -> float:
 
 @contextmanager
 def local_plane(
-    group: Sequence[int], rank: int, rendezvous: Rendezvous
+    group: Sequence[int], rank: int, rendezvous: Rendezvous, *, direct: bool = False
 ) -> Iterator[tuple[LocalPlane, Neighbours | None]]:
-    """The ranks of a group, by their numbers in the job."""
+    """The ranks of a group, by their numbers in the job; they may read all arrays directly."""
     if len(group) == 1:
         yield NullPlane(), None
         return
     neighbours, [part] = meet(rendezvous, rank, group, 0, 60.0, [shm_plane_bytes()])
     try:
-        yield ShmPlane(neighbours, part, looks=0), neighbours
+        plane = ShmPlane(neighbours, part, looks=0, direct_bytes=0 if direct else DIRECT_BYTES)
+        assert not direct or plane.try_direct(soon())
+        yield plane, neighbours
     finally:
         neighbours.close()
 
 
 @contextmanager
 def over_tcp(
-    rank: int, size: int, rendezvous: Rendezvous, *, groups: Groups, algorithm: str = "auto"
+    rank: int, size: int, rendezvous: Rendezvous, *, groups: Groups, algorithm: str = "auto", direct: bool = False
 ) -> Iterator[DataPlane]:
     """A `MakePlane` of ranks that are processes, with real connections between machines."""
     group = next(group for group in groups if rank in group)
     with contextlib.ExitStack() as stack:
-        local, neighbours = stack.enter_context(local_plane(group, rank, rendezvous))
+        local, neighbours = stack.enter_context(local_plane(group, rank, rendezvous, direct=direct))
 
         def failure(_: Sequence[int]) -> CollectiveError | None:
             return None if neighbours is None else neighbours.failure(range(neighbours.size))
@@ -73,6 +75,7 @@ class Machines:
         first: the job's number of rank 0; the others follow.
         prepare: told every rank's number and local plane before that is used, to tamper with it.
         chunk_bytes: see `compose`.
+        direct: ranks of a machine read each other's arrays, whatever their size.
     """
 
     def __init__(
@@ -82,12 +85,13 @@ class Machines:
         *,
         prepare: Callable[[int, LocalPlane], None] = lambda *_: None,
         chunk_bytes: int = CHUNK_BYTES,
+        direct: bool = False,
     ) -> None:
         self.groups, self.size = groups, sum(map(len, groups))
         self.hub = Hub()
         #: takes the place of the network's
         self.among: Callable[[Sequence[int], float], DataPlane] | None = None
-        self._first, self._prepare, self._chunk_bytes = first, prepare, chunk_bytes
+        self._first, self._prepare, self._chunk_bytes, self._direct = first, prepare, chunk_bytes, direct
         self._hubs: WeakKeyDictionary[Rendezvous, Hub] = WeakKeyDictionary()
         self._lock = threading.Lock()
 
@@ -115,7 +119,7 @@ class Machines:
         with self._lock:
             self.hub = self._hubs.setdefault(rendezvous, Hub())
         group = [self._first + member for member in next(group for group in self.groups if rank in group)]
-        with local_plane(group, self._first + rank, rendezvous) as (local, neighbours):
+        with local_plane(group, self._first + rank, rendezvous, direct=self._direct) as (local, neighbours):
 
             def failure(_: Sequence[int]) -> CollectiveError | None:
                 return None if neighbours is None else neighbours.failure(range(neighbours.size))

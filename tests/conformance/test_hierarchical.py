@@ -76,3 +76,11 @@ def test_over_a_ring_of_tcp(rank_pool: Callable[[int], RankPool]) -> None:
 def test_over_tcp_between_many_processes(rank_pool: Callable[[int], RankPool]) -> None:
     groups = [[0, 1, 2], [3], [4, 5], [6, 7]]
     check_plane(partial(over_tcp, groups=groups), 8, pool=rank_pool(8), trimmed=True)
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2]], pytest.param([[0, 2], [1, 3, 4]], marks=pytest.mark.slow)], ids=str)
+def test_over_tcp_where_ranks_of_a_machine_read_each_other(
+    groups: Groups, rank_pool: Callable[[int], RankPool]
+) -> None:
+    size = sum(map(len, groups))
+    check_plane(partial(over_tcp, groups=groups, direct=True), size, pool=rank_pool(size), trimmed=True)

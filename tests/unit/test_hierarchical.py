@@ -145,8 +145,9 @@ def by_machine_order(groups: Groups, inputs: list[NDArray[Any]]) -> NDArray[Any]
     return total
 
 
+@pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("groups", [*LAYOUTS, [[0, 5], [1, 4], [2, 3]]], ids=str)
-def test_bits_depend_on_the_layout_alone(groups: Groups) -> None:
+def test_bits_depend_on_the_layout_alone(groups: Groups, direct: bool) -> None:
     size = sum(map(len, groups))
     inputs = [example(FLOAT32, LARGE, (7, rank)) for rank in range(size)]
     cuts = [0, 1, 5, 5, 1000, 9000, 150_001, LARGE]
@@ -170,7 +171,7 @@ def test_bits_depend_on_the_layout_alone(groups: Groups) -> None:
         plane.allreduce(buffers, reduction, soon())
         np.testing.assert_array_equal(values, truth)
 
-    Machines(groups, chunk_bytes=1 << 17).run(body)
+    Machines(groups, chunk_bytes=1 << 17, direct=direct).run(body)
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16"])
@@ -231,7 +232,8 @@ def test_what_the_network_can_do_is_known_to_ranks_that_have_no_lane(groups: Gro
     assert machines.run(body) == [(True, ordered, True)] * machines.size
 
 
-def test_ranks_that_get_nothing_do_not_run_ahead() -> None:
+@pytest.mark.parametrize("direct", [False, True])
+def test_ranks_that_get_nothing_do_not_run_ahead(direct: bool) -> None:
     """The second machine gets nothing, so that nothing brings its ranks together after its part is sent."""
 
     def body(plane: DataPlane) -> None:
@@ -242,4 +244,4 @@ def test_ranks_that_get_nothing_do_not_run_ahead() -> None:
             plane.reducescatter(source, [1000, 0, 0, 0, 0], target, reduction, soon())
             assert (target == 50 * turn + 10).all()
 
-    Machines([[0, 1], [2, 3, 4]]).run(body)
+    Machines([[0, 1], [2, 3, 4]], direct=direct).run(body)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reigen.planes.direct import cut_ranges, pairs
 from reigen.planes.strung import Strung, slice_of, together
 
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=6)
@@ -59,3 +62,32 @@ def test_slices_cover_everything_once(count: int, itemsize: int) -> None:
     slices = [slice_of(count, rank, 3, itemsize) for rank in range(3)]
     assert [n for low, high in slices for n in range(low, high)] == list(range(count))
     assert all(low * itemsize % 64 == 0 for low, _ in slices if low < count)
+
+
+ranges = st.lists(st.integers(1, 9), max_size=6)
+
+
+def lying(lengths: list[int], apart: int) -> list[tuple[int, int]]:
+    """Ranges of these lengths at some addresses."""
+    return [(1000 * index + apart, nbytes) for index, nbytes in enumerate(lengths)]
+
+
+def unrolled(where: list[tuple[int, int]]) -> list[int]:
+    return [address + n for address, nbytes in where for n in range(nbytes)]
+
+
+@given(ranges, st.integers(0, 60), st.integers(0, 60))
+def test_ranges_are_cut(lengths: list[int], begin: int, end: int) -> None:
+    where = lying(lengths, 7)
+    assert unrolled(cut_ranges(where, begin, end)) == unrolled(where)[begin:end]
+
+
+@given(ranges, st.data())
+def test_ranges_are_paired(lengths: list[int], data: st.DataObject) -> None:
+    one = lying(lengths, 7)
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, sum(lengths) - 1)), max_size=5))) if sum(lengths) > 1 else []
+    ends = [0, *cuts, sum(lengths)]
+    other = lying([high - low for low, high in itertools.pairwise(ends) if high > low], 300)
+    left, right = pairs(one, other)
+    assert [nbytes for _, nbytes in left] == [nbytes for _, nbytes in right]
+    assert (unrolled(left), unrolled(right)) == (unrolled(one), unrolled(other))

@@ -36,6 +36,41 @@ def addresses_of(source: Strung, target: Strung) -> NDArray[np.uint8]:
     return np.array([source.addresses(), target.addresses()], np.uint64).view(np.uint8).reshape(-1)
 
 
+def own_ranges(array: Strung) -> list[crossmemory.Range]:
+    """Where the pieces of an array lie in this process."""
+    return [(piece.__array_interface__["data"][0], piece.nbytes) for _, piece in array.pieces(0, array.size)]
+
+
+def cut_ranges(ranges: Sequence[crossmemory.Range], begin: int, end: int) -> list[crossmemory.Range]:
+    """Bytes ``begin`` to ``end`` of what lies in ``ranges``."""
+    found: list[crossmemory.Range] = []
+    for address, nbytes in ranges:
+        low, high = max(begin, 0), min(end, nbytes)
+        if low < high:
+            found.append((address + low, high - low))
+        begin, end = begin - nbytes, end - nbytes
+    return found
+
+
+def pairs(
+    one: Sequence[crossmemory.Range], other: Sequence[crossmemory.Range]
+) -> tuple[list[crossmemory.Range], list[crossmemory.Range]]:
+    """The same bytes, as many on both sides, in pieces that are contiguous on both."""
+    found: tuple[list[crossmemory.Range], list[crossmemory.Range]] = [], []
+    ends = [itertools.accumulate((nbytes for _, nbytes in ranges), initial=0) for ranges in (one, other)]
+    cuts = itertools.pairwise(sorted({*ends[0], *ends[1]}))
+    rest = [iter(one), iter(other)]
+    at = [(0, 0), (0, 0)]
+    for low, high in cuts:
+        for side in (0, 1):
+            address, left = at[side]
+            while not left:
+                address, left = next(rest[side])
+            found[side].append((address, high - low))
+            at[side] = address + high - low, left - (high - low)
+    return found
+
+
 class Reader:
     """Reads from the processes of the other ranks; has room for a block of each."""
 

@@ -106,7 +106,8 @@ class ShmPlane:
         self._give_back: Callable[[], None] = lambda: None
         self._reads_directly = False
         self._direct_bytes = direct_bytes
-        self._reader = Reader(neighbours)
+        #: reads the other ranks' memory, if `try_direct` has found that it may
+        self.reader = Reader(neighbours)
 
     def try_direct(self, deadline: float) -> bool:
         """Find out whether all ranks may read each other's memory, and do so from now on if they may. Collective."""
@@ -119,12 +120,16 @@ class ShmPlane:
                 there = int(slot[:8].view(np.uint64)[0])
                 answers.append(crossmemory.probe(pid, there, slot[8 : 8 + _SECRET_BYTES].tobytes()))
 
-        self._exchange(np.concatenate([address, secret]), ask, deadline)
+        self.exchange(np.concatenate([address, secret]), ask, deadline)
         everybody: list[bool] = []
         own = np.array([all(answers)], np.uint8)
-        self._exchange(own, lambda _, slots: everybody.extend(bool(slot[0]) for slot in slots), deadline)
+        self.exchange(own, lambda _, slots: everybody.extend(bool(slot[0]) for slot in slots), deadline)
         self._reads_directly = all(everybody)
         return self._reads_directly
+
+    def is_read_directly(self, nbytes: int) -> bool:
+        """Whether ordinary arrays of so many bytes are read where they are."""
+        return self._reads_directly and nbytes >= self._direct_bytes
 
     # -- allreduce ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +147,7 @@ class ShmPlane:
         nbytes = source.size * reduction.dtype.itemsize
         if nbytes <= SMALL_BYTES:
             self._reduce_small(source, target, reducer, reduction, deadline)
-        elif self._reads_directly and nbytes >= self._direct_bytes and 16 * len(buffers) <= SLOT_BYTES:
+        elif self.is_read_directly(nbytes) and 16 * len(buffers) <= SLOT_BYTES:
             self._reduce_directly(source, target, reducer, reduction, deadline)
         else:
             self._reduce_staged(source, target, reducer, reduction, deadline)
@@ -246,8 +251,8 @@ class ShmPlane:
     ) -> None:
         own = addresses_of(source, target)
         shown: list[NDArray[np.uint8]] = []
-        self._exchange(own, lambda _, slots: shown.extend(slot[: own.size].copy() for slot in slots), deadline)
-        work = DirectReduction(self._reader, source, target, shown, reduction.dtype.itemsize)
+        self.exchange(own, lambda _, slots: shown.extend(slot[: own.size].copy() for slot in slots), deadline)
+        work = DirectReduction(self.reader, source, target, shown, reduction.dtype.itemsize)
         work.reduce_own_slice(reducer)
         self._ended("SHM_ALLREDUCE")
         self._wait_reduced(deadline)
@@ -338,7 +343,7 @@ class ShmPlane:
         """See `DataPlane.barrier`."""
         self.rounds(1, lambda *_: None, lambda *_: None, deadline)
 
-    def _exchange(
+    def exchange(
         self, data: NDArray[np.uint8], collect: Callable[[int, Sequence[NDArray[np.uint8]]], None], deadline: float
     ) -> None:
         """Show ``data``, at most a slot, to everybody; ``collect(0, everybody's slots)``."""
@@ -444,7 +449,7 @@ class ShmPlane:
         """Every rank's number."""
         told: list[int] = []
         own = np.array([number], np.int64).view(np.uint8)
-        self._exchange(own, lambda _, slots: told.extend(int(slot[:8].view(np.int64)[0]) for slot in slots), deadline)
+        self.exchange(own, lambda _, slots: told.extend(int(slot[:8].view(np.int64)[0]) for slot in slots), deadline)
         return told
 
     def free(self, offset: int) -> None:

@@ -29,6 +29,7 @@ class Strung:
         self._arrays = arrays
         self._starts = list(itertools.accumulate((a.size for a in arrays), initial=0))
         self.size = self._starts[-1]
+        self.num_arrays = len(arrays)
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
         """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
