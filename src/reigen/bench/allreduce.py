@@ -12,7 +12,6 @@ from reigen.bench.schedule import Mode, Report, about, alternate, crews
 from reigen.bench.sizes import format_size, resnet50_counts
 from reigen.bench.work import Case
 
-DEFAULT_SIZES = ("1KiB", "4KiB", "64KiB", "1MiB", "25MiB", "100MiB")
 PEERS = (GLOO, MPI)
 _REIGEN, _COPYING = "reigen", "copying"
 

@@ -43,10 +43,6 @@ class Lookout:
                 self._neighbours.abort(error)
         return error
 
-    def failure_here(self) -> CollectiveError | None:
-        """Why the ranks of this host cannot go on together, or None."""
-        return None if self._neighbours is None else self._neighbours.failure(range(self._neighbours.size))
-
     def linger(self, ranks: Sequence[int]) -> None:
         """Give ranks that are lost a moment to end."""
         here = () if self._neighbours is None else self._neighbours.ranks

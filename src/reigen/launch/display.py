@@ -52,11 +52,6 @@ class Display:
                 self._streams[rank, stream] = _Stream(Lines(outlet.screen, (rank, stream)), outlet, record)
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether something could not be written yet."""
-        return bool(self._waiting)
-
-    @property
     def has_lost_reader(self) -> bool:
         """Whether nobody reads stdout any more."""
         return self._outlets[STDOUT].broken
