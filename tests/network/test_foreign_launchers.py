@@ -17,6 +17,7 @@ from tests.network.test_hosts import wait_for
 from reigen.cluster.given import job_secret, ports_of
 from reigen.testing.hosts import Host, HostProcess
 
+TRAIN = (sys.executable, str(Path(__file__).with_name("train.py")))
 MEET = (sys.executable, str(Path(__file__).with_name("meet.py")))
 SECRET = os.urandom(32).hex()
 
@@ -126,6 +127,28 @@ def is_connected(host: Host, process: HostProcess) -> bool:
     return sum(line.split()[3] == "01" for line in lines) >= 4  # both ends of rank 0's and of rank 1's
 
 
+def check_trained(output: str, size: int, num_hosts: int) -> None:
+    """All ranks have the sums of all, twice."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+    assert sorted(lines) == [[rank, size, num_hosts, size * (size + 1) / 2] for rank in range(size) for _ in range(2)]
+
+
+def test_torchrun_on_several_hosts(make_hosts: MakeHosts, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    secret = tmp_path / "secret"
+    secret.write_text(SECRET)
+    secret.chmod(0o600)
+    hosts = make_hosts(2, shared=[tmp_path])
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--master-addr=h1"]
+    agents = [
+        host.start([*command, f"--node-rank={number}", TRAIN[1]], env={"REIGEN_SECRET_FILE": str(secret)})
+        for number, host in enumerate(hosts)
+    ]
+    codes = [agent.wait(90.0) for agent in agents]
+    assert codes == [0, 0], [agent.output() for agent in agents]
+    check_trained("".join(agent.output()[0] for agent in agents), 4, 2)
+
+
 @pytest.fixture
 def slurm(make_hosts: MakeHosts, tmp_path: Path) -> Slurm:
     if reason := why_no_slurm():
@@ -142,6 +165,9 @@ def test_steps_and_scripts_of_slurm(slurm: Slurm, tmp_path: Path) -> None:
     code, out, err = slurm.run("srun", "-N2", "-n3", "--distribution=cyclic", *MEET, env={"REIGEN_SECRET": SECRET})
     assert code == 0, err
     assert [rank[:3] for rank in met([out])] == [[rank, [[0, 2], [1]], ["h1", "h2", "h1"]] for rank in range(3)]
+    code, out, err = slurm.run("srun", "-N2", "--ntasks-per-node=2", *TRAIN, env={"REIGEN_SECRET": SECRET})
+    assert code == 0, err
+    check_trained(out, 4, 2)
     # and say so
     code, _, err = slurm.run("srun", "-N2", "-n2", *MEET)
     assert code != 0

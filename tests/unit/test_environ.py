@@ -227,17 +227,6 @@ def test_master_addr_names_the_coordinator_where_the_launcher_does_not():
     assert detect({**SLURM_STEP, "MASTER_ADDR": "h9", "WORLD_SIZE": "5"}).coordinator == "n2"
 
 
-def test_the_launcher_of_reigen_may_leave_the_numbers_to_mpirun():
-    shared = {name: REIGEN[name] for name in ("REIGEN_RENDEZVOUS", "REIGEN_SECRET")}
-    job = detect({**OPEN_MPI, **shared})
-    assert (job.rank, job.size, job.rendezvous, job.secret) == (3, 4, "127.0.0.1:4242", b"\xab" * 32)
-    assert job.launcher == "reigen run, by mpirun (Open MPI)"
-    with pytest.raises(ConfigError, match="REIGEN_SECRET is not set"):
-        detect({**OPEN_MPI, "REIGEN_RENDEZVOUS": "127.0.0.1:4242"})
-    with pytest.raises(ConfigError, match="REIGEN_RANK is not set"):
-        detect(shared)
-
-
 def test_a_secret_alone_makes_no_job():
     assert detect({"REIGEN_SECRET": "ab" * 32}).size == 1
     assert detect({**TORCHRUN, "REIGEN_SECRET": "ab" * 32}).secret is None

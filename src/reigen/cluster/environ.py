@@ -8,7 +8,7 @@ own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from reigen.cluster.launchers import LAUNCHERS, Found, trace
 from reigen.cluster.topology import Topology
@@ -73,11 +73,9 @@ def detect(environ: Mapping[str, str]) -> Job:
         ConfigError: the variables of whoever started this process are incomplete or contradict each other; all problems
             are listed.
     """
-    if any(name in environ for name in PLACE_VARIABLES):
+    if any(name in environ for name in (*PLACE_VARIABLES, RENDEZVOUS_VARIABLE)):
         return _from_reigen(environ)
-    found = _found(environ)
-    if RENDEZVOUS_VARIABLE in environ:
-        return _from_reigen(environ) if found is None else _from_both(environ, found)
+    found = next((found for find in LAUNCHERS if (found := find(environ)) is not None), None)
     if found is None:
         problem = trace(environ)
         if problem is not None:
@@ -85,11 +83,6 @@ def detect(environ: Mapping[str, str]) -> Job:
         reason = "no launcher's variables are set: a job of one process"
         return Job(0, 1, None, None, "none", reason, (0, 1))
     return _job(found, _reason(environ, found), environ)
-
-
-def _found(environ: Mapping[str, str]) -> Found | None:
-    """What the innermost launcher says."""
-    return next((found for find in LAUNCHERS if (found := find(environ)) is not None), None)
 
 
 def _reason(environ: Mapping[str, str], chosen: Found) -> str:
@@ -119,15 +112,6 @@ def _job(found: Found, reason: str, environ: Mapping[str, str]) -> Job:
         job_id=found.job_id,
         by_mpi=found.by_mpi,
     )
-
-
-def _from_both(environ: Mapping[str, str], found: Found) -> Job:
-    """Reigen's launcher has let another one start the ranks, and that one numbered them."""
-    problems: list[str] = []
-    rendezvous, secret = _rendezvous(environ, problems), _secret(environ, problems)
-    _refuse(problems)
-    job = _job(found, f"{RENDEZVOUS_VARIABLE} is set, and {_reason(environ, found)}", environ)
-    return replace(job, rendezvous=rendezvous, secret=secret, launcher=f"reigen run, by {found.launcher}")
 
 
 def _from_reigen(environ: Mapping[str, str]) -> Job:
