@@ -13,7 +13,7 @@ ENVIRONS = [
     {"REIGEN_NETWORK_INTERFACES": "eth0, ib0", "HOROVOD_GLOO_IFACE": "lo"},
     {"HOROVOD_GLOO_IFACE": "lo", "DMLC_INTERFACE": "eth1"},
     {"REIGEN_PEER_TIMEOUT": "7.5", "REIGEN_TLS": "on"},
-    {"REIGEN_TLS": "0"},
+    {"REIGEN_TLS": "0", "HOROVOD_START_TIMEOUT": "70", "HOROVOD_GLOO_TIMEOUT_SECONDS": "80"},
 ]
 
 
@@ -23,6 +23,7 @@ def test_launcher_and_ranks_read_the_same(environ):
     assert network.interfaces == config.network_interfaces
     assert network.peer_timeout_seconds == config.peer_timeout_seconds
     assert network.tls == config.tls
+    assert network.start_timeout_seconds == config.start_timeout_seconds
 
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-3", "nan", "inf"])

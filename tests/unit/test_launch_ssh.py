@@ -1,6 +1,7 @@
 """Command lines of ssh and rsync, what their failures mean, and the messages that go through them."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,11 @@ def test_the_command_line_of_an_agent():
     assert "-p 2222 -i /k" in options
     assert "StrictHostKeyChecking" not in options
     assert "SECRET" not in " ".join(line)
+
+
+def test_relative_directories_mean_the_same_elsewhere():
+    words = shlex.split(Ssh().agent("h2", {"PYTHONPATH": "src::/lib"})[-1])
+    assert words[1] == f"PYTHONPATH={Path.cwd() / 'src'}:/lib"
 
 
 def test_host_keys_are_checked_unless_the_user_says_otherwise():

@@ -22,7 +22,7 @@ from reigen.launch.sync import Waiter
 from reigen.launch.travel import PACKAGE, leaving
 from reigen.wire.interfaces import choose_address
 
-#: How long a host may take to log in, to start Python, and to answer.
+#: How long a host may take to log in, to start Python, and to answer: at least this.
 _CALL_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
 
@@ -67,7 +67,8 @@ class Muster:
         for seats in self._seats:
             if not seats.is_here:
                 self._caller.call(seats.host, ssh.agent(seats.host, self._environ))
-        self._gather(Step.HERE, _CALL_SECONDS)
+        patience = max(self._options.network.start_timeout_seconds, self._options.start_timeout_seconds or 0.0)
+        self._gather(Step.HERE, max(_CALL_SECONDS, patience))
         outposts = self._caller.outposts
         if not outposts:
             return ""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _ON = frozenset({"1", "true", "yes", "on"})
 _PEER_TIMEOUT_SECONDS = 20.0
+_START_TIMEOUT_SECONDS = 30.0
 _LONGEST_SILENCE_SECONDS = 3600.0
 
 
@@ -24,11 +25,13 @@ class Network:
         interfaces: names of those that may be used; empty: whichever leads there.
         peer_timeout_seconds: how long a host may be silent before it counts as lost.
         tls: encrypt every connection.
+        start_timeout_seconds: how long ranks wait for each other in the beginning, and the launcher for hosts, too.
     """
 
     interfaces: tuple[str, ...] = ()
     peer_timeout_seconds: float = _PEER_TIMEOUT_SECONDS
     tls: bool = False
+    start_timeout_seconds: float = _START_TIMEOUT_SECONDS
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> Self:
@@ -36,17 +39,16 @@ class Network:
 
         Example:
             >>> Network.of({"DMLC_INTERFACE": "eth0", "REIGEN_PEER_TIMEOUT": "soon"})
-            Network(interfaces=('eth0',), peer_timeout_seconds=20.0, tls=False)
+            Network(interfaces=('eth0',), peer_timeout_seconds=20.0, tls=False, start_timeout_seconds=30.0)
         """
-        names = ("REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE")
-        listed = next((environ[name] for name in names if environ.get(name)), "")
-        interfaces = tuple(name.strip() for name in listed.split(",") if name.strip())
-        try:
-            seconds = float(environ.get("REIGEN_PEER_TIMEOUT") or 0.0)
-        except ValueError:
-            seconds = 0.0
-        tls = environ.get("REIGEN_TLS", "").strip().lower() in _ON
-        return cls(interfaces, seconds if 0 < seconds < float("inf") else _PEER_TIMEOUT_SECONDS, tls)
+        listed = _first(environ, "REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE")
+        start = _first(environ, "REIGEN_START_TIMEOUT", "HOROVOD_START_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")
+        return cls(
+            tuple(name.strip() for name in listed.split(",") if name.strip()),
+            _seconds(_first(environ, "REIGEN_PEER_TIMEOUT"), _PEER_TIMEOUT_SECONDS),
+            _first(environ, "REIGEN_TLS").strip().lower() in _ON,
+            _seconds(start, _START_TIMEOUT_SECONDS),
+        )
 
     @property
     def silence_seconds(self) -> float:
@@ -64,3 +66,15 @@ class Network:
         from reigen.wire.tls import Tls  # loads OpenSSL
 
         return Tls()
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")
+
+
+def _seconds(text: str, default: float) -> float:
+    try:
+        seconds = float(text or default)
+    except ValueError:
+        return default
+    return seconds if 0 < seconds < float("inf") else default

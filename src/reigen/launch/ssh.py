@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from reigen.errors import ConfigError
 
@@ -68,9 +70,9 @@ class Ssh:
         """
         # -P: a module of the working directory, the user's home, is nobody's joke.
         words = [self.python, "-P", "-m", "reigen.launch.agent"]
-        path = environ.get("PYTHONPATH")
-        if path:
-            words = ["env", f"PYTHONPATH={path}", *words]
+        path = [str(Path(entry).absolute()) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        if path:  # absolute: ssh begins in the user's home
+            words = ["env", f"PYTHONPATH={os.pathsep.join(path)}", *words]
         return [*self.base(), "--", host, shlex.join(words)]
 
 
