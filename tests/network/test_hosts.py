@@ -7,27 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.network.conftest import MakeHosts
+from tests.network.waiting import wait_for
 
 from reigen.launch.processes import below
 from reigen.testing.hosts import Host, HostProcess, MachineError, why_unavailable
 
 TALK = (sys.executable, "-I", "-S", Path(__file__).with_name("talk.py"))
 PORT = 5000
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout: float = 20.0) -> None:
-    until = time.monotonic() + timeout
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < until, f"waited {timeout:g} s for: {what}"
-        pause.wait(0.005)
 
 
 def serve(host: Host, what: str = "serve", address: str = "") -> HostProcess:
@@ -221,11 +211,10 @@ def test_everything_ends_with_the_process_that_made_it_however_that_ends() -> No
         assert owner.stdout is not None
         pids = [int(word) for word in owner.stdout.readline().split()]
         assert len(pids) == 2
-        namespaces = [os.readlink(f"/proc/{pid}/ns/net") for pid in pids]
         started = below(owner.pid)
+        assert started > set(pids)
         owner.kill()
     wait_for(lambda: not _unless_ended(started), "all processes have ended")
-    assert _processes_in(namespaces) == []
 
 
 def _unless_ended(pids: set[int]) -> list[int]:
@@ -237,18 +226,6 @@ def _unless_ended(pids: set[int]) -> list[int]:
         if Path(f"/proc/{pid}").exists():
             left.append(pid)
     return left
-
-
-def _processes_in(namespaces: list[str]) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.readlink(entry / "ns/net") in namespaces:
-                    found.append(entry.name)
-            except OSError:
-                continue
-    return found
 
 
 def _state(pid: int) -> str:

@@ -6,13 +6,12 @@ import os
 import re
 import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.network.conftest import MakeHosts
+from tests.network.waiting import wait_for
 
 from reigen.testing.hosts import Host, HostProcess, Hosts
 
@@ -23,14 +22,6 @@ RUN = (sys.executable, "-m", "reigen", "run")
 FAMILY = ("sh", "-c", "(setsid sleep 300 &); sleep 300 & echo ready; wait")
 #: A rank that has no children and does not want to end.
 STUBBORN = ("sh", "-c", "trap '' TERM INT HUP; echo ready; exec tail -f /dev/null")
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout: float = 20.0) -> None:
-    until = time.monotonic() + timeout
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < until, f"waited {timeout:g} s for: {what}"
-        pause.wait(0.01)
 
 
 def jobs_of(host: Host) -> dict[int, str]:

@@ -236,7 +236,9 @@ class Machine:
 
     def processes(self) -> dict[int, str]:
         """What runs on it besides its first process: numbers outside, and command lines."""
-        found = {}
+        found: dict[int, str] = {}
+        if self._holder.poll() is not None:  # another namespace may have got its number since
+            return found
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != self.pid:
                 with contextlib.suppress(OSError):
