@@ -152,6 +152,8 @@ class _NumpyAdapter:
             raise UnsupportedTypeError(f"Tensor type {tensor.dtype} is not supported.")
         return found
 
+    lender = None
+
     def device(self, tensor: Array) -> str:
         """See `TensorAdapter.device`."""
         return "cpu"

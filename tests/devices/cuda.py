@@ -6,7 +6,9 @@ to wait for one reads what is not there yet, the more surely as a stream can be 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import queue
 import threading
 import weakref
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.planes.device import DeviceArray
+from reigen.testing.truth import narrowed
 from reigen.types import DType, dtype_named
 
 PATIENCE_SECONDS = 30.0
@@ -115,10 +118,17 @@ class Device:
         finally:
             self._aside.depth -= 1
 
-    def full(self, num_elements: int, dtype: DType, value: Any) -> DeviceArray:
-        array = np.empty(num_elements, dtype.storage)
-        self.current().enqueue(lambda: array.fill(value))
-        return self.over(array, dtype)
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        return self.over(
+            np.frombuffer(bytearray(b"\x5a" * (math.prod(shape) * dtype.itemsize)), dtype.storage).reshape(shape), dtype
+        )
+
+    def full(self, num_elements: int, dtype: DType, value: float) -> DeviceArray:
+        new = self.empty((num_elements,), dtype)
+        elements = narrowed(np.full(num_elements, value), dtype) if dtype.is_floating else value
+        assert isinstance(new.owner, np.ndarray)
+        self.current().enqueue(functools.partial(np.copyto, new.owner, elements))
+        return new
 
     def over(self, array: NDArray[Any], dtype: DType | None = None, *, ready: bool = False) -> DeviceArray:
         """An array as memory of this device; ``ready``: behind what the current stream has to do."""

@@ -86,10 +86,6 @@ def test_every_collective(jobs: Jobs, size: int) -> None:
     def act(job: Context, device: Device, fake: FakeNccl) -> None:
         rank, total = job.rank, sum(range(1, size + 1))
 
-        def make(shape: tuple[int, ...]) -> DeviceArray:
-            assert device.current() is device.side, "new memory belongs to the stream that uses it first"
-            return device.over(np.empty(shape, np.float32))
-
         def lend(*shape: int) -> DeviceArray:
             return device.lend(np.full(shape, rank + 1, np.float32))
 
@@ -99,16 +95,16 @@ def test_every_collective(jobs: Jobs, size: int) -> None:
         np.testing.assert_allclose(device.take(array_of(reduced)), np.full((2, 3), 1.5 * total / size), rtol=1e-6)
         spread = job.broadcast(lend(4), lend(4), FLOAT, root_rank=size - 1).wait()
         assert device.take(array_of(spread)).tolist() == [size] * 4
-        gathered = job.allgather(lend(rank, 2), FLOAT, make_output=make).wait()
+        gathered = job.allgather(lend(rank, 2), FLOAT).wait()
         assert device.take(array_of(gathered)).tolist() == [[r + 1.0] * 2 for r in range(size) for _ in range(r)]
-        exchanged = job.alltoall(lend(size + 1, 2), FLOAT, splits=[1] * size, make_output=make).wait()
+        exchanged = job.alltoall(lend(size + 1, 2), FLOAT, splits=[1] * size).wait()
         assert device.take(array_of(exchanged)).tolist() == [[r + 1.0] * 2 for r in range(size)]
         assert exchanged.received_splits == (1,) * size
-        scattered = job.reducescatter(lend(size + 1), FLOAT, op=ReduceOp.SUM, make_output=make).wait()
+        scattered = job.reducescatter(lend(size + 1), FLOAT, op=ReduceOp.SUM).wait()
         assert device.take(array_of(scattered)).tolist() == [total] * (2 if rank == 0 else 1)
         group = job.grouped_allreduce([lend(2), lend(3)], [lend(2), lend(3)], [FLOAT] * 2, op=ReduceOp.MAX).wait()
         assert [device.take(array_of(m)).tolist() for m in group.members] == [[size] * 2, [size] * 3]
-        gathers = job.grouped_allgather([lend(1), lend(2)], [FLOAT] * 2, make_output=make).wait()
+        gathers = job.grouped_allgather([lend(1), lend(2)], [FLOAT] * 2).wait()
         assert [array_of(member).shape for member in gathers.members] == [(size,), (2 * size,)]
 
     jobs.run(size, act)

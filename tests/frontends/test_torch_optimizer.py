@@ -428,7 +428,7 @@ def memory_is_given_back() -> None:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         train(model, optimizer, mine, steps=2)
-        region = optimizer._averager.reducers[0]._region
+        region = optimizer._averager.reducers[0]._memory._region
         offsets.add(region.offset)
         alive = weakref.ref(optimizer)
         gradients = [p.grad.clone() for p in model.parameters()]

@@ -203,7 +203,21 @@ def _planes(environ: Mapping[str, str]) -> list[Finding]:
         choice = choose([2], environ.get("REIGEN_PLANE") or None)
     except ReigenError as error:
         return [*found, Finding("planes", "for -np 2", str(error), is_problem=True)]
-    return [*found, Finding("planes", "for -np 2", f"{choice.name}: {choice.reason}")]
+    return [*found, Finding("planes", "for -np 2", f"{choice.name}: {choice.reason}"), _cuda_tensors(environ)]
+
+
+def _cuda_tensors(environ: Mapping[str, str]) -> Finding:
+    """Where they are reduced; as far as one can tell without torch, which may bring an NCCL that nobody else finds."""
+    from reigen.config import load as load_config
+    from reigen.planes import nccl_library
+
+    try:
+        wanted = load_config(environ).nccl
+    except ReigenError as error:
+        return Finding("planes", "CUDA", str(error), is_problem=True)
+    nccl, source = nccl_library.load() if wanted else (None, "REIGEN_NCCL=0")
+    where = "staged through the host" if nccl is None else "reduced on the GPUs"
+    return Finding("planes", "CUDA", f"tensors are {where}: {source}")
 
 
 def _show(findings: Sequence[Finding]) -> None:

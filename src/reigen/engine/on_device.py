@@ -105,9 +105,8 @@ def _reducescatter(seat: _Seat, operation: Operation, response: Response, task: 
 def _make(task: Task, shape: tuple[int, ...]) -> tuple[DeviceArray, DeviceArray]:
     """The input, and new memory for an output of that shape: belonging to the side stream, which uses it first."""
     source = _lent(task.source)
-    assert task.make_output is not None, "there is no device memory without a framework"
     with source.device.aside():
-        return source, _lent(task.make_output(shape))
+        return source, source.device.empty(shape, source.dtype)
 
 
 def _lent(memory: Memory | None) -> DeviceArray:

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from reigen.errors import ArgumentError, UnsupportedError
-from reigen.frontends.adapter import Array, Tensor, TensorAdapter, as_rows, empty_like
+from reigen.frontends.adapter import Tensor, TensorAdapter, as_rows
+from reigen.frontends.lending import Given, give
 from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
-from reigen.types import DType, ReduceOp
+from reigen.types import ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context, Handle, Outcome
@@ -142,11 +143,11 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[Tensor]:
         """The reduction over all ranks of the set, into the tensor itself or a new one."""
         context, members = self._current(), number_of(process_set)
-        both = self._both(tensor, in_place)
+        given = self._one(context, tensor, how, writable=in_place)
         handle = context.allreduce(
-            both.source,
-            both.target,
-            both.dtype,
+            given.source,
+            given.target(in_place),
+            given.dtype,
             op=how.op,
             name=name,
             prescale=how.prescale,
@@ -154,7 +155,7 @@ class Collectives(Generic[Tensor]):
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, lambda _: both.deliver())
+        return Pending(handle, given.refilled if in_place else given.result)
 
     def grouped_allreduce(
         self,
@@ -168,11 +169,11 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[list[Tensor]]:
         """`allreduce` of several tensors, all or none of them; they may differ in dtype."""
         context, members = self._current(), number_of(process_set)
-        group = [self._both(tensor, in_place) for tensor in self._group(tensors)]
+        group = self._group(context, tensors, how)
         handle = context.grouped_allreduce(
-            [both.source for both in group],
-            [both.target for both in group],
-            [both.dtype for both in group],
+            [given.source for given in group],
+            [given.target(in_place) for given in group],
+            [given.dtype for given in group],
             op=how.op,
             name=name,
             prescale=how.prescale,
@@ -180,7 +181,7 @@ class Collectives(Generic[Tensor]):
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, lambda _: [both.deliver() for both in group])
+        return Pending(handle, _all_of([given.refilled if in_place else given.result for given in group]))
 
     def broadcast(
         self,
@@ -194,17 +195,17 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[Tensor]:
         """The contents of the root (a rank of the job), into the tensor itself or a new one."""
         context, members = self._current(), number_of(process_set)
-        both = self._both(tensor, in_place)
+        given = self._one(context, tensor, writable=in_place)
         handle = context.broadcast(
-            both.source,
-            both.target,
-            both.dtype,
+            given.source,
+            given.target(in_place),
+            given.dtype,
             root_rank=as_root(root_rank),
             name=name,
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, lambda _: both.deliver())
+        return Pending(handle, given.refilled if in_place else given.result)
 
     def allgather(
         self,
@@ -216,9 +217,11 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[Tensor]:
         """All tensors concatenated along dimension 0 in rank order; scalars become a vector of one element a rank."""
         context, members = self._current(), number_of(process_set)
-        like, source, dtype = self._one(tensor)
-        handle = context.allgather(as_rows(source), dtype, name=name, process_set=members, blocking=blocking)
-        return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), like))
+        given = self._one(context, tensor)
+        handle = context.allgather(
+            as_rows(given.source), given.dtype, name=name, process_set=members, blocking=blocking
+        )
+        return Pending(handle, given.result)
 
     def grouped_allgather(
         self,
@@ -230,15 +233,15 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[list[Tensor]]:
         """`allgather` of several tensors, all or none of them."""
         context, members = self._current(), number_of(process_set)
-        group = [self._one(tensor) for tensor in self._group(tensors)]
+        group = self._group(context, tensors)
         handle = context.grouped_allgather(
-            [as_rows(source) for _, source, _ in group],
-            [dtype for _, _, dtype in group],
+            [as_rows(given.source) for given in group],
+            [given.dtype for given in group],
             name=name,
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, self._wrap_all([like for like, _, _ in group]))
+        return Pending(handle, _all_of([given.result for given in group]))
 
     def alltoall(
         self,
@@ -251,11 +254,11 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[tuple[Tensor, tuple[int, ...]]]:
         """Row block i goes to the set's i-th rank: what came, in rank order, and the rows that came from each rank."""
         context, members = self._current(), number_of(process_set)
-        like, source, dtype = self._one(tensor)
-        handle = context.alltoall(source, dtype, splits=splits, name=name, process_set=members, blocking=blocking)
-        return Pending(
-            handle, lambda outcome: (self._adapter.wrap(_array_of(outcome), like), tuple(outcome.received_splits))
+        given = self._one(context, tensor)
+        handle = context.alltoall(
+            given.source, given.dtype, splits=splits, name=name, process_set=members, blocking=blocking
         )
+        return Pending(handle, lambda outcome: (given.result(outcome), tuple(outcome.received_splits)))
 
     def reducescatter(
         self,
@@ -268,10 +271,10 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[Tensor]:
         """This rank's rows of the reduced tensor; the first ``rows % size`` ranks get one row more."""
         context, members = self._current(), number_of(process_set)
-        like, source, dtype = self._one(tensor)
+        given = self._one(context, tensor, how)
         handle = context.reducescatter(
-            source,
-            dtype,
+            given.source,
+            given.dtype,
             op=_row_wise(how.op),
             name=name,
             prescale=how.prescale,
@@ -279,7 +282,7 @@ class Collectives(Generic[Tensor]):
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, lambda outcome: self._adapter.wrap(_array_of(outcome), like))
+        return Pending(handle, given.result)
 
     def grouped_reducescatter(
         self,
@@ -292,10 +295,10 @@ class Collectives(Generic[Tensor]):
     ) -> Pending[list[Tensor]]:
         """`reducescatter` of several tensors, all or none of them."""
         context, members = self._current(), number_of(process_set)
-        group = [self._one(tensor) for tensor in self._group(tensors)]
+        group = self._group(context, tensors, how)
         handle = context.grouped_reducescatter(
-            [source for _, source, _ in group],
-            [dtype for _, _, dtype in group],
+            [given.source for given in group],
+            [given.dtype for given in group],
             op=_row_wise(how.op),
             name=name,
             prescale=how.prescale,
@@ -303,58 +306,28 @@ class Collectives(Generic[Tensor]):
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, self._wrap_all([like for like, _, _ in group]))
+        return Pending(handle, _all_of([given.result for given in group]))
 
-    def _one(self, tensor: object) -> tuple[Tensor, Array, DType]:
-        """The tensor, its contents and its element type."""
-        accepted = self._adapter.given(tensor)
-        dtype = self._adapter.dtype(accepted)
-        return accepted, self._adapter.array(accepted)[0], dtype
+    def _one(
+        self, context: Context, tensor: object, how: Reducing | None = None, *, writable: bool = False
+    ) -> Given[Tensor]:
+        adapter = self._adapter
+        accepted = adapter.given(tensor, writable=writable)
+        if adapter.lender is None:
+            return Given(adapter, accepted, adapter.dtype(accepted), *adapter.array(accepted))
+        return give(adapter, context, [accepted], how)[0]
 
-    def _both(self, tensor: object, in_place: bool) -> _Both[Tensor]:
-        accepted = self._adapter.given(tensor, writable=in_place)
-        dtype = self._adapter.dtype(accepted)
-        source, aliases = self._adapter.array(accepted)
-        # A private copy may as well receive the result.
-        target = source if in_place or not aliases else empty_like(source)
-        return _Both(self._adapter, accepted, source, target, dtype, in_place, aliases)
-
-    def _group(self, tensors: Iterable[object]) -> list[Tensor]:
+    def _group(self, context: Context, tensors: Iterable[object], how: Reducing | None = None) -> list[Given[Tensor]]:
         group = [self._adapter.given(tensor) for tensor in as_group(tensors)]
         devices = sorted({self._adapter.device(tensor) for tensor in group})
         if len(devices) > 1:
             raise UnsupportedError(f"the tensors of a group must be on one kind of device, got {', '.join(devices)}")
-        return group
-
-    def _wrap_all(self, likes: Sequence[Tensor]) -> Callable[[Outcome], list[Tensor]]:
-        def deliver(outcome: Outcome) -> list[Tensor]:
-            return [
-                self._adapter.wrap(_array_of(member), like) for member, like in zip(outcome.members, likes, strict=True)
-            ]
-
-        return deliver
+        return give(self._adapter, context, group, how)
 
 
-class _Both(NamedTuple, Generic[Tensor]):
-    """A tensor whose result has its shape, and where that goes."""
-
-    adapter: TensorAdapter[Tensor]
-    tensor: Tensor
-    source: Array
-    target: Array
-    dtype: DType
-    in_place: bool
-    aliases: bool
-
-    def deliver(self) -> Tensor:
-        """The tensor of the result, once that lies in ``target``."""
-        if not self.in_place:
-            return self.adapter.wrap(self.target, self.tensor)
-        if self.aliases:
-            self.adapter.modified(self.tensor)
-        else:
-            self.adapter.write(self.tensor, self.target)
-        return self.tensor
+def _all_of(deliver: Sequence[Callable[[Outcome], Tensor]]) -> Callable[[Outcome], list[Tensor]]:
+    """The results of a group, each from its own outcome."""
+    return lambda outcome: [one(member) for one, member in zip(deliver, outcome.members, strict=True)]
 
 
 def as_group(tensors: Iterable[Other]) -> list[Other]:
@@ -394,7 +367,3 @@ def _row_wise(op: ReduceOp) -> ReduceOp:
     if op is ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum needs whole tensors: there is no reducescatter with it")
     return op
-
-
-def _array_of(outcome: Outcome) -> Array:
-    return outcome.on_host

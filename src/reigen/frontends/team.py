@@ -10,6 +10,7 @@ from reigen.frontends.agreement import Agreement, Proposal, agree
 from reigen.frontends.collectives import Reducing
 from reigen.frontends.process_sets import ProcessSet, number_of
 from reigen.frontends.replicas import check_replicas
+from reigen.planes.device import Memory
 from reigen.types import DType, ReduceOp
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class Team:
         """Collective: see :func:`~reigen.frontends.agreement.agree`."""
         return agree(self.context, proposal, self.name, self._number)
 
-    def reduce(self, array: Array, dtype: DType, part: str, region: Region | None = None) -> Handle:
+    def reduce(self, array: Memory, dtype: DType, part: str, region: Region | None = None) -> Handle:
         """Reduce gradients in place; ``region`` is the registered memory in which they lie, if they do."""
         how = self.how
         return self.context.allreduce(

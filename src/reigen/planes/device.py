@@ -92,8 +92,12 @@ class Device(Protocol):
         """Within it, the calling thread is on this device, and enqueues into the side stream."""
         ...
 
-    def full(self, num_elements: int, dtype: DType, value: Any) -> DeviceArray:
-        """New memory, every element ``value`` (of the storage type). Within `aside`."""
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        """New memory, for what the calling thread enqueues from now on: within `aside`, into the side stream."""
+        ...
+
+    def full(self, num_elements: int, dtype: DType, value: float) -> DeviceArray:
+        """The same, with every element ``value``."""
         ...
 
 

@@ -44,7 +44,7 @@ from reigen.planes.device import Device, DeviceArray, Event
 from reigen.planes.nccl_bootstrap import introduce, share_id
 from reigen.planes.nccl_library import IN_PROGRESS, Communicator, Nccl
 from reigen.planes.nccl_rules import BYTE, Recipe, recipe, refusal
-from reigen.types import DType, ReduceOp
+from reigen.types import DTYPES, DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 
@@ -157,7 +157,8 @@ class NcclPlane:
                 ranks=(rank,),
             )
         with device.aside():
-            return device.full(num_elements, dtype, neutral_of(dtype, op))
+            number = DTYPES["float64"] if dtype.is_floating else dtype
+            return device.full(num_elements, dtype, neutral_of(number, op))
 
     def allreduce(
         self, buffers: Sequence[tuple[DeviceArray, DeviceArray]], reduction: Reduction, deadline: float

@@ -10,19 +10,11 @@ from numpy.typing import NDArray
 
 from reigen.errors import UnsupportedTypeError
 from reigen.frontends.adapter import Array
-from reigen.types import DTYPES, DType, dtype_named
+from reigen.torch.cuda import LENDER, TorchLender
+from reigen.torch.dtypes import dtype_of
+from reigen.types import DTYPES, DType
 
-_DTYPE_OF: dict[torch.dtype, DType] = {getattr(torch, name): dtype for name, dtype in DTYPES.items()}
 _BFLOAT16 = DTYPES["bfloat16"]
-
-
-def dtype_of(dtype: torch.dtype) -> DType:
-    """The element type that travels for torch's ``dtype``.
-
-    Raises:
-        UnsupportedTypeError: there is none.
-    """
-    return _DTYPE_OF.get(dtype) or dtype_named(str(dtype).removeprefix("torch."))
 
 
 def tensor_over(array: Array, dtype: DType) -> torch.Tensor:
@@ -42,7 +34,13 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 class TorchAdapter:
-    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense tensors; a device's are staged through the host."""
+    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense tensors.
+
+    Those of a GPU are lent to the plane for devices, if it takes them, and copied to the host otherwise; those of any
+    other device are copied.
+    """
+
+    lender: TorchLender | None = LENDER
 
     def dtype(self, tensor: torch.Tensor) -> DType:
         """The element type; raises UnsupportedTypeError if it cannot be communicated."""

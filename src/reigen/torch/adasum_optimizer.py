@@ -23,9 +23,10 @@ from reigen.frontends.gradients import GradientTracker, check_passes
 from reigen.frontends.process_sets import ProcessSet, number_of
 from reigen.frontends.replicas import Schedule, check_replicas
 from reigen.planes.adasum import check_adasum
-from reigen.torch.adapter import bytes_of, dtype_of
+from reigen.torch.adapter import bytes_of
 from reigen.torch.compression import Compressor
 from reigen.torch.differentiable import COLLECTIVES
+from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer import watch
 from reigen.torch.wrapping import Closure, WrappedOptimizer
 from reigen.types import DTYPES, ReduceOp

@@ -13,8 +13,9 @@ from reigen.frontends.collectives import Reducing
 from reigen.frontends.gradients import check_passes
 from reigen.frontends.process_sets import ProcessSet, number_of
 from reigen.frontends.replicas import Schedule
-from reigen.torch.adapter import bytes_of, dtype_of
+from reigen.torch.adapter import bytes_of
 from reigen.torch.differentiable import COLLECTIVES
+from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer import ReduceOptions, Reducer, check_finished
 from reigen.types import ReduceOp
 

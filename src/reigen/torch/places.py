@@ -10,6 +10,7 @@ import torch
 from reigen.frontends.adapter import Array
 from reigen.frontends.buckets import BucketPlan
 from reigen.torch.adapter import tensor_over
+from reigen.torch.dtypes import torch_dtype
 from reigen.types import DTYPES, DType
 
 
@@ -22,16 +23,32 @@ class Places:
     Attributes:
         tensors: one for each parameter, shaped like it, in the element type that travels; None for a parameter that is
             not in the plan.
-        arrays: the buckets.
+        arrays: the buckets, in host memory.
+        buckets: the buckets, in the memory of a device. Of the two, one is empty.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = parameters
         self.tensors: list[torch.Tensor | None] = [None] * len(parameters)
         self.arrays: list[Array] = []
+        self.buckets: list[torch.Tensor] = []
+
+    def lay_out_on_device(self, plan: BucketPlan, memory: torch.Tensor) -> None:
+        """Put the plan's buckets into ``memory``: bytes of a device."""
+        memory.zero_()
+        self.buckets = []
+        for bucket in plan.buckets:
+            dtype = torch_dtype(DTYPES[bucket.dtype])
+            self.buckets.append(memory[bucket.offset : bucket.offset + bucket.nbytes].view(dtype))
+            for place in bucket.places:
+                parameter = self._parameters[place.parameter]
+                flat = memory[place.offset : place.offset + place.nbytes].view(dtype)
+                view = flat.as_strided(parameter.shape, strides_of(parameter))
+                # Views count their changes together. Each gradient needs a count of its own: `Reducer.changed`.
+                self.tensors[place.parameter] = view.data
 
     def lay_out(self, plan: BucketPlan, memory: Array) -> None:
-        """Put the plan's buckets into ``memory``: bytes."""
+        """Put the plan's buckets into ``memory``: bytes of the host."""
         memory[: plan.nbytes] = 0  # also brings the pages in, and leaves no garbage between the places
         self.arrays = []
         for bucket in plan.buckets:
@@ -47,7 +64,7 @@ class Places:
             if copy and place is not None and parameter.grad is place:
                 parameter.grad = place.clone()
         self.tensors = [None] * len(self._parameters)
-        self.arrays = []
+        self.arrays, self.buckets = [], []
 
 
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -27,14 +27,15 @@ from reigen.frontends.collectives import Reducing
 from reigen.frontends.gradients import GradientTracker
 from reigen.frontends.process_sets import ProcessSet
 from reigen.frontends.team import Team
-from reigen.torch.adapter import dtype_of
+from reigen.torch.bucket_memory import bucket_memory
 from reigen.torch.compression import Compressor
+from reigen.torch.dtypes import dtype_of
 from reigen.torch.places import Places, strides_of
 from reigen.torch.sparse import SparseGradients
 from reigen.types import DTYPES, ReduceOp
 
 if TYPE_CHECKING:
-    from reigen.context import Context, Handle, Region
+    from reigen.context import Context, Handle
 
 
 #: marks the hooks that are ours
@@ -82,18 +83,12 @@ class Reducer:
         self.team = Team(context, options.process_set, options.how)
         self._names = [name for name, _ in parameters]
         self._options = options
-        own = [dtype_of(p.dtype) for p in self.parameters]
-        self._wire = [options.compression.wire_dtype(dtype) for dtype in own]
-        #: whether p.grad may be the place in the bucket itself: same element type, in host memory
-        self._direct = [
-            wire is dtype and p.device.type == "cpu"
-            for wire, dtype, p in zip(self._wire, own, self.parameters, strict=True)
-        ]
+        self._wire = [options.compression.wire_dtype(dtype_of(p.dtype)) for p in self.parameters]
         self._places = Places(self.parameters)
+        self._choose_memory()
         #: what p.grad was, and its version, when it was last seen in this pass: who changes it later spoils the sum
         self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
         self._handles: dict[int, Handle] = {}
-        self._region: Region | None = None
         self._sparse = SparseGradients({})
         self._hooks = [watch(p, self._hook(i)) for i, p in enumerate(self.parameters)]
 
@@ -127,7 +122,7 @@ class Reducer:
         failure: CollectiveError | None = None
         for bucket, handle in handles.items():
             try:
-                handle.wait()
+                self._memory.received(handle.wait())
             except CollectiveError as error:
                 if failure is None:
                     failure = error
@@ -138,7 +133,7 @@ class Reducer:
             for index, place in enumerate(self._places.tensors):
                 if place is not None:
                     self._deliver(self.parameters[index], place, self._direct[index])
-        if self._region is None:  # improvised: p.grad keeps the memory alive for as long as it is needed
+        if not self._memory.is_registered:
             self.tracker.abandon()
             self._places.forget(copy=False)
         self._sparse.wait(self.team, self.parameters, self._names)
@@ -160,22 +155,29 @@ class Reducer:
         """Take the hooks off and give the buckets' memory back; gradients that lie there are copied out first."""
         for hook in self._hooks:
             hook.remove()
-        self._forget_region()
+        self._forget_memory()
 
     def _follow_context(self) -> None:
         """After shutdown() and init(), begin anew with the new context: agree again, register again."""
         current = contexts.current()
         if current is not self.team.context:
-            self._forget_region()
+            self._forget_memory()
             self._handles.clear()
             self.tracker = GradientTracker(len(self.parameters), self.tracker.backward_passes_per_step)
             self.team = Team(current, self._options.process_set, self._options.how)
+            self._choose_memory()
 
-    def _forget_region(self) -> None:
+    def _choose_memory(self) -> None:
+        self._memory = bucket_memory(self.team, self._places, self.parameters, self._wire)
+        #: whether p.grad may be the place in the bucket itself: same element type, same device
+        self._direct = [
+            wire is dtype_of(p.dtype) and self._memory.holds(p)
+            for wire, p in zip(self._wire, self.parameters, strict=True)
+        ]
+
+    def _forget_memory(self) -> None:
         self._places.forget(copy=True)
-        region, self._region = self._region, None
-        if region is not None:
-            self.team.free(region)
+        self._memory.release(self.team)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         def on_gradient(parameter: torch.Tensor) -> None:
@@ -200,6 +202,7 @@ class Reducer:
             return
         if gradient is None:
             place.zero_()
+            self._memory.filled()
             if not parameter.requires_grad:
                 return  # frozen by now: the optimizer must not see a gradient
         else:
@@ -207,6 +210,7 @@ class Reducer:
                 # It had a dense place before it was ever sparse, on any rank.
                 gradient = gradient.detach().to_dense()
             place.copy_(gradient)
+        self._memory.filled()
         if self._direct[index]:
             parameter.grad = place
 
@@ -219,11 +223,12 @@ class Reducer:
                 raise
 
     def _reduce(self, bucket: int) -> None:
-        plan, array = self.tracker.plan, self._places.arrays[bucket]
+        plan = self.tracker.plan
         assert plan is not None
-        if array.size:
-            part = f"improvised.{bucket}" if self._region is None else str(bucket)
-            self._handles[bucket] = self.team.reduce(array, DTYPES[plan.buckets[bucket].dtype], part, self._region)
+        part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
+        handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part)
+        if handle is not None:
+            self._handles[bucket] = handle
 
     def _contents(self, bucket: int) -> str:
         """For whoever reads an error that names a bucket."""
@@ -253,9 +258,7 @@ class Reducer:
         dense = [index for index in order if not agreement.sparse_dims[index]]
         self._sparse = self._sparse_gradients(agreement)
         plan = self._plan(dense, self._groups(dense))
-        region = self.team.allocate(plan.nbytes)
-        self._region = region
-        self._places.lay_out(plan, region.array)
+        self._memory.register(self.team, plan)
         self.tracker.adopt(plan)
 
     def _improvise(self, refusal: JoinedError) -> None:
@@ -266,7 +269,7 @@ class Reducer:
             name = self._names[int(dims.argmax())]
             raise SparseGradients.refused(name, refusal) from None
         plan = self._plan(range(len(self.parameters)))
-        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
+        self._memory.improvise(plan)
         self.tracker.adopt(plan)
 
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
@@ -283,7 +286,7 @@ class Reducer:
     def _proposal(self) -> Proposal:
         how, groups = self._options.how, self._options.groups
         number = f", {groups} groups" if isinstance(groups, int) else ""
-        lines = [f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}"]
+        lines = [f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}, on {self._memory.kind}"]
         for name, parameter, wire in zip(self._names, self.parameters, self._wire, strict=True):
             layout = f"shape {tuple(parameter.shape)}, strides {strides_of(parameter)}"
             lines.append(f"{name}: {parameter.dtype} as {wire.name}, {layout}")

@@ -1,0 +1,175 @@
+"""The memory in which gradients lie while they are reduced: the host's, or that of the GPU on which the model is.
+
+On the GPU nothing has to be registered, and nobody waits: a bucket is submitted behind what has been enqueued to fill
+it, and whoever needs the gradients lets his stream wait for the reduction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from reigen.frontends.buckets import BucketPlan
+from reigen.frontends.team import Team
+from reigen.planes.device import DeviceArray, Stream
+from reigen.torch.adapter import TorchAdapter
+from reigen.torch.cuda import TorchDevice, TorchLender
+from reigen.torch.places import Places
+from reigen.types import DTYPES, DType
+
+if TYPE_CHECKING:
+    from reigen.context import Handle, Outcome, Region
+
+
+class BucketMemory(Protocol):
+    """The memory of one plan at a time.
+
+    Attributes:
+        kind: ``cpu``, ``cuda``.
+    """
+
+    kind: str
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is kept for the passes to come."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a place in it could be the parameter's gradient, being on the same device."""
+
+    def register(self, team: Team, plan: BucketPlan) -> None:
+        """Lay the buckets out, for all passes to come. Collective."""
+
+    def improvise(self, plan: BucketPlan) -> None:
+        """Lay them out for one pass."""
+
+    def filled(self) -> None:
+        """The calling thread has filled a place, or enqueued work that does."""
+
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+        """Submit a bucket; None if it is empty."""
+
+    def received(self, outcome: Outcome) -> None:
+        """The calling thread needs what came out of `reduce`."""
+
+    def release(self, team: Team) -> None:
+        """Give back what is registered."""
+
+
+class HostMemory:
+    """Registered with the job, so that it is reduced in place: it is the memory that all ranks of the host share."""
+
+    kind = "cpu"
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._region: Region | None = None
+
+    @property
+    def is_registered(self) -> bool:
+        """See `BucketMemory`."""
+        return self._region is not None
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """See `BucketMemory.holds`."""
+        return parameter.device.type == "cpu"
+
+    def register(self, team: Team, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`."""
+        self._region = team.allocate(plan.nbytes)
+        self._places.lay_out(plan, self._region.array)
+
+    def improvise(self, plan: BucketPlan) -> None:
+        """See `BucketMemory.improvise`. Gradients keep the memory alive for as long as it is needed."""
+        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
+
+    def filled(self) -> None:
+        """See `BucketMemory.filled`."""
+
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+        """See `BucketMemory.reduce`."""
+        array = self._places.arrays[bucket]
+        return team.reduce(array, dtype, part, self._region) if array.size else None
+
+    def received(self, outcome: Outcome) -> None:
+        """See `BucketMemory.received`."""
+
+    def release(self, team: Team) -> None:
+        """See `BucketMemory.release`."""
+        region, self._region = self._region, None
+        if region is not None:
+            team.free(region)
+
+
+class DeviceMemory:
+    """Ordinary memory of the device on which all parameters are."""
+
+    def __init__(self, places: Places, device: TorchDevice, lender: TorchLender) -> None:
+        self.kind = device.kind
+        self.is_registered = False
+        self._places, self._device, self._lender = places, device, lender
+        #: the streams by which places were filled in this pass: usually one
+        self._producers: dict[int, Stream] = {}
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """See `BucketMemory.holds`. All parameters are on that device."""
+        return True
+
+    def register(self, team: Team, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`. There is nothing to register."""
+        self.improvise(plan)
+        self.is_registered = True
+
+    def improvise(self, plan: BucketPlan) -> None:
+        """See `BucketMemory.improvise`."""
+        memory = self._device.empty((plan.nbytes,), DTYPES["uint8"]).owner
+        assert isinstance(memory, torch.Tensor)
+        self._places.lay_out_on_device(plan, memory)
+
+    def filled(self) -> None:
+        """See `BucketMemory.filled`."""
+        stream = self._device.current()
+        self._producers[stream.handle] = stream
+
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+        """See `BucketMemory.reduce`. Behind all streams that have filled places so far."""
+        tensor = self._places.buckets[bucket]
+        if not tensor.numel():
+            return None
+        here = self._device.current()
+        for handle, stream in self._producers.items():
+            if handle != here.handle:
+                here.wait(stream.record())
+        array, _ = self._lender.lend(tensor)
+        return team.reduce(array, dtype, part)
+
+    def received(self, outcome: Outcome) -> None:
+        """See `BucketMemory.received`."""
+        self._producers.clear()
+        assert isinstance(outcome.array, DeviceArray)
+        assert outcome.array.ready is not None
+        self._device.current().wait(outcome.array.ready)
+
+    def release(self, team: Team) -> None:
+        """See `BucketMemory.release`. The memory goes with its last view."""
+        self.is_registered = False
+
+
+def bucket_memory(
+    team: Team, places: Places, parameters: Sequence[torch.Tensor], wire: Sequence[DType]
+) -> BucketMemory:
+    """The device's, where all parameters are on one that reduces all their element types; else the host's.
+
+    Raises:
+        ArgumentError: this rank's tensors were on another device before.
+    """
+    lender, plane = TorchAdapter.lender, team.context.device
+    if lender is not None and plane is not None:
+        devices = {lender.device(parameter) for parameter in parameters}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is not None and all(plane.takes(device, dtype, team.how) for dtype in set(wire)):
+            return DeviceMemory(places, device, lender)
+    return HostMemory(places)

@@ -1,0 +1,24 @@
+"""torch's element types and those that travel."""
+
+from __future__ import annotations
+
+import torch
+
+from reigen.types import DTYPES, DType, dtype_named
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+_DTYPE_OF: dict[torch.dtype, DType] = {_TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+
+
+def dtype_of(dtype: torch.dtype) -> DType:
+    """The element type that travels for torch's ``dtype``.
+
+    Raises:
+        UnsupportedTypeError: there is none.
+    """
+    return _DTYPE_OF.get(dtype) or dtype_named(str(dtype).removeprefix("torch."))
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """What torch calls it."""
+    return _TORCH_DTYPES[dtype.name]

@@ -1,0 +1,45 @@
+"""Buckets on a device that are filled by several streams."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from reigen.frontends.buckets import ParameterSpec, plan_buckets
+from reigen.torch.bucket_memory import DeviceMemory
+from reigen.torch.cuda import TorchLender, over
+from reigen.torch.places import Places
+from reigen.types import DTYPES
+
+
+class Stream:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.waited: list[int] = []
+
+    def record(self) -> int:
+        return self.handle
+
+    def wait(self, event: int) -> None:
+        self.waited.append(event)
+
+
+def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
+    streams = [Stream(number) for number in range(3)]
+    device: Any = SimpleNamespace(kind="cuda", now=streams[0])
+    device.current = lambda: device.now
+    device.empty = lambda shape, dtype: over(device, torch.empty(shape, dtype=torch.uint8))
+    parameters = [torch.zeros(4), torch.zeros(2)]
+    places = Places(parameters)
+    memory = DeviceMemory(places, device, TorchLender(lambda _: device))
+    memory.improvise(plan_buckets([ParameterSpec(p.numel(), 4, "float32") for p in parameters], [0, 1], 1 << 20, ()))
+    for stream in streams:
+        device.now = stream
+        memory.filled()
+    submitted: list[Any] = []
+    team: Any = SimpleNamespace(reduce=lambda array, dtype, part: submitted.append(array))
+    memory.reduce(team, 0, DTYPES["float32"], "0")
+    assert streams[2].waited == [0, 1]
+    assert [array.ready for array in submitted] == [2]
