@@ -162,7 +162,7 @@ def test_a_cut_network_leaves_nothing(start):
     job.hosts[1].cut()
     code, _, err = job.finish()
     assert code == 255
-    assert "host h2 was lost, with ranks 2, 3: nothing has been heard of it for 3 s" in err
+    assert "host h2 was lost, with ranks 2, 3: nothing has been heard of it for 6 s" in err
 
 
 def test_a_crash_of_a_host_ends_the_job(start):
@@ -330,3 +330,18 @@ def test_ranks_reach_the_rendezvous(make_hosts, tls):
     code, out, err = job.finish()
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["[0] value of 1", "[1] value of 0"]
+
+
+def test_ranks_that_lose_a_host_get_their_own_error_first(start):
+    program = (
+        "import reigen as hvd; hvd.init(); print('ready', flush=True)\n"
+        "while True: hvd.allreduce(1.0, op=hvd.Sum, name='x')"
+    )
+    job = start(2, *TWO, sys.executable, "-c", program, env={"REIGEN_PEER_TIMEOUT": "3"})
+    job.wait_until_ready(4)
+    job.hosts[1].cut()
+    code, _, err = job.finish()
+    assert code == 1
+    assert "(host h1) failed first: exit code 1\n" in err
+    assert "PeerLostError: x: host h2 " in err
+    assert "\n  host h2 was lost: nothing has been heard of it for 4.75 s\n" in err

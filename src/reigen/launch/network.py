@@ -52,8 +52,8 @@ class Network:
 
     @property
     def silence_seconds(self) -> float:
-        """How long an agent may be silent: less than ranks allow each other, so that they are not the first to say."""
-        return min(max(0.75 * self.peer_timeout_seconds, 3 * BEAT_SECONDS), _LONGEST_SILENCE_SECONDS)
+        """How long an agent may be silent: longer than ranks allow each other, so that these get their errors first."""
+        return min(max(1.25 * self.peer_timeout_seconds + 1, 3 * BEAT_SECONDS), _LONGEST_SILENCE_SECONDS)
 
     def make_tls(self) -> Tls | None:
         """TLS of this process, where it is wanted.

@@ -137,6 +137,8 @@ class Supervisor:
         self.loop = Loop(lifeline, self._on_signal, self._on_orphaned)
         self.outposts: dict[str, Outpost] = {}
         self.is_mustering = True
+        #: Hosts that were lost, and why.
+        self._losses: dict[str, str] = {}
         self._local = LocalCrew(self.loop, self)
         self._display = Display(options, self.loop, lambda: self._crews, listener.complain)
         #: Crews of which something may be left, while sweeping.
@@ -304,6 +306,7 @@ class Supervisor:
                 socket.send_fds(self._line, [text], [] if parcel is None else [parcel])
 
     def _lost(self, host: str, reason: str) -> None:
+        self._losses[host] = reason
         ranks = self._ranks[host]
         self._listener.lost([rank for rank in ranks if rank in self._job.running], f"host {host} was lost: {reason}")
         self._happened(HostLost(ranks, reason))
@@ -336,7 +339,9 @@ class Supervisor:
             rank = finish.failure.rank
             host = self._hosts[rank] if self.outposts else ""
             lost = self._ranks[self._hosts[rank]] if finish.failure.reason else ()
-            return last_words(finish.failure, self._display.tail(rank), host, lost)
+            words = last_words(finish.failure, self._display.tail(rank), host, lost)
+            others = [each for each in self._losses.items() if not lost or each[0] != host]
+            return words + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in others)
         if finish.signum in STOP_SIGNALS:
             return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
         return b""
