@@ -1,12 +1,17 @@
 """Which ranks share a machine, and what Horovod's numbers are then."""
 
+import os
+import subprocess
+import sys
+
+import msgspec
 import pytest
 
 from reigen.cluster.layout import Layout, arrange, exchange, this_host
 from reigen.cluster.neighbours import this_machine
-from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer
 from reigen.cluster.topology import Topology
-from reigen.errors import DeadlineError
+from reigen.errors import DeadlineError, PeerLostError
 from reigen.testing import run_threads
 
 
@@ -24,7 +29,6 @@ def numbers(machines):
 def test_one_machine():
     assert layout(1, "aaa").machines == ((0, 1, 2),)
     assert layout(1, "aaa").topology() == Topology.on_one_host(1, 3)
-    assert layout(1, "aaa").is_homogeneous
 
 
 def test_machines_are_ordered_by_their_lowest_rank_whatever_they_are_called():
@@ -43,7 +47,6 @@ def test_ranks_in_turn():
 def test_uneven_machines_count_only_those_that_have_the_local_rank():
     uneven = layout(4, "abbbcc")
     assert uneven.machines == ((0,), (1, 2, 3), (4, 5))
-    assert not uneven.is_homogeneous
     assert numbers("abbbcc") == [(0, 1, 0, 3), (0, 3, 1, 3), (1, 3, 0, 2), (2, 3, 0, 1), (0, 2, 2, 3), (1, 2, 1, 2)]
 
 
@@ -87,9 +90,7 @@ def test_who_does_not_come_is_named_on_all_that_did():
     assert run_threads(find, 5) == [(2, 4), (2, 4), None, (2, 4), None]
 
 
-def test_rank_0_does_not_come(monkeypatch):
-    monkeypatch.setattr("reigen.cluster.layout._SLACK_SECONDS", 0.1)
-
+def test_rank_0_does_not_come():
     def find(rank, shared):
         if rank in {0, 3}:
             return None
@@ -98,3 +99,36 @@ def test_rank_0_does_not_come(monkeypatch):
         return caught.value.ranks
 
     assert run_threads(find, 4) == [None, (0, 3), (0, 3), None]
+
+
+def test_a_rank_that_comes_late_meets_those_that_try_again():
+    """What rank 0 said of the first try is no news any more."""
+
+    def find(rank, shared):
+        if rank == 0:
+            with pytest.raises(DeadlineError, match=r"rank\(s\) 1 did not call"):
+                exchange(shared, 0, 2, 0.1)
+            shared.put("late", b"")
+        else:
+            shared.get("late", 10.0)
+        return exchange(shared, rank, 2, 10.0).machines
+
+    assert run_threads(find, 2) == [((0, 1),)] * 2
+
+
+def test_the_death_of_rank_0_is_noticed():
+    machine, name = this_host()
+    ended = subprocess.Popen([sys.executable, "-Sc", ""])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    shared = LocalRendezvous()
+    shared.put("place/0", msgspec.msgpack.encode([machine, name, ended.pid]))
+    with pytest.raises(PeerLostError, match="died during init") as caught:
+        exchange(shared, 1, 3, 20.0)
+    assert caught.value.ranks == (0,)
+    ended.wait()
+    with pytest.raises(PeerLostError, match="died during init"):
+        exchange(shared, 1, 3, 20.0)
+    shared.put("place/0", msgspec.msgpack.encode(["elsewhere", name, ended.pid]))
+    with pytest.raises(DeadlineError) as late:
+        exchange(shared, 1, 3, 0.3)
+    assert late.value.ranks == (2,)

@@ -12,11 +12,12 @@ import time
 import pytest
 from tests.multiprocess.launcher import until
 
-from reigen.cluster.fates import Fates, told
+from reigen.cluster.fates import Fates
 from reigen.cluster.layout import this_host
 from reigen.cluster.membership import Membership
 from reigen.cluster.rendezvous import RendezvousServer
 from reigen.cluster.roll import Aborted, Died, Left
+from reigen.cluster.told import told
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, DeadlineError, PeerLostError
 from reigen.wire.auth import Identity, Role
 
@@ -40,7 +41,6 @@ def abort_of(rank, error):
 
 def test_nothing_has_happened():
     assert fates().failure(EVERYBODY) is None
-    assert not fates().has_ended
 
 
 def test_a_death_names_rank_and_host():
@@ -98,7 +98,6 @@ def test_ranks_that_left():
     )
     assert error.ranks == (1, 4, 5)
     assert known.failure([0, 3]) is None
-    assert not known.has_ended
 
 
 @pytest.mark.parametrize("kind", [CollectiveError, DeadlineError, PeerLostError])

@@ -108,6 +108,16 @@ def test_a_wait_ends_and_names_the_key(ranks):
     assert ranks[0].get("missing", 10.0) == b"late"
 
 
+def test_a_look_does_not_wait(ranks):
+    assert ranks[0].peek("key") is None
+    assert Room(ranks[0], "room").peek("key") is None
+    ranks[1].put("room/key", b"value")
+    assert Room(ranks[0], "room").peek("key") == b"value"
+    assert ranks[0].peek("key") is None
+    with pytest.raises(ArgumentError):
+        ranks[0].peek("k" * 257)
+
+
 def test_bounds_of_keys_and_values(ranks):
     large = os.urandom(1 << 20)
     ranks[0].put("k" * 256, large)

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from reigen.cluster import roll as module
-from reigen.cluster.roll import HOLD_SECONDS, Abort, Aborted, Died, Enter, Entered, Leave, Left, News, Refused, Roll
+from reigen.cluster.roll import HOLD_SECONDS, Aborted, Died, Enter, Entered, Leave, Left, News, Refused, Roll
+from reigen.cluster.told import Abort
 
 ROOM = "0"
 

@@ -4,27 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from reigen.cluster.neighbours import listed
-from reigen.cluster.roll import Abort, Aborted, Died, Event, Left
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError
-
-_ERRORS: dict[str, type[CollectiveError]] = {
-    kind.__name__: kind for kind in (CollectiveError, DeadlineError, PeerLostError)
-}
-_MAX_REASON_CHARACTERS = 900  # at most four bytes each
-
-
-def told(error: CollectiveError, rank: int) -> Abort:
-    """The message about an error that rank ``rank`` gives up with."""
-    kind = type(error).__name__ if type(error).__name__ in _ERRORS else CollectiveError.__name__
-    return Abort(kind, error.ranks or (rank,), error.reason[:_MAX_REASON_CHARACTERS])
-
-
-def raised(abort: Abort, teller: str) -> CollectiveError:
-    """The error of a rank that gave up, as told by ``teller``; empty for this rank itself."""
-    kind = _ERRORS.get(abort.kind, CollectiveError)
-    reason = abort.reason or f"rank(s) {listed(abort.ranks)} gave up"
-    return kind(reason + f" (told by {teller})" * bool(teller), ranks=abort.ranks)
+from reigen.cluster.roll import Aborted, Died, Event, Left
+from reigen.cluster.told import listed, raised
+from reigen.errors import CollectiveError, PeerLostError
 
 
 def named(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:
@@ -54,11 +36,6 @@ class Fates:
         self._abort: CollectiveError | None = None
         self._service: PeerLostError | None = None
         self.gone: set[int] = set()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether somebody died or gave up, or the service has gone: nobody's waiting will succeed any more."""
-        return bool(self._died) or self._abort is not None or self._service is not None
 
     def learn(self, event: Event) -> None:
         """Take in what the service tells."""

@@ -7,42 +7,32 @@ two machines. What a launcher says of local ranks is not asked, since it may cou
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
-from reigen.cluster.neighbours import listed, this_machine
+from reigen.cluster.neighbours import this_machine
 from reigen.cluster.rendezvous import Rendezvous
+from reigen.cluster.told import listed
 from reigen.cluster.topology import Topology
-from reigen.errors import DeadlineError
+from reigen.errors import DeadlineError, PeerLostError
 
-#: How long to ask whether somebody has put something when it is too late anyway.
-_LOOK_SECONDS = 0.05
-#: Rank 0 tells the others who is missing; what that may take beyond the deadline.
-_SLACK_SECONDS = 2.0
+#: How often to look whether rank 0 still lives.
+_SLICE_SECONDS = 0.2
 _MAX_HOSTNAME = 255
 _ATTEMPT_BYTES = 8
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank runs, and which of its tries to come into the job this is."""
+    """Where a rank runs. A process says the same however often it joins the job."""
 
     machine: str
     hostname: str
-    attempt: bytes
-
-
-class _Table(msgspec.Struct, array_like=True, frozen=True):
-    """What rank 0 found: everybody's place, None for those who did not come."""
-
-    places: tuple[_Place | None, ...]
-
-    @property
-    def missing(self) -> list[int]:
-        """Who did not come."""
-        return [rank for rank, place in enumerate(self.places) if place is None]
+    pid: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +58,6 @@ class Layout:
     def local(self) -> tuple[int, ...]:
         """The ranks of this rank's machine, itself among them."""
         return next(ranks for ranks in self.machines if self.rank in ranks)
-
-    @property
-    def is_homogeneous(self) -> bool:
-        """Whether all machines have the same number of ranks."""
-        return len({len(ranks) for ranks in self.machines}) == 1
 
     def topology(self) -> Topology:
         """This rank's numbers, as Horovod counts them: see `Topology`."""
@@ -105,63 +90,77 @@ def arrange(rank: int, machines: tuple[str, ...], hostnames: tuple[str, ...]) ->
 def exchange(rendezvous: Rendezvous, rank: int, size: int, timeout_seconds: float, host_id: str = "") -> Layout:
     """Find out which ranks share a machine. Collective over all ranks of the job.
 
+    Rank 0 collects where the others are and tells all of them: two messages a rank, however many there are.
+
     Args:
-        rendezvous: where the ranks meet; a `Room` that nobody has used for this before.
+        rendezvous: where the ranks meet; a `Room` that nobody but these processes has used for this.
         rank: this rank.
         size: how many there are.
         timeout_seconds: how long to wait for the last rank.
         host_id: see `this_host`.
 
     Raises:
-        DeadlineError: ranks did not come; names them, on every rank that did.
-        PeerLostError: the service has gone.
+        DeadlineError: ranks did not come; names them.
+        PeerLostError: the service has gone, or rank 0, of this machine, died.
     """
     until = time.monotonic() + timeout_seconds
-    own = _Place(*this_host(host_id), os.urandom(_ATTEMPT_BYTES))
+    own = _Place(*this_host(host_id), os.getpid())
     rendezvous.put(f"place/{rank}", msgspec.msgpack.encode(own))
     if rank == 0:
-        table = _gather(rendezvous, size, until)
-        rendezvous.put("layout", msgspec.msgpack.encode(table))
+        found = [_ask(rendezvous, f"place/{peer}", until) for peer in range(size)]
+        missing = [peer for peer, data in enumerate(found) if data is None]
+        places = [msgspec.msgpack.decode(data, type=_Place) for data in found if data is not None]
+        if not missing:
+            rendezvous.put("layout", msgspec.msgpack.encode(places))
     else:
-        table = _await_table(rendezvous, rank, own, size, until)
-    if table.missing:
+        places = _await_layout(rendezvous, own, until)
+        missing = [] if places else _missing(rendezvous, size)
+    if missing:
         raise DeadlineError(
-            f"rank(s) {listed(table.missing)} did not call init() within {timeout_seconds:g} s "
+            f"rank(s) {listed(missing)} did not call init() within {timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT sets how long to wait)",
-            ranks=table.missing,
+            ranks=missing,
         )
-    machines, hostnames = zip(*((place.machine, place.hostname) for place in table.places if place), strict=True)
-    return arrange(rank, machines, hostnames)
+    return arrange(rank, tuple(place.machine for place in places), tuple(place.hostname for place in places))
 
 
-def _gather(rendezvous: Rendezvous, size: int, until: float) -> _Table:
-    """Everybody's place, as rank 0 collects them."""
-    places: list[_Place | None] = []
-    for peer in range(size):
-        try:
-            data = rendezvous.get(f"place/{peer}", max(_LOOK_SECONDS, until - time.monotonic()))
-        except TimeoutError:
-            places.append(None)
-        else:
-            places.append(msgspec.msgpack.decode(data, type=_Place))
-    return _Table(tuple(places))
+def _ask(rendezvous: Rendezvous, key: str, until: float) -> bytes | None:
+    """The value of a key, waited for, but not for longer than that."""
+    left = until - time.monotonic()
+    if left > 0:
+        with suppress(TimeoutError):
+            return rendezvous.get(key, left)
+    return rendezvous.peek(key)
 
 
-def _await_table(rendezvous: Rendezvous, rank: int, own: _Place, size: int, until: float) -> _Table:
-    """What rank 0 found when it had seen this rank's place; if rank 0 did not come, who else did not.
-
-    A table that does not hold it was left by a try that has failed.
-    """
-    until += _SLACK_SECONDS + size * _LOOK_SECONDS
+def _await_layout(rendezvous: Rendezvous, own: _Place, until: float) -> list[_Place]:
+    """What rank 0 tells; nothing if it is too late."""
+    zero: _Place | None = None
     while True:
-        left = until - time.monotonic()
-        try:
-            table = msgspec.msgpack.decode(rendezvous.get("layout", max(_LOOK_SECONDS, left)), type=_Table)
-        except TimeoutError:
-            table = _Table(())
-        if len(table.places) == size and table.places[rank] == own:
-            return table
-        if left <= 0:
-            found = _gather(rendezvous, size, time.monotonic())
-            return found if found.missing else _Table((None, *found.places[1:]))
-        time.sleep(min(left, _LOOK_SECONDS))
+        data = _ask(rendezvous, "layout", min(until, time.monotonic() + _SLICE_SECONDS))
+        if data is not None:
+            return msgspec.msgpack.decode(data, type=list[_Place])
+        if zero is not None and zero.machine == own.machine and _has_ended(zero.pid):
+            raise PeerLostError("rank(s) 0 died during init()", ranks=(0,))
+        if time.monotonic() >= until:
+            return []
+        if zero is None and (told := rendezvous.peek("place/0")) is not None:
+            zero = msgspec.msgpack.decode(told, type=_Place)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))  # also where nobody has asked how it ended
+    finally:
+        os.close(fd)
+
+
+def _missing(rendezvous: Rendezvous, size: int) -> list[int]:
+    """Who has not come; rank 0 if it cannot be anybody else: it has come before, but does not tell what it found."""
+    return [peer for peer in range(size) if rendezvous.peek(f"place/{peer}") is None] or [0]

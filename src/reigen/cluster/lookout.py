@@ -6,7 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from reigen.cluster.membership import Membership
-from reigen.cluster.neighbours import Neighbours, listed
+from reigen.cluster.neighbours import Neighbours
+from reigen.cluster.told import listed
 from reigen.errors import CollectiveError, PeerLostError
 
 #: A connection that has ended is explained by the control service within this time, or never.

@@ -13,12 +13,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fates import Fates, told
+from reigen.cluster.fates import Fates
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.layout import this_host
 from reigen.cluster.rendezvous import service_lost, split_address
-from reigen.cluster.roll import Abort, Enter, Leave, News, Refused
+from reigen.cluster.roll import Enter, Leave, News, Refused
 from reigen.cluster.service import ANSWERS, MAX_MESSAGE_BYTES, REQUESTS, SILENCE
+from reigen.cluster.told import Abort, told
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.wire.auth import Identity, Role
 from reigen.wire.stream import Stream, connect

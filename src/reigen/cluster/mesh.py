@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reigen.cluster.forks import not_in_children
-from reigen.cluster.neighbours import listed
 from reigen.cluster.rendezvous import Rendezvous, split_address
+from reigen.cluster.told import listed
 from reigen.errors import AuthenticationError, DeadlineError, PeerLostError
 from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake
 from reigen.wire.sockets import keepalive

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.cluster.rendezvous import Rendezvous
+from reigen.cluster.told import Abort, listed, raised, told
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
 from reigen.wire.futex import Word, fences
 from reigen.wire.segment import Segment, round_up
@@ -34,7 +35,6 @@ _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
 _SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
 #: How long whoever is let down waits for the end of a rank that has left.
 _LINGER_SECONDS = 0.7
-_MAX_REASON_CHARACTERS = 900  # at most four bytes each, and room to spare
 
 
 class Status(IntEnum):
@@ -43,19 +43,6 @@ class Status(IntEnum):
     RUNNING = 0
     LEFT = 1
     ABORTED = 2
-
-
-_ERRORS: dict[str, type[CollectiveError]] = {
-    kind.__name__: kind for kind in (CollectiveError, DeadlineError, PeerLostError)
-}
-
-
-class _Abort(msgspec.Struct, array_like=True, frozen=True):
-    """Why a rank gave up: the error that it raised."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    reason: str
 
 
 class _Card(msgspec.Struct, array_like=True, frozen=True):
@@ -241,9 +228,7 @@ class Neighbours:
         """Tell the others that this rank cannot go on, and why; the first call counts."""
         if self.status(self.rank) is not Status.RUNNING:
             return
-        kind = type(error).__name__ if type(error).__name__ in _ERRORS else CollectiveError.__name__
-        told = _Abort(kind, error.ranks or (self.ranks[self.rank],), error.reason[:_MAX_REASON_CHARACTERS])
-        data = msgspec.msgpack.encode(told)
+        data = msgspec.msgpack.encode(told(error, self.ranks[self.rank]))
         header = self._headers[self.rank]
         header[_REASON : _REASON + len(data)] = np.frombuffer(data, np.uint8)
         Word(header, _REASON_LENGTH).store(len(data))
@@ -302,12 +287,10 @@ class Neighbours:
         header, rank = self._headers[member], self.ranks[member]
         length = min(_HEADER_BYTES - _REASON, Word(header, _REASON_LENGTH).load())
         try:
-            told = msgspec.msgpack.decode(header[_REASON : _REASON + length].tobytes(), type=_Abort)
+            abort = msgspec.msgpack.decode(header[_REASON : _REASON + length].tobytes(), type=Abort)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return CollectiveError(f"rank {rank} gave up", ranks=(rank,))
-        kind = _ERRORS.get(told.kind, CollectiveError)
-        teller = "" if member == self.rank else f" (told by rank {rank})"
-        return kind(told.reason + teller, ranks=told.ranks)
+        return raised(abort, "" if member == self.rank else f"rank {rank}")
 
     def close(self) -> None:
         """Give up all descriptors; views of the memory stay valid."""
@@ -316,11 +299,6 @@ class Neighbours:
         self._pidfds.clear()
         for segment in self._segments:
             segment.close()
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """``1, 4, 5``."""
-    return ", ".join(map(str, ranks))
 
 
 def meet(

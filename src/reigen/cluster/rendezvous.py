@@ -50,6 +50,9 @@ class Rendezvous(Protocol):
             TimeoutError: nobody put it in time; the message names the key.
         """
 
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` if there is one now."""
+
     def close(self) -> None:
         """Leave. What was put stays."""
 
@@ -84,6 +87,12 @@ class LocalRendezvous:
                 raise _too_late(key, timeout_seconds)
             return self._values[key]
 
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` if there is one now."""
+        check_entry(key, b"")
+        with self._changed:
+            return self._values.get(key)
+
     def close(self) -> None:
         """Nothing to leave: the others may still need it."""
 
@@ -111,6 +120,10 @@ class Room:
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key`` in this room, waited for; raises TimeoutError."""
         return self._rendezvous.get(f"{self._name}/{key}", timeout_seconds)
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` in this room if there is one now."""
+        return self._rendezvous.peek(f"{self._name}/{key}")
 
     def close(self) -> None:
         """Leave the whole rendezvous."""
@@ -189,6 +202,18 @@ class RendezvousClient:
         if not isinstance(reply, Value):
             raise WireError(f"the rendezvous answered a Get with {type(reply).__name__}")
         return reply.value
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` if there is one now.
+
+        Raises:
+            As `put` does.
+        """
+        check_entry(key, b"")
+        with self._lock:
+            request = self._next_request()
+            reply = self._call(Get(request, key, wait=False), request, key, self._timeout_seconds)
+        return reply.value if isinstance(reply, Value) else None
 
     def close(self) -> None:
         """Leave. What was put stays. May be called twice."""

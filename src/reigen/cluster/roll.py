@@ -26,6 +26,8 @@ from typing import Any
 
 import msgspec
 
+from reigen.cluster.told import Abort
+
 #: How long what went wrong is held for what went wrong at the same time.
 HOLD_SECONDS = 0.1
 MAX_ROOMS = 4096
@@ -49,14 +51,6 @@ class Enter(msgspec.Struct, tag=7, array_like=True, frozen=True, forbid_unknown_
 
 class Leave(msgspec.Struct, tag=8, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A rank goes in good order."""
-
-
-class Abort(msgspec.Struct, tag=9, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A rank cannot go on: the error that it raised."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    reason: str
 
 
 class Entered(msgspec.Struct, tag=10, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -6,7 +6,8 @@ The launcher hosts it, or rank 0 where somebody else has started the ranks. The 
 a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers Done(request),
    and serves everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays
    and is answered: Value(request, value).
-b. A rank sends Get(request, key). The service answers Value(request, value) at once, or when the key is put.
+b. A rank sends Get(request, key). The service answers Value(request, value) at once, or when the key is put. If the
+   rank does not want to wait, and there is no value, the answer is Absent(request).
 c. A rank that gave up waiting sends Forget(request). An answer that crosses it on the way is ignored.
 d. What cannot be served is answered with Refused(request, reason).
 e. A rank that opens another connection and sends Enter is a member for as long as that lasts: see `cluster.roll`.
@@ -31,7 +32,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from reigen.cluster.forks import not_in_children
-from reigen.cluster.roll import Abort, Answer, Enter, Leave, Refused, Roll
+from reigen.cluster.roll import Answer, Enter, Leave, Refused, Roll
+from reigen.cluster.told import Abort
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, WireError
 from reigen.wire.auth import Identity, Role, ServerHandshake
 from reigen.wire.codec import Codec
@@ -64,10 +66,11 @@ class Put(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Get(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Answer with the value when there is one."""
+    """Answer with the value when there is one, or at once whether there is one."""
 
     request: int
     key: str
+    wait: bool = True
 
 
 class Forget(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -89,8 +92,14 @@ class Value(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_
     value: bytes
 
 
+class Absent(msgspec.Struct, tag=12, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """There is no value of that key now."""
+
+    request: int
+
+
 Request = Put | Get | Forget
-Reply = Done | Value | Refused
+Reply = Done | Value | Absent | Refused
 
 REQUESTS: Codec[Request | Enter | Leave | Abort] = Codec(Request | Enter | Leave | Abort, MAX_MESSAGE_BYTES)
 REPLIES: Codec[Reply] = Codec(Reply, MAX_MESSAGE_BYTES)
@@ -128,6 +137,8 @@ class Store:
             return self._put(owner, message)
         if message.key in self._values:
             return [(owner, Value(message.request, self._values[message.key]))]
+        if not message.wait:
+            return [(owner, Absent(message.request))]
         if sum(len(waiters) for waiters in self._waiting.values()) >= MAX_WAITERS:
             return [(owner, Refused(message.request, f"more than {MAX_WAITERS} requests wait already"))]
         self._waiting.setdefault(message.key, []).append((owner, message.request))

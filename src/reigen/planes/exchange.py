@@ -27,11 +27,9 @@ from typing import Self
 
 import msgspec
 
-from reigen.cluster.fates import raised, told
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.mesh import Mesh
-from reigen.cluster.neighbours import listed
-from reigen.cluster.roll import Abort
+from reigen.cluster.told import Abort, listed, raised, told
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, WireError
 from reigen.planes.base import Lacking, Meanwhile
 from reigen.wire.link import Link, LinkAborted

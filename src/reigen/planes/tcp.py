@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 
 from reigen.cluster.mesh import Mesh
-from reigen.cluster.neighbours import listed
+from reigen.cluster.told import listed
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array, Buffer, Capabilities, Lacking, Meanwhile, PhaseEnded, Region

@@ -13,7 +13,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from reigen.cluster.neighbours import Members, listed
+from reigen.cluster.neighbours import Members
+from reigen.cluster.told import listed
 from reigen.errors import DeadlineError
 from reigen.wire.futex import Word, fences, reached
 

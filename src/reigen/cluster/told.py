@@ -1,0 +1,42 @@
+"""How a rank tells the others, over whatever connects them, of the error with which it gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+
+_ERRORS: dict[str, type[CollectiveError]] = {
+    kind.__name__: kind for kind in (CollectiveError, DeadlineError, PeerLostError)
+}
+#: Together less than 3950 bytes, whatever the numbers: as much as a page has room for beside other things.
+_MAX_REASON_BYTES, _MAX_RANKS = 3400, 100
+
+
+class Abort(msgspec.Struct, tag=9, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Why a rank cannot go on: the error that it raised."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    reason: str
+
+
+def told(error: CollectiveError, rank: int) -> Abort:
+    """The message about an error that rank ``rank`` gives up with."""
+    kind = type(error).__name__ if type(error).__name__ in _ERRORS else CollectiveError.__name__
+    reason = error.reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
+    return Abort(kind, (error.ranks or (rank,))[:_MAX_RANKS], reason)
+
+
+def raised(abort: Abort, teller: str) -> CollectiveError:
+    """The error of a rank that gave up, as told by ``teller``; empty for this rank itself."""
+    kind = _ERRORS.get(abort.kind, CollectiveError)
+    reason = abort.reason or f"rank(s) {listed(abort.ranks)} gave up"
+    return kind(reason + f" (told by {teller})" * bool(teller), ranks=abort.ranks)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """``1, 4, 5``."""
+    return ", ".join(map(str, ranks))

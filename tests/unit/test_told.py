@@ -1,0 +1,30 @@
+"""What ranks tell of the error with which they give up: kind, ranks and reason come back, whatever their size."""
+
+import msgspec
+import pytest
+
+from reigen.cluster.told import Abort, raised, told
+from reigen.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
+
+
+@pytest.mark.parametrize("kind", [CollectiveError, DeadlineError, PeerLostError])
+def test_an_error_comes_back_as_what_it_was(kind):
+    error = raised(told(kind("too late", ranks=[3, 1]), 0), "rank 0, host h1")
+    assert type(error) is kind
+    assert (error.reason, error.ranks) == ("too late (told by rank 0, host h1)", (1, 3))
+    assert raised(told(kind("too late"), 0), "").reason == "too late"
+
+
+def test_other_kinds_come_back_as_their_base_and_name_the_teller_where_they_name_nobody():
+    error = raised(told(MismatchError("no"), 7), "")
+    assert type(error) is CollectiveError
+    assert error.ranks == (7,)
+    assert raised(Abort("ValueError", (2,), ""), "").reason == "rank(s) 2 gave up"
+
+
+@pytest.mark.parametrize("letter", ["x", "ü", "漢", "😀", "\udcff"])
+def test_it_fits_a_page(letter):
+    abort = told(PeerLostError(letter * 10_000, ranks=range(100_000, 110_000)), 0)
+    assert len(msgspec.msgpack.encode(abort)) < 3950
+    assert abort.ranks == tuple(range(100_000, 100_100))
+    assert abort.reason.strip("?") in letter * 10_000
