@@ -71,11 +71,9 @@ def find(name: str, directory: Path) -> Mpi | str:
         found = shutil.which("mpirun.openmpi")
         if found is None:
             return "there is no mpirun.openmpi (apt-get install openmpi-bin libopenmpi-dev)"
-        library = next(Path("/usr/lib").glob("*/libmpi.so.40"), None)
-        if library is None:
+        if next(Path("/usr/lib").glob("*/libmpi.so.40"), None) is None:
             return "there is no libmpi.so.40 (apt-get install libopenmpi-dev)"
-        environ = {**own, "MPI4PY_MPIABI": "openmpi", "LD_LIBRARY_PATH": str(library.parent)}
-        return Mpi(name, (found, *open_mpi), environ)
+        return Mpi(name, (found, *open_mpi), {**own, "MPI4PY_MPIABI": "openmpi"})
     found = shutil.which("mpirun.mpich")
     if found is None or _MPICH_LIBRARY is None:
         return "there is no mpirun.mpich with its library (apt-get install mpich libmpich-dev)"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import sys
 
 import pytest
 
-from reigen.cluster.mpi_world import Farewell, _problem, fail, farewell, survival, usable, world
+from reigen.cluster.mpi_world import Farewell, _problem, survival, usable, world
 from reigen.errors import ConfigError
 from reigen.kernels.reduce import Reduction
 from reigen.planes.mpi_choice import ORDERED_RANKS, reduced_by_mpi, sums_in_rank_order
@@ -100,6 +101,14 @@ def test_who_has_failed_does_not_wait_for_the_others(aborts: Aborts, caplog: pyt
     assert "rank 2 is gone" in caplog.text
 
 
+def test_who_ends_by_an_exception_does_not_wait_either(aborts: Aborts, monkeypatch: pytest.MonkeyPatch) -> None:
+    farewell = Farewell(aborts)
+    atexit.unregister(farewell.leave)
+    monkeypatch.setattr(sys, "last_value", ValueError("a bug"), raising=False)
+    farewell.leave()
+    assert aborts.codes == [1]
+
+
 def test_sums_in_rank_order_unless_there_are_many_ranks() -> None:
     assert sums_in_rank_order(ORDERED_RANKS, None)[0]
     assert not sums_in_rank_order(ORDERED_RANKS + 1, None)[0]
@@ -122,8 +131,3 @@ def test_sums_in_rank_order_unless_there_are_many_ranks() -> None:
 )
 def test_what_mpi_computes_as_we_do(dtype: str, op: ReduceOp, expected: bool) -> None:
     assert reduced_by_mpi(Reduction(dtype_named(dtype), op, 4))[0] is expected
-
-
-def test_a_job_without_mpi_ends_as_ever() -> None:
-    fail("a rank is gone")
-    assert farewell.cache_info().currsize == 0  # nothing was loaded, so nothing will be aborted

@@ -116,8 +116,10 @@ class Farewell:
 
     MPI_Finalize waits for every other rank. A rank that failed would hang there, its error printed and its exit code
     unknown to mpirun, for as long as the rank at fault does; so it ends the job instead, when everything of Python's
-    that was registered since is over. Collectives that were given up cannot be cancelled: MPI may write to their
-    memory at any later call. It is kept here until the end of the process.
+    that was registered since is over. So does one whose script ends by an exception. (Of a SystemExit nobody knows.)
+
+    Collectives that were given up cannot be cancelled: MPI may write to their memory at any later call. It is kept here
+    until the end of the process.
 
     Args:
         abort: ends all ranks: MPI_Abort.
@@ -141,9 +143,12 @@ class Farewell:
 
     def leave(self) -> None:
         """The end of the process."""
-        if self._failure is None or os.getpid() != self._pid:  # a fork has inherited this, and is no rank
+        # Python keeps an exception that nobody has caught: mpirun will end the job anyway, when it hears of it.
+        uncaught = getattr(sys, "last_value", None)
+        reason = self._failure or (None if uncaught is None else repr(uncaught))
+        if reason is None or os.getpid() != self._pid:  # a fork has inherited this, and is no rank
             return
-        _log.error("Ending all processes of this MPI job, because this one failed: %s", self._failure)
+        _log.error("Ending all processes of this MPI job, because this one failed: %s", reason)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
@@ -160,9 +165,3 @@ def farewell() -> Farewell:
     survives, _ = survival(os.environ, MPI.Get_library_version())
     abort: Callable[[int], object] = MPI.COMM_WORLD.Abort
     return Farewell(os._exit if survives else abort)
-
-
-def fail(reason: str) -> None:
-    """This process's job has failed: if it used MPI, its end shall not wait for the other ranks."""
-    if farewell.cache_info().currsize:
-        farewell().failed(reason)

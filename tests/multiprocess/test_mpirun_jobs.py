@@ -1,0 +1,121 @@
+"""Whole jobs that mpirun has started: no option and no variable of Reigen is needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, Mpi, find, run
+
+_SCRIPTS = str(Path(__file__).with_name("mpi_scripts.py"))
+slow = pytest.mark.slow
+ALL = pytest.mark.parametrize("name", [PYPI, pytest.param(DEBIAN, marks=slow), pytest.param(MPICH, marks=slow)])
+
+#: Where data travels: in shared memory; over MPI; in shared memory on two "hosts", and over MPI between them.
+SHM: dict[str, str] = {}
+FLAT = {"REIGEN_PLANE": "mpi"}
+
+
+def mpi(name: str, directory: Path) -> Mpi:
+    found = find(name, directory)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def play(name: str, directory: Path, script: str, num_ranks: int, environ: Mapping[str, str] = SHM) -> Ended:
+    return run(mpi(name, directory), num_ranks, [sys.executable, _SCRIPTS, script], environ=environ, timeout=100.0)
+
+
+def posing(script: str) -> list[str]:
+    """Ranks 0 and 1 think that they are on another host than the rest."""
+    rank = "${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"
+    return ["sh", "-c", f'REIGEN_HOST_ID=host$(({rank} / 2)) exec "$0" "$@"', sys.executable, _SCRIPTS, script]
+
+
+def test_the_command_line_of_the_documents(tmp_path: Path) -> None:
+    found = mpi(PYPI, tmp_path)
+    arguments = ["mpirun", "-np", "2", "-H", "localhost:2", "-bind-to", "none", "-map-by", "slot"]
+    plain = Mpi(PYPI, (str(Path(found.command[0])), *arguments[3:]), found.environ)
+    ended = run(plain, 2, [sys.executable, _SCRIPTS, "train"])
+    assert ended.exit_code == 0, ended
+    assert len({line.split()[-1] for line in ended.stdout.splitlines()}) == 1, "replicas differ"
+
+
+@slow
+def test_the_command_line_of_the_documents_with_debians_open_mpi(tmp_path: Path) -> None:
+    found = mpi(DEBIAN, tmp_path)
+    plain = Mpi(
+        DEBIAN, (found.command[0], *["-H", "localhost:2", "-bind-to", "none", "-map-by", "slot"]), found.environ
+    )
+    ended = run(plain, 2, [sys.executable, _SCRIPTS, "train"])
+    assert ended.exit_code == 0, ended
+
+
+@ALL
+@pytest.mark.parametrize("environ", [SHM, FLAT], ids=["shm", "mpi"])
+def test_ranks_find_each_other(name: str, environ: dict[str, str], tmp_path: Path) -> None:
+    ended = play(name, tmp_path, "hello", 3, environ)
+    assert ended.exit_code == 0, ended
+    lines = sorted(ended.stdout.splitlines())
+    assert [line.partition(":")[0] for line in lines] == [f"rank {r} of 3, local rank {r} of 3" for r in range(3)]
+    assert len({line.partition(": ")[2] for line in lines}) == 1
+
+
+@ALL
+def test_two_hosts(name: str, tmp_path: Path) -> None:
+    environ = {"REIGEN_LOG": "info"}
+    ended = run(mpi(name, tmp_path), 4, posing("hello"), environ=environ)
+    assert ended.exit_code == 0, ended
+    assert "shm+mpi" in ended.stderr
+    assert len({line.partition(": ")[2] for line in ended.stdout.splitlines()}) == 1
+
+
+@ALL
+@pytest.mark.parametrize("environ", [SHM, FLAT], ids=["shm", "mpi"])
+def test_a_bug_in_one_rank_ends_the_job(name: str, environ: dict[str, str], tmp_path: Path) -> None:
+    ended = play(name, tmp_path, "raises", 3, environ)
+    assert ended.exit_code not in {0, None}
+    assert "ValueError: a bug in the script" in ended.stderr
+    assert ended.seconds < 30
+
+
+# MPICH's mpirun waits for a rank that stands still, as long as no rank has initialised MPI.
+OPEN_MPI = pytest.mark.parametrize("name", [PYPI, pytest.param(DEBIAN, marks=slow)])
+
+
+@OPEN_MPI
+@pytest.mark.parametrize("environ", [SHM, FLAT], ids=["shm", "mpi"])
+def test_a_rank_that_stands_still_ends_the_job_at_the_deadline(
+    name: str, environ: dict[str, str], tmp_path: Path
+) -> None:
+    ended = play(name, tmp_path, "stops", 3, {**environ, "REIGEN_DEADLINE": "2"})
+    assert ended.exit_code != 0
+    assert "DeadlineError" in ended.stderr
+    assert ended.seconds < 30
+
+
+@slow
+def test_a_rank_that_stands_still_with_mpich(tmp_path: Path) -> None:
+    ended = play(MPICH, tmp_path, "stops", 3, {**FLAT, "REIGEN_DEADLINE": "2"})
+    assert ended.exit_code != 0
+    assert "DeadlineError" in ended.stderr
+    assert ended.seconds < 30
+
+
+@OPEN_MPI
+@pytest.mark.parametrize("environ", [SHM, FLAT], ids=["shm", "mpi"])
+def test_a_rank_that_does_not_come_ends_the_job(name: str, environ: dict[str, str], tmp_path: Path) -> None:
+    ended = play(name, tmp_path, "does_not_come", 3, {**environ, "REIGEN_START_TIMEOUT": "2"})
+    assert ended.exit_code != 0
+    assert "rank(s) 1" in ended.stderr, ended
+    assert ended.seconds < 30
+
+
+@ALL
+def test_an_error_that_is_caught_does_not_make_the_job_hang(name: str, tmp_path: Path) -> None:
+    ended = play(name, tmp_path, "catches", 3, FLAT)
+    assert "caught" in ended.stdout, ended
+    assert ended.seconds < 30
