@@ -58,7 +58,7 @@ def suffer(
     job = detect(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
-    rank, size = job.topology.rank, job.topology.size
+    rank, size = job.rank, job.size
     client = RendezvousClient(job.rendezvous, job.secret, rank, 60.0)
     try:
         with over_tcp(rank, size, client, groups=groups) as plane:
