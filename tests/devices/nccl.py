@@ -304,6 +304,8 @@ class FakeNccl:
 
     def _kernel(self, comm: Comm, calls: Sequence[Call]) -> None:
         """A whole group: everything leaves before anything is waited for."""
+        if comm.aborted:
+            return
         for call in calls:
             self._send(comm, call)
         for call in calls:
@@ -318,9 +320,10 @@ class FakeNccl:
         if call.name == "ncclSend":
             self.fabric.put(_message(call), _read(call.source, call.count, call.dtype).copy(), 1)
             return
+        if call.name == "ncclBroadcast" and comm.rank != call.peer:
+            return
         count = call.count * (comm.size if call.name == "ncclReduceScatter" else 1)
-        silent = call.name == "ncclBroadcast" and comm.rank != call.peer
-        data = None if silent else _read(call.source, count, call.dtype).copy()
+        data = _read(call.source, count, call.dtype).copy()
         self.fabric.put((call.number, comm.rank), (call.agreed(), data), comm.size)
 
     def _receive(self, comm: Comm, call: Call) -> None:
@@ -331,13 +334,14 @@ class FakeNccl:
             assert data.size == call.count, "the sender sends another number of elements"
             _read(call.target, call.count, call.dtype)[:] = data
             return
-        told = [self.fabric.get((call.number, rank), lambda: comm.aborted) for rank in range(comm.size)]
+        senders = [call.peer] if call.name == "ncclBroadcast" else range(comm.size)  # a root waits for nobody
+        told = [self.fabric.get((call.number, rank), lambda: comm.aborted) for rank in senders]
         assert {agreed for agreed, _ in told} == {call.agreed()}, f"the ranks call different things: {told}"
         inputs = [data for _, data in told]
         begin, end = 0, call.count
         match call.name:
             case "ncclBroadcast":
-                result = inputs[call.peer]
+                (result,) = inputs
             case "ncclAllGather":
                 result, end = np.concatenate(inputs), comm.size * call.count
             case "ncclReduceScatter":

@@ -170,8 +170,7 @@ def test_process_sets_have_communicators_of_their_own(jobs: Jobs) -> None:
         return result
 
     assert jobs.run(3, act) == [[2.0] * 5, [], [2.0] * 5]
-    assert [fake.calls.count("ncclCommDestroy") for fake in jobs.fakes.values()] == [2, 1, 2]
-    assert not any("ncclCommAbort" in fake.calls for fake in jobs.fakes.values())
+    assert all(comm.gone for fake in jobs.fakes.values() for comm in fake.comms.values())
 
 
 def test_ranks_that_have_joined_stand_in_on_their_gpus(jobs: Jobs) -> None:
@@ -225,12 +224,42 @@ def test_a_rank_uses_one_gpu(jobs: Jobs) -> None:
     jobs.run(2, act)
 
 
+def test_rank_0_says_what_there_is(jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="reigen"):
+        jobs.run(2, lambda job, device, fake: [takes(job, device) for _ in range(3)])
+    assert [r.message for r in caplog.records if "CUDA" in r.message] == [
+        "CUDA tensors are reduced on the GPUs: a stand-in"
+    ]
+
+
 def test_switched_off(jobs: Jobs) -> None:
     def act(job: Context, device: Device, fake: FakeNccl) -> bool:
         return takes(job, device)
 
     assert jobs.run(2, act, nccl=False) == [False, False]
     assert jobs.run(2, act) == [True, True]
+
+
+def test_who_leaves_waits_until_the_others_have_what_it_gave_them(jobs: Jobs) -> None:
+    """Rank 0 is the root and soon done; rank 1's GPU comes to it when rank 0 leaves already. Then it leaves, too."""
+    left = threading.Event()
+
+    def act(job: Context, device: Device, fake: FakeNccl) -> list[float]:
+        reduce(job, device, 1.0, "warm")
+        release = device.side.hold() if job.rank == 1 else lambda: None
+        lent = device.lend(np.full(3, 7.0 + job.rank, np.float32))
+        outcome = job.broadcast(lent, lent, FLOAT, root_rank=0, name="t").wait()
+        if job.rank == 0:
+            job.close()
+            left.set()
+        else:
+            assert not left.wait(0.5), "rank 0 has not waited"
+            release()
+        result = device.take(array_of(outcome)).tolist()
+        job.close()
+        return result
+
+    assert jobs.run(2, act) == [[7.0] * 3] * 2
 
 
 # -- what goes wrong ------------------------------------------------------------------------------------------------
@@ -294,25 +323,26 @@ def test_what_does_not_end_is_ended_by_the_deadline(jobs: Jobs) -> None:
     assert jobs.run(2, act, deadline_seconds=1.0) == [True, True]
 
 
-def test_a_rank_that_leaves_lets_nobody_wait_for_it(jobs: Jobs) -> None:
-    enqueued = threading.Barrier(2)
+def test_a_rank_that_leaves_ends_what_is_flying_among_the_others(jobs: Jobs) -> None:
+    enqueued = threading.Barrier(3)
 
     def act(job: Context, device: Device, fake: FakeNccl) -> bool:
-        reduce(job, device, 1.0, "warm")
+        number = job.add_process_set([0, 1])
         release = device.side.hold() if job.rank == 1 else lambda: None
-        lent = device.lend(np.ones(3, np.float32))
-        job.allreduce(lent, lent, FLOAT, op=ReduceOp.SUM, name="t").wait()
+        if job.rank < 2:
+            lent = device.lend(np.ones(3, np.float32))
+            assert takes(job, device)
+            job.allreduce(lent, lent, FLOAT, op=ReduceOp.SUM, name="t", process_set=number).wait()
         enqueued.wait(PATIENCE_SECONDS)
-        if job.rank == 1:
+        if job.rank == 2:
             job.close()
-            release()
-            assert "ncclCommDestroy" not in fake.calls
-        else:
-            assert "rank 1" in str(until_broken(job, device))
+            return True
+        assert "rank 2 has left" in str(until_broken(job, device))
         assert "ncclCommAbort" in fake.calls
+        release()
         return no_work_is_left(device.side)
 
-    assert jobs.run(2, act) == [True, True]
+    assert jobs.run(3, act) == [True] * 3
 
 
 def test_a_communicator_that_does_not_come_about_ends_with_an_error(jobs: Jobs) -> None:

@@ -25,6 +25,7 @@ import msgspec
 
 from reigen.engine.channel import BACKLOG_SECONDS, SLICE_SECONDS, Channel, Listener
 from reigen.engine.execution import execute, stand_in
+from reigen.engine.farewell import wait_for_devices
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
     MAX_NOTE_BYTES,
@@ -259,6 +260,8 @@ class Engine:
 
         A thread that is in the middle of a collective gets a moment to finish; then it is told to give up.
         """
+        if self._thread is not None:
+            wait_for_devices(self, self._teams)
         if not self._outstanding.close():
             return
         self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)

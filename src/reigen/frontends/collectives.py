@@ -313,7 +313,7 @@ class Collectives(Generic[Tensor]):
     ) -> Given[Tensor]:
         adapter = self._adapter
         accepted = adapter.given(tensor, writable=writable)
-        if adapter.lender is None:
+        if adapter.lender is None or adapter.lender.device(accepted) is None:
             return Given(adapter, accepted, adapter.dtype(accepted), *adapter.array(accepted))
         return give(adapter, context, [accepted], how)[0]
 

@@ -156,6 +156,11 @@ class DevicePlane(Protocol):
     failure: Callable[[], CollectiveError | None]
 
     @property
+    def used(self) -> bool:
+        """Whether there has been an operation, so that the ranks of the group hold connections to each other."""
+        ...
+
+    @property
     def flying(self) -> bool:
         """Whether something is enqueued here, or on a plane made by `beside`, that is not known to have ended."""
         ...
@@ -226,5 +231,5 @@ class DevicePlane(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the device holds, after a moment for what is flying."""
+        """Release what the device holds, once nothing is flying here any more, or it is aborted."""
         ...

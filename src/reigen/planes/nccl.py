@@ -15,8 +15,8 @@ c. *Operations.* The side stream waits for the producers' events; then one NCCL 
    for the GPU. Sums are scaled by a pre-multiplying operator, inside NCCL's kernel.
 d. *What is flying* is kept in order, with its memory and deadline: one side stream for all planes of a rank, so what
    was enqueued first ends first. `look` drops what has ended, and asks NCCL for asynchronous errors.
-e. *Abort.* ``ncclCommAbort`` ends the kernels that wait for a rank that is gone. `close` lets what is flying end, for a
-   moment, and finalizes; if that takes too long, it aborts, too.
+e. *Abort.* ``ncclCommAbort`` ends the kernels that wait for a rank that is gone. `close` lets what is flying end and
+   finalizes; if something goes wrong or finalizing takes too long, it aborts, too.
 
 What is different from the planes in host memory: NCCL chooses the order of sums, so bits may depend on sizes and
 topology (though all ranks hold the same bits); half-precision types are added as they are, with a rounding at each
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 #: How often the other ranks are looked at while NCCL waits for them.
 _SLICE_SECONDS = 0.1
-#: How long close() waits for what is flying, and for NCCL.
+#: How long close() waits for NCCL.
 _GRACE_SECONDS = 2.0
 #: Polls without a pause; then pauses, each twice as long as the one before, up to the longest.
 _EAGER_POLLS = 100
@@ -112,6 +112,11 @@ class NcclPlane:
         self._broken: CollectiveError | None = None
 
     # -- what can be done ---------------------------------------------------------------------------------------------
+
+    @property
+    def used(self) -> bool:
+        """See `DevicePlane.used`."""
+        return self._comm is not None
 
     @property
     def flying(self) -> bool:
@@ -357,16 +362,15 @@ class NcclPlane:
         nccl, comm, device = self._nccl, self._comm, self._hangar.device
         if nccl is None or comm is None or device is None:
             return
-        until = time.monotonic() + _GRACE_SECONDS
         try:
             with device.aside():
                 while any(flight.plane is self for flight in self._hangar.flights):
-                    if time.monotonic() >= until:
-                        raise DeadlineError("what is flying does not end")
-                    self._land()
+                    error = self.look() or self.failure()
+                    if error is not None:
+                        raise error
                     time.sleep(_LONGEST_PAUSE)
                 nccl.check(nccl.functions.ncclCommFinalize(comm.handle), "ncclCommFinalize", comm)
-                self._settle(nccl, comm, until, "finalize")
+                self._settle(nccl, comm, time.monotonic() + _GRACE_SECONDS, "finalize")
                 nccl.check(nccl.functions.ncclCommDestroy(comm.handle), "ncclCommDestroy", comm)
                 self._comm = None
         except RuntimeError as error:  # CollectiveError is one; so are the framework's
