@@ -488,6 +488,7 @@ def init(
     environ: Mapping[str, str] | None = None,
     arguments: Mapping[str, object] | None = None,
     ranks: Sequence[int] | None = None,
+    job: Job | None = None,
 ) -> Context:
     """Join the job that the environment speaks of; alone if it speaks of none. Does nothing when already in it.
 
@@ -495,6 +496,7 @@ def init(
         environ: environment variables, by default this process's.
         arguments: knobs that the program has set, by the names of their fields; they win over the environment.
         ranks: some ranks of that job, of which this is one, that form a job of their own; numbered in this order.
+        job: what the program says of its job, in place of the environment.
 
     Raises:
         ArgumentError: ``ranks`` are none of the job, or this rank is not one of them.
@@ -508,7 +510,7 @@ def init(
             _refuse_fork()
             _watch_forks()
             environ = os.environ if environ is None else environ
-            job, config = detect(environ), load(environ, arguments)
+            job, config = job or detect(environ), load(environ, arguments)
             place = None if job.size == 1 or environ.get(PREFIXED_VARIABLE) else job.rank
             log.attach(config.log_level, hide_time=config.log_hide_time, rank=place)
             _current = _join(job, config, environ, ranks)
@@ -524,8 +526,7 @@ def _announce(job: Job, context: Context, environ: Mapping[str, str]) -> None:
     _log.info("data plane %s: %s", context.plane, context.plane_reason)
     for line in (*settings(context.config), *without_effect(environ)):
         _log.info("%s", line)
-    unknown = misspelt(environ)
-    if unknown:
+    if unknown := misspelt(environ):
         _log.warning("environment variables that mean nothing to Reigen: %s", ", ".join(unknown))
 
 
@@ -575,8 +576,7 @@ def is_initialized() -> bool:
 
 def mark(name: str) -> None:
     """For a timeline: the calling thread has come to the end of another ``name``. Raises nothing, outside a job too."""
-    job = _current
-    if job is not None:
+    if (job := _current) is not None:
         job.timeline.mark(name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -125,7 +126,7 @@ def test_variables_of_a_launcher_on_one_host(names: tuple[str, ...]) -> None:
     assert results(run_all(2, variables)) == expected(2)
 
 
-@pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex(), "REIGEN_NETWORK_INTERFACES": "lo"}])
+@pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex()}])
 def test_started_by_hand(secret: dict[str, str]) -> None:
     port = os.urandom(4).hex()
     assert results(run_all(2, [by_hand(rank, 2, MASTER_PORT=port, **secret) for rank in range(2)])) == expected(2)
@@ -169,12 +170,27 @@ def test_the_next_command_of_a_script_is_the_next_life(tmp_path: Path) -> None:
     assert results("".join(second) + ends[0][1] + ends[1][1]) == expected(2, times=4)
 
 
+@pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex()}])
+def test_a_program_that_starts_its_ranks_itself(secret: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        coordinator = f"127.0.0.1:{free.getsockname()[1]}"
+    programs = [
+        TRAIN.replace("reigen.init()", f"reigen.init(rank={rank}, size=2, coordinator={coordinator!r})")
+        for rank in range(2)
+    ]
+    environ = {"SLURM_PROCID": "7", "SLURM_STEP_NUM_TASKS": "8", **secret}  # it knows better
+    with ranks(programs, [environ, environ]) as started:
+        ends = finish(started)
+    assert [code for code, _, _ in ends] == [0, 0], ends
+    assert results(ends[0][1] + ends[1][1]) == expected(2)
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 INIT = "import reigen; reigen.init(); print('in', flush=True); input()"
 
 
-@pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex(), "REIGEN_NETWORK_INTERFACES": "lo"}])
+@pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex()}])
 def test_a_child_of_a_rank_is_no_rank(secret: dict[str, str]) -> None:
     child = (
         "import reigen, subprocess, sys\n"
@@ -208,7 +224,7 @@ def test_several_hosts_without_a_secret_are_told_what_to_set() -> None:
 
 def test_the_wrong_secret_ends_in_an_error_on_every_rank() -> None:
     port = os.urandom(4).hex()
-    common = {"MASTER_PORT": port, "REIGEN_NETWORK_INTERFACES": "lo", "REIGEN_START_TIMEOUT": "3"}
+    common = {"MASTER_PORT": port, "REIGEN_START_TIMEOUT": "3"}
     variables = [by_hand(rank, 2, **common, REIGEN_SECRET=digits * 64) for rank, digits in enumerate("ab")]
     with ranks([INIT, INIT], variables) as started:
         ends = finish(started)

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from reigen.cluster.bootstrap import Manner, Means, choose_means, is_here, own_address, reach
+from reigen.cluster.addresses import is_here, own_address
+from reigen.cluster.bootstrap import Manner, Means, choose_means, reach
 from reigen.cluster.environ import Job, detect
 from reigen.cluster.given import Given, job_secret, ports_of, read_secret
 from reigen.cluster.handover import Handover, Pointer, ancestor, fetch, socket_name
@@ -264,12 +265,15 @@ def test_which_names_are_this_host():
 
 def test_the_own_address_is_no_loopback_unless_it_is_asked_for():
     assert own_address(["lo"], None)[0] in {"127.0.0.1", "::1"}
+    assert own_address([], "127.0.0.1")[0] == "127.0.0.1"
+    assert own_address([], "::1")[0] == "::1"
+    assert own_address([], "localhost")[0] in {"127.0.0.1", "::1"}
     with pytest.raises(ConfigError, match="no-such-interface"):
         own_address(["no-such-interface"], None)
     outside = [one for name, found in own_addresses().items() if name != "lo" for one in found]
     if not outside:
         pytest.skip("this machine has no network")
-    for coordinator in (None, "localhost", "no-such-host.invalid"):
+    for coordinator in (None, socket.gethostname(), "no-such-host.invalid"):
         assert own_address([], coordinator)[0] in outside
 
 
@@ -285,6 +289,9 @@ def use(access, rank):
     client = RendezvousClient(access.address, access.secret, rank, 10.0)
     client.put(f"x/{rank}", b"")
     client.get(f"x/{1 - rank}", 10.0)
+    client.put(f"done/{rank}", b"")
+    if rank == 0:  # it hosts the service
+        client.get("done/1", 10.0)
     client.close()
     access.close()
 
@@ -300,7 +307,7 @@ def test_ranks_meet_whoever_comes_first(given, late, monkeypatch):
             rendezvous.get("waiting", 10.0)
         else:
             rendezvous.put("waiting", b"")
-        manner = Manner(10.0, ("lo",) if given else ())
+        manner = Manner(10.0)
         access = reach(torch_job(rank, 2, environ), environ, manner)
         assert "rank 0 hosts the control service on 127.0.0.1" in access.reason
         assert "xab" not in repr(access)
@@ -318,7 +325,7 @@ def test_ports_that_are_taken_are_passed_over_and_strangers_there_are_not_believ
     with socket.create_server(("127.0.0.1", second)):  # never answers
 
         def run(rank, _):
-            access = reach(torch_job(rank, 2, environ), environ, Manner(20.0, ("lo",)))
+            access = reach(torch_job(rank, 2, environ), environ, Manner(20.0))
             assert access.address == f"127.0.0.1:{third}"
             use(access, rank)
 
@@ -331,7 +338,7 @@ def test_all_ports_are_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         environ["REIGEN_RENDEZVOUS_PORT"] = str(taken.getsockname()[1])
         with pytest.raises(ConfigError, match=r"Address already in use\); REIGEN_RENDEZVOUS_PORT"):
-            reach(torch_job(0, 2, environ), environ, Manner(1.0, ("lo",)))
+            reach(torch_job(0, 2, environ), environ, Manner(1.0))
 
 
 def test_another_secret_at_a_port_that_was_given():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from reigen.cluster.environ import detect
+from reigen.cluster.environ import detect, told
 from reigen.cluster.launchers import first_host
 from reigen.errors import ConfigError
 
@@ -76,6 +76,33 @@ def test_every_missing_and_wrong_variable_is_named_at_once_and_no_secret():
 def test_contradictory_variables(name, value, complaint):
     with pytest.raises(ConfigError, match=complaint):
         detect({**REIGEN, name: value})
+
+
+# -- programs that start their ranks themselves -----------------------------------------------------------------------
+
+
+def test_what_a_program_says():
+    job = told(1, 4, "h1:4321")
+    assert (job.rank, job.size, job.coordinator, job.port, job.job_id) == (1, 4, "h1", 4321, "4321")
+    assert job.reason == "init(rank=1, size=4, coordinator='h1:4321')"
+    assert told(0, 2, "[::1]:80").coordinator == "::1"
+
+
+@pytest.mark.parametrize(
+    ("place", "complaint"),
+    [
+        ((4, 4, "h:1"), "ranks go from 0 to size - 1"),
+        ((-1, 4, "h:1"), "ranks go"),
+        ((0, 0, "h:1"), "ranks go"),
+        ((0, 2, "h"), "must be host:port"),
+        ((0, 2, ":1"), "must be host:port"),
+        ((0, 2, "h:0"), "must be host:port"),
+        ((0, 2, "h:70000"), "must be host:port"),
+    ],
+)
+def test_what_a_program_says_makes_no_sense(place, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        told(*place)
 
 
 # -- launchers of others ----------------------------------------------------------------------------------------------

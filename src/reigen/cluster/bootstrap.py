@@ -16,13 +16,11 @@ serve many jobs and none of them takes another for itself.
 from __future__ import annotations
 
 import atexit
-import ipaddress
 import logging
 import os
 import secrets
-import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -30,6 +28,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from reigen.cluster.addresses import is_here, own_address
 from reigen.cluster.claim import claim
 from reigen.cluster.environ import SECRET_VARIABLE, Job
 from reigen.cluster.given import PORT_VARIABLE, SECRET_FILE_VARIABLE, Given, job_secret, ports_of
@@ -39,7 +38,6 @@ from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
 from reigen.cluster.service import join_address
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, PeerLostError
 from reigen.wire.auth import SECRET_BYTES, Identity, Role
-from reigen.wire.interfaces import choose_address, own_addresses
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.wire.tls import Tls
@@ -51,8 +49,6 @@ _AGAIN_SECONDS = 0.1
 _TRY_SECONDS = 2.0
 #: Characters of what rank 0 tells over MPI when it cannot host the service.
 _MAX_REASON = 200
-#: An address that nobody has: packets to it would leave by the interface that leads to everybody (RFC 5737).
-_ELSEWHERE = "192.0.2.1"
 
 
 class _Closable(Protocol):
@@ -152,7 +148,7 @@ def reach(job: Job, environ: Mapping[str, str], manner: Manner) -> Access:
         return _by_mpi(job, environ, reason, manner)
     if means is Means.HANDOVER or given.secret is None or job.coordinator is None:
         return _by_handover(job, reason, manner)
-    return _by_secret(job, given.secret, given.port, job.coordinator, reason, manner)
+    return _by_secret(job, given.secret, given.port or job.port, job.coordinator, reason, manner)
 
 
 def choose_means(job: Job, *, has_secret: bool, coordinator_is_here: bool, mpi: tuple[bool, str]) -> tuple[Means, str]:
@@ -195,24 +191,6 @@ def _what_to_set(job: Job, has_secret: bool, no_mpi: str) -> str:
         lines.append(f"Or let them talk over MPI, which needs none of this; now they cannot: {no_mpi}.")
     lines.append("Or start the job with `reigen run -np N -H HOST:RANKS,... command`, which needs none of this.")
     return "\n".join(lines)
-
-
-def is_here(host: str) -> bool:
-    """Whether a name or an address is one of this machine's."""
-    for family, address in _resolved(host):
-        if ipaddress.ip_address(address).is_loopback:
-            return True
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
-            probe.bind((address, 0))
-            return True
-    return False
-
-
-def _resolved(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
-    with suppress(OSError, UnicodeError):
-        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
-            if family in {socket.AF_INET, socket.AF_INET6}:
-                yield family, str(address[0])
 
 
 def _host(secret: bytes, host: str, port: int, manner: Manner) -> RendezvousServer:
@@ -318,35 +296,6 @@ def _host_for_all(secret: bytes, coordinator: str, ports: Sequence[int], reason:
     raise ConfigError(
         f"rank 0 can host the job's control service on none of its ports at {host} ({'; '.join(problems)}); "
         f"{PORT_VARIABLE}, set for all ranks, names another one"
-    )
-
-
-def own_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str, str]:
-    """Where rank 0 shall listen for ranks of other hosts, and why there.
-
-    Args:
-        interfaces: which may be used, by preference.
-        coordinator: how the others call this host, if that is known.
-
-    Raises:
-        ConfigError: none of these interfaces exists, or there are several and nothing tells which one to use.
-    """
-    if interfaces:
-        return choose_address(interfaces, coordinator)
-    towards = [_ELSEWHERE] if coordinator is None else [coordinator, _ELSEWHERE]
-    for host in towards:
-        with suppress(ConfigError):
-            address, reason = choose_address((), host)
-            if not ipaddress.ip_address(address).is_loopback:
-                return address, reason if host == coordinator else "packets to other networks leave from there"
-    there = {name: found[0] for name, found in own_addresses().items() if name != "lo" and found}
-    if len(there) == 1:
-        ((name, address),) = there.items()
-        return address, f"there is no other interface than {name}"
-    listed = ", ".join(f"{name} ({address})" for name, address in sorted(there.items())) or "none"
-    raise ConfigError(
-        f"rank 0 cannot tell on which interface the other hosts will look for it; there are: {listed}. "
-        "REIGEN_NETWORK_INTERFACES names it"
     )
 
 

@@ -47,6 +47,7 @@ class Job:
         coordinator: host of rank 0, None where it is not known.
         job_id: tells jobs of one user apart, the same on all ranks; empty where nothing does.
         by_mpi: started in a way that lets the ranks use MPI.
+        port: where rank 0 shall listen, None where nobody says.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class Job:
     coordinator: str | None = None
     job_id: str = ""
     by_mpi: bool = False
+    port: int | None = None
 
     @property
     def is_on_one_host(self) -> bool:
@@ -83,6 +85,28 @@ def detect(environ: Mapping[str, str]) -> Job:
         reason = "no launcher's variables are set: a job of one process"
         return Job(0, 1, None, None, "none", reason, (0, 1))
     return _job(found, _reason(environ, found), environ)
+
+
+def told(rank: int, size: int, coordinator: str) -> Job:
+    """The job that a program describes itself.
+
+    Args:
+        rank: this process's number.
+        size: how many there are.
+        coordinator: ``host:port`` where rank 0 can listen; the same on all ranks.
+
+    Raises:
+        ConfigError: there is no such rank, or the coordinator has another form.
+    """
+    host, _, port = coordinator.rpartition(":")
+    if not 0 <= rank < size:
+        raise ConfigError(f"init(rank={rank}, size={size}): ranks go from 0 to size - 1")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"init(coordinator={coordinator!r}): it must be host:port")
+    host = host.removeprefix("[").removesuffix("]")
+    reason = f"init(rank={rank}, size={size}, coordinator={coordinator!r})"
+    local = (0, 1) if size == 1 else None
+    return Job(rank, size, None, None, "the program itself", reason, local, host, port, port=int(port))
 
 
 def _reason(environ: Mapping[str, str], chosen: Found) -> str:

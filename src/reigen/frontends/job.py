@@ -6,13 +6,20 @@ import os
 from collections.abc import Iterable
 
 from reigen import context
-from reigen.cluster.environ import detect
+from reigen.cluster.environ import Job, detect, told
 from reigen.errors import ArgumentError
 from reigen.frontends.communicators import as_ranks, is_communicator, translated
 from reigen.frontends.process_sets import check_static, register_static
 
 
-def init(comm: object = None, process_sets: object = None) -> None:
+def init(
+    comm: object = None,
+    process_sets: object = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    coordinator: str | None = None,
+) -> None:
     """Join the job that the environment describes, alone if it describes none. Repeating it does nothing.
 
     Args:
@@ -20,6 +27,11 @@ def init(comm: object = None, process_sets: object = None) -> None:
             such jobs may run beside each other. An mpi4py communicator stands for the list of its processes.
         process_sets: a list of ``ProcessSet`` to register, the same on every rank; ``"dynamic"`` allows
             ``add_process_set`` later, as HOROVOD_DYNAMIC_PROCESS_SETS=1 does.
+        rank: this process's number; with ``size`` and ``coordinator``, for programs that start their ranks themselves,
+            in place of what the environment says.
+        size: how many ranks there are.
+        coordinator: ``host:port`` where rank 0 can listen. Ranks of several hosts need a secret, too: REIGEN_SECRET or
+            REIGEN_SECRET_FILE.
 
     Raises:
         ArgumentError: an argument makes no sense, this rank is not in ``comm``, or a process set is there twice.
@@ -32,20 +44,30 @@ def init(comm: object = None, process_sets: object = None) -> None:
             raise ArgumentError("init() was called before; use add_process_set() to add process sets to a running job")
         return
     arguments = {"dynamic_process_sets": True} if process_sets == "dynamic" else None
-    job = context.init(arguments=arguments, ranks=_ranks_of(comm))
+    place = _place(rank, size, coordinator)
+    joined = context.init(arguments=arguments, ranks=_ranks_of(comm, place), job=place)
     try:
-        register_static(job, static)
+        register_static(joined, static)
     except BaseException:
         context.shutdown()
         raise
 
 
-def _ranks_of(comm: object) -> list[int] | None:
+def _place(rank: int | None, size: int | None, coordinator: str | None) -> Job | None:
+    """The job that arguments of ``init`` describe; None if there are none."""
+    if rank is None and size is None and coordinator is None:
+        return None
+    if rank is None or size is None or coordinator is None:
+        raise ArgumentError("init() needs rank, size and coordinator together, or none of them")
+    return told(rank, size, coordinator)
+
+
+def _ranks_of(comm: object, job: Job | None) -> list[int] | None:
     """The ranks that ``comm`` stands for; None for all."""
     if comm is None:
         return None
     if is_communicator(comm):
-        place = detect(os.environ)
+        place = job or detect(os.environ)
         if comm.Get_size() == 1 and place.size > 1:
             raise ArgumentError(
                 f"the communicator holds this process alone, in a job of {place.size}: MPI knows nothing of a job that "

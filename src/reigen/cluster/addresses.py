@@ -1,0 +1,71 @@
+"""Where rank 0 listens for ranks of other hosts, when all they know is how to call its host."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from reigen.errors import ConfigError
+from reigen.wire.interfaces import choose_address, own_addresses
+
+#: An address that nobody has: packets to it would leave by the interface that leads to everybody (RFC 5737).
+_ELSEWHERE = "192.0.2.1"
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or an address is one of this machine's."""
+    for family, address in _resolved(host):
+        if ipaddress.ip_address(address).is_loopback:
+            return True
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def _resolved(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+    with suppress(OSError, UnicodeError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            if family in {socket.AF_INET, socket.AF_INET6}:
+                yield family, str(address[0])
+
+
+def own_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str, str]:
+    """Where rank 0 shall listen for ranks of other hosts, and why there.
+
+    Args:
+        interfaces: which may be used, by preference.
+        coordinator: how the others call this host, if that is known.
+
+    Raises:
+        ConfigError: none of these interfaces exists, or there are several and nothing tells which one to use.
+    """
+    if interfaces:
+        return choose_address(interfaces, coordinator)
+    if coordinator is not None and _means_loopback(coordinator):
+        return choose_address((), coordinator)
+    towards = [_ELSEWHERE] if coordinator is None else [coordinator, _ELSEWHERE]
+    for host in towards:
+        with suppress(ConfigError):
+            address, reason = choose_address((), host)
+            if not ipaddress.ip_address(address).is_loopback:
+                return address, reason if host == coordinator else "packets to other networks leave from there"
+    there = {name: found[0] for name, found in own_addresses().items() if name != "lo" and found}
+    if len(there) == 1:
+        ((name, address),) = there.items()
+        return address, f"there is no other interface than {name}"
+    listed = ", ".join(f"{name} ({address})" for name, address in sorted(there.items())) or "none"
+    raise ConfigError(
+        f"rank 0 cannot tell on which interface the other hosts will look for it; there are: {listed}. "
+        "REIGEN_NETWORK_INTERFACES names it"
+    )
+
+
+def _means_loopback(host: str) -> bool:
+    """Whether a host is this one for everybody, not only for those whose table of names says so."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
