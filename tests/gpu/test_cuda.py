@@ -29,16 +29,19 @@ pytestmark = [
 ]
 
 
-def enter() -> torch.device:
-    """This rank's GPU: all ranks share the first one if there are not enough."""
+def on_a_gpu(body: Callable[[torch.device], Any]) -> Any:
+    """``body(GPU)`` in a job; ranks share GPUs if there are not enough."""
     os.environ["NCCL_HOSTID"] = f"rank-{os.environ['REIGEN_RANK']}"
     hvd.init()
-    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-    return torch.device("cuda", torch.cuda.current_device())
+    try:
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+        return body(torch.device("cuda", torch.cuda.current_device()))
+    finally:
+        hvd.shutdown()
 
 
-def every_collective() -> None:
-    cuda, rank, size = enter(), hvd.rank(), hvd.size()
+def every_collective(cuda: torch.device) -> None:
+    rank, size = hvd.rank(), hvd.size()
 
     def full(value: float, *shape: int) -> torch.Tensor:
         return torch.full(shape, float(value), device=cuda)
@@ -69,8 +72,8 @@ def every_collective() -> None:
     torch.cuda.synchronize()
 
 
-def types() -> None:
-    cuda, size = enter(), hvd.size()
+def types(cuda: torch.device) -> None:
+    size = hvd.size()
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.uint8):
         x = torch.full((1031,), 3, dtype=dtype, device=cuda)
         torch.testing.assert_close(hvd.allreduce(x, op=hvd.Sum), size * x)
@@ -85,8 +88,7 @@ def types() -> None:
     assert hvd.allreduce(integers, op=hvd.Average).tolist() == [3] * 4  # through the host
 
 
-def trains_alike() -> None:
-    cuda = enter()
+def trains_alike(cuda: torch.device) -> None:
     truth, model = make_net().to(cuda), make_net().to(cuda)
     plain = torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9)
     optimizer: Any = hvd.DistributedOptimizer(
@@ -104,9 +106,8 @@ def trains_alike() -> None:
     assert_identical_everywhere(model.cpu())
 
 
-def a_step_waits_for_nothing() -> None:
+def a_step_waits_for_nothing(cuda: torch.device) -> None:
     """torch raises where its own calls would wait for the GPU; and a step returns while the GPU still works."""
-    cuda = enter()
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(cuda)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
@@ -133,8 +134,7 @@ def a_step_waits_for_nothing() -> None:
     torch.cuda.synchronize()
 
 
-def a_rank_dies() -> str:
-    cuda = enter()
+def a_rank_dies(cuda: torch.device) -> str:
     x = torch.ones(1 << 20, device=cuda)
     hvd.allreduce_(x, op=hvd.Sum, name="warm")
     torch.cuda.synchronize()
@@ -156,7 +156,6 @@ def a_rank_dies() -> str:
 
 
 def share_without_saying_so() -> None:
-    hvd.init()
     with pytest.raises(CollectiveError, match="several ranks use one GPU"):
         hvd.allreduce(torch.ones(2, device="cuda"), name="t")
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="on the host").tolist() == [2.0, 2.0]
@@ -164,19 +163,19 @@ def share_without_saying_so() -> None:
 
 @pytest.mark.parametrize("body", [every_collective, types, trains_alike, a_step_waits_for_nothing])
 @pytest.mark.parametrize("size", [1, 2])
-def test_on_a_gpu(rank_pool: Callable[[int], RankPool], body: Callable[[], None], size: int) -> None:
+def test_on_a_gpu(rank_pool: Callable[[int], RankPool], body: Callable[[torch.device], None], size: int) -> None:
     if body is a_step_waits_for_nothing and size == 1:
         pytest.skip("a single rank does not communicate in a step")
-    rank_pool(size).run(body, timeout=170)
+    rank_pool(size).run(on_a_gpu, body, timeout=170)
 
 
 def test_a_rank_that_dies_on_a_gpu_is_named() -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(a_rank_dies, 2, timeout=170)
+        run_ranks(on_a_gpu, 2, a_rank_dies, timeout=170)
     assert caught.value.results == {0: PeerLostError.__name__}
 
 
 def test_ranks_on_one_gpu_without_host_ids_are_told(rank_pool: Callable[[int], RankPool]) -> None:
     if torch.cuda.device_count() > 1:
         pytest.skip("there is a GPU for each of two ranks")
-    rank_pool(2).run(share_without_saying_so, timeout=170)
+    rank_pool(2).run(share_without_saying_so, timeout=170, init=True)
