@@ -284,9 +284,9 @@ def torch_job(rank, size, environ):
     return detect({"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", **environ})
 
 
-def use(access, rank):
+def use(access, rank, tls=None):
     """What every rank does with its access: tell the others, and hear of them."""
-    client = RendezvousClient(access.address, access.secret, rank, 10.0)
+    client = RendezvousClient(access.address, access.secret, rank, 10.0, tls)
     client.put(f"x/{rank}", b"")
     client.get(f"x/{1 - rank}", 10.0)
     client.put(f"done/{rank}", b"")
@@ -312,6 +312,23 @@ def test_ranks_meet_whoever_comes_first(given, late, monkeypatch):
         assert "rank 0 hosts the control service on 127.0.0.1" in access.reason
         assert "xab" not in repr(access)
         use(access, rank)
+
+    run_threads(run, 2)
+
+
+def test_ranks_meet_by_tls(monkeypatch):
+    pytest.importorskip("cryptography")
+    from reigen.wire.tls import Tls
+
+    monkeypatch.setattr("reigen.cluster.bootstrap.claim", lambda *_: 0)
+    environ = {"MASTER_PORT": os.urandom(4).hex(), "REIGEN_SECRET": os.urandom(32).hex()}
+
+    def run(rank, _):
+        tls = Tls()
+        access = reach(torch_job(rank, 2, environ), environ, Manner(20.0, tls=tls))
+        with pytest.raises(AuthenticationError):
+            RendezvousClient(access.address, access.secret, rank, 10.0)
+        use(access, rank, tls)
 
     run_threads(run, 2)
 
