@@ -231,7 +231,13 @@ def _network(choice: Choice, meeting: Meeting, mesh: Mesh, lookout: Lookout, con
         layout, room = meeting.layout, Room(meeting.rendezvous, str(meeting.generation))
         launched, looks = meeting.launched or range(layout.size), _looks(len(layout.local))
         return MpiNetwork(world(os.environ), launched, layout.rank, room, failure=lookout.failure, looks=looks)
-    return TcpNetwork(mesh, failure=lookout.failure, algorithm=config.tcp_algorithm, num_sockets=config.tcp_sockets)
+    return TcpNetwork(
+        mesh,
+        failure=lookout.failure,
+        algorithm=config.tcp_algorithm,
+        num_sockets=config.tcp_sockets,
+        hosts=meeting.layout.hostnames,
+    )
 
 
 def _looks(num_local: int) -> int:

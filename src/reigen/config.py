@@ -18,6 +18,8 @@ from reigen.errors import ConfigError
 
 #: How the TCP plane may reduce; see `reigen.planes.tcp_choice`.
 TCP_ALGORITHMS = ("auto", "direct", "ring", "latency")
+#: Connections between two ranks: each is a descriptor, and a handshake before the first collective.
+MAX_TCP_SOCKETS = 64
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: JSON: for variables that `reigen run` has set, what made it do so.
 ORIGINS_VARIABLE = "REIGEN_ORIGINS"
@@ -89,9 +91,9 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _count_above_0(text: str) -> int:
+def _sockets(text: str) -> int:
     value = int(text)
-    if value < 1:
+    if not 1 <= value <= MAX_TCP_SOCKETS:
         raise ValueError
     return value
 
@@ -112,7 +114,7 @@ _EXPECTED: dict[Callable[[str], object], str] = {
     _level: ", ".join(LOG_LEVELS[:-1]) + " or " + LOG_LEVELS[-1],
     _cpus: "the number of a processor, or several with commas between them, one for each local rank",
     _names: "the name of a network interface, or several with commas between them",
-    _count_above_0: "a whole number, at least 1",
+    _sockets: f"a whole number from 1 to {MAX_TCP_SOCKETS}",
     _algorithm: ", ".join(TCP_ALGORITHMS[:-1]) + " or " + TCP_ALGORITHMS[-1],
 }
 
@@ -180,7 +182,7 @@ class Config:
     )
     tls: bool = _knob(False, _switch, "REIGEN_TLS")
     tcp_algorithm: str = _knob("auto", _algorithm, "REIGEN_TCP_ALGORITHM")
-    tcp_sockets: int = _knob(1, _count_above_0, "REIGEN_TCP_SOCKETS")
+    tcp_sockets: int = _knob(1, _sockets, "REIGEN_TCP_SOCKETS")
     peer_timeout_seconds: float = _knob(20.0, _seconds, "REIGEN_PEER_TIMEOUT")
     host_id: str | None = _knob(None, str, "REIGEN_HOST_ID")
     nccl: bool = _knob(True, _switch, "REIGEN_NCCL")
@@ -219,8 +221,8 @@ _WITHOUT_EFFECT = {
     "there are neither NVTX ranges nor operations for XLA": "DISABLE_NVTX_RANGES ENABLE_XLA_OPS",
     "there is no autotuning": "AUTOTUNE AUTOTUNE_LOG AUTOTUNE_WARMUP_SAMPLES AUTOTUNE_STEPS_PER_SAMPLE "
     "AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
-    "neither MPI nor Gloo nor oneCCL carries anything": "CONTROLLER CPU_OPERATIONS MPI_THREADS_DISABLE CCL_CACHE "
-    "ADASUM_MPI_CHUNK_SIZE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
+    "REIGEN_PLANE says what carries data, and there is one way to control a job": "CONTROLLER CPU_OPERATIONS "
+    "MPI_THREADS_DISABLE CCL_CACHE ADASUM_MPI_CHUNK_SIZE GLOO_RENDEZVOUS_ADDR GLOO_RENDEZVOUS_PORT",
     "there are no elastic jobs": "ELASTIC ELASTIC_TIMEOUT",
 }
 _REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
@@ -232,6 +234,15 @@ _NO_KNOBS = re.compile(
     r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
     r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"
 )
+
+
+#: Knobs on which ranks that talk to each other must agree.
+_COMMON = ("plane", "tcp_algorithm", "tcp_sockets")
+
+
+def terms(config: Config) -> tuple[str, ...]:
+    """What must be the same for all ranks, as ``VARIABLE=value``."""
+    return tuple(f"{VARIABLES[name][0]}={getattr(config, name) or 'not set'}" for name in _COMMON)
 
 
 def load(environ: Mapping[str, str], arguments: Mapping[str, object] | None = None) -> Config:

@@ -15,7 +15,7 @@ from reigen.cluster.environ import Job
 from reigen.cluster.layout import exchange
 from reigen.cluster.rendezvous import RendezvousClient, Room
 from reigen.cluster.topology import among
-from reigen.config import Config
+from reigen.config import Config, terms
 
 if TYPE_CHECKING:
     from reigen.wire.tls import Tls
@@ -37,7 +37,8 @@ def join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[i
 
     Raises:
         ArgumentError: ``ranks`` are none of the job, or this rank is not one of them.
-        ConfigError: another process is this rank, or the ranks cannot prove to each other that they belong together.
+        ConfigError: another process is this rank, the ranks cannot prove to each other that they belong together, or
+            have been told different things of what they must do alike.
         DeadlineError: other ranks did not come; names them.
         AuthenticationError: the control service knows another secret.
     """
@@ -56,7 +57,8 @@ def join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[i
         room = f"{life} {room}" if life else room
         place = Room(rendezvous, room) if room else rendezvous
         generation = _generations[access.secret, room]
-        layout = exchange(Room(place, f"{generation}"), rank, size, timeout, config.host_id or "")
+        meeting = Room(place, f"{generation}")
+        layout = exchange(meeting, rank, size, timeout, config.host_id or "", terms(config))
     except BaseException:
         rendezvous.close()
         raise

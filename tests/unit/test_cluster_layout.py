@@ -11,7 +11,7 @@ from reigen.cluster.layout import Layout, arrange, exchange, this_host
 from reigen.cluster.neighbours import this_machine
 from reigen.cluster.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer
 from reigen.cluster.topology import Topology
-from reigen.errors import DeadlineError, PeerLostError
+from reigen.errors import ConfigError, DeadlineError, PeerLostError
 from reigen.testing import run_threads
 
 
@@ -121,14 +121,30 @@ def test_the_death_of_rank_0_is_noticed():
     ended = subprocess.Popen([sys.executable, "-Sc", ""])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
     shared = LocalRendezvous()
-    shared.put("place/0", msgspec.msgpack.encode([machine, name, ended.pid]))
+    shared.put("place/0", msgspec.msgpack.encode([machine, name, ended.pid, 3, []]))
     with pytest.raises(PeerLostError, match="died during init") as caught:
         exchange(shared, 1, 3, 20.0)
     assert caught.value.ranks == (0,)
     ended.wait()
     with pytest.raises(PeerLostError, match="died during init"):
         exchange(shared, 1, 3, 20.0)
-    shared.put("place/0", msgspec.msgpack.encode(["elsewhere", name, ended.pid]))
+    shared.put("place/0", msgspec.msgpack.encode(["elsewhere", name, ended.pid, 3, []]))
     with pytest.raises(DeadlineError) as late:
         exchange(shared, 1, 3, 0.3)
     assert late.value.ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words", "told"),
+    [
+        ((3, 3, 3), ("ring", "direct", "ring"), "^NAME must be the same .*, and is ring for .* 0, 2; direct for .* 1"),
+        ((3, 2), ("ring", "ring"), "^the number of ranks must be the same .*, and is 3 for .* 0; 2 for .* 1"),
+        ((2, 3), ("ring", "ring"), "^the number of ranks must be the same .*, and is 2 for .* 0; 3 for .* 1"),
+    ],
+)
+def test_ranks_that_were_told_different_things_hear_of_it_on_all_sides(sizes, words, told):
+    def find(rank, shared):
+        with pytest.raises(ConfigError, match=told):
+            exchange(shared, rank, sizes[rank], 10.0, terms=[f"NAME={words[rank]}"])
+
+    run_threads(find, len(sizes))

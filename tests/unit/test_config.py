@@ -120,6 +120,8 @@ def test_an_empty_variable_counts_as_unset() -> None:
         ("HOROVOD_LOG_LEVEL", "loud"),
         ("REIGEN_CACHE_CAPACITY", "1.5"),
         ("REIGEN_BUCKET_BYTES", "0"),
+        ("REIGEN_TCP_SOCKETS", "0"),
+        ("REIGEN_TCP_SOCKETS", "65"),
     ],
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(variable: str, value: str) -> None:

@@ -282,6 +282,12 @@ def _host_for_all(secret: bytes, coordinator: str, ports: Sequence[int], reason:
         for port in ports:
             with suppress(AuthenticationError):
                 _problem(Pointer(join_address(coordinator, port), secret), 0, time.monotonic(), manner.tls)
+        _log.warning(
+            "rank 0 runs on %s, but the others look for it at %s (MASTER_ADDR, or what the launcher says), which is no "
+            "address of this host: unless that leads here, they do not find it",
+            os.uname().nodename,
+            coordinator,
+        )
     host, why = own_address(manner.interfaces, coordinator)
     problems = []
     for port in ports:
@@ -303,22 +309,25 @@ def _find(
     candidates: Callable[[], list[Pointer]], rank: int, until: float, manner: Manner, *, is_certain: bool
 ) -> Pointer:
     """The service of this life of the job, waited for; ``is_certain``: whoever listens there must be it."""
-    outcomes: dict[str, str] = {}
+    outcomes: dict[str, str] = {}  # by address
     while True:
         for pointer in candidates():
             try:
                 problem = _problem(pointer, rank, until, manner.tls)
-            except AuthenticationError:
+            except AuthenticationError as error:
                 if is_certain:
                     raise
-                problem = "whoever listens there does not know this job's secret"
+                outcomes[pointer.address] = problem = str(error)
             if not problem:
                 return pointer
-            outcomes[pointer.address] = problem
+            outcomes.setdefault(pointer.address, problem)  # later it may have gone
         if time.monotonic() >= until:
             break
         time.sleep(_AGAIN_SECONDS)
-    lines = [f"  {address}: {outcome}" for address, outcome in outcomes.items()]
+    addresses: dict[str, list[str]] = {}
+    for address, outcome in outcomes.items():
+        addresses.setdefault(outcome, []).append(address)
+    lines = [f"  {', '.join(some)}: {outcome}" for outcome, some in addresses.items()]
     hint = "; is its secret the same, and does a firewall let these ports through?" if lines else ""
     raise DeadlineError(
         f"rank 0 did not call init() within {manner.timeout_seconds:g} s (REIGEN_START_TIMEOUT sets how long to wait), "
@@ -337,5 +346,8 @@ def _problem(pointer: Pointer, rank: int, until: float, tls: Tls | None) -> str:
     try:
         with closing(RendezvousClient(pointer.address, pointer.secret, rank, left, tls)) as client:
             return "rank 0 has not ended yet, and this process follows one that has" if claim(client, rank) else ""
-    except (PeerLostError, TimeoutError) as error:
-        return str(error)
+    except TimeoutError:
+        return "no answer"
+    except PeerLostError as error:
+        cause = error.__context__  # who looks for a service need not hear that it has gone
+        return cause.strerror if isinstance(cause, OSError) and cause.strerror else str(error)

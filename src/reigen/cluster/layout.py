@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,20 +20,24 @@ from reigen.cluster.neighbours import this_machine
 from reigen.cluster.rendezvous import Rendezvous
 from reigen.cluster.told import listed
 from reigen.cluster.topology import Topology
-from reigen.errors import DeadlineError, PeerLostError
+from reigen.errors import ConfigError, DeadlineError, PeerLostError
 
 #: How often to look whether rank 0 still lives.
 _SLICE_SECONDS = 0.2
+#: How long rank 0 waits for the others to find out why there is no job.
+_TELL_SECONDS = 2.0
 _MAX_HOSTNAME = 255
 _ATTEMPT_BYTES = 8
 
 
 class _Place(msgspec.Struct, array_like=True, frozen=True):
-    """Where a rank runs. A process says the same however often it joins the job."""
+    """Where a rank runs, and what it takes to be the same for all. A process says the same however often it joins."""
 
     machine: str
     hostname: str
     pid: int
+    size: int
+    terms: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,9 @@ def arrange(rank: int, machines: tuple[str, ...], hostnames: tuple[str, ...]) ->
     return Layout(rank, tuple(tuple(ranks) for ranks in ranks_of.values()), hostnames)
 
 
-def exchange(rendezvous: Rendezvous, rank: int, size: int, timeout_seconds: float, host_id: str = "") -> Layout:
+def exchange(
+    rendezvous: Rendezvous, rank: int, size: int, timeout_seconds: float, host_id: str = "", terms: Sequence[str] = ()
+) -> Layout:
     """Find out which ranks share a machine. Collective over all ranks of the job.
 
     Rank 0 collects where the others are and tells all of them: two messages a rank, however many there are.
@@ -98,30 +105,69 @@ def exchange(rendezvous: Rendezvous, rank: int, size: int, timeout_seconds: floa
         size: how many there are.
         timeout_seconds: how long to wait for the last rank.
         host_id: see `this_host`.
+        terms: ``NAME=value``, what must be the same for all ranks, each of which gives the same names in this order.
 
     Raises:
+        ConfigError: ``size`` or ``terms`` are not the same on all ranks; says on each of them how they differ.
         DeadlineError: ranks did not come; names them.
         PeerLostError: the service has gone, or rank 0, of this machine, died.
     """
     until = time.monotonic() + timeout_seconds
-    own = _Place(*this_host(host_id), os.getpid())
+    own = _Place(*this_host(host_id), os.getpid(), size, tuple(terms))
     rendezvous.put(f"place/{rank}", msgspec.msgpack.encode(own))
-    if rank == 0:
-        found = [_ask(rendezvous, f"place/{peer}", until) for peer in range(size)]
-        missing = [peer for peer, data in enumerate(found) if data is None]
-        places = [msgspec.msgpack.decode(data, type=_Place) for data in found if data is not None]
-        if not missing:
-            rendezvous.put("layout", msgspec.msgpack.encode(places))
-    else:
-        places = _await_layout(rendezvous, own, until)
-        missing = [] if places else _missing(rendezvous, size)
-    if missing:
+    places = _gather(rendezvous, own, until) if rank == 0 else _await_layout(rendezvous, own, until)
+    contradiction = _contradiction({**dict(enumerate(places)), rank: own})
+    if rank == 0 and (contradiction or None not in places):
+        rendezvous.put("layout", msgspec.msgpack.encode(places))
+    if contradiction:
+        _see_off(rendezvous, rank, places)
+        raise ConfigError(contradiction)
+    found = [place for place in places if place is not None]
+    if len(found) < size:
+        missing = [peer for peer, place in enumerate(places) if place is None] or _missing(rendezvous, size)
+        _see_off(rendezvous, rank, places)
         raise DeadlineError(
             f"rank(s) {listed(missing)} did not call init() within {timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT sets how long to wait)",
             ranks=missing,
         )
-    return arrange(rank, tuple(place.machine for place in places), tuple(place.hostname for place in places))
+    return arrange(rank, tuple(place.machine for place in found), tuple(place.hostname for place in found))
+
+
+def _contradiction(places: Mapping[int, _Place | None]) -> str:
+    """What ranks take to be the same for all and is not; empty if they agree."""
+    terms = {rank: (f"the number of ranks={p.size}", *p.terms) for rank, p in places.items() if p is not None}
+    for column in zip(*terms.values(), strict=False):
+        if len(set(column)) > 1:
+            ranks_of: dict[str, list[int]] = {}
+            for rank, term in zip(terms, column, strict=True):
+                ranks_of.setdefault(term.partition("=")[2], []).append(rank)
+            told = "; ".join(f"{value} for rank(s) {listed(ranks)}" for value, ranks in ranks_of.items())
+            return f"{column[0].partition('=')[0]} must be the same for all ranks of a job, and is {told}"
+    return ""
+
+
+def _see_off(rendezvous: Rendezvous, rank: int, places: Sequence[_Place | None]) -> None:
+    """There is no job. Rank 0, which may host the service, goes when the others know why."""
+    with suppress(PeerLostError, TimeoutError):
+        if rank != 0:
+            rendezvous.put(f"told/{rank}", b"")
+            return
+        until = time.monotonic() + _TELL_SECONDS
+        for peer, place in enumerate(places):
+            if place is not None and peer != 0:
+                _ask(rendezvous, f"told/{peer}", until)
+
+
+def _gather(rendezvous: Rendezvous, own: _Place, until: float) -> list[_Place | None]:
+    """Everybody's place, as rank 0 finds them; once two contradict each other, the rest is not waited for."""
+    places: list[_Place | None] = [own]
+    while len(places) < own.size:
+        data = _ask(rendezvous, f"place/{len(places)}", until)
+        places.append(None if data is None else msgspec.msgpack.decode(data, type=_Place))
+        if _contradiction(dict(enumerate(places))):
+            until = min(until, time.monotonic() + _SLICE_SECONDS)
+    return places
 
 
 def _ask(rendezvous: Rendezvous, key: str, until: float) -> bytes | None:
@@ -133,13 +179,13 @@ def _ask(rendezvous: Rendezvous, key: str, until: float) -> bytes | None:
     return rendezvous.peek(key)
 
 
-def _await_layout(rendezvous: Rendezvous, own: _Place, until: float) -> list[_Place]:
+def _await_layout(rendezvous: Rendezvous, own: _Place, until: float) -> list[_Place | None]:
     """What rank 0 tells; nothing if it is too late."""
     zero: _Place | None = None
     while True:
         data = _ask(rendezvous, "layout", min(until, time.monotonic() + _SLICE_SECONDS))
         if data is not None:
-            return msgspec.msgpack.decode(data, type=list[_Place])
+            return msgspec.msgpack.decode(data, type=list[_Place | None])
         if zero is not None and zero.machine == own.machine and _has_ended(zero.pid):
             raise PeerLostError("rank(s) 0 died during init()", ranks=(0,))
         if time.monotonic() >= until:

@@ -20,13 +20,14 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Self
 
 import msgspec
 
+from reigen.cluster.fates import named
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.mesh import Mesh
 from reigen.cluster.told import Abort, listed, raised, told
@@ -145,10 +146,14 @@ class Exchange:
         mesh: where connections come from.
         failure: what the job knows of ranks that others wait for.
         num_sockets: how many connections to make to each rank.
+        hosts: of every rank, for messages.
     """
 
-    def __init__(self, mesh: Mesh, failure: Failure, num_sockets: int = 1) -> None:
+    def __init__(
+        self, mesh: Mesh, failure: Failure, num_sockets: int = 1, hosts: Mapping[int, str] | None = None
+    ) -> None:
         self.rank = mesh.rank
+        self._hosts = hosts or {}
         self._mesh, self._failure, self._num_sockets = mesh, failure, num_sockets
         self._peers: dict[int, _Peer] = {}
         self._lanes: dict[int, _Lane] = {}
@@ -353,10 +358,12 @@ class Exchange:
             peer.is_stirring = False
             for lane in peer.lanes:
                 if lane.silent_seconds >= self._mesh.peer_timeout_seconds:
-                    reason = (
-                        f"the machine of rank {peer.rank} has been silent for {self._mesh.peer_timeout_seconds:g} s"
+                    raise PeerLostError(
+                        f"rank {self._named(self.rank)} has heard nothing of the machine of rank "
+                        f"{self._named(peer.rank)} for {self._mesh.peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): it "
+                        "crashed, or the network between the two is cut",
+                        ranks=[peer.rank],
                     )
-                    raise PeerLostError(f"{reason} (REIGEN_PEER_TIMEOUT)", ranks=[peer.rank])
 
     def _wait_for(self, silent: Sequence[int], pending: Sequence[int] | None = None) -> None:
         """Nothing comes from these ranks; raises if nothing will."""
@@ -396,8 +403,12 @@ class Exchange:
                 return known
             time.sleep(_PAUSE_SECONDS)
         return PeerLostError(
-            f"rank {peer.rank} died, or was cut off, in the middle of a collective ({error})", ranks=[peer.rank]
+            f"rank {self._named(peer.rank)} died, or was cut off, in the middle of a collective ({error})",
+            ranks=[peer.rank],
         )
+
+    def _named(self, rank: int) -> str:
+        return named([rank], self._hosts)
 
     def _told_by(self, peer: _Peer, aborted: LinkAborted) -> CollectiveError:
         try:

@@ -47,12 +47,21 @@ class TcpNetwork:
         failure: what the job knows of ranks that others wait for.
         algorithm: how to reduce, or ``auto``; see `reigen.planes.tcp_choice`.
         num_sockets: how many connections to make between two ranks. All ranks must have the same options.
+        hosts: the name of every rank's host, for messages.
     """
 
     name = "tcp"
 
-    def __init__(self, mesh: Mesh, *, failure: Failure, algorithm: str = "auto", num_sockets: int = 1) -> None:
-        self._exchange = Exchange(mesh, failure, num_sockets)
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        failure: Failure,
+        algorithm: str = "auto",
+        num_sockets: int = 1,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        self._exchange = Exchange(mesh, failure, num_sockets, dict(enumerate(hosts)))
         self._algorithm, self._num_sockets = algorithm, num_sockets
 
     def among(self, ranks: Sequence[int], deadline: float) -> TcpPlane | NullPlane:

@@ -53,7 +53,7 @@ class LinkAborted(ConnectionError):  # noqa: N818  an event of the peer's
 
     def __init__(self, reason: bytes) -> None:
         self.reason = reason
-        super().__init__(f"the peer has given up: {reason.decode(errors='replace')}")
+        super().__init__("the peer has given up")
 
 
 class Link:
