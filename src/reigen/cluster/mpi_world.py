@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,8 @@ _log = logging.getLogger(__name__)
 _PLACES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 #: What `mpirun --with-ft ulfm` of Open MPI 5 gives to a process.
 _ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+#: How long MPI_Abort may take.
+_ABORT_SECONDS = 5
 #: MPI_THREAD_SERIALIZED as a word, for the user.
 _THREADS_NEEDED = "MPI_THREAD_SERIALIZED"
 
@@ -152,7 +155,11 @@ class Farewell:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or None
                 stream.flush()
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_ABORT_SECONDS)  # ends this process if MPI_Abort does not: it may wait for a host that is cut off
         self._abort(1)
+        signal.alarm(0)
 
 
 @functools.cache
