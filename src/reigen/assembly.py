@@ -192,6 +192,7 @@ def _share_memory(meeting: Meeting, config: Config) -> tuple[Neighbours | None, 
         return None, NullPlane()
     sizes = [shm_plane_bytes()]
     neighbours, (part,) = meet(meeting.rendezvous, layout.rank, layout.local, meeting.generation, timeout, sizes)
+    neighbours.name_host(layout.hostnames[layout.rank])
     plane = ShmPlane(neighbours, part, _looks(neighbours.size))
     try:
         plane.try_direct(time.monotonic() + timeout)

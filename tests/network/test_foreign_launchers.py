@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,46 @@ def test_torchrun_on_several_hosts(make_hosts: MakeHosts, tmp_path: Path) -> Non
     codes = [agent.wait(90.0) for agent in agents]
     assert codes == [0, 0], [agent.output() for agent in agents]
     check_trained("".join(agent.output()[0] for agent in agents), 4, 2)
+
+
+UNTIL_A_DEATH = """
+import json, os
+import numpy as np
+import reigen
+from reigen.errors import CollectiveError
+reigen.init()
+try:
+    for step in range(10**6):
+        reigen.allreduce(np.ones(300_000, np.float32), name=f"x{step % 3}")
+        if step == 5:
+            os.write(1, b"runs\\n")
+except CollectiveError as error:
+    os.write(1, (json.dumps([type(error).__name__, list(error.ranks), str(error)]) + "\\n").encode())
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_death_of_a_rank_is_told_on_all_hosts(make_hosts: MakeHosts, victim: int) -> None:
+    one, two = make_hosts(2)
+    ranks = [
+        host.start([sys.executable, "-c", UNTIL_A_DEATH], env=torch_like(rank, 4, REIGEN_SECRET=SECRET))
+        for rank, host in enumerate((one, one, two, two))
+    ]
+    for process in ranks:
+        wait_for(lambda process=process: "runs" in process.output()[0], "ranks to run")  # type: ignore[misc]
+    ranks[victim].signal(signal.SIGKILL)
+    begun = time.monotonic()
+    for rank, process in enumerate(ranks):
+        process.wait(30.0)
+        if rank != victim:
+            assert process.output()[0].count("\n") > 1, process.output()
+            kind, lost, text = json.loads(process.output()[0].splitlines()[1])
+            assert (kind, lost) == ("PeerLostError", [victim]), text
+            host = "h1" if victim == 0 else "h2"
+            seen = f"rank(s) {victim} (host {host}) died while others wait for them" in text
+            # rank 0 hosts the service; who hears of its death first depends on who looks first
+            assert seen or (victim == 0 and "rank 0 has ended, and with it the job's control service" in text), text
+    assert time.monotonic() - begun < 15.0
 
 
 @pytest.fixture

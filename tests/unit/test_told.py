@@ -22,6 +22,11 @@ def test_other_kinds_come_back_as_their_base_and_name_the_teller_where_they_name
     assert raised(Abort("ValueError", (2,), ""), "").reason == "rank(s) 2 gave up"
 
 
+def test_the_first_teller_is_named():
+    first = raised(told(DeadlineError("too late"), 0), "rank 0")
+    assert raised(told(first, 1), "rank 1").reason == "too late (told by rank 0)"
+
+
 @pytest.mark.parametrize("letter", ["x", "ü", "漢", "😀", "\udcff"])
 def test_it_fits_a_page(letter):
     abort = told(PeerLostError(letter * 10_000, ranks=range(100_000, 110_000)), 0)

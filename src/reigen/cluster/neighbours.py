@@ -182,6 +182,8 @@ class Neighbours:
         self._pidfds = list(pidfds)
         #: who has ended when a descriptor becomes readable
         self._members = {fd: member for member, fd in enumerate(pidfds) if member != rank}
+        #: for errors: what people call this host, where the job has several
+        self._where = ""
         self._poll = select.poll()
         for fd in self._members:
             self._poll.register(fd, select.POLLIN)
@@ -218,6 +220,10 @@ class Neighbours:
     def status(self, rank: int) -> Status:
         """What a rank, by its number here, says of itself."""
         return Status(self._status[rank].load())
+
+    def name_host(self, host: str) -> None:
+        """What to call this host in errors: where a job has several, each says which it means."""
+        self._where = f" (host {host})"
 
     def leave(self) -> None:
         """Tell the others that this rank is going in good order."""
@@ -270,7 +276,7 @@ class Neighbours:
         said = {member: word.load() for member, word in enumerate(self._status)}
         died = [self.ranks[member] for member in dead if member in needed and said[member] == Status.RUNNING]
         if died:
-            return PeerLostError(f"rank(s) {listed(died)} died while others wait for them", ranks=died)
+            return PeerLostError(f"rank(s) {listed(died)}{self._where} died while others wait for them", ranks=died)
         for member, word in said.items():
             if word == Status.ABORTED:
                 return self._told_by(member)
@@ -278,7 +284,8 @@ class Neighbours:
         left = [self.ranks[member] for member in sorted(others) if said[member] == Status.LEFT]
         if left:
             reason = (
-                f"rank(s) {listed(left)} left the job (shutdown, or the end of the script) while others wait for them"
+                f"rank(s) {listed(left)}{self._where} left the job (shutdown, or the end of the script) while others "
+                "wait for them"
             )
             return PeerLostError(reason, ranks=left)
         return None

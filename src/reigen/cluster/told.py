@@ -11,6 +11,7 @@ from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 _ERRORS: dict[str, type[CollectiveError]] = {
     kind.__name__: kind for kind in (CollectiveError, DeadlineError, PeerLostError)
 }
+_TOLD = " (told by "
 #: Together less than 3950 bytes, whatever the numbers: as much as a page has room for beside other things.
 _MAX_REASON_BYTES, _MAX_RANKS = 3400, 100
 
@@ -31,10 +32,15 @@ def told(error: CollectiveError, rank: int) -> Abort:
 
 
 def raised(abort: Abort, teller: str) -> CollectiveError:
-    """The error of a rank that gave up, as told by ``teller``; empty for this rank itself."""
+    """The error of a rank that gave up, as told by ``teller``; empty for this rank itself.
+
+    Who tells what was told to it is not named: the first one knows.
+    """
     kind = _ERRORS.get(abort.kind, CollectiveError)
     reason = abort.reason or f"rank(s) {listed(abort.ranks)} gave up"
-    return kind(reason + f" (told by {teller})" * bool(teller), ranks=abort.ranks)
+    if teller and _TOLD not in reason:
+        reason += f"{_TOLD}{teller})"
+    return kind(reason, ranks=abort.ranks)
 
 
 def listed(ranks: Sequence[int]) -> str:
