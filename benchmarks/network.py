@@ -173,7 +173,8 @@ class Bench:
             share = limit_seconds / large[REIGEN]
             self._verdict(f"25 MiB, {network}: part of the wire's limit", share, 0.9, at_least=True)
         if {REIGEN, GLOO} <= large.keys():
-            self._verdict(f"25 MiB, {network}: gloo / reigen", large[GLOO] / large[REIGEN], 1.0, at_least=True)
+            # Where both fill the wire they are equal, but for chance.
+            self._verdict(f"25 MiB, {network}: gloo / reigen", large[GLOO] / large[REIGEN], 0.99, at_least=True)
         if {REIGEN, GLOO} <= small.keys():
             self._verdict(f"1 KiB, {network}: reigen / gloo", small[REIGEN] / small[GLOO], 2.0, at_least=False)
 

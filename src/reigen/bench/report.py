@@ -201,7 +201,8 @@ def show(document: Document, title: str, console: Console) -> None:
     console.print(f"{versions}; {document.num_ranks} ranks, {document.rounds} rounds", soft_wrap=True, highlight=False)
     for line in document.skipped:
         console.print(line, style="yellow", soft_wrap=True, highlight=False)
-    console.print(rows_table(title, document.rows))
+    if document.rows:
+        console.print(rows_table(title, document.rows))
     if document.overheads:
         console.print(overheads_table(document.overheads))
     if document.memory:
