@@ -6,7 +6,8 @@
 
 The processors are those of this machine, shared by all hosts, so rates are chosen that leave them time. What is sent is
 compared with the wire's limit: 2 (n-1) / n bytes for each byte of data and host, at the rate, in which headers count
-(an Ethernet frame of 1514 bytes carries 1448 of data). Where there is a delay, a process carries the packets.
+(an Ethernet frame of 1514 bytes carries 1448 of data), and with plain connections over which the same bytes go. Where
+there is a delay, a process carries the packets.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from reigen.testing.hosts import Hosts, Unavailable
 from reigen.wire.auth import SECRET_BYTES
 
 REIGEN, SPREAD, TRAINING, SILENT = "reigen", "reigen, two ranks a host", "reigen training", "no communication"
+PLAIN = "plain TCP"
 SUMS = "reigen.bench.programs.allreduce"
 BACKWARD, STEP, COMMUNICATION = "backward pass", "step without communication", "communication"
 #: The model of the overlap: so many layers of so many bytes, weight and bias.
@@ -45,6 +47,7 @@ SMALL, LARGE = 1 << 10, 25 << 20
 LOOPBACK_SIZES = ("64KiB", "256KiB", "1MiB", "4MiB", "25MiB", "100MiB")
 _JOINT_BYTES = 1 << 20
 _BYTES_OPERATIONS = 10
+PEERS_VARIABLE = "PLAIN_TCP_PEERS"  # of plain_tcp.py
 _MASTER_PORT = "29500"
 _PAYLOAD_PART = 1448 / 1514
 
@@ -82,7 +85,7 @@ class Bench:
         for num_hosts in self.settings.num_hosts:
             for delay in self.settings.delays_seconds:
                 with self._machines(num_hosts, delay) as place:
-                    specs = [place.reigen(REIGEN, SUMS), place.peer(GLOO)]
+                    specs = [place.reigen(REIGEN, SUMS), place.peer(GLOO), place.plain()]
                     with self._crews(specs) as came:
                         for rate in self.settings.rates_bits:
                             place.shape(rate, delay)
@@ -172,6 +175,8 @@ class Bench:
         if REIGEN in large:
             share = limit_seconds / large[REIGEN]
             self._verdict(f"25 MiB, {network}: part of the wire's limit", share, 0.9, at_least=True)
+        if {REIGEN, PLAIN} <= large.keys():
+            self._verdict(f"25 MiB, {network}: {PLAIN} / reigen", large[PLAIN] / large[REIGEN], 0.9, at_least=True)
         if {REIGEN, GLOO} <= large.keys():
             # Where both fill the wire they are equal, but for chance.
             self._verdict(f"25 MiB, {network}: gloo / reigen", large[GLOO] / large[REIGEN], 0.99, at_least=True)
@@ -225,6 +230,12 @@ class Place:
         """A peer with one rank on each machine; or why it is left out."""
         spec = find_peer(name, len(self._hosts))
         return spec if isinstance(spec, str) else self.on_hosts(spec)
+
+    def plain(self) -> CrewSpec:
+        """Connections over which the same bytes go."""
+        addresses = ",".join(host.address for host in self._hosts)
+        program = str(Path(__file__).with_name("plain_tcp.py"))
+        return self.on_hosts(CrewSpec(PLAIN, program, len(self._hosts), variables={PEERS_VARIABLE: addresses}))
 
     def on_hosts(self, spec: CrewSpec, ranks_a_host: int = 1) -> CrewSpec:
         """The same processes on the machines, consecutive ranks side by side."""
