@@ -305,10 +305,11 @@ def test_the_interface_that_was_asked_for(make_hosts):
     assert "host h1 has no network interface nothing0" in refused(on(hosts, *words, "nothing0", "true"))
 
 
-def test_hosts_of_ipv6(make_hosts):
+@pytest.mark.parametrize("names", ["h1-6:1,h2-6:1", "[fd77::1]:1,[fd77::2]:1"])
+def test_hosts_of_ipv6(make_hosts, names):
     hosts = make_hosts(2, ssh_port=22)
     words = "echo $REIGEN_RENDEZVOUS $MASTER_ADDR"
-    code, out, err = on(hosts, "-np", 2, "-H", "h1-6:1,h2-6:1", "sh", "-c", words).finish()
+    code, out, err = on(hosts, "-np", 2, "-H", names, "sh", "-c", words).finish()
     assert (code, err) == (0, "")
     assert re.fullmatch(r"\[0\] \[fd77::1\]:\d+ fd77::1", min(out.splitlines()))
 

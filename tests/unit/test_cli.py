@@ -41,6 +41,8 @@ def test_what_is_no_command(arguments, capsys):
         (["-np", "3", "-H", "localhost:2", "true"], "the hosts have 2 slots, and 3 processes were asked for"),
         (["-np", "3", "-H", "a.invalid:4", "--launcher", "local", "true"], "a.invalid cannot be reached without ssh"),
         (["-np", "3", "--ssh-port", "70000", "true"], "the ssh port must be from 1 to 65535, not 70000"),
+        (["-np", "3", "-i", "/nowhere/key", "true"], "--ssh-identity-file /nowhere/key: there is no such file"),
+        (["-np", "3", "--sync-dst-dir", "", "true"], "--sync-dst-dir names no directory"),
         (["-np", "3", "--ssh-command", "'", "true"], "--ssh-command ': No closing quotation"),
         (["-np", "3", "-x", "NO_SUCH_VARIABLE", "true"], "-x NO_SUCH_VARIABLE: there is no such variable"),
         (["-np", "3", "-hostfile", "/nowhere", "true"], "hostfile '/nowhere' cannot be read"),

@@ -27,9 +27,10 @@ def test_lists():
         Host("10.0.0.1", 1),
     ]
     assert parse_hosts("::1") == parse_hosts("[::1]") == [Host("::1", 1)]
+    assert parse_hosts("[fd77::1]:2,[fe80::1%eth0]") == [Host("fd77::1", 2), Host("fe80::1%eth0", 1)]
 
 
-@pytest.mark.parametrize("text", ["", "a,", "a:0", "a:-1", "a:x", "a:2:3", "a b", ":2", "a=2"])
+@pytest.mark.parametrize("text", ["", "a,", "a:0", "a:-1", "a:x", "a:2:3", "a b", ":2", "a=2", "fd77::1:2", "[a", "[]"])
 def test_lists_that_make_no_sense(text):
     with pytest.raises(ConfigError, match="not of the form"):
         parse_hosts(text)
@@ -38,6 +39,10 @@ def test_lists_that_make_no_sense(text):
 def test_files():
     text = "# two hosts\nlocalhost slots=2\n\n  b slots = 3 # the other\nc:4\nd\n"
     assert parse_hostfile(text) == [Host("localhost", 2), Host("b", 3), Host("c", 4), Host("d", 1)]
+
+
+def test_addresses_in_files():
+    assert parse_hostfile("[fd77::1] slots=2\n[fd77::2]:3\n") == [Host("fd77::1", 2), Host("fd77::2", 3)]
 
 
 def test_a_plain_list_of_hosts_shares_the_ranks_out():

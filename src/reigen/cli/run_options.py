@@ -12,7 +12,7 @@ from reigen._version import __version__
 from reigen.errors import ConfigError
 from reigen.launch.horovodrun import CONTROLLERS, OPTIONS, Option
 from reigen.launch.local import BINDINGS
-from reigen.launch.ssh import Ssh
+from reigen.launch.ssh import Ssh, key_file
 
 _EPILOG = """\
 The command and its arguments are passed on as they are, without a shell; `--` may stand before them. Its output comes
@@ -144,7 +144,7 @@ def ssh_of(chosen: argparse.Namespace) -> Ssh:
         words = shlex.split(chosen.ssh_command)
     except ValueError as error:
         raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
-    made = Ssh(tuple(words), chosen.ssh_port, chosen.ssh_identity_file, chosen.check_host_keys)
+    made = Ssh(tuple(words), chosen.ssh_port, key_file(chosen.ssh_identity_file), chosen.check_host_keys)
     return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
 
 

@@ -18,8 +18,10 @@ from reigen.errors import ConfigError
 #: Names that mean this host everywhere.
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _FIRST_UNPRIVILEGED_PORT = 1024
-_ENTRY = re.compile(r"(?P<name>[^\s:,=]+|\[?::1\]?)(?::(?P<slots>[1-9]\d*))?")
-_LINE = re.compile(r"(?P<name>[^\s:,=]+|\[?::1\]?)(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*)|:(?P<colon>[1-9]\d*))?")
+#: An address of IPv6 stands in brackets, for its colons; that of this host may also stand without.
+_NAME = r"(?P<name>[^\s:,=\[\]]+|\[[\w:.%]+\]|::1)"
+_ENTRY = re.compile(rf"{_NAME}(?::(?P<slots>[1-9]\d*))?")
+_LINE = re.compile(rf"{_NAME}(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*)|:(?P<colon>[1-9]\d*))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ def parse_hosts(text: str) -> list[Host]:
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None:
-            raise ConfigError(f"hosts {text!r}: {entry.strip()!r} is not of the form name or name:slots")
+            raise ConfigError(f"hosts {text!r}: {entry.strip()!r} is not of the form name, name:slots or [IPv6]:slots")
         hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or 1)))
     return hosts
 
@@ -70,7 +72,9 @@ def parse_hostfile(text: str, num_ranks: int = 1) -> list[Host]:
             continue
         match = _LINE.fullmatch(entry)
         if match is None:
-            raise ConfigError(f"line {number} of the host file is {line.strip()!r}, not of the form 'name slots=n'")
+            raise ConfigError(
+                f"line {number} of the host file is {line.strip()!r}, not of the form 'name slots=n' ([IPv6] slots=n)"
+            )
         hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or match["colon"] or 1)))
         numbers.append(match["slots"] or match["colon"])
         if match["colon"] == "22" or int(match["colon"] or 0) >= _FIRST_UNPRIVILEGED_PORT:

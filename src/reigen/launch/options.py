@@ -67,6 +67,8 @@ class Options:
             raise ConfigError("no command to run")
         if self.num_ranks < 1:
             raise ConfigError(f"the number of processes must be at least 1, not {self.num_ranks}")
+        if self.sync_directory == "":
+            raise ConfigError("--sync-dst-dir names no directory: '' (~ is the home directory)")
         for what, seconds in (("grace", self.grace_seconds), ("start timeout", self.start_timeout_seconds)):
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise ConfigError(f"the {what} must be a number of seconds, not {seconds:g}")

@@ -19,6 +19,17 @@ _ALIVE_SECONDS = 5
 SSH_FAILED = 255
 
 
+def key_file(name: str | None) -> str | None:
+    """A private key's file, as the user names it, which ssh would pass over in silence if it were not there.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if name is not None and "%" not in name and not Path(name).expanduser().is_file():  # %: ssh fills in what it knows
+        raise ConfigError(f"--ssh-identity-file {name}: there is no such file")
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class Ssh:
     """How other hosts are reached.

@@ -20,7 +20,7 @@ from reigen.launch.luggage import LINE_WORD, PARCEL_WORD, Luggage
 from reigen.launch.network import Network
 from reigen.launch.options import Listener, Options
 from reigen.launch.processes import die_with
-from reigen.launch.ssh import Ssh
+from reigen.launch.ssh import Ssh, key_file
 from reigen.launch.supervise import run_job
 from reigen.runner.interpreter import command
 from reigen.runner.line import Complaint, Ended, Exited, Line, Message
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _options(order: Order, environ: Mapping[str, str]) -> Options:
-    ssh = Ssh(port=order.ssh_port, identity_file=order.ssh_identity_file)
+    ssh = Ssh(port=order.ssh_port, identity_file=key_file(order.ssh_identity_file))
     return Options(
         command=command("reigen.runner.task", [PARCEL_WORD, LINE_WORD], order.executable),
         num_ranks=order.num_ranks,
