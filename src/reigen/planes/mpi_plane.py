@@ -33,9 +33,9 @@ from reigen.types import DType, ReduceOp
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-#: How much travels at once, and how many chunks are on their way.
-CHUNK_BYTES = 1 << 21
-_NUM_SLOTS = 2
+#: How much travels at once, and how many chunks are on their way: larger ones leave the cache, more use more memory.
+CHUNK_BYTES = 1 << 20
+_NUM_SLOTS = 4
 #: Up to so many bytes of all ranks together, every rank gets and adds up everything: one exchange instead of two.
 SMALL_BYTES = 1 << 17
 
@@ -135,7 +135,7 @@ class MpiPlane:
         self._ended("MEMCPY_OUT_FUSION_BUFFER")
 
     def _reduce_in_order(self, source: Strung, target: Strung, reduction: Reduction, deadline: float) -> None:
-        """Alltoall, sum, allgather. Chunk k + 1 is on its way to be summed while k is, and the sums of k - 1 come."""
+        """Alltoall, sum, allgather. While a chunk is summed the next ones are on their way, and the last ones' sums."""
         dtype, reducer = reduction.dtype, Reducer(reduction)
         bounds = _chunks(source.size, CHUNK_BYTES // dtype.itemsize)
 
@@ -172,9 +172,10 @@ class MpiPlane:
             self._ended("MPI_ALLREDUCE")
             if index + _NUM_SLOTS < len(bounds):
                 scattering[index + _NUM_SLOTS] = scatter(index + _NUM_SLOTS)
-            if index:
-                collect(index - 1)
-        collect(len(bounds) - 1)
+            if index >= _NUM_SLOTS - 1:
+                collect(index - _NUM_SLOTS + 1)
+        for index in sorted(gathering):
+            collect(index)
 
     def _slices(self, count: int, dtype: DType) -> list[int]:
         """How many elements of a chunk each rank adds up."""
