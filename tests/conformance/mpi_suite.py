@@ -22,9 +22,12 @@ from reigen.errors import CollectiveError
 from reigen.planes.base import DataPlane
 from reigen.planes.hierarchical import compose
 from reigen.planes.mpi import MpiNetwork
+from reigen.planes.mpi_plane import CHUNK_BYTES
 from reigen.testing import check_rank
 
 NATIVE = {"ordered": False, "native": True, "default": None}
+#: Small ones: large tensors need many.
+CHUNKS = {"ordered": 1 << 18, "native": 1 << 18, "default": CHUNK_BYTES}
 
 
 def main(address: str, native: str, trimmed: str, directory: str, grouped: str) -> None:

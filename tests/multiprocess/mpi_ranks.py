@@ -83,6 +83,20 @@ def wrong_threads() -> None:
         print(error, flush=True)
 
 
+def not_initialised() -> None:
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    for prepare in ("", "Init", "Finalize"):
+        from mpi4py import MPI
+
+        getattr(MPI, prepare, lambda: None)()
+        try:
+            world(os.environ)
+        except ConfigError as error:
+            print(error, flush=True)
+
+
 def wrong_mpirun() -> None:
     try:
         world(os.environ)

@@ -41,6 +41,16 @@ def train() -> None:
     print(f"rank {hvd.rank()}: {hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:16]}")
 
 
+def finalizes() -> None:
+    """The script ends MPI itself, before Reigen has left the job."""
+    from mpi4py import MPI
+
+    hvd.init()
+    hvd.allreduce(np.ones(10))
+    MPI.Finalize()
+    print("finalized", flush=True)
+
+
 def raises() -> None:
     """One rank has a bug, the others wait for it."""
     hvd.init()

@@ -119,6 +119,12 @@ def test_threads_that_mpi_was_not_told_of(play: Play) -> None:
     assert "without MPI_THREAD_SERIALIZED" in ended.stdout, ended
 
 
+def test_mpi_that_is_not_initialised_or_not_any_more(play: Play) -> None:
+    ended = play(PYPI, "not_initialised", 1)
+    assert "call MPI.Init_thread() before init()" in ended.stdout, ended
+    assert "MPI has been finalized" in ended.stdout
+
+
 @slow
 def test_an_mpirun_of_another_mpi(play: Play) -> None:
     ended = play(MPICH, "wrong_mpirun", 2, MPI4PY_MPIABI="openmpi", LD_LIBRARY_PATH="")

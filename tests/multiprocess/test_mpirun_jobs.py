@@ -119,3 +119,10 @@ def test_an_error_that_is_caught_does_not_make_the_job_hang(name: str, tmp_path:
     ended = play(name, tmp_path, "catches", 3, FLAT)
     assert "caught" in ended.stdout, ended
     assert ended.seconds < 30
+
+
+@ALL
+def test_a_script_may_end_mpi_itself(name: str, tmp_path: Path) -> None:
+    ended = play(name, tmp_path, "finalizes", 2, FLAT)
+    assert ended.exit_code == 0, ended
+    assert ended.stdout.count("finalized") == 2

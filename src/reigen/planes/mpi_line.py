@@ -297,7 +297,7 @@ class Line:
 
     def close(self) -> None:
         """Free the communicator, unless something went wrong."""
-        if self._closed:
+        if self._closed or self._mpi.Is_finalized():  # by the script: nothing is left to free then
             return
         self._closed = True
         with self._commons.lock:

@@ -46,15 +46,16 @@ class MpiPlane:
     Args:
         line: the communicator, and how to wait for it.
         native: see `reigen.planes.mpi.MpiNetwork`.
+        chunk_bytes: the same.
     """
 
     name = "mpi"
 
-    def __init__(self, line: Line, native: bool | None) -> None:
+    def __init__(self, line: Line, native: bool | None, chunk_bytes: int) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
-        self._line, self._native = line, native
+        self._line, self._native, self._chunk_bytes = line, native, chunk_bytes
         self.rank, self.size = line.rank, line.size
         self._ordered, self.reason = sums_in_rank_order(line.size, native)
         self.capabilities = Capabilities(registered_memory=False, ordered_sums=self._ordered, abortable=True)
@@ -101,7 +102,7 @@ class MpiPlane:
 
     def _reduce_by_mpi(self, source: Strung, target: Strung, reduction: Reduction, deadline: float) -> None:
         prescaler, finisher = _around(reduction)
-        bounds = _chunks(source.size, CHUNK_BYTES // reduction.dtype.itemsize)
+        bounds = _chunks(source.size, self._chunk_bytes // reduction.dtype.itemsize)
         kind, op = self._kind(reduction.dtype), self._op(reduction)
 
         def start(index: int) -> Request:
@@ -137,7 +138,7 @@ class MpiPlane:
     def _reduce_in_order(self, source: Strung, target: Strung, reduction: Reduction, deadline: float) -> None:
         """Alltoall, sum, allgather. While a chunk is summed the next ones are on their way, and the last ones' sums."""
         dtype, reducer = reduction.dtype, Reducer(reduction)
-        bounds = _chunks(source.size, CHUNK_BYTES // dtype.itemsize)
+        bounds = _chunks(source.size, self._chunk_bytes // dtype.itemsize)
 
         def scatter(index: int) -> Request:
             begin, end = bounds[index]
@@ -189,7 +190,7 @@ class MpiPlane:
         self._line.begin()
         dtype, by_mpi = reduction.dtype, self._by_mpi(reduction)
         starts = list(itertools.accumulate(counts, initial=0))
-        num_rounds = -(-sum(counts) * dtype.itemsize // CHUNK_BYTES)
+        num_rounds = -(-sum(counts) * dtype.itemsize // self._chunk_bytes)
         prescaler, finisher = _around(reduction) if by_mpi else (None, None)
         reducer = Reducer(reduction)
 
@@ -233,7 +234,7 @@ class MpiPlane:
         """See `DataPlane.allgather`."""
         self._line.begin()
         starts = list(itertools.accumulate(counts, initial=0))
-        num_rounds = -(-sum(counts) * target.itemsize // CHUNK_BYTES)
+        num_rounds = -(-sum(counts) * target.itemsize // self._chunk_bytes)
 
         def cut(index: int) -> tuple[Array, list[tuple[int, int]], list[int]]:
             parts = [_part(count, index, num_rounds) for count in counts]
@@ -256,7 +257,7 @@ class MpiPlane:
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         """See `DataPlane.broadcast`."""
         self._line.begin()
-        bounds = _chunks(target.size, CHUNK_BYTES // target.itemsize)
+        bounds = _chunks(target.size, self._chunk_bytes // target.itemsize)
 
         def start(index: int) -> Request:
             begin, end = bounds[index]
@@ -281,7 +282,7 @@ class MpiPlane:
         send_starts = list(itertools.accumulate(sent, initial=0))
         receive_starts = list(itertools.accumulate(received, initial=0))
         most = max(*(sum(row) for row in counts), *(sum(column) for column in zip(*counts, strict=True)))
-        num_rounds = -(-most * target.itemsize // CHUNK_BYTES)
+        num_rounds = -(-most * target.itemsize // self._chunk_bytes)
 
         def start(index: int) -> Request:
             parts = [_part(count, index, num_rounds) for count in sent]
@@ -373,7 +374,8 @@ class MpiPlane:
             return NullPlane() if self.rank in ranks else None
         self.barrier(deadline)
         self._num_splits += 1
-        return MpiPlane(line, self._native) if (line := self._line.part(ranks, self._num_splits)) else None
+        line = self._line.part(ranks, self._num_splits)
+        return None if line is None else MpiPlane(line, self._native, self._chunk_bytes)
 
     def abort(self, error: CollectiveError) -> None:
         """See `DataPlane.abort`."""
