@@ -178,7 +178,7 @@ class Agent:
         if self._is_swept or not self._crew.pids:
             self._exit_code = 0
         else:
-            self._end(f"the launcher has gone{reason and ': '}{reason}")
+            self._end(f"the connection to the launcher has ended{reason and ': '}{reason}")
 
     def _on_signal(self, signum: int) -> None:
         self._end(f"ended by {signal_name(signum)}", 128 + signum)
