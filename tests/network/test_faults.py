@@ -114,7 +114,7 @@ def test_a_rank_is_killed_on_another_host(start, victim):
     for error in errors(job, time.monotonic(), 1.0, but=(victim,)):
         assert error["kind"] == "PeerLostError"
         assert error["ranks"] == [victim]
-        assert f"rank(s) {victim} " in error["text"]
+        assert f"rank(s) {victim} (host {job.ranks[victim].host.name})" in error["text"]
 
 
 def test_a_machine_crashes(start):
