@@ -24,7 +24,7 @@ from reigen.wire.tls import Tls
 PROGRAM = Path(__file__).with_name("rank.py")
 SOURCE = Path(__file__).parents[2] / "src"
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-PEER_TIMEOUT_SECONDS = 3.0
+PEER_TIMEOUT_SECONDS = 2.0
 
 
 class Rank:
@@ -135,11 +135,13 @@ class Job:
 
 
 @contextlib.contextmanager
-def ours(host: Host, address: str = "", tls: Tls | None = None) -> Iterator[dict[str, str]]:
+def ours(
+    host: Host, address: str = "", tls: Tls | None = None, peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS
+) -> Iterator[dict[str, str]]:
     """The variables of a job whose launcher hosts the control service on a machine, as `reigen run` does."""
     secret = secrets.token_bytes(SECRET_BYTES)
     with host.network():
-        server = RendezvousServer(secret, address or host.address, peer_timeout_seconds=PEER_TIMEOUT_SECONDS, tls=tls)
+        server = RendezvousServer(secret, address or host.address, peer_timeout_seconds=peer_timeout_seconds, tls=tls)
     server.start()
     try:
         yield {RENDEZVOUS_VARIABLE: server.address, SECRET_VARIABLE: secret.hex()}

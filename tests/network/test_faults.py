@@ -117,14 +117,32 @@ def test_a_rank_is_killed_on_another_host(start, victim):
         assert f"rank(s) {victim} (host {job.ranks[victim].host.name})" in error["text"]
 
 
-def test_a_machine_crashes(start):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_machine_crashes(start, victim):
+    """The first one is that of the coordinator and of the control service."""
     job = start(3, 4 * MIB, ranks_a_host=2)
     job.wait_until("step", 2)
-    job.hosts[1].crash()
-    for error in errors(job, time.monotonic(), PEER_TIMEOUT_SECONDS, but=(2, 3)):
+    job.hosts[victim].crash()
+    lost = (2 * victim, 2 * victim + 1)
+    for error in errors(job, time.monotonic(), PEER_TIMEOUT_SECONDS, but=lost):
         assert error["kind"] == "PeerLostError"
-        assert set(error["ranks"]) <= {2, 3}
-        assert "host h2" in error["text"]
+        assert f"h{victim + 1}" in error["text"] or "control service" in error["text"]
+        if victim:
+            assert set(error["ranks"]) <= set(lost)
+
+
+def test_a_short_interruption_is_nothing(make_hosts, start):
+    hosts = make_hosts(2)
+    for host in hosts:
+        host.shape(100e6)
+    with ours(hosts[0], peer_timeout_seconds=20.0) as launcher:
+        job = start(hosts, 4 * MIB, 8, launcher=launcher, env={"REIGEN_PEER_TIMEOUT": "20"})
+        job.wait_until("step")
+        before = hosts[0].num_retransmissions
+        hosts[1].cut()
+        wait_for(lambda: hosts[0].num_retransmissions >= before + 2, "packets are sent again")
+        hosts[1].join()
+        job.succeeds()
 
 
 def test_a_rank_stops(start):

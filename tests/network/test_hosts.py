@@ -39,13 +39,6 @@ def reaches(host: Host, address: str) -> bool:
     return host.run([sys.executable, "-I", "-S", "-c", command]).returncode == 0
 
 
-def retransmissions(host: Host) -> int:
-    names, numbers = (
-        line.split() for line in Path(f"/proc/{host.pid}/net/snmp").read_text().splitlines() if line.startswith("Tcp:")
-    )
-    return int(numbers[names.index("RetransSegs")])
-
-
 def test_a_machine_has_its_own_name_processes_memory_files_and_boot(make_hosts: MakeHosts, tmp_path: Path) -> None:
     one, two = make_hosts(2, shared=[tmp_path])
     uptimes = [float(host.run(["cat", "/proc/uptime"]).stdout.split()[0]) for host in (one, two)]
@@ -158,7 +151,7 @@ def test_lost_packets_are_sent_again(make_hosts: MakeHosts, network: str) -> Non
     done = one.run([*TALK, "send", two.address, str(PORT), str(num_bytes)], timeout=60)
     assert done.returncode == 0, done.stderr
     wait_for(lambda: sink.output()[0] == f"{num_bytes}\n", "everything has arrived")
-    assert 15 <= retransmissions(one) <= 600  # of about 5,800 packets
+    assert 15 <= one.num_retransmissions <= 600  # of about 5,800 packets
 
 
 def test_a_crash_ends_all_processes_and_tells_nobody(make_hosts: MakeHosts) -> None:

@@ -63,6 +63,11 @@ class Host:
         """What has gone over ``eth0`` until now, as its kernel counts it."""
         return self._machine.counters("eth0")
 
+    @property
+    def num_retransmissions(self) -> int:
+        """How many TCP segments it has sent again until now."""
+        return self._machine.num_retransmissions
+
     def start(
         self,
         command: Sequence[str | Path],

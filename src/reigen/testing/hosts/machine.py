@@ -256,6 +256,13 @@ class Machine:
                 return Counters(fields[0], fields[1], fields[8], fields[9])
         raise MachineError(f"machine {self.name} has no interface {interface}")
 
+    @property
+    def num_retransmissions(self) -> int:
+        """How many TCP segments it has sent again."""
+        lines = Path(f"/proc/{self.pid}/net/snmp").read_text().splitlines()
+        names, numbers = (line.split() for line in lines if line.startswith("Tcp:"))
+        return int(numbers[names.index("RetransSegs")])
+
     def listens(self, port: int) -> bool:
         """Whether some process on it listens on a TCP port."""
         for family in ("tcp", "tcp6"):
