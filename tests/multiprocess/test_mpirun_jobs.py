@@ -70,6 +70,7 @@ def test_two_hosts(name: str, tmp_path: Path) -> None:
     ended = run(mpi(name, tmp_path), 4, posing("hello"), environ=environ)
     assert ended.exit_code == 0, ended
     assert "shm+mpi" in ended.stderr
+    assert ("MPICH" if name == MPICH else "with `mpirun --with-ft ulfm`") in ended.stderr
     assert len({line.partition(": ")[2] for line in ended.stdout.splitlines()}) == 1
 
 

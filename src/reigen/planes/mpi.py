@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.mpi_world import farewell
+from reigen.cluster.mpi_world import farewell, survival
 from reigen.cluster.rendezvous import Rendezvous
 from reigen.errors import DeadlineError
 from reigen.planes.mpi_line import Commons, Failure, Line
@@ -24,6 +25,8 @@ from reigen.planes.null import NullPlane
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
+
+_log = logging.getLogger(__name__)
 
 _NAME_BYTES = 16
 _SLICE_SECONDS = 0.2
@@ -41,6 +44,9 @@ class MpiNetwork:
         looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
         native: whether MPI's own reductions are used where there are any; None leaves it to `mpi_choice`.
         chunk_bytes: how much travels at once.
+
+    Attributes:
+        survives: ranks that a death leaves over can go on, as far as MPI is concerned.
     """
 
     name = "mpi"
@@ -57,10 +63,16 @@ class MpiNetwork:
         native: bool | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
+        from mpi4py.MPI import Get_library_version
+
         self._world, self._world_ranks, self._rank = world, tuple(world_ranks), rank
         self._rendezvous = rendezvous
         self._commons = Commons(failure, farewell(), looks)
         self._native, self._chunk_bytes = native, chunk_bytes
+        version = Get_library_version().rstrip("\0").splitlines()[0]
+        self.survives, reason = survival(os.environ, version)
+        if rank == 0:
+            _log.info("%s: %s", version, reason)
         #: how often a plane of these ranks was made
         self._made: dict[tuple[int, ...], int] = {}
 
