@@ -231,10 +231,10 @@ def _network(choice: Choice, meeting: Meeting, mesh: Mesh, lookout: Lookout, con
 
         layout, room = meeting.layout, Room(meeting.rendezvous, str(meeting.generation))
         launched, looks = meeting.launched or range(layout.size), _looks(len(layout.local))
-        return MpiNetwork(world(os.environ), launched, layout.rank, room, failure=lookout.failure, looks=looks)
+        return MpiNetwork(world(os.environ), launched, layout.rank, room, failure=lookout.end_of, looks=looks)
     return TcpNetwork(
         mesh,
-        failure=lookout.failure,
+        failure=lookout.end_of,
         algorithm=config.tcp_algorithm,
         num_sockets=config.tcp_sockets,
         hosts=meeting.layout.hostnames,

@@ -127,7 +127,14 @@ class DeadlineError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """A rank died or left; ``ranks`` names it. Nothing works until ``shutdown()`` and ``init()``."""
+    """A rank died or left; ``ranks`` names it. Nothing works until ``shutdown()`` and ``init()``.
+
+    Attributes:
+        has_left: the ranks left in good order (shutdown, or the end of the script): they had done their part in
+            everything before, and what they sent over a network may still be on its way.
+    """
+
+    has_left: bool = False
 
 
 class ReplicaError(CollectiveError):

@@ -1,8 +1,9 @@
 """A rank of a job on stand-in machines, which tells what happens to it: a JSON object a line.
 
-``rank.py NUM_BYTES [NUM_STEPS [idle]]``: sums of so many bytes, until one fails or so many are done; every result is
-checked. ``idle``: it waits until a line is written to its standard input, and sums once more.
-The variable OLD_PROTOCOL lets it speak the handshake of the version before.
+``rank.py NUM_BYTES [NUM_STEPS [idle | broadcast]]``: sums of so many bytes, until one fails or so many are done; every
+result is checked. Then ``idle``: it waits until a line is written to its standard input, and sums once more;
+``broadcast``: as many bytes of rank 0.
+The variable OLD_PROTOCOL lets it speak the handshake of the version before, LEAVE_AFTER end after so many sums.
 """
 
 from __future__ import annotations
@@ -32,16 +33,21 @@ def sums(num_bytes: int, num_steps: int | None) -> None:
         tell("step", number=step)
 
 
-def main(num_bytes: str, num_steps: str | None = None, idle: str | None = None) -> int:
+def main(num_bytes: str, num_steps: str | None = None, then: str | None = None) -> int:
     if "OLD_PROTOCOL" in os.environ:
         auth._MAGIC = b"RGN1"
     try:
         reigen.init()
         tell("ready", rank=reigen.rank(), plane=reigen.context.current().plane_reason)
-        sums(int(num_bytes), None if num_steps is None else int(num_steps))
-        if idle is not None:
+        limit = os.environ.get("LEAVE_AFTER", num_steps)
+        sums(int(num_bytes), None if limit is None else int(limit))
+        if then == "idle":
             sys.stdin.readline()
             sums(int(num_bytes), 1)
+        elif then == "broadcast":
+            data = np.arange(int(num_bytes) // 4, dtype=np.float32)
+            mine = data if reigen.rank() == 0 else np.zeros_like(data)
+            assert (reigen.broadcast(mine, 0, name="last") == data).all()
         reigen.shutdown()
     except ReigenError as error:
         ranks = error.ranks if isinstance(error, CollectiveError) else ()

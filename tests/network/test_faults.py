@@ -131,6 +131,24 @@ def test_a_machine_crashes(start, victim):
             assert set(error["ranks"]) <= set(lost)
 
 
+@pytest.mark.parametrize("leaver", [0, 1, 3])
+def test_a_rank_leaves_and_the_others_go_on(start, leaver):
+    job = start(2, 4 * MIB, ranks_a_host=2, env_of={leaver: {"LEAVE_AFTER": "2"}})
+    job.wait_until("step", 2)
+    for error in errors(job, time.monotonic(), 1.0, but=(leaver,)):
+        assert error["kind"] == "PeerLostError"
+        assert error["ranks"] == [leaver]
+        assert "left the job" in error["text"]
+
+
+def test_a_rank_leaves_while_its_last_data_is_on_its_way(make_hosts, start):
+    """Nothing is wrong then: rank 0 is done with a broadcast as soon as its kernel has all of it."""
+    hosts = make_hosts(3)
+    for host in hosts:
+        host.shape(20e6)
+    start(hosts, 2 * MIB, 2, "broadcast").succeeds()
+
+
 def test_a_short_interruption_is_nothing(make_hosts, start):
     hosts = make_hosts(2)
     for host in hosts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from reigen.cluster.roll import Aborted, Died, Event, Left
-from reigen.cluster.told import listed, raised
+from reigen.cluster.told import left_error, listed, raised
 from reigen.errors import CollectiveError, PeerLostError
 
 
@@ -71,11 +71,7 @@ class Fates:
             return self._abort
         left = sorted(rank for rank in self._left if rank in wanted and rank != self._rank)
         if left:
-            return PeerLostError(
-                f"rank(s) {named(left, self._left)} left the job (shutdown, or the end of the script) while others "
-                "wait for them",
-                ranks=left,
-            )
+            return left_error(named(left, self._left), left)
         return self._service
 
     def _death(self, death: Died, ranks: Sequence[int]) -> PeerLostError:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from reigen.cluster.membership import Membership
 from reigen.cluster.neighbours import Neighbours
-from reigen.cluster.told import listed
+from reigen.cluster.told import has_left, listed
 from reigen.errors import CollectiveError, PeerLostError
 
 #: A connection that has ended is explained by the control service within this time, or never.
@@ -36,13 +36,24 @@ class Lookout:
         A death on this host is seen at once, others when the service tells. A connection that ended without either is
         a failure by itself, a moment later. What comes from other hosts is told on this one: a rank that waits for one
         that is about to leave because of it must not take that for the cause.
+
+        That a rank has left in good order is none while it is connected. The service may tell it before things arrive
+        that were said earlier: on the connections for control messages, goodbyes come in their turn.
         """
-        error = self._seen_here(needed)
-        if error is None:
-            error = self._membership.failure(needed) or self._unexplained(needed)
-            if error is not None and self._neighbours is not None:
-                self._neighbours.abort(error)
+        error = self.end_of(needed)
+        if has_left(error) and self._lost.keys().isdisjoint(error.ranks):
+            return self._unexplained(needed)
         return error
+
+    def end_of(self, needed: Sequence[int]) -> CollectiveError | None:
+        """As `failure`, but tells of ranks that have left, too: for those who see by themselves whether more comes."""
+        here = self._seen_here(needed)
+        if here is not None and not has_left(here):
+            return here
+        there = self._membership.failure(needed) or self._unexplained(needed)
+        if there is not None and not has_left(there) and self._neighbours is not None:
+            self._neighbours.abort(there)
+        return here if there is None else there
 
     def linger(self, ranks: Sequence[int]) -> None:
         """Give ranks that are lost a moment to end."""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.cluster.rendezvous import Rendezvous
-from reigen.cluster.told import Abort, listed, raised, told
+from reigen.cluster.told import Abort, left_error, listed, raised, told
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
 from reigen.wire.futex import Word, fences
 from reigen.wire.segment import Segment, round_up
@@ -283,11 +283,7 @@ class Neighbours:
         others = [member for member in needed if member != self.rank]
         left = [self.ranks[member] for member in sorted(others) if said[member] == Status.LEFT]
         if left:
-            reason = (
-                f"rank(s) {listed(left)}{self._where} left the job (shutdown, or the end of the script) while others "
-                "wait for them"
-            )
-            return PeerLostError(reason, ranks=left)
+            return left_error(f"{listed(left)}{self._where}", left)
         return None
 
     def _told_by(self, member: int) -> CollectiveError:

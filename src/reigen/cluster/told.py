@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import msgspec
 
@@ -41,6 +42,21 @@ def raised(abort: Abort, teller: str) -> CollectiveError:
     if teller and _TOLD not in reason:
         reason += f"{_TOLD}{teller})"
     return kind(reason, ranks=abort.ranks)
+
+
+def left_error(ranks_text: str, ranks: Sequence[int]) -> PeerLostError:
+    """What it means for whoever waits for ranks that they have left in good order."""
+    error = PeerLostError(
+        f"rank(s) {ranks_text} left the job (shutdown, or the end of the script) while others wait for them",
+        ranks=ranks,
+    )
+    error.has_left = True
+    return error
+
+
+def has_left(error: CollectiveError | None) -> TypeGuard[PeerLostError]:
+    """Whether an error says no more than that: what these ranks sent before may still come."""
+    return isinstance(error, PeerLostError) and error.has_left
 
 
 def listed(ranks: Sequence[int]) -> str:

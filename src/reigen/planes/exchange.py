@@ -30,7 +30,7 @@ import msgspec
 from reigen.cluster.fates import named
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.mesh import Mesh
-from reigen.cluster.told import Abort, listed, raised, told
+from reigen.cluster.told import Abort, has_left, listed, raised, told
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, WireError
 from reigen.planes.base import Lacking, Meanwhile
 from reigen.wire.link import Link, LinkAborted
@@ -370,7 +370,8 @@ class Exchange:
         if self._lacking is not None and silent:
             self._lacking(silent)
         error = self._failure(silent if pending is None else pending)
-        if error is not None and not self._poll.poll(0):  # who is gone may have sent all before
+        # Who is gone may have sent all before; and behind all that somebody sent who left, the connection ends.
+        if error is not None and not has_left(error) and not self._poll.poll(0):
             raise error
         for lane in self._lanes.values():
             if not lane.receiving:  # nobody would see that its rank gives up

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from reigen.cluster.mpi_world import Farewell
+from reigen.cluster.told import has_left
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ Failure = Callable[[Sequence[int]], CollectiveError | None]
 LOOK_SECONDS = 0.1
 #: How long to look for the end of an operation without sleeping, giving way to others of this machine.
 _YIELD_SECONDS = 0.002
+#: What somebody sent who has left may be on its way for so long.
+_LEAVING_SECONDS = 2.0
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 500e-6
 #: How long to ask who is gone after MPI said that somebody is.
 _ASK_SECONDS = 1.0
@@ -112,6 +115,8 @@ class Line:
         self._pending: dict[int, tuple[Request, Any]] = {}
         self._sent: list[tuple[Request, Any]] = []
         self._buffer = np.empty(_MAX_BYTES, np.uint8)
+        #: when it was first known that a rank that is waited for has left
+        self._left_at: float | None = None
         self._closed = False
 
     # -- operations ---------------------------------------------------------------------------------------------------
@@ -203,6 +208,10 @@ class Line:
             self.lacking(missing)
         others = [self.ranks[member] for member in missing or range(self.size) if member != self.rank]
         error = self._commons.failure(others)
+        if has_left(error):
+            self._left_at = self._left_at or now
+            if now < min(deadline, self._left_at + _LEAVING_SECONDS):
+                return None
         if error is not None or now < deadline:
             return error
         if not missing:
