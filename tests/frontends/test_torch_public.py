@@ -11,7 +11,7 @@ import pytest
 import reigen.torch as hvd
 
 SIGNATURES = {
-    "init": "(comm=None, process_sets=None)",
+    "init": "(comm=None, process_sets=None, rank=None, size=None, coordinator=None)",
     "allreduce": "(tensor, average=None, name=None, compression=C, op=None, prescale_factor=1.0, "
     "postscale_factor=1.0, process_set=P)",
     "allreduce_async": "(tensor, average=None, name=None, op=None, prescale_factor=1.0, postscale_factor=1.0, "
