@@ -25,11 +25,12 @@ from reigen.cluster.told import listed
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array, Buffer, Capabilities, Lacking, Meanwhile, PhaseEnded, Region
-from reigen.planes.exchange import Exchange, Failure
+from reigen.planes.exchange import Exchange
+from reigen.planes.faults import Failure
 from reigen.planes.null import NullPlane
 from reigen.planes.strung import Strung
-from reigen.planes.tcp_choice import Algorithm, adds_in_order, choose, route, stripes
-from reigen.planes.tcp_reduce import Direct, Everything, Ring, Scatter, Team
+from reigen.planes.tcp_choice import Algorithm, adds_in_order, choose, route, rows_between, rows_of, stripes
+from reigen.planes.tcp_reduce import Direct, Everything, Ring, Team
 
 _ALIGNMENT = 64
 #: Up to so many ranks all connections are made with the plane; beyond, each when it is first needed.
@@ -113,7 +114,12 @@ class TcpPlane:
         others = self._team.others
         needed = (others[0], others[-1]) if algorithm == "ring" else others
         with self._operation(deadline, needed) as exchange:
-            work = _WORK[algorithm](self._team, source, target, Reducer(reduction))
+            reducer, itemsize = Reducer(reduction), reduction.dtype.itemsize
+            work: Everything | Direct | Ring
+            if algorithm == "direct":
+                work = Direct(self._team, source, target, reducer, rows_of(source.size, itemsize, self.size))
+            else:
+                work = _WORK[algorithm](self._team, source, target, reducer)
             work.start()
             exchange.run()
         work.finish()
@@ -123,10 +129,11 @@ class TcpPlane:
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
         """See `DataPlane.reducescatter`."""
-        slices = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+        spans = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+        rows, origin = rows_between(spans, source.itemsize), spans[self.rank][0]
         with self._operation(deadline, self._team.others) as exchange:
-            work = Scatter(
-                self._team, Strung([source]), Strung([target]), Reducer(reduction), slices, slices[self.rank][0]
+            work = Direct(
+                self._team, Strung([source]), Strung([target]), Reducer(reduction), rows, origin, is_shared=False
             )
             work.start()
             exchange.run()
@@ -266,4 +273,4 @@ class TcpPlane:
             self.phase_ended(phase)
 
 
-_WORK: dict[Algorithm, type[Everything | Direct | Ring]] = {"latency": Everything, "direct": Direct, "ring": Ring}
+_WORK: dict[Algorithm, type[Everything | Ring]] = {"latency": Everything, "ring": Ring}

@@ -21,11 +21,13 @@ from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array
 from reigen.planes.exchange import Exchange
 from reigen.planes.strung import Strung, slice_of
-from reigen.planes.tcp_choice import MOST_BYTES, cut
+from reigen.planes.tcp_choice import MOST_BYTES, Span, cut
 from reigen.types import ReduceOp
 
-#: How many chunks from each rank may be on their way into scratch, or into a target, at a time.
+#: How many messages from each rank have a place before they come.
 WINDOW = 3
+#: How many rows contributions are ahead of sums.
+AHEAD = 3
 _MOST_KEPT = 32
 
 
@@ -112,6 +114,7 @@ class _Chunks:
         return self._typed(slot[member], count)
 
     def _typed(self, block: Block, count: int) -> Array:
+        assert count * self._storage.itemsize <= block.size, "a chunk fits a block"
         return block[: count * self._storage.itemsize].view(self._storage)
 
     def _contribution(self, begin: int, end: int, room: Array) -> Array:
@@ -155,18 +158,25 @@ class _Chunks:
             self._scratch.give(block)
 
 
-class Scatter(_Chunks):
-    """Every rank gets the sum of one slice: all send it their contributions, chunk by chunk, and it adds them up.
+class Direct(_Chunks):
+    """Of every row rank r gets all contributions to chunk r, adds them up, and sends the sum to all.
 
-    A chunk of this rank's slice is written when all contributions to it are here; nobody else needs this rank's.
+    Rows follow each other closely: contributions to row c + AHEAD leave when this rank's chunk of row c is complete, so
+    what is on its way to one rank is bounded, everybody goes at the pace of the slowest, and nobody's sums wait behind
+    contributions that nobody needs yet. Between two ranks messages have this order, on both sides: the contributions
+    to the first rows; then by turns the sum of row c and the contribution to row c + AHEAD.
+
+    A chunk of the target is written when all contributions to it are here, or when its sum comes, which its rank makes
+    of this rank's contribution among others.
 
     Args:
         team: who.
-        source: this rank's contributions to all slices.
-        target: for the result of this rank's slice; its first element is element ``origin`` of all.
+        source: this rank's contributions.
+        target: where the result goes; its first element is element ``origin`` of all.
         reducer: what to compute.
-        slices: by rank, from and to which element.
-        origin: 0 where the target has room for all slices.
+        rows: for each row the chunk of every rank.
+        origin: 0 where the target has room for everything.
+        is_shared: every rank gets all sums, not only those that it makes.
     """
 
     def __init__(
@@ -175,92 +185,123 @@ class Scatter(_Chunks):
         source: Strung,
         target: Strung,
         reducer: Reducer,
-        slices: Sequence[tuple[int, int]],
+        rows: Sequence[Sequence[Span]],
         origin: int = 0,
+        *,
+        is_shared: bool = True,
     ) -> None:
         super().__init__(team, source, target, reducer)
-        self._origin = origin
-        self._chunks = [cut(*part, self._storage.itemsize, len(slices)) for part in slices]
-        self._mine = self._chunks[team.rank]
-        self._missing = [len(team.others)] * len(self._mine)
+        self._rows, self._origin, self._is_shared = rows, origin, is_shared
+        #: how many contributions to this rank's chunk are missing, by row; the first row that is not complete
+        self._missing = [0 if begin == end else len(team.others) for begin, end in (row[team.rank] for row in rows)]
+        self._current = 0
+        self._incoming = {member: _Incoming(self._script(member)) for member in team.others}
 
     def start(self) -> None:
         """Post the first messages."""
-        for index in range(max(map(len, self._chunks))):
-            for member in self._team.others:
-                if index < len(self._chunks[member]):
-                    self._send_contribution(member, *self._chunks[member][index])
-        self._take_slots(min(WINDOW, len(self._mine)))
-        for index in range(len(self._slots)):
-            self._expect(index)
-        if not self._mine:
-            self._expect_results()
+        self._take_slots(min(AHEAD + 1, len(self._rows)))
+        for row in range(min(AHEAD, len(self._rows))):
+            self._contribute(row)
+        self._advance()
 
-    def _expect(self, index: int) -> None:
-        """Post the places of everybody's contributions to one of this rank's chunks."""
-        begin, end = self._mine[index]
+    def _script(self, member: int) -> Iterator[tuple[int, bool]]:
+        """What comes from a member, message by message: of which row, and whether it is a sum."""
+        for row in range(len(self._rows) + AHEAD):
+            if self._is_shared and row >= AHEAD and _is_there(self._rows[row - AHEAD][member]):
+                yield row - AHEAD, True
+            if row < len(self._rows) and _is_there(self._rows[row][self._team.rank]):
+                yield row, False
+
+    def _contribute(self, row: int) -> None:
         for member in self._team.others:
-            self._team.receive(member, self._slot(index, member, end - begin), partial(self._arrived, index))
-        if index == len(self._mine) - 1:
-            self._expect_results()
+            if _is_there(self._rows[row][member]):
+                self._send_contribution(member, *self._rows[row][member])
 
-    def _arrived(self, index: int) -> None:
-        """A contribution to a chunk; those of one rank come in order."""
-        self._missing[index] -= 1
-        if not self._missing[index]:
-            begin, end = self._mine[index]
-            own = self._contribution(begin, end, self._slot(index, self._team.rank, end - begin))
-            inputs = [self._slot(index, member, end - begin) for member in range(len(self._team.ranks))]
-            inputs[self._team.rank] = own
-            result, block = self._result(begin - self._origin, end - self._origin)
-            self._reducer.reduce(inputs, result)
-            self._hand_out(begin, result, block)
-            if index + WINDOW < len(self._mine):
-                self._expect(index + WINDOW)
+    def _expect(self, member: int) -> None:
+        """Post the places of a member's next messages, as far as there is room."""
+        incoming = self._incoming[member]
+        while incoming.num_posted < WINDOW and incoming.next is not None:
+            row, is_sum = incoming.next
+            if is_sum:
+                begin, end = self._rows[row][member]
+                place, block = self._result(begin, end)
+                then = partial(self._sum_arrived, member, begin, place, block)
+            elif row <= self._current + AHEAD:
+                begin, end = self._rows[row][self._team.rank]
+                place = self._slot(row, member, end - begin)
+                then = partial(self._contribution_arrived, member, row)
+            else:
+                return
+            self._team.receive(member, place, then)
+            incoming.next = next(incoming.script, None)
+            incoming.num_posted += 1
 
-    def _hand_out(self, begin: int, result: Array, block: Block | None) -> None:
-        """A chunk of this rank's slice is complete."""
-        self._conclude(begin - self._origin, result, block)
+    def _sum_arrived(self, member: int, begin: int, place: Array, block: Block | None) -> None:
+        self._conclude(begin, place, block)
+        self._incoming[member].num_posted -= 1
+        self._expect(member)
 
-    def _expect_results(self) -> None:
-        """The places of all contributions have been posted."""
+    def _contribution_arrived(self, member: int, row: int) -> None:
+        self._incoming[member].num_posted -= 1
+        self._missing[row] -= 1
+        if row == self._current and not self._missing[row]:
+            self._advance()
+        else:
+            self._expect(member)
 
+    def _advance(self) -> None:
+        """Go on to the first row in which contributions to this rank's chunk are missing."""
+        while self._current < len(self._rows) and not self._missing[self._current]:
+            if _is_there(self._rows[self._current][self._team.rank]):
+                self._complete(self._current)
+            if self._current + AHEAD < len(self._rows):
+                self._contribute(self._current + AHEAD)
+            self._current += 1
+        for member in self._team.others:
+            self._expect(member)
 
-class Direct(Scatter):
-    """`Scatter`, and every rank sends its slice's sum to all, each chunk as soon as it is complete."""
+    def _complete(self, row: int) -> None:
+        begin, end = self._rows[row][self._team.rank]
+        own = self._contribution(begin, end, self._slot(row, self._team.rank, end - begin))
+        inputs = [self._slot(row, member, end - begin) for member in range(len(self._team.ranks))]
+        inputs[self._team.rank] = own
+        total, block = self._result(begin - self._origin, end - self._origin)
+        self._reducer.reduce(inputs, total)
+        if self._is_shared:
+            self._hand_out(begin, total, block)
+        else:
+            self._conclude(begin - self._origin, total, block)
 
-    def __init__(self, team: Team, source: Strung, target: Strung, reducer: Reducer) -> None:
-        size, itemsize = len(team.ranks), reducer.reduction.dtype.itemsize
-        slices = [slice_of(source.size, rank, size, itemsize) for rank in range(size)]
-        super().__init__(team, source, target, reducer, slices)
-
-    def _hand_out(self, begin: int, result: Array, block: Block | None) -> None:
+    def _hand_out(self, begin: int, total: Array, block: Block | None) -> None:
         left = len(self._team.others)
 
         def sent() -> None:
             nonlocal left
             left -= 1
             if not left:
-                self._conclude(begin, result, block)
+                self._conclude(begin, total, block)
 
         for member in self._team.others:
-            self._team.send(member, result, None if block is None else sent)
+            self._team.send(member, total, None if block is None else sent)
 
-    def _expect_results(self) -> None:
-        for member in self._team.others:
-            chunks = iter(self._chunks[member])
-            for _ in range(WINDOW):
-                self._expect_result(member, chunks)
 
-    def _expect_result(self, member: int, chunks: Iterator[tuple[int, int]]) -> None:
-        if (chunk := next(chunks, None)) is not None:
-            result, block = self._result(*chunk)
+class _Incoming:
+    """What comes from a member.
 
-            def arrived() -> None:
-                self._conclude(chunk[0], result, block)
-                self._expect_result(member, chunks)
+    Attributes:
+        script: the messages behind ``next``: of which row, and whether it is a sum.
+        next: the first for which no place is posted.
+        num_posted: how many places are, and are empty.
+    """
 
-            self._team.receive(member, result, arrived)
+    def __init__(self, script: Iterator[tuple[int, bool]]) -> None:
+        self.script = script
+        self.next = next(script, None)
+        self.num_posted = 0
+
+
+def _is_there(span: Span) -> bool:
+    return span[0] < span[1]
 
 
 class Everything(_Chunks):
@@ -271,9 +312,10 @@ class Everything(_Chunks):
 
     def __init__(self, team: Team, source: Strung, target: Strung, reducer: Reducer) -> None:
         super().__init__(team, source, target, reducer)
-        self._chunks = cut(0, source.size, self._storage.itemsize, len(team.ranks))
-        #: how many messages of a chunk have not left or arrived
+        self._chunks = cut(0, source.size, self._storage.itemsize)
+        #: how many messages have not left or arrived, by chunk; the first chunk that is not complete
         self._missing = [2 * len(team.others)] * len(self._chunks)
+        self._current = 0
         self._own: dict[int, Array] = {}
 
     def start(self) -> None:
@@ -292,15 +334,19 @@ class Everything(_Chunks):
 
     def _moved(self, index: int) -> None:
         self._missing[index] -= 1
-        if not self._missing[index]:
-            begin, end = self._chunks[index]
-            inputs = [self._slot(index, member, end - begin) for member in range(len(self._team.ranks))]
-            inputs[self._team.rank] = self._own.pop(index)
-            result, block = self._result(begin, end)
-            self._reducer.reduce(inputs, result)
-            self._conclude(begin, result, block)
-            if index + WINDOW < len(self._chunks):
-                self._post(index + WINDOW)
+        while self._current < len(self._chunks) and not self._missing[self._current]:
+            self._complete(self._current)
+            if self._current + WINDOW < len(self._chunks):
+                self._post(self._current + WINDOW)
+            self._current += 1
+
+    def _complete(self, index: int) -> None:
+        begin, end = self._chunks[index]
+        inputs = [self._slot(index, member, end - begin) for member in range(len(self._team.ranks))]
+        inputs[self._team.rank] = self._own.pop(index)
+        result, block = self._result(begin, end)
+        self._reducer.reduce(inputs, result)
+        self._conclude(begin, result, block)
 
 
 class Ring(_Chunks):
@@ -318,7 +364,7 @@ class Ring(_Chunks):
         super().__init__(team, source, target, reducer)
         size, itemsize, reduction = len(team.ranks), self._storage.itemsize, reducer.reduction
         slices = [slice_of(source.size, rank, size, itemsize) for rank in range(size)]
-        self._chunks = [cut(*part, itemsize, 2) for part in slices]
+        self._chunks = [cut(*part, itemsize) for part in slices]
         self._next, self._previous = team.others[0], team.others[-1]
         combining = ReduceOp.SUM if reduction.op is ReduceOp.AVERAGE else reduction.op
         self._scaling: Reducer | None = None

@@ -1,0 +1,106 @@
+"""The connections from this rank to another one, as the event loop of the TCP plane sees them."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from reigen.wire.link import Link
+from reigen.wire.sockets import silent_seconds
+
+#: What follows when a message has left or arrived.
+Then = Callable[[], None]
+
+#: How much the kernel takes beyond what it may send at once, where there are several ranks to send to.
+_UNSENT_BYTES = 1 << 17
+
+
+class Lane:
+    """One link to a rank.
+
+    Attributes:
+        sending, receiving: what follows the messages that the link has been given, in their order.
+        events: what the poll object is told to look for.
+    """
+
+    __slots__ = ("events", "fd", "link", "peer", "receiving", "sending")
+
+    def __init__(self, peer: Peer, link: Link) -> None:
+        self.peer, self.link = peer, link
+        self.fd = link.fileno()
+        self.sending: deque[Then | None] = deque()
+        self.receiving: deque[Then | None] = deque()
+        self.events = 0
+
+    def leave_little_unsent(self) -> None:
+        """Have the kernel take no more than it may send soon, so that a message that has left is on its way."""
+        with self._connection() as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+
+    @property
+    def silent_seconds(self) -> float:
+        """See `reigen.wire.sockets.silent_seconds`."""
+        with self._connection() as connection:
+            return silent_seconds(connection)
+
+    @contextmanager
+    def _connection(self) -> Iterator[socket.socket]:
+        """The socket beneath the link, for its options."""
+        connection = socket.socket(fileno=self.fd)
+        try:
+            yield connection
+        finally:
+            connection.detach()
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A message that is expected from a rank with several links."""
+
+    then: Then | None
+    is_here: bool = False
+
+
+class Peer:
+    """A rank and the links to it, which messages take in turn.
+
+    Attributes:
+        num_given, num_expected: how many messages the links have been given, and have been told to expect, ever.
+        num_leaving: how many the links have been given that have not left.
+        is_hot: something was posted and has not been tried; ``expects_more``: a place for a message was.
+        is_heard: something has come since the operation began; ``is_stirring``: since the last look around.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.lanes: list[Lane] = []
+        self.num_given = self.num_expected = self.num_leaving = 0
+        self.is_hot = self.expects_more = self.is_heard = self.is_stirring = False
+        self._arriving: deque[_Arrival] = deque()
+
+    def in_order(self, then: Then | None) -> Then:
+        """Have ``then`` called when its message and all posted before it are there, though they take several links."""
+        arrival = _Arrival(then)
+        self._arriving.append(arrival)
+
+        def arrived() -> None:
+            arrival.is_here = True
+            while self._arriving and self._arriving[0].is_here:
+                next_one = self._arriving.popleft().then
+                if next_one is not None:
+                    next_one()
+
+        return arrived
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long its machine has left data unacknowledged, on any of the connections."""
+        return max(lane.silent_seconds for lane in self.lanes)
+
+    @property
+    def owes(self) -> bool:
+        """Whether something is expected from it."""
+        return any(lane.receiving for lane in self.lanes)

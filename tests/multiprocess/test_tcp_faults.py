@@ -1,0 +1,128 @@
+"""Processes on a TCP plane that die or stop in the middle of a collective: the others name them, in time."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reigen.cluster.environ import detect
+from reigen.cluster.mesh import Mesh
+from reigen.cluster.rendezvous import RendezvousClient
+from reigen.errors import CollectiveError
+from reigen.kernels.reduce import Reduction
+from reigen.planes.base import Buffer, DataPlane
+from reigen.planes.tcp import TcpNetwork
+from reigen.testing import RankError, run_ranks
+from reigen.types import DTYPES, ReduceOp
+
+pytestmark = pytest.mark.slow  # many real processes
+
+FLOAT = DTYPES["float32"]
+#: Elements of an array that takes a while.
+LARGE = 8_000_000
+DEADLINE_SECONDS = 3.0
+#: A death is seen, and whoever might know more has been asked, within this time.
+SEEN_SECONDS = 1.5
+
+
+@contextmanager
+def tcp_plane(algorithm: str) -> Any:
+    job = detect(os.environ)
+    assert job.rendezvous is not None
+    assert job.secret is not None
+    rank, size = job.rank, job.size
+    client = RendezvousClient(job.rendezvous, job.secret, rank, 60.0)
+    mesh = Mesh(rank, size, client, job.secret, "127.0.0.1", 20.0)
+    network = TcpNetwork(mesh, failure=lambda ranks: None, algorithm=algorithm)
+    try:
+        yield network.among(range(size), time.monotonic() + 60.0), client
+    finally:
+        network.close()
+        mesh.close()
+        client.close()
+
+
+def allreduce(plane: DataPlane, count: int, deadline: float) -> None:
+    data = np.ones(count, np.float32)
+    plane.allreduce([Buffer(data, data)], Reduction(FLOAT, ReduceOp.SUM, plane.size), deadline)
+
+
+def reduce_until_it_fails(plane: DataPlane, deadline: float) -> tuple[str, tuple[int, ...], float, str]:
+    try:
+        while True:
+            allreduce(plane, LARGE, deadline)
+    except CollectiveError as error:
+        return type(error).__name__, error.ranks, time.monotonic(), str(error)
+
+
+def end_in_the_middle(victim: int, algorithm: str, how: str) -> Any:
+    """The victim ends, or stops, as soon as it waits for somebody; it tells when."""
+    with tcp_plane(algorithm) as (plane, client):
+        if plane.rank == victim:
+            count = 0
+
+            def end(*_: Any) -> None:
+                nonlocal count
+                count += 1
+                if count == 30:  # some chunks of the second collective are there
+                    client.put("ended", repr(time.monotonic()).encode())
+                    if how == "fork" and os.fork() == 0:  # a child that outlives it and has all that it had
+                        select.select([], [], [], 2 * SEEN_SECONDS)
+                        os._exit(0)
+                    os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+
+            count_calls(plane, end)
+        deadline = time.monotonic() + (DEADLINE_SECONDS if how == "stop" else 60.0)
+        kind, ranks, when, text = reduce_until_it_fails(plane, deadline)
+        return kind, ranks, when - float(client.get("ended", 10.0)), text
+
+
+def count_calls(plane: Any, call: Callable[..., None]) -> None:
+    """Have ``call`` called whenever something has come."""
+    exchange = plane._exchange
+    serve = exchange._serve
+
+    def calling(events: Sequence[tuple[int, int]]) -> None:
+        serve(events)
+        call()
+
+    exchange._serve = calling
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring", "latency"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_is_killed_in_the_middle_is_named_in_time(victim: int, algorithm: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(end_in_the_middle, 4, victim, algorithm, "kill", timeout=60)
+    assert [(f.rank, f.kind) for f in caught.value.failures] == [(victim, "died")], str(caught.value)
+    for kind, ranks, seconds, text in caught.value.results.values():
+        assert (kind, ranks) == ("PeerLostError", (victim,)), text
+        assert seconds < SEEN_SECONDS
+    assert len(caught.value.results) == 3
+
+
+def test_a_child_that_lives_on_does_not_hide_its_parent_s_death() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(end_in_the_middle, 2, 1, "direct", "fork", timeout=60)
+    [(kind, ranks, seconds, text)] = caught.value.results.values()
+    assert (kind, ranks) == ("PeerLostError", (1,)), text
+    assert seconds < SEEN_SECONDS
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "ring"])
+def test_a_rank_that_is_stopped_is_named_at_the_deadline(algorithm: str) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(end_in_the_middle, 4, 2, algorithm, "stop", timeout=10)
+    assert [(f.rank, f.kind) for f in caught.value.failures] == [(2, "late")], str(caught.value)
+    for kind, ranks, seconds, text in caught.value.results.values():
+        assert (kind, ranks) == ("DeadlineError", (2,)), text
+        assert seconds < DEADLINE_SECONDS + 2.0
+    assert len(caught.value.results) == 3
