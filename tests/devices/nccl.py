@@ -155,7 +155,7 @@ class FakeNccl:
         return {REMOTE_ERROR: b"remote process exited or there was a network error"}.get(result, b"invalid something")
 
     def ncclGetLastError(self, comm: int | None) -> bytes:
-        return b"told by the stand-in"
+        return b"said the stand-in"
 
     # -- communicators
 

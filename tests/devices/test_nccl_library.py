@@ -65,7 +65,7 @@ def test_failures_say_what_failed_and_why() -> None:
     fake = FakeNccl(Fabric())
     fake.broken["ncclGetUniqueId"] = 6
     with pytest.raises(
-        CollectiveError, match=r"NCCL 2\.27\.3: ncclGetUniqueId failed: remote .* \(told by the stand-in\)"
+        CollectiveError, match=r"NCCL 2\.27\.3: ncclGetUniqueId failed: remote .* \(said the stand-in\)"
     ):
         Nccl(fake, "a stand-in").unique_id()
 

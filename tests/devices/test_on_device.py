@@ -301,7 +301,7 @@ def test_an_asynchronous_error_ends_the_job_and_what_is_flying(jobs: Jobs) -> No
         assert fake.calls.count("ncclCommAbort") == 1
         return str(error)
 
-    assert all("a network error (told by the stand-in)" in text for text in jobs.run(3, act))
+    assert all("a network error (said the stand-in)" in text for text in jobs.run(3, act))
 
 
 def test_what_does_not_end_is_ended_by_the_deadline(jobs: Jobs) -> None:
