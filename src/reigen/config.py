@@ -20,6 +20,8 @@ from reigen.errors import ConfigError
 TCP_ALGORITHMS = ("auto", "direct", "ring", "latency")
 #: Connections between two ranks: each is a descriptor, and a handshake before the first collective.
 MAX_TCP_SOCKETS = 64
+#: What becomes of a job of the parameter server that loses a worker; see docs/kv.md.
+WORKER_LOSS_POLICIES = ("abort", "continue", "wait")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
 #: JSON: for variables that `reigen run` has set, what made it do so.
 ORIGINS_VARIABLE = "REIGEN_ORIGINS"
@@ -49,6 +51,20 @@ def _seconds_or_off(text: str) -> float:
 def _count(text: str) -> int:
     value = int(text)
     if value < 0:
+        raise ValueError
+    return value
+
+
+def _count_above_0(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _percent(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 100:
         raise ValueError
     return value
 
@@ -104,10 +120,18 @@ def _algorithm(text: str) -> str:
     return text.lower()
 
 
+def _policy(text: str) -> str:
+    if text.lower() not in WORKER_LOSS_POLICIES:
+        raise ValueError
+    return text.lower()
+
+
 _EXPECTED: dict[Callable[[str], object], str] = {
     _seconds: "a number of seconds greater than 0",
     _seconds_or_off: "a number of seconds, 0 for off",
     _count: "a whole number, at least 0",
+    _count_above_0: "a whole number, at least 1",
+    _percent: "a number of percent, at least 0 and less than 100",
     _bytes: "a number of bytes, such as 0, 1048576, 64MiB (or 64m, both 2**20 each) or 64MB (10**6 each)",
     _bytes_above_0: "a number of bytes greater than 0, such as 1048576, 64MiB (or 64m, 2**20 each) or 64MB (10**6)",
     _switch: "1 or 0, true or false, yes or no, on or off",
@@ -116,6 +140,7 @@ _EXPECTED: dict[Callable[[str], object], str] = {
     _names: "the name of a network interface, or several with commas between them",
     _sockets: f"a whole number from 1 to {MAX_TCP_SOCKETS}",
     _algorithm: ", ".join(TCP_ALGORITHMS[:-1]) + " or " + TCP_ALGORITHMS[-1],
+    _policy: ", ".join(WORKER_LOSS_POLICIES[:-1]) + " or " + WORKER_LOSS_POLICIES[-1],
 }
 
 
@@ -151,6 +176,20 @@ class Config:
         peer_timeout_seconds: how long another host may be silent before it counts as lost.
         host_id: told apart from the host by this name, ranks of one machine count as ranks of several.
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
+        kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
+        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes.
+        kv_threads: threads of a server, and of a worker's sums.
+        kv_shared_memory: values travel through shared memory where worker and server are on one host.
+        kv_verbose: 1: who is in the job and what connects to what is logged; 2: every message, too.
+        kv_resend: a message whose receipt is not acknowledged is sent again.
+        kv_resend_timeout_ms: milliseconds until then.
+        kv_drop_percent: percent of the received messages that are thrown away, to test what happens then.
+        kv_heartbeat_seconds: how often workers and servers tell the scheduler that they live; 0 for never.
+        kv_heartbeat_timeout_seconds: how long one may be silent before it counts as lost; 0 for ever.
+        kv_on_worker_loss: what becomes of the job if a worker is lost.
+        kv_snapshot_dir: where servers keep snapshots of what they hold, None for none.
+        kv_snapshot_seconds: how often; 0: before every acknowledgement.
+        kv_update_on_kvstore: a Trainer that is not told lets the store update the weights.
         log_level: the least severe messages that are shown.
         log_hide_time: messages do not begin with the time.
         origins: for each knob that was set, what set it.
@@ -186,6 +225,22 @@ class Config:
     peer_timeout_seconds: float = _knob(20.0, _seconds, "REIGEN_PEER_TIMEOUT")
     host_id: str | None = _knob(None, str, "REIGEN_HOST_ID")
     nccl: bool = _knob(True, _switch, "REIGEN_NCCL")
+    kv_bigarray_bound: int = _knob(1_000_000, _count, "REIGEN_KV_BIGARRAY_BOUND MXNET_KVSTORE_BIGARRAY_BOUND")
+    kv_slice_bytes: int = _knob(4 * _MIB, _bytes_above_0, "REIGEN_KV_SLICE_BYTES")
+    kv_threads: int = _knob(4, _count_above_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")
+    kv_shared_memory: bool = _knob(True, _switch, "REIGEN_KV_SHARED_MEMORY")
+    kv_verbose: int = _knob(0, _count, "REIGEN_KV_VERBOSE PS_VERBOSE")
+    kv_resend: bool = _knob(False, _switch, "REIGEN_KV_RESEND PS_RESEND")
+    kv_resend_timeout_ms: int = _knob(1000, _count_above_0, "REIGEN_KV_RESEND_TIMEOUT PS_RESEND_TIMEOUT")
+    kv_drop_percent: float = _knob(0.0, _percent, "REIGEN_KV_DROP_MSG PS_DROP_MSG")
+    kv_heartbeat_seconds: float = _knob(2.0, _seconds_or_off, "REIGEN_KV_HEARTBEAT_INTERVAL PS_HEARTBEAT_INTERVAL")
+    kv_heartbeat_timeout_seconds: float = _knob(
+        20.0, _seconds_or_off, "REIGEN_KV_HEARTBEAT_TIMEOUT PS_HEARTBEAT_TIMEOUT"
+    )
+    kv_on_worker_loss: str = _knob("abort", _policy, "REIGEN_KV_ON_WORKER_LOSS")
+    kv_snapshot_dir: str | None = _knob(None, str, "REIGEN_KV_SNAPSHOT_DIR")
+    kv_snapshot_seconds: float = _knob(30.0, _seconds_or_off, "REIGEN_KV_SNAPSHOT_SECONDS")
+    kv_update_on_kvstore: bool = _knob(True, _switch, "REIGEN_KV_UPDATE_ON_KVSTORE MXNET_UPDATE_ON_KVSTORE")
     log_level: str = _knob("warning", _level, "REIGEN_LOG REIGEN_LOG_LEVEL HOROVOD_LOG_LEVEL")
     log_hide_time: bool = _knob(False, _switch, "REIGEN_LOG_HIDE_TIME HOROVOD_LOG_HIDE_TIME")
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -230,6 +285,7 @@ _REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items
 #: Variables that are no knobs: the place in the job, services, other tools, Horovod's build and its integrations.
 _NO_KNOBS = re.compile(
     r"(REIGEN|HOROVOD)_(LOCAL_|CROSS_)?(RANK|SIZE)"
+    r"|REIGEN_KV_(ROLE|NUMBER|NUM_WORKERS|NUM_SERVERS|SCHEDULER)"
     r"|REIGEN_(RENDEZVOUS(_PORT)?|SECRET(_FILE)?|TERMINAL|PREFIXED|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
     r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
     r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"
