@@ -1,0 +1,146 @@
+"""The nodes of a job with parameter servers: who they are, what happens to them, and what one of them hears of it.
+
+A job has one scheduler, which knows who is there and carries no data, servers, and workers. Workers connect to the
+servers; servers do not connect to each other, nor workers. `Membership` is how a worker or a server sees all that;
+`kv.member` is the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
+
+Role = Literal["worker", "server"]
+
+
+class Peer(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A server, as workers need to know it.
+
+    Attributes:
+        number: from 0.
+        address: where it listens for workers, ``host:port`` (``[host]:port`` for IPv6).
+        incarnation: another one for each process that was this server.
+        host: what people call its machine.
+    """
+
+    number: int
+    address: str
+    incarnation: int
+    host: str
+
+
+class NodeLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker or a server is gone, and did not say so before.
+
+    Attributes:
+        reason: how that was noticed, for people: "its process ended", "nothing was heard of it for 20 s".
+        will_return: somebody is expected to take its place: the wait is for that.
+    """
+
+    role: Role
+    number: int
+    host: str
+    reason: str
+    will_return: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number} on host {self.host} is lost: {self.reason}"
+
+
+class NodeReturned(msgspec.Struct, tag="returned", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker that was lost is there again, or another process in its place.
+
+    Attributes:
+        incarnation: as before: the process that was silent; another one: a replacement.
+    """
+
+    role: Role
+    number: int
+    host: str
+    incarnation: int
+
+
+class ServerMoved(msgspec.Struct, tag="moved", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A server that was lost has been started again, and is to be found there from now on."""
+
+    server: Peer
+
+
+class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The job is over; nothing more will be heard.
+
+    Attributes:
+        exit_code: 0: all workers have left in good order.
+        reason: why, for people.
+    """
+
+    exit_code: int
+    reason: str
+
+
+Event = NodeLost | NodeReturned | ServerMoved | Stop
+
+
+class Membership(Protocol):
+    """A worker's or a server's place in its job. Any thread may use it.
+
+    Attributes:
+        role: ``worker`` or ``server``.
+        number: which one: a worker's rank, a server's number.
+        num_workers: how many workers the job was started with.
+        num_servers: how many servers.
+        is_recovery: this process takes the place of one that was lost.
+        incarnation: of this process, never 0.
+        secret: the job's 32 bytes.
+        tls: encrypt all connections; None: do not.
+        host: what people call this machine.
+    """
+
+    role: Role
+    number: int
+    num_workers: int
+    num_servers: int
+    is_recovery: bool
+    incarnation: int
+    secret: bytes
+    tls: Tls | None
+    host: str
+
+    def servers(self, deadline: float) -> Sequence[Peer]:
+        """All servers by number, as they are to be found now; waits until all have come for the first time.
+
+        Args:
+            deadline: on the clock of ``time.monotonic()``.
+
+        Raises:
+            DeadlineError: not all came; names them.
+            PeerLostError: the job is over, or the scheduler has gone.
+        """
+
+    def barrier(self, name: str, deadline: float) -> None:
+        """Wait until every worker that is still in the job has entered the barrier of this name as often as this one.
+
+        Raises:
+            DeadlineError: not all came; ``ranks`` are those.
+            PeerLostError: a worker was lost (and the policy is not to go on without it), or the job is over.
+        """
+
+    def events(self) -> list[Event]:
+        """What has happened since the last call. Does not wait."""
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `events` has something to tell."""
+
+    def num_dead_nodes(self) -> int:
+        """How many workers and servers are lost now."""
+
+    def leave(self) -> None:
+        """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""
+
+    def close(self) -> None:
+        """End the connection: whoever has not said `leave` is lost for the others. Repeatable."""
