@@ -16,13 +16,13 @@ Example, in a job of one rank:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from reigen.context import current
-from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.frontends.adapter import Array
+from reigen.frontends.arrays import NumpyAdapter
 from reigen.frontends.built import (
     ccl_built,
     cuda_built,
@@ -63,7 +63,6 @@ from reigen.frontends.job import (
     stop_timeline,
 )
 from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from reigen.types import DTYPES, DType
 
 # The one list of what `import reigen` offers, but for __version__.
 __all__ = [
@@ -129,53 +128,7 @@ __all__ = [
     "synchronize",
 ]
 
-Array = NDArray[Any]
-
-
-class _NumpyAdapter:
-    """NumPy arrays, seen as themselves."""
-
-    def given(self, value: Any, *, writable: bool = False) -> Array:
-        """See `TensorAdapter.given`."""
-        if not writable:
-            return np.asarray(value)
-        if not isinstance(value, np.ndarray):
-            raise UnsupportedTypeError(f"an in-place collective needs a NumPy array, got {type(value).__name__}")
-        if not value.flags.writeable:
-            raise ArgumentError("an in-place collective needs an array that may be written, and this one is read-only")
-        return value
-
-    def dtype(self, tensor: Array) -> DType:
-        """See `TensorAdapter.dtype`."""
-        found = DTYPES.get(tensor.dtype.name)
-        if found is None or found.storage != tensor.dtype:
-            raise UnsupportedTypeError(f"Tensor type {tensor.dtype} is not supported.")
-        return found
-
-    lender = None
-
-    def device(self, tensor: Array) -> str:
-        """See `TensorAdapter.device`."""
-        return "cpu"
-
-    def array(self, tensor: Array) -> tuple[Array, bool]:
-        """See `TensorAdapter.array`."""
-        contiguous = np.ascontiguousarray(tensor).reshape(tensor.shape)
-        return contiguous, np.may_share_memory(contiguous, tensor)
-
-    def wrap(self, array: Array, like: Array) -> Array:
-        """See `TensorAdapter.wrap`."""
-        return array
-
-    def write(self, tensor: Array, array: Array) -> None:
-        """See `TensorAdapter.write`."""
-        tensor[...] = array
-
-    def modified(self, tensor: Array) -> None:
-        """See `TensorAdapter.modified`."""
-
-
-_COLLECTIVES: Collectives[Array] = Collectives(_NumpyAdapter(), current)
+_COLLECTIVES: Collectives[Array] = Collectives(NumpyAdapter(), current)
 _SHARED: SharedFunctions[ArrayLike, Array] = SharedFunctions(_COLLECTIVES)
 
 allgather_async = _SHARED.allgather_async

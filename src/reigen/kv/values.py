@@ -1,0 +1,257 @@
+"""What users pass to a store: keys, tensors, lists of both, and tensors of which only some rows are there."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.frontends.adapter import Array
+from reigen.frontends.arrays import adapter_of
+from reigen.types import DType
+
+Key = int | str
+
+DENSE, ROW_SPARSE = "default", "row_sparse"
+
+
+@dataclass
+class RowSparse:
+    """A tensor of which only some rows are there; all others are zero.
+
+    As a value to push, ``indices`` may be in any order, and rows with the same index are added up. As the ``out`` of
+    `KVStore.row_sparse_pull` it receives the rows that were asked for, in ascending order.
+
+    Attributes:
+        indices: whole numbers, one for each row that is there: an array of NumPy or torch, or a list.
+        values: the rows: a tensor of shape ``(len(indices), *shape[1:])``.
+        shape: of the whole tensor; at least one dimension.
+
+    Example:
+        >>> RowSparse([0, 2], np.ones((2, 3), np.float32), (4, 3)).shape
+        (4, 3)
+    """
+
+    indices: Any
+    values: Any
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(int(size) for size in self.shape)
+        if not self.shape:
+            raise ArgumentError("a row-sparse tensor has at least one dimension")
+        rows, num_indices = tuple(self.values.shape), len(self.indices)
+        if rows != (num_indices, *self.shape[1:]):
+            raise ArgumentError(
+                f"{num_indices} rows of a row-sparse tensor of shape {self.shape} have values of shape "
+                f"{(num_indices, *self.shape[1:])}, not {rows}"
+            )
+
+    @classmethod
+    def empty(cls, like: Any) -> RowSparse:
+        """One without rows, with the dtype, framework and shape of the tensor ``like``: to receive some."""
+        return cls(np.empty(0, np.int64), like[:0], tuple(like.shape))
+
+    def checked_indices(self) -> Array:
+        """The indices as int64.
+
+        Raises:
+            ArgumentError: one is not a row of the tensor.
+        """
+        return row_numbers(self.indices, self.shape[0])
+
+    def receive(self, indices: Array, rows: Array) -> None:
+        """Take rows: ``rows`` is in the storage type of the values."""
+        adapter = adapter_of(self.values)
+        self.values = adapter.wrap(rows, like=self.values)
+        self.indices = adapter.wrap(indices, like=self.indices) if adapter_of(self.indices) is adapter else indices
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What all workers must agree on for a key.
+
+    Attributes:
+        dtype: element type.
+        shape: of the whole tensor.
+        stype: ``default`` (dense) or ``row_sparse``.
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    stype: str
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def row_length(self) -> int:
+        """Elements of one row."""
+        return int(np.prod(self.shape[1:], dtype=np.int64))
+
+    def __str__(self) -> str:
+        return f"{self.dtype.name} {self.shape}" + (" (row-sparse)" if self.stype == ROW_SPARSE else "")
+
+
+def as_value(value: object, *, writable: bool = False) -> Any:
+    """A tensor that a user passed: itself, a torch sparse tensor as `RowSparse`, a number or list as an array.
+
+    Raises:
+        UnsupportedTypeError: it is none, or cannot be communicated.
+        ArgumentError: it cannot be written.
+    """
+    if isinstance(value, RowSparse):
+        return value
+    if getattr(value, "is_sparse", False) is True:
+        return _of_torch_sparse(value)
+    return adapter_of(value).given(value, writable=writable)
+
+
+def _of_torch_sparse(tensor: Any) -> RowSparse:
+    if tensor.sparse_dim() != 1:
+        raise UnsupportedTypeError(
+            f"a sparse tensor with {tensor.sparse_dim()} sparse dimensions is not supported; rows must be whole: 1"
+        )
+    tensor = tensor.detach().coalesce()
+    return RowSparse(tensor.indices()[0], tensor.values(), tuple(tensor.shape))
+
+
+def spec_of(value: Any) -> Spec:
+    """What a tensor that `as_value` gave is.
+
+    Raises:
+        UnsupportedTypeError: its element type cannot be communicated.
+    """
+    if isinstance(value, RowSparse):
+        return Spec(adapter_of(value.values).dtype(value.values), value.shape, ROW_SPARSE)
+    return Spec(adapter_of(value).dtype(value), tuple(value.shape), DENSE)
+
+
+def flat(tensor: Any) -> tuple[Array, bool]:
+    """A dense tensor's elements as a flat array of the storage type, and whether that is the tensor's memory."""
+    array, aliases = adapter_of(tensor).array(tensor)
+    return array.reshape(-1), aliases
+
+
+def write(tensor: Any, elements: Array, aliases: bool) -> None:
+    """Have the tensor hold ``elements``, which are its memory already if ``aliases``."""
+    adapter = adapter_of(tensor)
+    if aliases:
+        adapter.modified(tensor)
+    else:
+        adapter.write(tensor, elements.reshape(tuple(tensor.shape)))
+
+
+def row_numbers(rows: Any, num_rows: int) -> Array:
+    """Numbers of rows, in whatever shape and type a user has them, as a flat int64 array.
+
+    Raises:
+        ArgumentError: they are no whole numbers, or one is not in ``[0, num_rows)``.
+    """
+    array, _ = flat(as_value(rows))
+    if array.size and array.dtype.kind not in "iu":
+        whole = array.astype(np.int64)
+        if array.dtype.kind != "f" or not np.array_equal(whole, array):
+            raise ArgumentError(f"numbers of rows must be whole numbers, got {array.dtype}")
+        array = whole
+    array = array.astype(np.int64)
+    lowest, highest = (int(array.min()), int(array.max())) if array.size else (0, -1)
+    if lowest < 0 or highest >= num_rows:
+        wrong = lowest if lowest < 0 else highest
+        raise ArgumentError(f"row {wrong} does not exist; there are rows 0 to {num_rows - 1}")
+    return array
+
+
+def add_rows(indices: Array, rows: Array) -> tuple[Array, Array]:
+    """Rows in ascending order of their indices, those of one index added up in the order in which they came."""
+    unique, inverse = np.unique(indices, return_inverse=True)
+    if len(unique) == len(indices):
+        order = np.argsort(indices, kind="stable")
+        return unique, rows[order]
+    sums = np.zeros((len(unique), *rows.shape[1:]), rows.dtype)
+    np.add.at(sums, inverse.reshape(-1), rows)
+    return unique, sums
+
+
+def as_key(key: object) -> Key:
+    """A key as Python's int or str.
+
+    Raises:
+        ArgumentError: it is neither, or an int that 64 bits do not hold.
+    """
+    if isinstance(key, str):
+        return key
+    if isinstance(key, bool) or not hasattr(key, "__index__"):
+        raise ArgumentError(f"a key is an int or a str, got {key!r}")
+    number = operator.index(key)  # type: ignore[call-overload]  # NumPy's integers have it, too
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ArgumentError(f"an int key has 64 bits, got {number}")
+    return int(number)
+
+
+def grouped(keys: object, values: object, what: str = "value") -> list[tuple[Key, list[Any]]]:
+    """The tensors of each key, in the order in which the keys first come.
+
+    Args:
+        keys: one, or a list.
+        values: for one key a tensor, or a list of tensors, one of each device. For a list of keys a list of as many of
+            that.
+        what: what the values are called in errors.
+
+    Raises:
+        ArgumentError: the lengths differ, a list is empty, or int and str keys are mixed.
+
+    Example:
+        >>> grouped(["b", "a", "b"], [1, [2, 3], 4])
+        [('b', [1, 4]), ('a', [2, 3])]
+    """
+    if not isinstance(keys, (list, tuple)):
+        keys, values = [keys], [values]
+    elif not isinstance(values, (list, tuple)) or len(values) != len(keys):
+        given = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
+        raise ArgumentError(f"{len(keys)} keys need a list of {len(keys)} {what}s, got {given}")
+    groups: dict[Key, list[Any]] = {}
+    names = [as_key(key) for key in keys]
+    check_one_kind(names)
+    for key, value in zip(names, values, strict=True):
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        if not several:
+            raise ArgumentError(f"key {key!r} needs at least one {what}, got an empty list")
+        groups.setdefault(key, []).extend(several)
+    return list(groups.items())
+
+
+def check_one_kind(keys: Iterable[Key], kind: type | None = None) -> type | None:
+    """The one type that all keys of a store have; ``kind`` is the one of the keys before.
+
+    Raises:
+        ArgumentError: they are mixed.
+    """
+    for key in keys:
+        if kind not in {None, type(key)}:
+            raise ArgumentError(
+                f"mixed key types are not allowed: this store's keys are {'str' if kind is str else 'int'}, got {key!r}"
+            )
+        kind = type(key)
+    return kind
+
+
+def check_specs(key: Key, expected: Spec, tensors: Sequence[Any], *, can_be_sparse: bool = True) -> None:
+    """That tensors are what the key holds.
+
+    Raises:
+        ArgumentError: a shape or dtype differs from what `init` was given, or a sparse tensor meets a dense key that
+            cannot take one.
+    """
+    for tensor in tensors:
+        spec = spec_of(tensor)
+        if (spec.dtype, spec.shape) != (expected.dtype, expected.shape):
+            raise ArgumentError(f"key {key!r} holds {expected}, got {spec}: shape and dtype stay those of init()")
+        if spec.stype == ROW_SPARSE and not can_be_sparse:
+            raise ArgumentError(f"key {key!r}: this operation takes dense tensors only, got a row-sparse one")
