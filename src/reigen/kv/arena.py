@@ -1,0 +1,224 @@
+"""Shared memory between a worker and a server of one host: payloads lie here, only headers go through the socket.
+
+Each process has one arena for each of its stores: a growing segment (`reigen.wire.segment`) in which it alone allocates
+and writes. The other end maps it and only reads. Who may read what until when is said in `reigen.kv.protocol`;
+the header's way through the kernel orders the writes to a body before the reads of whoever has received it.
+
+The file grows by slabs, and no block lies in two of them. So whoever maps all that is new whenever a block lies beyond
+what it has mapped, maps whole slabs, and finds every block within one mapping.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import SharedMemoryError, WireError
+from reigen.kv.protocol import Hello
+from reigen.wire.segment import PAGE_BYTES, Segment, round_up
+
+#: No two blocks share one, so that neither do the processors that work on them.
+_CACHE_LINE_BYTES = 64
+_SMALLEST_SLAB_BYTES, _LARGEST_SLAB_BYTES = 1 << 22, 1 << 26
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """A part of the own arena.
+
+    Attributes:
+        offset: where it begins in the segment.
+        array: its bytes, as many as were asked for.
+    """
+
+    offset: int
+    array: NDArray[np.uint8]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes were asked for."""
+        return self.array.nbytes
+
+
+class Arena:
+    """The shared memory of this process that one other end, or several, may read. Any thread may use it.
+
+    Args:
+        name: for /proc/PID/maps.
+        max_bytes: the arena never becomes larger.
+
+    Attributes:
+        segment: what the others open.
+    """
+
+    def __init__(self, name: str, max_bytes: int = 1 << 46) -> None:
+        self.segment = Segment.create(name)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        #: slabs by their offsets, ascending
+        self._starts: list[int] = []
+        self._slabs: list[NDArray[np.uint8]] = []
+        #: freed blocks by their length: the next block is most likely as long as one before
+        self._quick: dict[int, list[int]] = {}
+        #: free ranges (offset, length), ascending, with no two that touch within a slab
+        self._free: list[tuple[int, int]] = []
+        self._num_used_bytes = 0
+
+    @property
+    def num_used_bytes(self) -> int:
+        """How much is allocated now."""
+        return self._num_used_bytes
+
+    def allocate(self, nbytes: int) -> Block:
+        """A block of ``nbytes`` bytes, at least 1, with undefined content.
+
+        Raises:
+            SharedMemoryError: the machine, or ``max_bytes``, does not allow for it; nothing was changed.
+        """
+        length = round_up(nbytes, _CACHE_LINE_BYTES)
+        with self._lock:
+            same = self._quick.get(length)
+            offset = same.pop() if same else self._find(length)
+            self._num_used_bytes += length
+            index = bisect.bisect_right(self._starts, offset) - 1
+            begin = offset - self._starts[index]
+            return Block(offset, self._slabs[index][begin : begin + nbytes])
+
+    def free(self, block: Block) -> None:
+        """Take a block back. Nobody may use it any more."""
+        length = round_up(block.nbytes, _CACHE_LINE_BYTES)
+        with self._lock:
+            self._quick.setdefault(length, []).append(block.offset)
+            self._num_used_bytes -= length
+
+    def close(self) -> None:
+        """Give up the segment; what is mapped lives on until the last view of it is gone."""
+        with self._lock:
+            self.segment.close()
+            self._starts.clear()
+            self._slabs.clear()
+            self._quick.clear()
+            self._free.clear()
+
+    def _find(self, length: int) -> int:
+        """The offset of ``length`` free bytes: of a range, of blocks that were freed and touch, or of a new slab."""
+        offset = self._take(length)
+        if offset is None and self._quick:
+            self._coalesce()
+            offset = self._take(length)
+        if offset is None:
+            self._grow(length)
+            offset = self._take(length)
+        assert offset is not None, "a slab is at least as long as the block that it was made for"
+        return offset
+
+    def _take(self, length: int) -> int | None:
+        """Cut a block off the smallest free range that is long enough."""
+        fitting = [(size, place) for place, (_, size) in enumerate(self._free) if size >= length]
+        if not fitting:
+            return None
+        size, place = min(fitting)
+        offset = self._free[place][0]
+        if size == length:
+            del self._free[place]
+        else:
+            self._free[place] = (offset + length, size - length)
+        return offset
+
+    def _coalesce(self) -> None:
+        """Make ranges of all blocks that were freed."""
+        ranges = sorted(self._free + [(offset, length) for length, some in self._quick.items() for offset in some])
+        self._quick.clear()
+        self._free = []
+        starts = set(self._starts)
+        for offset, length in ranges:
+            if self._free and sum(self._free[-1]) == offset and offset not in starts:
+                self._free[-1] = (self._free[-1][0], self._free[-1][1] + length)
+            else:
+                self._free.append((offset, length))
+
+    def _grow(self, length: int) -> None:
+        usual = min(max(self.segment.size, _SMALLEST_SLAB_BYTES), _LARGEST_SLAB_BYTES)
+        nbytes = round_up(max(length, usual))
+        if self.segment.size + nbytes > self._max_bytes:
+            left = self._max_bytes - self.segment.size
+            raise SharedMemoryError.for_request(nbytes, left, "the arena of a parameter server")
+        offset = self.segment.grow(nbytes, "the arena of a parameter server")
+        self._slabs.append(self.segment.map(offset, nbytes))
+        self._starts.append(offset)
+        self._free.append((offset, nbytes))
+
+
+class PeerArena:
+    """The arena of the other end, to read. One thread at a time may use it.
+
+    Args:
+        segment: opened; it is closed with this.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+        #: what is mapped, in order and without gaps, by offset
+        self._starts: list[int] = []
+        self._mapped: list[NDArray[np.uint8]] = []
+        self._num_mapped_bytes = 0
+
+    @classmethod
+    def open(cls, hello: Hello, machine: str) -> tuple[PeerArena | None, str]:
+        """The arena that the other end has told of, or None; and why.
+
+        Args:
+            hello: of the other end.
+            machine: this one (`reigen.cluster.layout.this_host`).
+        """
+        if not hello.machine or hello.fd < 0:
+            return None, "the other end does not share memory"
+        if hello.machine != machine:
+            return None, f"{hello.host} is another machine"
+        try:
+            segment = Segment.open(hello.pid, hello.fd)
+        except OSError as error:
+            return None, f"the memory of process {hello.pid} cannot be opened: {error.strerror}"
+        if segment.inode != hello.inode:
+            segment.close()
+            return None, f"process {hello.pid} is not the other end"
+        return cls(segment), "on this machine"
+
+    def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """The bytes ``[offset, offset + nbytes)`` of the other end's arena, not to be written.
+
+        Raises:
+            WireError: they lie beyond its end.
+            OSError: they cannot be mapped.
+        """
+        end = offset + nbytes
+        if end > self._num_mapped_bytes:
+            self._map_more(end)
+        index = bisect.bisect_right(self._starts, offset) - 1
+        begin = offset - self._starts[index]
+        mapped = self._mapped[index]
+        if begin + nbytes > len(mapped):
+            raise WireError(f"{nbytes} bytes at {offset} of the other end's memory are not one block")
+        return mapped[begin : begin + nbytes]
+
+    def close(self) -> None:
+        """Give up the segment; views keep what they view. May be called twice."""
+        self._segment.close()
+        self._mapped.clear()
+        self._starts.clear()
+        self._num_mapped_bytes = 0
+
+    def _map_more(self, end: int) -> None:
+        size = os.fstat(self._segment.fd).st_size // PAGE_BYTES * PAGE_BYTES
+        if end > size:
+            raise WireError(f"the other end tells of memory up to {end}, its arena has {size} bytes")
+        new = self._segment.map(self._num_mapped_bytes, size - self._num_mapped_bytes)
+        new.flags.writeable = False
+        self._starts.append(self._num_mapped_bytes)
+        self._mapped.append(new)
+        self._num_mapped_bytes = size

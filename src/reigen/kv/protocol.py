@@ -1,0 +1,384 @@
+"""What workers and servers of the parameter server say to each other.
+
+Every message is a header of 64 bytes and, perhaps, a body. Headers and bodies travel over a `reigen.wire.link.Link`
+(`reigen.kv.line`); the body of a message with `Flag.IN_MEMORY` does not travel, but lies in the sender's arena
+(`reigen.kv.arena`). All numbers are little-endian, arrays are in the memory order of the hosts.
+
+A value is cut into cells (`reigen.kv.sharding`): everything below names one cell of one key of one store.
+
+a. A worker opens one connection to each server for each of its stores and says HELLO; the server says WELCOME. Both
+   say where their arena is; whoever cannot open the other's says so by not using it (`Flag.IN_MEMORY` is then never
+   sent).
+b. Every other message of a worker is a request with an id of its own, unique among the worker's requests to that
+   server in the life of the worker, and never 0. Every request is answered once by DONE, VALUE, DECLARED or ERROR
+   with the same id, in any order. A request that is sent again, with the same id or for the same (cell, round), is
+   answered again and done once.
+c. DECLARE comes first for every key: all workers say what they mean by it to the key's home server (`Flag.HOME`),
+   rank 0 says where its cells are. When all have said the same, the home server answers rank 0; rank 0 declares the
+   key at the other servers that hold cells of it, sends INIT for every cell, waits, and declares it at the home
+   server once more with ``is_initialised``. Then the home server answers all others. So DECLARED means that the key
+   can be used. Workers that disagree all get an ERROR.
+d. PUSH, PUSHPULL and ROW_PUSH say the worker's own count of its pushes of that cell, from 1, in ``round``; PULL and
+   ROW_PULL say how many pushes of the cell the worker has sent before. When they are answered is decided by the
+   store's consistency (`reigen.kv.consistency`): in a synchronous store when the round is complete and applied.
+e. The memory of a push that lies in the worker's arena belongs to the server until the answer. A VALUE in the
+   server's arena belongs to the worker until it says RELEASE: its body is the ids of the answers that have been
+   copied out. RELEASE has no answer. The end of a connection releases everything.
+f. COMMAND has a `Command` as body and is answered by DONE with a `Result`, or ERROR.
+g. With PS_RESEND, the server says RECEIVED as soon as a request is there that it cannot answer yet. A worker that has
+   heard neither that nor an answer sends the request again; one that has heard RECEIVED asks by QUERY: the same
+   header without the body, with what it was in ``about``. The server answers, says RECEIVED, or says RECEIVED with
+   `Flag.UNKNOWN`: send it again.
+h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_counts`); DONE has the server's. A
+   worker that replaces another says `COUNT_UNKNOWN` and goes on from what the server has.
+i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.kv.states`.
+j. NOTICE is what a server says unasked: a `Notice`. It has no id and no answer.
+k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+from enum import IntEnum, IntFlag
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from reigen.errors import (
+    ArgumentError,
+    CollectiveError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    ReigenError,
+    UnsupportedError,
+    UnsupportedTypeError,
+    WireError,
+)
+from reigen.types import DTYPES
+from reigen.wire.codec import Codec
+
+HEADER_BYTES = 64
+#: The largest body that is not numbers of an array.
+MAX_CONTROL_BYTES = 1 << 20
+#: Bodies below this travel with the header even where memory is shared.
+INLINE_BYTES = 64 << 10
+#: In RESUME: the worker does not know how often its predecessor has pushed.
+COUNT_UNKNOWN = (1 << 64) - 1
+
+_HEADER = struct.Struct("<BBBBHBxIiQQQQQQ")
+_COUNTS = np.dtype([("key", "<u8"), ("cell", "<u8"), ("count", "<u8")])
+
+
+class Kind(IntEnum):
+    """What a message is. Requests of workers are below 64, answers of servers from there on."""
+
+    HELLO = 1
+    DECLARE = 2
+    INIT = 3
+    PUSH = 4
+    PULL = 5
+    PUSHPULL = 6
+    ROW_PUSH = 7
+    ROW_PULL = 8
+    COMMAND = 9
+    RELEASE = 10
+    QUERY = 11
+    RESUME = 12
+    GET_STATES = 13
+    PUT_STATES = 14
+    GOODBYE = 15
+    WELCOME = 64
+    DECLARED = 65
+    DONE = 66
+    VALUE = 67
+    RECEIVED = 68
+    ERROR = 69
+    NOTICE = 70
+
+
+class Flag(IntFlag):
+    """What else there is to say of a message.
+
+    Attributes:
+        IN_MEMORY: the body lies in the sender's arena.
+        HOME: (DECLARE) the receiver is the key's home server.
+        ENCODED: the body is encoded by the store's gradient compression.
+        ENCODE_ANSWER: (PULL, PUSHPULL) the answer may be.
+        UNKNOWN: (RECEIVED) it was not received: send it again.
+        RESENT: this request was sent before.
+    """
+
+    IN_MEMORY = 1
+    HOME = 2
+    ENCODED = 4
+    ENCODE_ANSWER = 8
+    UNKNOWN = 16
+    RESENT = 32
+
+
+#: The numbers of element types on the wire; 0 for none.
+DTYPE_NUMBERS: Mapping[str, int] = {name: number for number, name in enumerate(sorted(DTYPES), 1)}
+DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBERS.items()}
+
+#: Kinds whose bodies are control messages, or lists that are bounded like them.
+CONTROL_KINDS = frozenset(
+    {Kind.HELLO, Kind.DECLARE, Kind.COMMAND, Kind.WELCOME, Kind.DECLARED, Kind.DONE, Kind.ERROR, Kind.NOTICE}
+    | {Kind.RELEASE, Kind.RESUME}
+)
+# As plain numbers: headers are read for every message, and enumerations are slow.
+_KINDS = frozenset(map(int, Kind))
+_CONTROL_KINDS = frozenset(map(int, CONTROL_KINDS))
+_ALL_FLAGS = sum(map(int, Flag))
+_IN_MEMORY = int(Flag.IN_MEMORY)
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The header of a message.
+
+    Attributes:
+        kind: a `Kind`.
+        request: the id of the request that this is, or answers; 0 for none.
+        key: its id (`reigen.kv.keys`), as an unsigned number.
+        cell: index of the cell in its key.
+        round: of pushes, as above.
+        flags: of `Flag`.
+        dtype: of the body's elements, by `DTYPE_NUMBERS`.
+        about: (QUERY, RECEIVED) the kind of the request in question.
+        store: number of the store in its job.
+        priority: of the answer, higher first.
+        body_bytes: length of the body that follows on the connection.
+        offset: where the body lies in the sender's arena.
+        memory_bytes: how long it is there.
+    """
+
+    kind: int
+    request: int = 0
+    key: int = 0
+    cell: int = 0
+    round: int = 0
+    flags: int = 0
+    dtype: int = 0
+    about: int = 0
+    store: int = 0
+    priority: int = 0
+    body_bytes: int = 0
+    offset: int = 0
+    memory_bytes: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Length of the body, wherever it is."""
+        return self.memory_bytes if self.flags & _IN_MEMORY else self.body_bytes
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        return _HEADER.pack(
+            self.kind, self.flags, self.dtype, self.about, self.store, 0, self.cell, self.priority, self.request,
+            self.key, self.round, self.body_bytes, self.offset, self.memory_bytes,
+        )  # fmt: skip
+
+
+def unpack_header(data: bytes | bytearray | memoryview) -> Header:
+    """The header in 64 bytes.
+
+    Raises:
+        WireError: they are none.
+    """
+    if len(data) != HEADER_BYTES:
+        raise WireError(f"a header of {len(data)} bytes where {HEADER_BYTES} are expected")
+    (kind, flags, dtype, about, store, zero, cell, priority, request, key, round_, body_bytes, offset, memory_bytes) = (
+        _HEADER.unpack(data)
+    )
+    if kind not in _KINDS or flags > _ALL_FLAGS or zero or (dtype and dtype not in DTYPE_NAMES):
+        raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
+    if kind in _CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:
+        raise WireError(f"a {Kind(kind).name} of {body_bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")
+    if flags & _IN_MEMORY and body_bytes:
+        raise WireError(f"a {Kind(kind).name} whose body is in two places")
+    return Header(
+        kind, request, key, cell, round_, flags, dtype, about, store, priority, body_bytes, offset, memory_bytes
+    )
+
+
+def pack_counts(counts: Iterable[tuple[int, int, int]]) -> bytes:
+    """The body of RESUME, and of the DONE that answers it.
+
+    Args:
+        counts: (key id, cell index, number of pushes).
+    """
+    return np.array(list(counts), _COUNTS).tobytes()
+
+
+def unpack_counts(body: bytes | bytearray | memoryview) -> list[tuple[int, int, int]]:
+    """What `pack_counts` packed.
+
+    Raises:
+        WireError: it is something else.
+    """
+    if len(body) % _COUNTS.itemsize:
+        raise WireError(f"counts of pushes in {len(body)} bytes, which is no multiple of {_COUNTS.itemsize}")
+    return [(int(key), int(cell), int(count)) for key, cell, count in np.frombuffer(body, _COUNTS)]
+
+
+# ---------------------------------------------------------------- bodies
+
+
+class Hello(msgspec.Struct, array_like=True, frozen=True):
+    """HELLO, and with the server's number in ``number``, WELCOME.
+
+    Attributes:
+        number: of the worker or server.
+        incarnation: which of those that had the number one after the other.
+        host: what people call its host.
+        machine: equal where memory can be shared (`reigen.cluster.layout.this_host`); empty: it will not.
+        pid: the process.
+        fd: its descriptor of the arena's segment.
+        inode: that file's number: whoever opens it compares.
+        is_empty: (WELCOME) the server holds nothing of this store yet.
+    """
+
+    number: int
+    incarnation: int
+    host: str
+    machine: str = ""
+    pid: int = 0
+    fd: int = -1
+    inode: int = 0
+    is_empty: bool = True
+
+
+class Place(msgspec.Struct, array_like=True, frozen=True):
+    """One cell of a key: elements ``[begin, end)`` of the flat value are at ``server``."""
+
+    index: int
+    begin: int
+    end: int
+    server: int
+
+
+class Declare(msgspec.Struct, array_like=True, frozen=True):
+    """DECLARE: what a worker means by a key.
+
+    Attributes:
+        name: the key as the user wrote it.
+        shape: of the value.
+        dtype: its name in `reigen.types.DTYPES`.
+        stype: ``default`` or ``row_sparse``.
+        places: all cells of the key, from rank 0; None from the others.
+        is_initialised: rank 0 has sent all cells.
+        reason: why the cells are where they are, for logs.
+    """
+
+    name: int | str
+    shape: tuple[int, ...]
+    dtype: str
+    stype: str = "default"
+    places: tuple[Place, ...] | None = None
+    is_initialised: bool = False
+    reason: str = ""
+
+
+class Declared(msgspec.Struct, array_like=True, frozen=True):
+    """DECLARED: where the cells of a key are.
+
+    Attributes:
+        places: all of them.
+        was_initialised: the key had a value before: rank 0's is not wanted.
+    """
+
+    places: tuple[Place, ...]
+    was_initialised: bool = False
+
+
+class Command(msgspec.Struct, array_like=True, frozen=True):
+    """COMMAND: something for a whole store on one server (`reigen.kv.commands` has the names and arguments)."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Result(msgspec.Struct, array_like=True, frozen=True):
+    """What a COMMAND led to."""
+
+    value: Any = None
+
+
+class Problem(msgspec.Struct, array_like=True, frozen=True):
+    """ERROR: an error of `reigen.errors`, told to a worker.
+
+    Attributes:
+        error: a name in `PROBLEMS`.
+        reason: the message.
+        key: the key's name, as the user wrote it; None where it concerns them all.
+        workers: the workers at fault.
+        details: one line for each worker, where they differ.
+    """
+
+    error: str
+    reason: str
+    key: int | str | None = None
+    workers: tuple[int, ...] = ()
+    details: dict[int, str] = {}
+
+    def raised(self) -> ReigenError:
+        """As an error."""
+        name = None if self.key is None else f"key {self.key!r}"
+        kind = PROBLEMS.get(self.error, CollectiveError)
+        if issubclass(kind, CollectiveError):
+            return kind(self.reason, tensor=name, ranks=self.workers, details=self.details)
+        return kind(self.reason if name is None else f"{name}: {self.reason}")
+
+    @classmethod
+    def of(cls, error: ReigenError, key: int | str | None = None) -> Problem:
+        """What to tell of an error."""
+        name = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in PROBLEMS), "CollectiveError")
+        if isinstance(error, CollectiveError):
+            return cls(name, error.reason, key, error.ranks, error.details)
+        return cls(name, str(error), key)
+
+
+#: Errors that travel, by their names.
+PROBLEMS: Mapping[str, type[ReigenError]] = {
+    kind.__name__: kind
+    for kind in (
+        CollectiveError,
+        MismatchError,
+        DeadlineError,
+        PeerLostError,
+        ArgumentError,
+        ConfigError,
+        UnsupportedError,
+        UnsupportedTypeError,
+    )
+}
+
+
+class Notice(msgspec.Struct, array_like=True, frozen=True):
+    """NOTICE: something happened that this worker did not ask about.
+
+    Attributes:
+        what: ``lost``, ``left`` or ``returned``, of workers; ``problem``: nothing works any more, because of it.
+        worker: whom it is about.
+        host: of that worker.
+        reason: in words, with the round and the key that it interrupted.
+        problem: the error that every call raises from now on, if any.
+    """
+
+    what: str
+    worker: int
+    host: str
+    reason: str
+    problem: Problem | None = None
+
+
+HELLO_CODEC: Codec[Hello] = Codec(Hello, MAX_CONTROL_BYTES)
+DECLARE_CODEC: Codec[Declare] = Codec(Declare, MAX_CONTROL_BYTES)
+DECLARED_CODEC: Codec[Declared] = Codec(Declared, MAX_CONTROL_BYTES)
+COMMAND_CODEC: Codec[Command] = Codec(Command, MAX_CONTROL_BYTES)
+RESULT_CODEC: Codec[Result] = Codec(Result, MAX_CONTROL_BYTES)
+PROBLEM_CODEC: Codec[Problem] = Codec(Problem, MAX_CONTROL_BYTES)
+NOTICE_CODEC: Codec[Notice] = Codec(Notice, MAX_CONTROL_BYTES)

@@ -1,0 +1,185 @@
+"""Messages over real sockets: places, priorities, losses on purpose, and bytes that are no messages."""
+
+import logging
+import select
+import time
+
+import pytest
+from tests.unit.kv.lines import connected_streams
+
+from reigen.errors import WireError
+from reigen.kv.line import AHEAD_BYTES, Drops, Line
+from reigen.kv.protocol import HEADER_BYTES, Header, Kind
+from reigen.wire.auth import Identity, Role
+from reigen.wire.link import Link
+from reigen.wire.tls import Tls
+
+
+class Kept:
+    """Receives into memory of its own and keeps what arrives."""
+
+    def __init__(self, limit=1 << 30):
+        self.limit, self.messages, self.places = limit, [], []
+
+    def place(self, line, header):
+        self.places.append(memoryview(bytearray(min(header.body_bytes, self.limit))))
+        return self.places[-1]
+
+    def arrived(self, line, header, body):
+        self.messages.append((header, bytes(body)))
+
+
+@pytest.fixture(params=["plain", "tls"])
+def ends(request):
+    """Two lines to each other, and what arrived at each."""
+    streams = connected_streams(Tls() if request.param == "tls" else None)
+    kept = [Kept(), Kept()]
+    lines = [Line(Link(*stream.detach()), one, name) for stream, one, name in zip(streams, kept, "ab", strict=True)]
+    yield (*lines, *kept)
+    for line in lines:
+        line.close()
+
+
+def until(condition, *lines):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "nothing happened for 10 s"
+        more = False
+        for line in lines:
+            line.advance_sends()
+            more |= line.receive()
+        if not more and not condition():
+            select.select(lines, [line for line in lines if line.wants_to_send], [], 0.01)
+
+
+def pushes(sizes, first=1):
+    return [
+        (Header(Kind.PUSH, number, 9, body_bytes=nbytes), bytes([number % 256]) * nbytes)
+        for number, nbytes in enumerate(sizes, first)
+    ]
+
+
+def test_messages_with_and_without_bodies_arrive_in_order(ends):
+    a, b, _, at_b = ends
+    messages = pushes([0, 1, 0, 70_000, 3 << 20, 0, 8])
+    sent = []
+    for header, body in messages:
+        a.send(header, body, on_sent=lambda header=header: sent.append(header.request))
+    assert a.wants_to_send
+    until(lambda: len(at_b.messages) == len(messages), a, b)
+    assert at_b.messages == messages
+    assert sent == [header.request for header, _ in messages]
+    assert not a.wants_to_send
+
+
+def test_both_directions_and_many_at_once(ends):
+    a, b, at_a, at_b = ends
+    there, back = pushes([8] * 300), pushes([0, 8] * 150)
+    for header, body in there:
+        a.send(header, body)
+    for header, body in back:
+        b.send(header, body)
+    until(lambda: len(at_b.messages) == 300 and len(at_a.messages) == 300, a, b)
+    assert (at_b.messages, at_a.messages) == (there, back)
+
+
+def test_what_is_urgent_overtakes_what_the_link_does_not_have_yet(ends):
+    a, b, _, at_b = ends
+    low = pushes([AHEAD_BYTES] * 24)
+    for header, body in low:
+        a.send(header, body, priority=-3)
+    a.advance_sends()
+    for (header, body), priority in zip(pushes([10, 10, 10], first=100), (1, 2, 2), strict=True):
+        a.send(header, body, priority=priority)
+    until(lambda: len(at_b.messages) == 27, a, b)
+    order = [header.request for header, _ in at_b.messages]
+    assert [request for request in order if request < 100] == list(range(1, 25))
+    assert [request for request in order if request >= 100] == [101, 102, 100]
+    assert order.index(100) < 26, "three urgent messages came after all others"
+
+
+def test_a_place_of_another_length_ends_the_line(ends):
+    a, b, _, at_b = ends
+    at_b.limit = 10
+    header, body = pushes([11])[0]
+    a.send(header, body)
+    with pytest.raises(WireError, match="b: a PUSH of 11 bytes where 10 are expected"):
+        until(lambda: False, a, b)
+
+
+def test_a_header_must_be_true_of_its_body(ends):
+    with pytest.raises(WireError, match="announces 5 bytes, its body has 4"):
+        ends[0].send(Header(Kind.PUSH, 1, body_bytes=5), b"four")
+
+
+def test_the_end_of_a_connection_in_the_middle_of_a_body_is_an_error(ends):
+    a, b, _, at_b = ends
+    a.send(Header(Kind.PUSH, 1, body_bytes=64 << 20), bytes(64 << 20))
+    until(lambda: b.is_receiving, a, b)
+    assert b.receiving.request == 1
+    a.close()
+    with pytest.raises(ConnectionError, match="in the middle of a message"):
+        until(lambda: False, b)
+    assert not at_b.messages
+
+
+@pytest.fixture
+def bare():
+    """A line, and the bare link of its peer, for one that lies."""
+    streams = connected_streams()
+    line, link = Line(Link(*streams[0].detach()), Kept(), "liar"), Link(*streams[1].detach())
+    yield line, link
+    line.close()
+    link.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff" * HEADER_BYTES, b"short", Header(Kind.HELLO, body_bytes=1 << 30).pack()],
+    ids=["junk", "short", "long"],
+)
+def test_what_is_no_header_ends_the_line(bare, data):
+    line, link = bare
+    link.post_send(memoryview(data))
+    link.advance_sends()
+    assert select.select([line], [], [], 10)[0]
+    with pytest.raises(WireError):
+        line.receive()
+
+
+def test_messages_are_lost_on_purpose_but_never_the_first():
+    streams = connected_streams()
+    at_b = Kept()
+    a = Line(Link(*streams[0].detach()), Kept(), "a")
+    b = Line(Link(*streams[1].detach()), at_b, "b", drops=Drops(30, seed=3))
+    try:
+        a.send(Header(Kind.HELLO))
+        for header, body in pushes([4] * 1000, first=1):
+            a.send(header, body)
+        a.send(Header(Kind.HELLO))
+        until(lambda: sum(header.kind == Kind.HELLO for header, _ in at_b.messages) == 2, a, b)
+        arrived = [(header, body) for header, body in at_b.messages if header.kind == Kind.PUSH]
+        assert 600 < len(arrived) < 800
+        assert all(set(body) == {header.request % 256} for header, body in arrived)
+    finally:
+        a.close()
+        b.close()
+
+
+def test_every_message_is_logged_if_wanted(caplog):
+    streams = connected_streams()
+    a = Line(Link(*streams[0].detach()), Kept(), "server 0", log_messages=True)
+    try:
+        with caplog.at_level(logging.INFO, "reigen.kv"):
+            a.send(Header(Kind.PUSH, 4, 5, 6, 7, body_bytes=3), b"abc")
+        assert caplog.messages == ["to server 0: PUSH request=4 key=5 cell=6 round=7 bytes=3"]
+    finally:
+        a.close()
+        Link(*streams[1].detach()).close()
+
+
+def test_the_peer_is_who_it_proved_to_be():
+    streams = connected_streams()
+    assert [stream.peer for stream in streams] == [Identity(Role.RANK, 0, "kv 0"), Identity(Role.RANK, 1, "kv 0")]
+    for stream in streams:
+        stream.close()

@@ -1,0 +1,105 @@
+"""Headers and bodies of the parameter server's protocol: what was packed comes out, what nobody sends is refused."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reigen.errors import ArgumentError, ConfigError, DuplicateNameError, MismatchError, PeerLostError, WireError
+from reigen.kv.protocol import (
+    COUNT_UNKNOWN,
+    DTYPE_NUMBERS,
+    HEADER_BYTES,
+    MAX_CONTROL_BYTES,
+    PROBLEM_CODEC,
+    Flag,
+    Header,
+    Kind,
+    Problem,
+    pack_counts,
+    unpack_counts,
+    unpack_header,
+)
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(U64, U64, st.integers(0, 2**32 - 1), U64, st.integers(-(2**31), 2**31 - 1), U64, st.integers(0, 2**16 - 1))
+def test_a_header_comes_out_as_it_went_in(request, key, cell, round_, priority, nbytes, store):
+    header = Header(
+        Kind.PUSH,
+        request,
+        key,
+        cell,
+        round_,
+        Flag.ENCODED,
+        DTYPE_NUMBERS["bfloat16"],
+        Kind.PULL,
+        store,
+        priority,
+        nbytes,
+    )
+    packed = header.pack()
+    assert len(packed) == HEADER_BYTES == 64
+    assert unpack_header(packed) == header
+
+
+def test_the_length_of_a_body_is_where_the_body_is():
+    assert Header(Kind.PUSH, body_bytes=8).num_bytes == 8
+    assert Header(Kind.PUSH, flags=Flag.IN_MEMORY, offset=64, memory_bytes=24).num_bytes == 24
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "says"),
+    [
+        (0, 0, "of kind 0"),
+        (0, 63, "of kind 63"),
+        (1, 128, "flags 128"),
+        (2, len(DTYPE_NUMBERS) + 1, "dtype 12"),
+        (6, 1, "which no end sends"),
+    ],
+)
+def test_a_header_that_nobody_sends_is_refused(at, value, says):
+    packed = bytearray(Header(Kind.PUSH, 1, 2, 3, 4).pack())
+    packed[at] = value
+    with pytest.raises(WireError, match=says):
+        unpack_header(packed)
+
+
+def test_control_messages_are_small_and_bodies_are_in_one_place():
+    with pytest.raises(WireError, match="HELLO of 1048577 bytes; at most 1048576"):
+        unpack_header(Header(Kind.HELLO, body_bytes=MAX_CONTROL_BYTES + 1).pack())
+    with pytest.raises(WireError, match="two places"):
+        unpack_header(Header(Kind.PUSH, flags=Flag.IN_MEMORY, body_bytes=1, memory_bytes=1).pack())
+    with pytest.raises(WireError, match="header of 63 bytes"):
+        unpack_header(bytes(63))
+
+
+@given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
+def test_no_bytes_lead_to_anything_but_a_header_or_a_wire_error(data):
+    try:
+        header = unpack_header(data)
+    except WireError:
+        return
+    assert header.pack() == data[:7] + b"\0" + data[8:]  # byte 7 is padding
+
+
+def test_counts():
+    counts = [(2**64 - 1, 7, 3), (0, 0, COUNT_UNKNOWN)]
+    assert unpack_counts(pack_counts(counts)) == counts
+    assert struct.unpack("<6Q", pack_counts(counts)) == (2**64 - 1, 7, 3, 0, 0, COUNT_UNKNOWN)
+    assert unpack_counts(pack_counts([])) == []
+    with pytest.raises(WireError, match="23 bytes"):
+        unpack_counts(bytes(23))
+
+
+def test_errors_travel_with_their_facts():
+    error = PeerLostError("worker 1 on host b is lost", ranks=[1], details={1: "host b"})
+    told = PROBLEM_CODEC.decode(PROBLEM_CODEC.encode(Problem.of(error, key="fc.weight"))).raised()
+    assert type(told) is PeerLostError
+    assert (told.reason, told.ranks, told.details) == (error.reason, (1,), {1: "host b"})
+    assert told.tensor == "key 'fc.weight'"
+    assert type(Problem.of(MismatchError("x")).raised()) is MismatchError
+    assert type(Problem.of(ConfigError("x")).raised()) is ConfigError
+    assert type(Problem.of(DuplicateNameError("x")).raised()) is ArgumentError  # the nearest that travels
