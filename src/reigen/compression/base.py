@@ -1,0 +1,216 @@
+"""What a codec is: floating-point numbers to fewer bytes, and back.
+
+Every codec turns n numbers into a number of bytes that depends on n alone, so that both ends know it beforehand. What
+it loses it forgets, unless :class:`~reigen.compression.feedback.ErrorFeedback` is around it.
+
+Codecs are frozen and hold no state: one serves any number of arrays and threads. What has to be remembered of an array
+is its *residual*, a float32 array of the same length, which the caller keeps: it can be saved, cut and put together
+like the array itself. float16, bfloat16 (in uint16), float32 and float64 arrays go in and out; all is computed in
+float32.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ArgumentError, UnsupportedTypeError, WireError
+from reigen.kernels import half
+from reigen.kernels.quantize import Bytes, Floats, Scratch
+from reigen.types import DType
+
+#: What is remembered of an array from one `Codec.encode` to the next: what has not been sent; None where nothing is.
+Residual = NDArray[np.float32] | None
+#: What can be sent over the wire and is what a codec was made of: names and plain values.
+Params = dict[str, str | int | float | bool]
+
+#: Elements that are worked on at a time, so that they and the scratch stay in the core's own cache.
+BLOCK = 1 << 16
+
+
+class Codec(ABC):
+    """How arrays become bytes. Subclasses: `pack`, `unpack`, `max_bytes`, `params`; the rest is done here."""
+
+    #: Codes of parts whose borders are multiples of this, put together, are the codes of the whole; None: nothing but
+    #: the whole has codes.
+    grain: int | None = 1
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its type in `params`."""
+
+    @abstractmethod
+    def params(self) -> Params:
+        """What :func:`~reigen.compression.from_params` makes the same codec of."""
+
+    @abstractmethod
+    def max_bytes(self, num_elements: int) -> int:
+        """Size of the codes of so many elements: exactly, whatever the elements are."""
+
+    @abstractmethod
+    def pack(self, values: Floats, out: Bytes, scratch: Scratch) -> None:
+        """Write the codes of ``values``, (n,), which are left as they are, into ``out``, (max_bytes(n),)."""
+
+    @abstractmethod
+    def unpack(self, data: Bytes, out: Floats) -> None:
+        """Write what ``data``, (max_bytes(n),), stands for into ``out``, (n,).
+
+        Raises:
+            WireError: it stands for nothing.
+        """
+
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: Scratch) -> None:
+        """``target = how(target, what data stands for)``; ``how`` leaves alone what it combines with zero."""
+        values = scratch.take("unpacked", len(target), np.float32)
+        self.unpack(data, values)
+        how(target, values, out=target)
+
+    def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:
+        """What `encode` needs for an array that it will be given again and again.
+
+        Args:
+            num_elements: length of the array.
+            dtype: its element type.
+            saved: an earlier residual of it, which is continued.
+
+        Returns:
+            The residual, zeros at first, which `encode` changes in place; None where the codec has none.
+
+        Raises:
+            UnsupportedTypeError: these elements cannot be compressed.
+            ArgumentError: ``saved`` is of another array or another codec.
+        """
+        check_floating(dtype, self)
+        if saved is not None:
+            raise ArgumentError(f"a residual was saved, but {self.name} compression without error feedback has none")
+        return None
+
+    def encode(self, array: NDArray[Any], state: Residual, out: memoryview | bytearray | Bytes) -> int:
+        """Write the codes of ``array`` and remember what they lack.
+
+        Args:
+            array: flat and contiguous; it is not changed.
+            state: what `begin` gave for it; not for two threads at once.
+            out: at least ``max_bytes(len(array))`` bytes of writable memory.
+
+        Returns:
+            How many bytes were written.
+
+        Raises:
+            ArgumentError: ``out`` is too small, or ``array`` or ``state`` is no array that this could have been for.
+        """
+        check_array(array)
+        if state is not None:
+            raise ArgumentError(f"{self.name} compression without error feedback has no residual")
+        target = writable(out, self.max_bytes(len(array)))
+        scratch = Scratch()
+        with np.errstate(all="ignore"):
+            for begin, end in pieces(len(array), self.grain):
+                values = as_float32(array[begin:end], scratch)
+                self.pack(values, target[self.max_bytes(begin) : self.max_bytes(end)], scratch)
+        return len(target)
+
+    def decode(self, data: bytes | bytearray | memoryview | Bytes, out: NDArray[Any], accumulate: bool = False) -> None:
+        """Write what ``data`` stands for into ``out``.
+
+        Args:
+            data: exactly ``max_bytes(len(out))`` bytes.
+            out: flat and contiguous, floating-point.
+            accumulate: add to what is there.
+
+        Raises:
+            WireError: ``data`` cannot be the codes of so many elements; ``out`` may have been changed in part.
+            ArgumentError: ``out`` is no such array.
+        """
+        check_array(out)
+        expected = self.max_bytes(len(out))
+        codes = np.frombuffer(data, np.uint8) if expected else np.empty(0, np.uint8)
+        if len(codes) != expected:
+            raise WireError(f"{len(codes)} bytes of {self.name} codes for {len(out)} elements, which take {expected}")
+        scratch = Scratch()
+        with np.errstate(all="ignore"):
+            for begin, end in pieces(len(out), self.grain):
+                self._decode(codes[self.max_bytes(begin) : self.max_bytes(end)], out[begin:end], accumulate, scratch)
+
+    def _decode(self, data: Bytes, out: NDArray[Any], accumulate: bool, scratch: Scratch) -> None:
+        if out.dtype == np.float32:
+            self.combine(data, out, np.add, scratch) if accumulate else self.unpack(data, out)
+            return
+        values = scratch.take("wide", len(out), np.float32)
+        if accumulate and out.dtype == np.float64:
+            self.unpack(data, values)
+            np.add(out, values, out=out)
+            return
+        if accumulate:
+            np.copyto(values, as_float32(out, scratch))
+            self.combine(data, values, np.add, scratch)
+        else:
+            self.unpack(data, values)
+        if out.dtype == np.uint16:
+            half.narrow_bfloat16(values, out)
+        else:
+            np.copyto(out, values, casting="same_kind")
+
+
+def pieces(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
+    """``(begin, end)`` of what is worked on at a time, of an array with ``length`` elements."""
+    step = length if grain is None else BLOCK // grain * grain
+    for begin in range(0, length, max(step, 1)):
+        yield begin, min(begin + step, length)
+
+
+def as_float32(array: NDArray[Any], scratch: Scratch) -> Floats:
+    """The array itself, if it is float32; else its numbers, in ``scratch``."""
+    if array.dtype == np.float32:
+        return array
+    values: Floats = scratch.take("values", len(array), np.float32)
+    if array.dtype == np.uint16:
+        half.widen_bfloat16(array, values)
+    else:
+        np.copyto(values, array, casting="same_kind")
+    return values
+
+
+def writable(out: memoryview | bytearray | Bytes, nbytes: int) -> Bytes:
+    """The first ``nbytes`` of ``out``.
+
+    Raises:
+        ArgumentError: it has not so many, or cannot be written to.
+    """
+    target = np.frombuffer(out, np.uint8) if nbytes else np.empty(0, np.uint8)
+    if len(target) < nbytes or not target.flags.writeable:
+        raise ArgumentError(f"codes need {nbytes} bytes of writable memory, there are {len(target)}")
+    return target[:nbytes]
+
+
+def check_floating(dtype: DType, codec: Codec) -> None:
+    """Accept element types that can be compressed.
+
+    Raises:
+        UnsupportedTypeError: it is not floating-point.
+    """
+    if not dtype.is_floating:
+        raise UnsupportedTypeError(
+            f"{codec.name} compression is for float16, bfloat16, float32 and float64, not for {dtype.name}"
+        )
+
+
+def check_array(array: NDArray[Any]) -> None:
+    """Accept flat contiguous arrays of numbers that can be compressed; uint16 is how bfloat16 is stored.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if array.dtype not in _STORAGES or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ArgumentError(
+            "compression needs a flat contiguous array of float16, bfloat16 (as uint16), float32 or float64, "
+            f"got {array.dtype} of shape {array.shape}"
+        )
+
+
+_STORAGES = frozenset(np.dtype(name) for name in ("float16", "float32", "float64", "uint16"))

@@ -1,0 +1,95 @@
+"""From a dictionary of names and values, as users write it and as it travels, to a codec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from reigen.compression.base import Codec
+from reigen.compression.bits import Signs, Ternary
+from reigen.compression.casts import Cast, Int8
+from reigen.compression.feedback import ErrorFeedback
+from reigen.compression.topk import UNCHANGED, TopK
+from reigen.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class _Type:
+    """A type of compression: what makes it, of which parameters, and whether with error feedback if nothing is said."""
+
+    make: Callable[..., Codec]
+    accepted: tuple[str, ...] = ()
+    feedback: bool = False
+
+
+_VALUES: dict[str, Codec] = {"fp32": UNCHANGED, "fp16": Cast("fp16"), "bf16": Cast("bf16"), "int8": Int8()}
+
+
+def _topk(values: object = "fp32", **how_many: Any) -> Codec:
+    if not isinstance(values, str) or values not in _VALUES:
+        raise ArgumentError(f'"values" of topk compression must be one of {", ".join(_VALUES)}, got {values!r}')
+    return TopK(**how_many, values=_VALUES[values])
+
+
+_TYPES: dict[str, _Type] = {
+    "1bit": _Type(Signs, ("threshold",), feedback=True),
+    "2bit": _Type(Ternary, ("threshold",), feedback=True),
+    "bf16": _Type(lambda: Cast("bf16")),
+    "fp16": _Type(lambda: Cast("fp16")),
+    "fp32": _Type(lambda: Cast("fp32")),
+    "int8": _Type(Int8),
+    "topk": _Type(_topk, ("ratio", "k", "values"), feedback=True),
+}
+
+
+def from_params(params: Mapping[str, Any]) -> Codec:
+    """The codec that ``params`` describe.
+
+    Args:
+        params: ``type``: one of ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``, ``topk`` (``fp32`` changes nothing);
+            ``threshold`` of 2bit and 1bit (0.5 where it is missing); ``ratio`` or ``k``, and ``values`` (``fp32``,
+            ``fp16``, ``bf16`` or ``int8``) of topk; ``ef``: whether with error feedback, which 2bit, 1bit and topk have
+            unless it is false.
+
+    Raises:
+        ArgumentError: the type or a parameter is unknown, or a value makes no sense.
+
+    Example:
+        >>> codec = from_params({"type": "2bit", "threshold": 0.5})
+        >>> codec.max_bytes(1_000_000)
+        250000
+    """
+    if not isinstance(params, Mapping) or "type" not in params:
+        raise ArgumentError(f'compression is described by a dict with a "type", got {params!r}')
+    name = params["type"]
+    kind = _TYPES.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ArgumentError(f"unknown type of compression {name!r}; there are {', '.join(sorted(_TYPES))}")
+    unknown = [key for key in params if key not in {"type", "ef", *kind.accepted}]
+    if unknown:
+        accepted = ", ".join(["type", *kind.accepted, "ef"])
+        raise ArgumentError(f"{name} compression has no parameter {unknown[0]!r}; it takes {accepted}")
+    feedback = params.get("ef", kind.feedback)
+    if not isinstance(feedback, bool):
+        raise ArgumentError(f'"ef" of compression must be True or False, got {feedback!r}')
+    codec = kind.make(**{key: params[key] for key in kind.accepted if key in params})
+    return ErrorFeedback(codec) if feedback else codec
+
+
+def chain(first: Codec, *others: Codec) -> Codec:
+    """``first``, the numbers that it sends coded by what follows: ``chain(ErrorFeedback(TopK(0.01)), Cast("fp16"))``.
+
+    Error feedback stays around the whole, so that it makes up for what the codecs that follow lose, too.
+
+    Raises:
+        ArgumentError: after a codec that sends no numbers; or error feedback further in.
+    """
+    codec = first.codec if isinstance(first, ErrorFeedback) else first
+    for other in others:
+        if isinstance(other, ErrorFeedback):
+            raise ArgumentError("error feedback belongs around the first codec of a chain, or around all of it")
+        if not isinstance(codec, TopK) or codec.values != UNCHANGED:
+            raise ArgumentError(f"{codec.name} is the end of a chain: nothing can follow but after topk")
+        codec = replace(codec, values=other)
+    return ErrorFeedback(codec) if isinstance(first, ErrorFeedback) else codec
