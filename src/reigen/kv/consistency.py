@@ -1,0 +1,478 @@
+"""When contributions to a cell are applied, and when its value may be read: synchronous, stale (SSP), asynchronous.
+
+One engine per cell, without I/O or clock: an event goes in (`handle`), instructions come out, in the order in which the
+server must carry them out. Its words stand in `reigen.kv.events`.
+
+The protocol
+------------
+A. *Rounds.* Every worker counts its own pushes of the cell, from 1. A contribution is known by (worker, round), never
+   by the request that brought it. `done(worker)` is how many of its rounds are over; no push of such a round is ever
+   applied: it is a `Repeat`, answered again. A worker sends its pushes in order, and a pull after its pushes.
+B. *Synchronous* (staleness 0). A round is over when every expected worker has contributed to it. Then all its
+   contributions are combined in rank order, which is one update, and acknowledged; one that comes early waits for its
+   round. Rounds are over for all workers at once, so `done` is the same for all.
+C. *Asynchronous and stale* (staleness k > 0, or infinite). A contribution is applied and acknowledged at once, each
+   worker's in the order of its rounds; one that comes before its predecessor waits for it. `done` is the worker's own.
+D. *Reading.* A worker that has pushed r times may read when done(itself) >= r, so that it sees its own updates, and
+   done(w) >= r - staleness for every expected worker w. Synchronous: exactly the value after round r, since round
+   r + 1 is not over without the worker itself. Stale: all updates of rounds <= r - k, and perhaps later ones.
+   Asynchronous: at once.
+E. *The same push again* (a resend). Before it was applied the later one takes the earlier one's place, which is
+   dropped; after, (A). So a push that is resent, doubled or taken up by a replacement is applied once.
+F. *Leaving.* A worker that has left is not expected any more. It leaves when its pushes have been acknowledged. It may
+   pull. To push again it returns first (H).
+G. *Loss.* What a lost worker has pushed counts. Its requests end without an answer. Then, by policy:
+   abort: whatever waits fails, and whatever comes later, naming the worker and the round;
+   continue: it is not expected any more, and synchronous rounds that lack it are scaled by (contributors + lost) /
+   contributors;
+   wait: it is expected, so others wait, until their deadlines, for whoever returns in its place.
+   A lost worker's pushes and pulls fail until it returns: it may be alive, and wrong about that.
+   Losing a worker that has left changes nothing.
+H. *Returning.* The worker is told its last round (`Recovered`) and is expected from the next one on. If it was expected
+   all the time, that is the last of its pushes without a gap. If the others have gone on without it, it must neither
+   repeat rounds that are over nor hold the others up until it has caught up: its rounds up to the least `done` of the
+   expected ones (of all, the largest, if none is) then count as over. A key's cells may tell different rounds; the
+   worker goes on after the least, and (A) takes care of the rest.
+I. *Restart of the server.* `state` goes into a snapshot together with the value. In an engine made `from_state` the
+   expected workers are away, until each has said how far it was (`Resumed`), or has returned, left, or been lost. No
+   synchronous round is completed meanwhile, and nothing is applied or answered for a worker that is away. What was not
+   acknowledged, workers send again, and that they have left they say again. What was acknowledged and is not in the
+   snapshot is lost, in whole rounds if synchronous: they count as over (`Forgotten`). With a snapshot before each
+   acknowledgement there are none.
+J. *Bounds.* A push that is more than `MAX_AHEAD` rounds ahead of `done` fails: its worker does not wait for
+   acknowledgements.
+K. *Deadlines.* The server keeps them; `waits` says who each request waits for. A push that has expired is withdrawn.
+
+Instructions may be carried out later than they are given, in order. A snapshot of the value after an instruction
+therefore needs the state of that moment: take `state` when `handle` returns, and keep it with the instructions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum
+
+import msgspec
+
+from reigen.kv.events import (
+    Acknowledge,
+    Answer,
+    Apply,
+    Combine,
+    Disconnected,
+    Drop,
+    Event,
+    Expired,
+    Fail,
+    Forgotten,
+    Instructions,
+    Left,
+    LossPolicy,
+    Lost,
+    PullWanted,
+    Pushed,
+    Recovered,
+    Repeat,
+    Resumed,
+    Returned,
+    Token,
+)
+
+#: Rounds that a worker may be ahead of what has been applied for it.
+MAX_AHEAD = 64
+
+
+class Presence(Enum):
+    """What the engine knows of a worker."""
+
+    HERE = "here"
+    LEFT = "left"
+    #: lost, the others go on without it
+    MISSED = "missed"
+    #: lost, the others wait for it
+    AWAITED = "awaited"
+
+
+class ConsistencyState(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a snapshot keeps of an engine; MessagePack and JSON can say it.
+
+    Attributes:
+        staleness: None is infinite.
+        done: by worker.
+        presence: by worker, the values of `Presence`.
+    """
+
+    staleness: int | None
+    done: tuple[int, ...]
+    presence: tuple[Presence, ...]
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """A request that waits.
+
+    Attributes:
+        workers: for whom, ascending.
+        reason: in words.
+    """
+
+    token: Token
+    worker: int
+    round: int
+    workers: tuple[int, ...]
+    reason: str
+
+
+class Consistency:
+    """The rounds of one cell.
+
+    Args:
+        num_workers: how many there are; they are numbered from 0.
+        staleness: 0 is synchronous, `math.inf` asynchronous; see (B) to (D).
+    """
+
+    def __init__(self, num_workers: int, staleness: float = 0) -> None:
+        self.num_workers = num_workers
+        self.staleness = staleness
+        self._done = [0] * num_workers
+        self._presence = [Presence.HERE] * num_workers
+        #: expected, and not heard of since the restart of this server (I)
+        self._away: set[int] = set()
+        #: contributions that are not applied, by worker and round; all rounds are above ``done``
+        self._held: list[dict[int, Token]] = [{} for _ in range(num_workers)]
+        #: contributions that are not applied, and whose senders do not wait for an answer any more
+        self._orphans: set[Token] = set()
+        #: pulls that wait, in the order of their coming
+        self._pulls: list[PullWanted] = []
+        #: step G, abort: the reason and the workers of every failure from now on
+        self._failure: tuple[str, tuple[int, ...]] | None = None
+
+    @classmethod
+    def from_state(cls, state: ConsistencyState) -> Consistency:
+        """The engine of a restarted server (I)."""
+        engine = cls(len(state.done), math.inf if state.staleness is None else state.staleness)
+        engine._done = list(state.done)
+        engine._presence = list(state.presence)
+        engine._away = set(engine._expected())
+        return engine
+
+    def state(self) -> ConsistencyState:
+        """What belongs to the value as it is when all instructions so far have been carried out."""
+        staleness = None if math.isinf(self.staleness) else int(self.staleness)
+        return ConsistencyState(staleness, tuple(self._done), tuple(self._presence))
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether rounds are combined."""
+        return self.staleness == 0
+
+    def done(self, worker: int) -> int:
+        """How many rounds of a worker are over (A)."""
+        return self._done[worker]
+
+    def has(self, worker: int, round: int) -> bool:
+        """Whether this push has come, applied or not, so that nobody needs its body again."""
+        return round <= self._done[worker] or round in self._held[worker]
+
+    def handle(self, event: Event) -> Instructions:
+        """Take one event in; returns what to do, in this order."""
+        if not isinstance(event, Expired) and not 0 <= event.worker < self.num_workers:
+            raise ValueError(f"there is no worker {event.worker} among {self.num_workers}")
+        match event:
+            case Pushed():
+                return self._push(event)
+            case PullWanted():
+                return self._pull(event)
+            case Left(worker):
+                return self._leave(worker)
+            case Disconnected(worker):
+                return self._silence(worker)
+            case Lost(worker, policy):
+                return self._lose(worker, policy)
+            case Returned(worker):
+                return self._return(worker)
+            case Resumed(worker, round):
+                return self._resume(worker, round)
+            case Expired(token):
+                return self._expire(token)
+
+    def waits(self) -> list[Wait]:
+        """Every request that waits, and for whom (K)."""
+        waits = []
+        for worker, held in enumerate(self._held):
+            for round, token in held.items():
+                workers, reason = self._missing() if self.is_synchronous else self._before(worker)
+                waits.append(Wait(token, worker, round, workers, reason))
+        for pull in self._pulls:
+            workers, reason = self._unread(pull)
+            waits.append(Wait(pull.token, pull.worker, pull.round, workers, reason))
+        return waits
+
+    def blocked_by(self) -> tuple[int, ...]:
+        """The workers that some request waits for, ascending."""
+        return tuple(sorted({worker for wait in self.waits() for worker in wait.workers}))
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _push(self, event: Pushed) -> Instructions:
+        worker, round, token = event.worker, event.round, event.token
+        refusal = self._refusal(worker, token)
+        if refusal is not None:
+            return [refusal]
+        if 1 <= round <= self._done[worker]:
+            return [Repeat(worker, round, token)]
+        held = self._held[worker]
+        if not 1 <= round <= self._done[worker] + MAX_AHEAD:
+            return [Fail(token, f"worker {worker} pushed round {round}, but is in round {self._done[worker] + 1}")]
+        if self._presence[worker] is Presence.LEFT and round not in held:
+            return [
+                Fail(token, f"worker {worker} has left after round {self._done[worker]}; it must return to push again")
+            ]
+        instructions: Instructions = []
+        if round in held:
+            self._orphans.discard(held[round])
+            instructions.append(Drop(held[round]))
+        held[round] = token
+        return instructions + self._settle(worker)
+
+    def _pull(self, event: PullWanted) -> Instructions:
+        refusal = self._refusal(event.worker, event.token)
+        if refusal is not None:
+            return [refusal]
+        if self._may_read(event):
+            return [Answer(event.worker, event.token)]
+        self._pulls.append(event)
+        return []
+
+    def _refusal(self, worker: int, token: Token) -> Fail | None:
+        """Step G: whether a request fails whatever it asks for."""
+        if self._failure is not None:
+            return Fail(token, *self._failure)
+        if self._presence[worker] in {Presence.MISSED, Presence.AWAITED}:
+            return Fail(token, f"worker {worker} was given up as lost; it must return before it goes on", (worker,))
+        return None
+
+    def _leave(self, worker: int) -> Instructions:
+        """Step F."""
+        if self._presence[worker] is Presence.MISSED:
+            return []
+        self._presence[worker] = Presence.LEFT
+        self._away.discard(worker)
+        return self._settle(worker)
+
+    def _silence(self, worker: int) -> Instructions:
+        """A worker's requests have nobody any more who waits for an answer; its contributions stay."""
+        self._orphans.update(self._held[worker].values())
+        gone = [pull for pull in self._pulls if pull.worker == worker]
+        self._pulls = [pull for pull in self._pulls if pull.worker != worker]
+        return [Drop(pull.token) for pull in gone]
+
+    def _lose(self, worker: int, policy: LossPolicy) -> Instructions:
+        """Step G."""
+        instructions = self._silence(worker)
+        if self._presence[worker] is Presence.LEFT:
+            return instructions
+        if policy is LossPolicy.ABORT:
+            return instructions + self._abort(worker)
+        if policy is LossPolicy.WAIT:
+            self._presence[worker] = Presence.AWAITED
+            return instructions
+        self._presence[worker] = Presence.MISSED
+        self._away.discard(worker)
+        return instructions + self._settle(worker)
+
+    def _abort(self, worker: int) -> Instructions:
+        if self._failure is not None:
+            return []
+        reason = f"worker {worker} was lost in round {self._done[worker] + 1}"
+        self._failure = (reason, (worker,))
+        tokens = [token for held in self._held for token in held.values()]
+        instructions: Instructions = [
+            Drop(token) if token in self._orphans else Fail(token, reason, (worker,)) for token in tokens
+        ]
+        instructions += [Fail(pull.token, reason, (worker,)) for pull in self._pulls]
+        for held in self._held:
+            held.clear()
+        self._pulls.clear()
+        self._orphans.clear()
+        return instructions
+
+    def _return(self, worker: int) -> Instructions:
+        """Step H."""
+        instructions: Instructions = []
+        if self._presence[worker] in {Presence.LEFT, Presence.MISSED}:
+            over = min((self._done[each] for each in self._expected()), default=max(self._done))
+            instructions = self._skip(worker, over)
+        self._presence[worker] = Presence.HERE
+        self._away.discard(worker)
+        last = self._done[worker]
+        while last + 1 in self._held[worker]:
+            last += 1
+        return [*instructions, Recovered(worker, last), *self._settle(worker)]
+
+    def _skip(self, worker: int, over: int) -> Instructions:
+        """Rounds up to ``over`` are over for a worker that comes back; what it pushed for them counts (G)."""
+        instructions: Instructions = []
+        for round in sorted(self._held[worker]):
+            if round <= over:
+                instructions += self._apply(worker, round)
+        self._done[worker] = max(self._done[worker], over)
+        return instructions
+
+    def _resume(self, worker: int, round: int) -> Instructions:
+        """Step I."""
+        if worker not in self._away:
+            return []
+        self._away.discard(worker)
+        instructions: Instructions = []
+        if round > self._done[worker]:
+            together = self.is_synchronous
+            instructions.append(Forgotten(self._done[worker] + 1, round, None if together else worker))
+            for each in range(self.num_workers) if together else (worker,):
+                self._done[each] = round
+                for over in sorted(self._held[each]):
+                    if over <= round:
+                        instructions.append(self._end(each, over, repeated=True))
+        return instructions + self._settle(worker)
+
+    def _expire(self, token: Token) -> Instructions:
+        """Step K."""
+        for wait in self.waits():
+            if wait.token == token:
+                self._pulls = [pull for pull in self._pulls if pull.token != token]
+                if self._held[wait.worker].get(wait.round) == token:
+                    del self._held[wait.worker][wait.round]
+                if token in self._orphans:
+                    self._orphans.discard(token)
+                    return [Drop(token)]
+                return [Fail(token, wait.reason, wait.workers, late=True)]
+        return []
+
+    # -- what follows -------------------------------------------------------------------------------------------------
+
+    def _settle(self, worker: int) -> Instructions:
+        """What has become possible since something changed for ``worker``."""
+        instructions: Instructions = []
+        if self.is_synchronous:
+            while self._is_complete(self._done[0] + 1):
+                instructions += self._combine(self._done[0] + 1)
+                instructions += self._answer()
+        elif worker not in self._away:
+            while self._done[worker] + 1 in self._held[worker]:
+                instructions += self._apply(worker, self._done[worker] + 1)
+        return instructions + self._answer()
+
+    def _is_complete(self, round: int) -> bool:
+        """Step B."""
+        if self._away:
+            return False
+        contributed = [round in held for held in self._held]
+        return any(contributed) and all(contributed[worker] for worker in self._expected())
+
+    def _combine(self, round: int) -> Instructions:
+        workers = tuple(worker for worker, held in enumerate(self._held) if round in held)
+        lost = sum(
+            presence is Presence.MISSED and worker not in workers for worker, presence in enumerate(self._presence)
+        )
+        tokens = tuple(self._held[worker][round] for worker in workers)
+        scale = (len(workers) + lost) / len(workers)
+        self._done = [round] * self.num_workers
+        return [Combine(round, workers, tokens, scale), *(self._end(worker, round) for worker in workers)]
+
+    def _apply(self, worker: int, round: int) -> Instructions:
+        """Step C."""
+        token = self._held[worker][round]
+        self._done[worker] = round
+        return [Apply(worker, round, token), self._end(worker, round)]
+
+    def _end(self, worker: int, round: int, *, repeated: bool = False) -> Acknowledge | Repeat | Drop:
+        """A contribution is done with: tell its worker, if it is still the one that sent it."""
+        token = self._held[worker].pop(round)
+        if token in self._orphans:
+            self._orphans.discard(token)
+            return Drop(token)
+        return Repeat(worker, round, token) if repeated else Acknowledge(worker, round, token)
+
+    def _answer(self) -> Instructions:
+        """Pulls that may read now."""
+        if not self._pulls:
+            return []
+        ready = [pull for pull in self._pulls if self._may_read(pull)]
+        if ready:
+            self._pulls = [pull for pull in self._pulls if pull not in ready]
+        return [Answer(pull.worker, pull.token) for pull in ready]
+
+    def _may_read(self, pull: PullWanted) -> bool:
+        """Step D."""
+        if self._done[pull.worker] < pull.round or pull.worker in self._away:
+            return False
+        return self.staleness == math.inf or not self._behind(pull)
+
+    def _behind(self, pull: PullWanted) -> tuple[int, ...]:
+        """Expected workers whose rounds a pull must see, and that have not pushed them."""
+        need = pull.round - self.staleness
+        return tuple(worker for worker in self._expected() if self._done[worker] < need)
+
+    def _expected(self) -> Iterable[int]:
+        """Workers whose contributions rounds wait for, ascending."""
+        here = (Presence.HERE, Presence.AWAITED)
+        return (worker for worker, presence in enumerate(self._presence) if presence in here)
+
+    # -- for whom ------------------------------------------------------------------------------------------------------
+
+    def _missing(self) -> tuple[tuple[int, ...], str]:
+        """For whom the current synchronous round waits."""
+        round = self._done[0] + 1
+        if self._away:
+            return self._named(self._away, "the server was restarted; it waits to hear from")
+        missing = [worker for worker in self._expected() if round not in self._held[worker]]
+        return self._named(missing, f"round {round} waits for")
+
+    def _before(self, worker: int) -> tuple[tuple[int, ...], str]:
+        """For what a worker's own contributions wait, where they are applied one by one."""
+        if worker in self._away:
+            return self._named([worker], "the server was restarted; it waits to hear from")
+        return self._named([worker], f"later rounds wait for round {self._done[worker] + 1} of")
+
+    def _unread(self, pull: PullWanted) -> tuple[tuple[int, ...], str]:
+        """For whom a pull waits."""
+        if self.is_synchronous:
+            return self._missing()
+        if self._done[pull.worker] < pull.round or pull.worker in self._away:
+            return self._before(pull.worker)
+        what = f"after round {pull.round}, with a staleness of {self.staleness:g}, reading waits for"
+        return self._named(self._behind(pull), what)
+
+    def _named(self, workers: Iterable[int], what: str) -> tuple[tuple[int, ...], str]:
+        ordered = tuple(sorted(workers))
+        awaited = [worker for worker in ordered if self._presence[worker] is Presence.AWAITED]
+        reason = f"{what} worker(s) {_listed(ordered)}"
+        if awaited:
+            reason += f"; worker(s) {_listed(awaited)} were lost, and nobody has come in their place"
+        return ordered, reason
+
+    def validate(self) -> None:
+        """Assert what must hold between two events."""
+        expected = set(self._expected())
+        held = [token for each in self._held for token in each.values()]
+        tokens = held + [pull.token for pull in self._pulls]
+        assert len(set(tokens)) == len(tokens), "no token twice"
+        assert self._orphans <= set(held)
+        assert self._away <= expected
+        assert not (self._failure and tokens), "nothing waits after a failure"
+        for worker, each in enumerate(self._held):
+            assert all(self._done[worker] < round <= self._done[worker] + MAX_AHEAD for round in each)
+        if self.is_synchronous:
+            assert len(set(self._done)) == 1, "rounds are over for all at once"
+            assert not self._is_complete(self._done[0] + 1)
+        else:
+            assert all(
+                d + 1 not in h or w in self._away for w, (d, h) in enumerate(zip(self._done, self._held, strict=True))
+            )
+        lost = {Presence.MISSED, Presence.AWAITED}
+        assert not any(self._presence[pull.worker] in lost or self._may_read(pull) for pull in self._pulls)
+        assert all(wait.workers for wait in self.waits()), "whatever waits, waits for somebody"
+
+
+def _listed(workers: Iterable[int]) -> str:
+    return ", ".join(map(str, workers))

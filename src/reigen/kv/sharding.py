@@ -1,0 +1,132 @@
+"""Which server keeps which part of a key's value. Pure: no I/O, and the same answers in the same order every time.
+
+The unit of everything below a key is the *cell*: a contiguous range of the value's flat elements on one server. Rounds,
+consistency, compression, queues, snapshots and transfers are per cell.
+
+a. Rank 0 alone places keys, in the order of its init() calls, with one `Placer`. So nobody has to agree with anybody.
+b. A key's *home* server (`home`) keeps its declaration: name, shape, dtype, and the cells, which it tells the other
+   workers. A worker needs nothing but the key to find it.
+c. A key of fewer elements than the bound lies on one server: that with the least bytes so far (ties: the lowest).
+d. A larger one is spread over all servers: as many cells for each, equal but for one unit, in turn, so that all servers
+   are busy from its first cells on. Where cells differ, those with the least bytes so far take the larger ones.
+e. No cell is larger than the slice, but for one unit. Borders are multiples of a unit: 32 elements, so that codes of 1
+   and 2 bits of the cells put together are the codes of the whole; one row for row-sparse keys.
+f. A key that must not be cut (layer-wise optimizers need norms of the whole) is one cell, whatever its size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+#: Elements between two borders: whole words of 1-bit codes.
+UNIT = 32
+
+
+class Cell(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A part of a key's value.
+
+    Attributes:
+        key: id of the key.
+        index: of the cell in its key, from 0, in the order of the elements.
+        begin, end: its flat elements.
+        server: which keeps it.
+    """
+
+    key: int
+    index: int
+    begin: int
+    end: int
+    server: int
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        return self.end - self.begin
+
+
+def home(key_id: int, num_servers: int) -> int:
+    """The server that keeps a key's declaration (step b)."""
+    return key_id % num_servers
+
+
+class Placer:
+    """Places keys as they come (step a).
+
+    Args:
+        num_servers: at least 1.
+        bound: a key of this many elements or more is spread over all servers.
+        slice_bytes: the largest cell.
+
+    Attributes:
+        loads: bytes of values on each server.
+    """
+
+    def __init__(self, num_servers: int, bound: int, slice_bytes: int) -> None:
+        self._bound = bound
+        self._slice_bytes = slice_bytes
+        self.loads = [0] * num_servers
+        #: what each key adds to which server
+        self._placed: dict[int, list[tuple[int, int]]] = {}
+
+    def place(
+        self, key_id: int, num_elements: int, itemsize: int, row_length: int = 1, whole: bool = False
+    ) -> tuple[tuple[Cell, ...], str]:
+        """Place a key, or place it anew.
+
+        Args:
+            key_id: see `kv.keys.key_id`.
+            num_elements: of the whole value; may be 0.
+            itemsize: bytes of an element.
+            row_length: elements of a row of a row-sparse key; 1 for a dense one.
+            whole: the key must not be cut (step f).
+
+        Returns:
+            The cells, which cover the value in order without gaps, and the reason for them in words.
+        """
+        self.forget(key_id)
+        order = sorted(range(len(self.loads)), key=lambda server: (self.loads[server], server))
+        unit = row_length if row_length > 1 else UNIT
+        spread = num_elements >= self._bound and not whole and len(order) > 1
+        if not spread:
+            order = order[:1]
+        sizes = [num_elements] if whole else self._cut(num_elements, itemsize, unit, len(order))
+        cells, begin = [], 0
+        for index, size in enumerate(sizes):
+            cells.append(Cell(key_id, index, begin, begin + size, order[index % len(order)]))
+            begin += size
+        self.adopt(cells, itemsize)
+        return tuple(cells), self._reason(num_elements, cells, whole, spread)
+
+    def adopt(self, cells: Sequence[Cell], itemsize: int) -> None:
+        """Take into account a key that was placed before, by another process of this rank."""
+        if cells:
+            self.forget(cells[0].key)
+            parts = [(cell.server, cell.num_elements * itemsize) for cell in cells]
+            for server, num_bytes in parts:
+                self.loads[server] += num_bytes
+            self._placed[cells[0].key] = parts
+
+    def forget(self, key_id: int) -> None:
+        """A key is not there any more, or about to be placed elsewhere."""
+        for server, num_bytes in self._placed.pop(key_id, ()):
+            self.loads[server] -= num_bytes
+
+    def _cut(self, num_elements: int, itemsize: int, unit: int, num_servers: int) -> list[int]:
+        """Sizes of the cells (steps d, e); the first are the larger ones."""
+        units = -(-num_elements // unit)
+        units_in_cell = max(1, self._slice_bytes // (itemsize * unit))
+        rows = -(-units // (units_in_cell * num_servers))
+        num_cells = max(1, min(units, rows * num_servers))
+        base, more = divmod(units, num_cells)
+        sizes = [(base + (index < more)) * unit for index in range(num_cells)]
+        sizes[-1] -= units * unit - num_elements
+        return sizes
+
+    def _reason(self, num_elements: int, cells: Sequence[Cell], whole: bool, spread: bool) -> str:
+        if spread:
+            servers = len({cell.server for cell in cells})
+            return f"{num_elements} elements, the bound is {self._bound}: {len(cells)} cell(s) on {servers} server(s)"
+        why = "must not be cut" if whole else "below the bound" if num_elements < self._bound else "the only server"
+        return f"{num_elements} elements on server {cells[0].server} ({why}): {len(cells)} cell(s)"
