@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
 from reigen.testing import LeakCheck, PoolCache, RankPool
+
+
+def pytest_configure() -> None:
+    """A shell starts what shall run in its background with SIGINT ignored, and whatever that starts inherits it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
