@@ -8,9 +8,10 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
+from reigen.cluster.reception import MAX_STRANGERS
 from reigen.cluster.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer, Room
 from reigen.cluster.roll import Refused
-from reigen.cluster.service import MAX_KEYS, MAX_STRANGERS, Done, Get, Put, Store, Value
+from reigen.cluster.service import MAX_KEYS, Done, Get, Put, Store, Value
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.wire.auth import Identity, Role
 from reigen.wire.stream import connect

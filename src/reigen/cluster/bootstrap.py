@@ -34,8 +34,8 @@ from reigen.cluster.environ import SECRET_VARIABLE, Job
 from reigen.cluster.given import PORT_VARIABLE, SECRET_FILE_VARIABLE, Given, job_secret, ports_of
 from reigen.cluster.handover import Handover, Pointer, fetch, socket_name
 from reigen.cluster.mpi_world import usable
+from reigen.cluster.reception import join_address
 from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
-from reigen.cluster.service import join_address
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, PeerLostError
 from reigen.wire.auth import SECRET_BYTES, Identity, Role
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from reigen.cluster.fates import Fates
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.layout import this_host
+from reigen.cluster.reception import SILENCE
 from reigen.cluster.rendezvous import service_lost, split_address
 from reigen.cluster.roll import Enter, Leave, News, Refused
-from reigen.cluster.service import ANSWERS, MAX_MESSAGE_BYTES, REQUESTS, SILENCE
+from reigen.cluster.service import ANSWERS, MAX_MESSAGE_BYTES, REQUESTS
 from reigen.cluster.told import Abort, told
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.wire.auth import Identity, Role

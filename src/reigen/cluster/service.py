@@ -18,27 +18,19 @@ unauthenticated. A connection that breaks a rule is closed; no other connection 
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import ipaddress
-import selectors
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from reigen.cluster.forks import not_in_children
+from reigen.cluster.reception import Guest, Reception
 from reigen.cluster.roll import Answer, Enter, Leave, Refused, Roll
 from reigen.cluster.told import Abort
-from reigen.errors import ArgumentError, AuthenticationError, ConfigError, WireError
-from reigen.wire.auth import Identity, Role, ServerHandshake
+from reigen.errors import ArgumentError
+from reigen.wire.auth import Identity, Role
 from reigen.wire.codec import Codec
-from reigen.wire.sockets import keepalive
-from reigen.wire.stream import Conversation
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.wire.tls import Tls
@@ -48,10 +40,6 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_KEYS = 1 << 16
 MAX_STORE_BYTES = 64 << 20
 MAX_WAITERS = 1 << 14
-#: Connections that have not proven themselves; one more closes the oldest of them.
-MAX_STRANGERS = 128
-#: What may wait to be sent to one rank.
-MAX_UNREAD_BYTES = 8 << 20
 #: A message is a value, a key and a few numbers.
 MAX_MESSAGE_BYTES = MAX_VALUE_BYTES + 1024
 
@@ -107,12 +95,7 @@ REPLIES: Codec[Reply] = Codec(Reply, MAX_MESSAGE_BYTES)
 ANSWERS: Codec[Answer] = Codec(Answer, MAX_MESSAGE_BYTES)
 _ALL: Codec[Reply | Answer] = Codec(Reply | Answer, MAX_MESSAGE_BYTES)
 
-_BACKLOG = 512
 _LAUNCHER = Identity(Role.LAUNCHER, 0)
-#: What the kernel says of a connection whose peer's machine does not answer.
-SILENCE = frozenset(
-    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET}
-)
 
 
 class Store:
@@ -171,19 +154,6 @@ class Store:
                 del self._waiting[key]
 
 
-@dataclass
-class _Connection:
-    """One connection of the server.
-
-    Attributes:
-        deadline: until when it must have proven itself.
-    """
-
-    socket: socket.socket
-    conversation: Conversation
-    deadline: float
-
-
 class RendezvousServer:
     """The service: one thread, any number of ranks.
 
@@ -215,20 +185,20 @@ class RendezvousServer:
         peer_timeout_seconds: float = 20.0,
         tls: Tls | None = None,
     ) -> None:
-        check_address(host)
-        self._secret, self._me = secret, me
-        self._handshake_seconds = handshake_seconds
-        self._peer_timeout_seconds = peer_timeout_seconds
-        self._tls = tls
         self._store, self._roll = Store(), Roll()
-        self._connections: dict[socket.socket, _Connection] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        self._listener.setblocking(False)
-        self.address = join_address(host, self._listener.getsockname()[1])
-        self._waker, self._wakened = socket.socketpair()
+        self._reception = Reception(
+            secret,
+            (host, port),
+            me,
+            MAX_MESSAGE_BYTES,
+            self._receive,
+            self._gone,
+            handshake_seconds=handshake_seconds,
+            peer_timeout_seconds=peer_timeout_seconds,
+            tls=tls,
+        )
+        self.address = self._reception.address
         self._thread: threading.Thread | None = None
-        not_in_children(self)
 
     def start(self) -> None:
         """Start serving in a thread."""
@@ -237,155 +207,38 @@ class RendezvousServer:
 
     def close(self) -> None:
         """Stop serving and close all connections. May be called twice."""
-        self._waker.close()
+        self._reception.end()
         if self._thread is not None:
             self._thread.join()
-        self._listener.close()
-        self._wakened.close()
-
-    def close_descriptors(self) -> None:
-        """See `reigen.cluster.forks`."""
-        for each in (self._listener, self._waker, self._wakened, *self._connections):
-            each.close()
+        self._reception.close()
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wakened, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
-            while not self._turn(selector, self._seconds_to_next_turn()):
-                pass
-            self._turn(selector, 0)  # last words that are there
-            self._send(selector, self._roll.flush())
-            self._close_all(selector)
+        while self._turn():
+            pass
+        self._turn()  # last words that are there
+        self._send(self._roll.flush())
+        self._reception.flush_and_drop_all()
 
-    def _turn(self, selector: selectors.BaseSelector, timeout_seconds: float | None) -> bool:
-        """Wait for what happens next and handle it; whether to end."""
-        is_last = False
-        for key, events in selector.select(timeout_seconds):
-            if key.fileobj is self._wakened:
-                is_last = True
-            elif key.fileobj is self._listener:
-                self._accept(selector)
-            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._connections:
-                self._serve_one(selector, self._connections[key.fileobj], events)
-        self._drop_slow(selector)
-        self._send(selector, self._roll.tick(time.monotonic()))
-        return is_last
+    def _turn(self) -> bool:
+        """Wait for what happens next and handle it; False: it is time to end."""
+        goes_on = self._reception.turn(self._roll.due())
+        self._send(self._roll.tick(time.monotonic()))
+        return goes_on
 
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptors left: those who do not prove themselves give theirs back
-            if not self._drop_oldest_stranger(selector):
-                time.sleep(0.05)  # the listener stays readable: without a pause this thread would spin
-            return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keepalive(connection, self._peer_timeout_seconds)
-        channel = None if self._tls is None else self._tls.accepts()
-        conversation = Conversation(ServerHandshake(self._secret, self._me), MAX_MESSAGE_BYTES, channel)
-        self._connections[connection] = _Connection(
-            connection, conversation, time.monotonic() + self._handshake_seconds
-        )
-        selector.register(connection, selectors.EVENT_READ)
-        if len(self._strangers()) > MAX_STRANGERS:
-            self._drop_oldest_stranger(selector)
+    def _receive(self, guest: Guest, payload: bytes) -> None:
+        message = REQUESTS.decode(payload)
+        if isinstance(message, Enter | Leave | Abort):
+            self._send(self._roll.handle(guest, message, time.monotonic()))
+        else:
+            self._send(self._store.handle(guest, message))
 
-    def _serve_one(self, selector: selectors.BaseSelector, one: _Connection, events: int) -> None:
-        try:
-            if events & selectors.EVENT_READ:
-                self._read(selector, one)
-            self._flush(selector, one)
-        except BlockingIOError:
-            return
-        except OSError as error:
-            self._drop(selector, one, silent=error.errno in SILENCE)
-        except (AuthenticationError, WireError):
-            self._drop(selector, one)
+    def _gone(self, guest: Guest, silent: bool) -> None:
+        self._store.forget_all(guest)
+        self._send(self._roll.lost(guest, time.monotonic(), silent=silent))
 
-    def _read(self, selector: selectors.BaseSelector, one: _Connection) -> None:
-        data = one.socket.recv(one.conversation.num_wanted_bytes)
-        if not data:
-            raise ConnectionResetError
-        for payload in one.conversation.receive(data):
-            message = REQUESTS.decode(payload)
-            if isinstance(message, Enter | Leave | Abort):
-                self._send(selector, self._roll.handle(one.socket, message, time.monotonic()))
-            else:
-                self._send(selector, self._store.handle(one.socket, message))
-
-    def _send(self, selector: selectors.BaseSelector, replies: Sequence[tuple[Any, Reply | Answer]]) -> None:
-        for owner, reply in replies:
-            receiver = self._connections.get(owner)
-            if receiver is not None:
-                receiver.conversation.send(_ALL.encode(reply))
-                self._watch(selector, receiver)
-
-    def _flush(self, selector: selectors.BaseSelector, one: _Connection) -> None:
-        outgoing = one.conversation.outgoing
-        if len(outgoing) > MAX_UNREAD_BYTES:
-            raise WireError("a rank asks for more than it reads")
-        if outgoing:
-            with contextlib.suppress(BlockingIOError):
-                del outgoing[: one.socket.send(outgoing)]
-        self._watch(selector, one)
-
-    def _watch(self, selector: selectors.BaseSelector, one: _Connection) -> None:
-        writing = selectors.EVENT_WRITE if one.conversation.outgoing else 0
-        selector.modify(one.socket, selectors.EVENT_READ | writing)
-
-    def _strangers(self) -> list[_Connection]:
-        return [one for one in self._connections.values() if one.conversation.peer is None]
-
-    def _seconds_to_next_turn(self) -> float | None:
-        deadlines = [one.deadline for one in self._strangers()]
-        due = self._roll.due()
-        deadlines += [] if due is None else [due]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
-
-    def _drop_slow(self, selector: selectors.BaseSelector) -> None:
-        now = time.monotonic()
-        for one in self._strangers():
-            if one.deadline <= now:
-                self._drop(selector, one)
-
-    def _drop_oldest_stranger(self, selector: selectors.BaseSelector) -> bool:
-        strangers = self._strangers()
-        if strangers:
-            self._drop(selector, min(strangers, key=lambda one: one.deadline))
-        return bool(strangers)
-
-    def _drop(self, selector: selectors.BaseSelector, one: _Connection, *, silent: bool = False) -> None:
-        self._store.forget_all(one.socket)
-        del self._connections[one.socket]
-        selector.unregister(one.socket)
-        self._send(selector, self._roll.lost(one.socket, time.monotonic(), silent=silent))
-        one.socket.close()
-
-    def _close_all(self, selector: selectors.BaseSelector) -> None:
-        for one in self._connections.values():
-            selector.unregister(one.socket)
-            with contextlib.suppress(OSError):
-                one.socket.send(one.conversation.outgoing)
-            one.socket.close()
-        self._connections.clear()
-
-
-def check_address(host: str) -> None:
-    """Raise ConfigError unless ``host`` is an address that belongs to one interface."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        raise ConfigError(f"a service listens on an address of an interface, not on {host!r}") from None
-    if address.is_unspecified or address.is_multicast:
-        raise ConfigError(f"a service listens on one interface of this machine, never on {host!r}")
-
-
-def join_address(host: str, port: int) -> str:
-    """``host:port``, ``[host]:port`` where the host is an address of IPv6."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    def _send(self, replies: Sequence[tuple[Any, Reply | Answer]]) -> None:
+        for guest, reply in replies:
+            self._reception.send(guest, _ALL.encode(reply))
 
 
 def check_entry(key: str, value: bytes) -> None:

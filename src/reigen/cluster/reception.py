@@ -1,0 +1,251 @@
+"""Where authenticated connections for small messages arrive: what every service of a job has in common. No thread.
+
+Everything is bounded: how many connections may be unproven and for how long, how large a message is, and how much may
+wait to be sent to somebody who does not read. A connection that breaks a rule is closed; no other connection notices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from reigen.cluster.forks import not_in_children
+from reigen.errors import AuthenticationError, ConfigError, WireError
+from reigen.wire.auth import Identity, ServerHandshake
+from reigen.wire.sockets import keepalive
+from reigen.wire.stream import Conversation
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
+
+#: Connections that have not proven themselves; one more closes the oldest of them.
+MAX_STRANGERS = 128
+#: What may wait to be sent to one end.
+MAX_UNREAD_BYTES = 8 << 20
+_BACKLOG = 512
+#: What the kernel says of a connection whose peer's machine does not answer.
+SILENCE = frozenset(
+    {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET}
+)
+
+
+class Guest:
+    """One connection.
+
+    Attributes:
+        deadline: until when it must have proven itself.
+    """
+
+    def __init__(self, connection: socket.socket, conversation: Conversation, deadline: float) -> None:
+        self.socket, self.conversation, self.deadline = connection, conversation, deadline
+
+    @property
+    def peer(self) -> Identity | None:
+        """Who is at the other end, None until it has proven to know the secret."""
+        return self.conversation.peer
+
+
+class Reception:
+    """Listens, authenticates, and hands over what proven ends say. Whoever owns it calls `turn` from one thread.
+
+    Args:
+        secret: the job's 32 bytes.
+        address: host and port to listen on, of one interface; port 0: the kernel chooses.
+        me: who listens.
+        max_message_bytes: the largest message, both ways.
+        receive: is called with each message of a guest; an AuthenticationError or WireError ends that connection.
+        gone: is called when a connection has ended, and with whether the guest's whole machine is silent.
+        handshake_seconds: how long a connection may be unauthenticated.
+        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        tls: encrypt everything; whoever connects must do so, too.
+
+    Attributes:
+        address: ``host:port``; connections queue there from now on.
+
+    Raises:
+        ConfigError: the host is not the address of an interface.
+        OSError: the port is taken, or the address is not this machine's.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        address: tuple[str, int],
+        me: Identity,
+        max_message_bytes: int,
+        receive: Callable[[Guest, bytes], None],
+        gone: Callable[[Guest, bool], None],
+        *,
+        handshake_seconds: float = 5.0,
+        peer_timeout_seconds: float = 20.0,
+        tls: Tls | None = None,
+    ) -> None:
+        host, port = address
+        check_address(host)
+        self._secret, self._me, self._max_message_bytes = secret, me, max_message_bytes
+        self._receive, self._gone = receive, gone
+        self._handshake_seconds = handshake_seconds
+        self._peer_timeout_seconds = peer_timeout_seconds
+        self._tls = tls
+        self._guests: dict[socket.socket, Guest] = {}
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.address = join_address(host, self._listener.getsockname()[1])
+        self._waker, self._wakened = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wakened, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        not_in_children(self)
+
+    def turn(self, due: float | None) -> bool:
+        """Wait for what happens next, at most until ``due`` (``time.monotonic()``), and handle it.
+
+        Returns:
+            False once `end` has been called.
+        """
+        goes_on = True
+        for key, events in self._selector.select(self._seconds_until(due)):
+            if key.fileobj is self._wakened:
+                goes_on = False
+            elif key.fileobj is self._listener:
+                self._accept()
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._guests:
+                self._serve(self._guests[key.fileobj], events)
+        self._drop_slow()
+        return goes_on
+
+    def send(self, guest: Guest, message: bytes) -> None:
+        """Queue a message; what was queued for somebody who has gone meanwhile is lost."""
+        if guest.socket in self._guests:
+            guest.conversation.send(message)
+            self._watch(guest)
+
+    def drop(self, guest: Guest) -> None:
+        """End a connection, without `gone` being called."""
+        if self._guests.pop(guest.socket, None) is not None:
+            self._selector.unregister(guest.socket)
+            with contextlib.suppress(OSError):
+                guest.socket.send(guest.conversation.outgoing)
+            guest.socket.close()
+
+    def end(self) -> None:
+        """Have `turn` return, from any thread. May be called twice."""
+        self._waker.close()
+
+    def flush_and_drop_all(self) -> None:
+        """Send the last words as well as can be done without waiting, and end all connections."""
+        for guest in list(self._guests.values()):
+            self.drop(guest)
+
+    def close(self) -> None:
+        """Stop listening and end all connections. May be called twice."""
+        self.flush_and_drop_all()
+        self._selector.close()
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.forks`."""
+        for each in (self._listener, self._waker, self._wakened, *self._guests):
+            each.close()
+
+    def _seconds_until(self, due: float | None) -> float | None:
+        deadlines = [one.deadline for one in self._strangers()]
+        deadlines += [] if due is None else [due]
+        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError:  # no descriptors left: those who do not prove themselves give theirs back
+            if not self._drop_oldest_stranger():
+                time.sleep(0.05)  # the listener stays readable: without a pause this thread would spin
+            return
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keepalive(connection, self._peer_timeout_seconds)
+        channel = None if self._tls is None else self._tls.accepts()
+        conversation = Conversation(ServerHandshake(self._secret, self._me), self._max_message_bytes, channel)
+        self._guests[connection] = Guest(connection, conversation, time.monotonic() + self._handshake_seconds)
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._strangers()) > MAX_STRANGERS:
+            self._drop_oldest_stranger()
+
+    def _serve(self, guest: Guest, events: int) -> None:
+        try:
+            if events & selectors.EVENT_READ:
+                self._read(guest)
+            self._flush(guest)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(guest, silent=error.errno in SILENCE)
+        except (AuthenticationError, WireError):
+            self._lose(guest)
+
+    def _read(self, guest: Guest) -> None:
+        data = guest.socket.recv(guest.conversation.num_wanted_bytes)
+        if not data:
+            raise ConnectionResetError
+        for payload in guest.conversation.receive(data):
+            if guest.socket in self._guests:  # not once it was dropped
+                self._receive(guest, payload)
+
+    def _flush(self, guest: Guest) -> None:
+        if guest.socket not in self._guests:
+            return
+        outgoing = guest.conversation.outgoing
+        if len(outgoing) > MAX_UNREAD_BYTES:
+            raise WireError("somebody asks for more than it reads")
+        if outgoing:
+            with contextlib.suppress(BlockingIOError):
+                del outgoing[: guest.socket.send(outgoing)]
+        self._watch(guest)
+
+    def _watch(self, guest: Guest) -> None:
+        writing = selectors.EVENT_WRITE if guest.conversation.outgoing else 0
+        self._selector.modify(guest.socket, selectors.EVENT_READ | writing)
+
+    def _strangers(self) -> list[Guest]:
+        return [one for one in self._guests.values() if one.peer is None]
+
+    def _drop_slow(self) -> None:
+        now = time.monotonic()
+        for one in self._strangers():
+            if one.deadline <= now:
+                self._lose(one)
+
+    def _drop_oldest_stranger(self) -> bool:
+        strangers = self._strangers()
+        if strangers:
+            self._lose(min(strangers, key=lambda one: one.deadline))
+        return bool(strangers)
+
+    def _lose(self, guest: Guest, *, silent: bool = False) -> None:
+        if self._guests.pop(guest.socket, None) is not None:
+            self._selector.unregister(guest.socket)
+            self._gone(guest, silent)
+            guest.socket.close()
+
+
+def check_address(host: str) -> None:
+    """Raise ConfigError unless ``host`` is an address that belongs to one interface."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(f"a service listens on an address of an interface, not on {host!r}") from None
+    if address.is_unspecified or address.is_multicast:
+        raise ConfigError(f"a service listens on one interface of this machine, never on {host!r}")
+
+
+def join_address(host: str, port: int) -> str:
+    """``host:port``, ``[host]:port`` where the host is an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
