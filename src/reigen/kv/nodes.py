@@ -52,6 +52,14 @@ class NodeLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbid_
         return f"{self.role} {self.number} on host {self.host} is lost: {self.reason}"
 
 
+class NodeLeft(msgspec.Struct, tag="left", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker or a server has gone in good order. It is not waited for any more."""
+
+    role: Role
+    number: int
+    host: str
+
+
 class NodeReturned(msgspec.Struct, tag="returned", array_like=True, frozen=True, forbid_unknown_fields=True):
     """A worker that was lost is there again, or another process in its place.
 
@@ -83,7 +91,7 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unkn
     reason: str
 
 
-Event = NodeLost | NodeReturned | ServerMoved | Stop
+Event = NodeLost | NodeLeft | NodeReturned | ServerMoved | Stop
 
 
 class Membership(Protocol):
@@ -91,10 +99,8 @@ class Membership(Protocol):
 
     Attributes:
         role: ``worker`` or ``server``.
-        number: which one: a worker's rank, a server's number.
         num_workers: how many workers the job was started with.
         num_servers: how many servers.
-        is_recovery: this process takes the place of one that was lost.
         incarnation: of this process, never 0.
         secret: the job's 32 bytes.
         tls: encrypt all connections; None: do not.
@@ -102,14 +108,20 @@ class Membership(Protocol):
     """
 
     role: Role
-    number: int
     num_workers: int
     num_servers: int
-    is_recovery: bool
     incarnation: int
     secret: bytes
     tls: Tls | None
     host: str
+
+    @property
+    def number(self) -> int:
+        """Which one: a worker's rank, a server's number."""
+
+    @property
+    def is_recovery(self) -> bool:
+        """Whether this process takes the place of one that was lost."""
 
     def servers(self, deadline: float) -> Sequence[Peer]:
         """All servers by number, as they are to be found now; waits until all have come for the first time.

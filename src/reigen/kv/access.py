@@ -1,0 +1,248 @@
+"""Where a job's scheduler is and which secret opens it; and where this process listens itself.
+
+Without a secret in the environment, all processes of a job are on one host. The scheduler makes a secret and hands it,
+with its address, to processes of the same user through a Unix socket with an abstract name (`cluster.handover`). The
+name follows from DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, so several jobs of a host meet apart. A scheduler that is
+started again must find the secret of its job, or nobody could talk to it: one of the workers and servers, whichever
+comes first to a second abstract name, keeps it there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING
+
+from reigen.cluster.addresses import is_here, own_address
+from reigen.cluster.handover import Handover, Pointer, fetch, socket_name
+from reigen.cluster.reception import join_address
+from reigen.cluster.rendezvous import RendezvousClient, split_address
+from reigen.errors import ConfigError, PeerLostError
+from reigen.kv.registry import RENDEZVOUS_KEY
+from reigen.kv.roles import Settings
+from reigen.wire.auth import SECRET_BYTES
+from reigen.wire.interfaces import choose_address, own_addresses
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
+
+_log = logging.getLogger(__name__)
+
+
+class Access:
+    """The ways of one process to its job's scheduler.
+
+    Args:
+        settings: what the process is.
+        tls: encrypt what is said to the rendezvous.
+
+    Raises:
+        ConfigError: the scheduler is on another host, and there is no secret.
+    """
+
+    def __init__(self, settings: Settings, tls: Tls | None) -> None:
+        self._settings, self._tls = settings, tls
+        self._keeper: Handover | None = None
+        if settings.secret is None and not is_here(_scheduler(settings)[0]):
+            raise ConfigError(_no_secret(settings))
+
+    @property
+    def words(self) -> str:
+        """The scheduler's place, for errors."""
+        if self._settings.scheduler is None:
+            return f"the scheduler (told by the job's rendezvous at {self._settings.rendezvous})"
+        return f"the scheduler at {join_address(*self._settings.scheduler)} (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"
+
+    def pointers(self, timeout_seconds: float) -> list[Pointer]:
+        """Where the scheduler may be now, most likely place first; none while nobody tells.
+
+        Raises:
+            AuthenticationError: another user offers to be the scheduler, or the rendezvous knows another secret.
+            PeerLostError: the job's rendezvous has gone.
+        """
+        settings = self._settings
+        if settings.secret is None:
+            return fetch(_name(settings, "scheduler"))
+        if settings.scheduler is None:
+            told = peek_rendezvous(settings, self._tls, timeout_seconds)
+            return [] if told is None else [Pointer(told, settings.secret)]
+        host, port = settings.scheduler
+        hosts = [host]
+        if is_here(host):  # its name may mean a loopback address here, and another one to everybody else
+            with suppress(ConfigError):
+                hosts.append(_bind_host(settings))
+        return [Pointer(join_address(one, port), settings.secret) for one in dict.fromkeys(hosts)]
+
+    def keep(self, secret: bytes) -> None:
+        """Keep the job's secret for a scheduler that is started again, unless somebody does, or nobody needs it."""
+        if self._settings.secret is None and self._keeper is None:
+            with suppress(OSError):
+                self._keeper = Handover(_name(self._settings, "keeper"), Pointer("", secret))
+
+    def close(self) -> None:
+        """Keep nothing any more. May be called twice."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def own_host(settings: Settings) -> tuple[str, str]:
+    """The address at which a server listens for workers, and why this one.
+
+    Raises:
+        ConfigError: DMLC_NODE_HOST is none of this host's, there is no such interface, or no way to the scheduler.
+    """
+    if settings.node_host is not None:
+        return _local_address(settings.node_host, "DMLC_NODE_HOST"), f"DMLC_NODE_HOST is {settings.node_host}"
+    towards = _scheduler(settings)[0]
+    return choose_address(interfaces(settings.config.network_interfaces), towards)
+
+
+def interfaces(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of interfaces; one that there is not stands for those that begin with it, as DMLC_INTERFACE does."""
+    if not names:
+        return ()
+    there = own_addresses()
+    return tuple(
+        full
+        for name in names
+        for full in ([name] if name in there else sorted(one for one in there if one.startswith(name)) or [name])
+    )
+
+
+def scheduler_address(settings: Settings) -> tuple[str, int]:
+    """Where the scheduler listens; port 0: anywhere.
+
+    Raises:
+        ConfigError: not on this host, as it seems.
+    """
+    if settings.scheduler is not None:
+        return _bind_host(settings), settings.scheduler[1]
+    return own_host(settings)[0], 0
+
+
+def scheduler_secret(settings: Settings) -> bytes:
+    """The job's secret: given, kept by a node of the job, or a new one."""
+    if settings.secret is not None:
+        return settings.secret
+    for pointer in fetch(_name(settings, "keeper")):
+        _log.info("the job's secret was kept by one of its processes: this scheduler follows one that has ended")
+        return pointer.secret
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def offer(settings: Settings, pointer: Pointer, until: float) -> Handover | None:
+    """Hand address and secret to the processes of this host that need it; None: they have been given the secret.
+
+    Raises:
+        ConfigError: another scheduler does so for a job of the same name.
+    """
+    if settings.secret is not None:
+        return None
+    name = _name(settings, "scheduler")
+    while True:
+        try:
+            return Handover(name, pointer)
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another scheduler on this host uses DMLC_PS_ROOT_PORT {_scheduler(settings)[1]} (abstract socket "
+                    f"{name[1:].decode()}: {error.strerror}): give each job a port of its own"
+                ) from None
+        time.sleep(0.05)
+
+
+def peek_rendezvous(settings: Settings, tls: Tls | None, timeout_seconds: float) -> str | None:
+    """The scheduler's address, if it is known at the job's rendezvous.
+
+    Raises:
+        AuthenticationError: the rendezvous knows another secret.
+        PeerLostError: it has gone.
+    """
+    with closing(_rendezvous(settings, tls, timeout_seconds)) as client:
+        told = client.peek(RENDEZVOUS_KEY)
+    return None if told is None else told.decode("ascii", "replace")
+
+
+def tell_rendezvous(settings: Settings, tls: Tls | None, address: str, timeout_seconds: float) -> None:
+    """Have the job's rendezvous know where the scheduler is. Raises as `peek_rendezvous`."""
+    with closing(_rendezvous(settings, tls, timeout_seconds)) as client:
+        client.put(RENDEZVOUS_KEY, address.encode())
+
+
+def _rendezvous(settings: Settings, tls: Tls | None, timeout_seconds: float) -> RendezvousClient:
+    if settings.rendezvous is None or settings.secret is None:
+        raise PeerLostError("this job has no rendezvous")
+    return RendezvousClient(settings.rendezvous, settings.secret, settings.number or 0, timeout_seconds, tls)
+
+
+def _scheduler(settings: Settings) -> tuple[str, int]:
+    """The host that leads to the scheduler, and a port."""
+    return settings.scheduler or split_address(settings.rendezvous or "127.0.0.1:0")
+
+
+def _bind_host(settings: Settings) -> str:
+    """The address on which the scheduler of DMLC_PS_ROOT_URI listens."""
+    host, _ = _scheduler(settings)
+    if settings.role == "scheduler" and settings.node_host is not None:
+        return _local_address(settings.node_host, "DMLC_NODE_HOST")
+    if _is_address(host):
+        return _local_address(host, "DMLC_PS_ROOT_URI")
+    if not is_here(host):
+        _local_address(host, "DMLC_PS_ROOT_URI")  # raises
+    return own_address(interfaces(settings.config.network_interfaces), host)[0]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _local_address(host: str, variable: str) -> str:
+    """An address of this host that a name or an address means."""
+    found: list[str] = []
+    with suppress(OSError, UnicodeError):
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    for address in found:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.bind((address, 0))
+            if not ipaddress.ip_address(address).is_unspecified:
+                return address
+    there = ", ".join(address for some in own_addresses().values() for address in some)
+    means = f", which means {', '.join(dict.fromkeys(found))}," if found and found != [host] else ""
+    raise ConfigError(
+        f"{variable} is {host}{means} and that is no address of this host, {socket.gethostname()} ({there}). "
+        + (
+            "Start the scheduler on the host that it names; or set DMLC_NODE_HOST, for the scheduler alone, to the "
+            "address to which that one leads"
+            if variable == "DMLC_PS_ROOT_URI"
+            else "It names the address at which this process is to be found"
+        )
+    )
+
+
+def _no_secret(settings: Settings) -> str:
+    host, port = _scheduler(settings)
+    return (
+        f"this {settings.name} is to find its scheduler on {host} (DMLC_PS_ROOT_URI), which is another host, and they "
+        "have no secret by which to know each other. Set for the scheduler, the servers and the workers REIGEN_SECRET "
+        "(64 hexadecimal digits: export REIGEN_SECRET=$(openssl rand -hex 32)), or REIGEN_SECRET_FILE, the path of a "
+        f"file on every host that holds them (mode 0600). Or is {host} not where the scheduler of port {port} runs?"
+    )
+
+
+def _name(settings: Settings, what: str) -> bytes:
+    host, port = _scheduler(settings)
+    with suppress(OSError, UnicodeError):
+        host = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    if host == "::1":
+        host = "127.0.0.1"  # localhost may mean either
+    return socket_name("kv", f"{what} {host} {port}", 1)

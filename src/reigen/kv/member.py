@@ -1,0 +1,404 @@
+"""A worker's or a server's place in its job: its connection to the scheduler, kept by a small thread.
+
+The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
+gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
+REIGEN_PEER_TIMEOUT. `kv.registry` states the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from reigen.cluster.forks import not_in_children
+from reigen.cluster.layout import this_host
+from reigen.cluster.rendezvous import split_address
+from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
+from reigen.kv.access import Access
+from reigen.kv.nodes import Event, Peer, Role
+from reigen.kv.registry import (
+    ANSWERS,
+    CALLS,
+    MAX_MESSAGE_BYTES,
+    Assigned,
+    Call,
+    EnterBarrier,
+    Heartbeat,
+    Leave,
+    Missing,
+    Register,
+    WhoIsMissing,
+    name_nodes,
+)
+from reigen.kv.roles import Settings
+from reigen.kv.standing import Entry, Standing
+from reigen.wire import auth
+from reigen.wire.sockets import keepalive
+from reigen.wire.stream import Conversation, connect
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
+
+_log = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 0.1
+#: One attempt to reach the scheduler may take that long.
+_TRY_SECONDS = 1.0
+#: Whoever answers in the scheduler's place and cannot prove to be it may be about to go, for that long.
+_DOUBT_SECONDS = 1.0
+#: How long the scheduler may take to answer a question, or to take a last word.
+_ANSWER_SECONDS = 2.0
+_THE_START: Entry = ("", 0)
+
+
+class Member:
+    """See `reigen.kv.nodes.Membership`. Made by `join`."""
+
+    def __init__(self, settings: Settings, address: str, deadline: float) -> None:
+        config = settings.config
+        self.role: Role = "server" if settings.role == "server" else "worker"
+        self.num_workers, self.num_servers = settings.num_workers, settings.num_servers
+        self.incarnation = 1 + secrets.randbits(62)
+        self.secret = b""
+        self.tls = _tls(settings)
+        self.host = this_host(config.host_id or "")[1]
+        number = -1 if settings.number is None else settings.number
+        me = Register(
+            self.role, number, self.host, address, self.incarnation, settings.num_workers, settings.num_servers
+        )
+        self._standing = Standing(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
+        self._config, self._deadline = config, deadline
+        self._access = Access(settings, self.tls)
+        #: guards what stands here and `_standing`
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._outbox: deque[Call] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waker, self._wakened = socket.socketpair()
+        self._connection: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name="reigen-kv-member", daemon=True)
+        not_in_children(self)
+
+    @classmethod
+    def join(cls, settings: Settings, listener_address: str | None, deadline: float) -> Member:
+        """Become a worker or a server of the job; returns once the scheduler has given it its number.
+
+        Args:
+            settings: what this process is.
+            listener_address: where a server listens for workers, ``host:port``; None for a worker.
+            deadline: on the clock of ``time.monotonic()``.
+
+        Raises:
+            ConfigError: the scheduler refuses: another process has this number, or the job has other numbers of workers
+                and servers; or there is no secret for a job of several hosts.
+            AuthenticationError: the scheduler has another secret.
+            DeadlineError: there was no scheduler by the deadline.
+        """
+        member = cls(settings, listener_address or "", deadline)
+        standing = member._standing
+        member._thread.start()
+        try:
+            with member._changed:
+                member._await(lambda: standing.is_assigned, deadline + _TRY_SECONDS + _ANSWER_SECONDS)
+                if not standing.is_assigned:
+                    raise standing.failure or member._too_late("it takes no part in the conversation")
+        except BaseException:
+            member.close()
+            raise
+        return member
+
+    @property
+    def number(self) -> int:
+        """See `Membership`."""
+        return self._standing.number
+
+    @property
+    def is_recovery(self) -> bool:
+        """See `Membership`."""
+        return self._standing.is_recovery
+
+    def servers(self, deadline: float) -> Sequence[Peer]:
+        """See `Membership.servers`."""
+        with self._changed:
+            servers = self._standing.servers
+            self._await(lambda: bool(servers), deadline)
+            if servers:
+                return tuple(servers[number] for number in sorted(servers))
+            self._raise_failure()
+            missing = self._ask(_THE_START)
+        if missing is None:
+            raise DeadlineError(f"{self._access.words} does not say where the servers are, nor who is missing")
+        raise DeadlineError(
+            f"{name_nodes(missing.workers, missing.servers) or 'nobody'} of {self.num_workers} worker(s) and "
+            f"{self.num_servers} server(s) did not start within the time given (REIGEN_START_TIMEOUT). Were they "
+            "started, for the same scheduler, and with the same secret?",
+            ranks=missing.workers,
+        )
+
+    def barrier(self, name: str, deadline: float) -> None:
+        """See `Membership.barrier`."""
+        with self._changed:
+            standing = self._standing
+            entry = standing.enter(name)
+            self._post(EnterBarrier(*entry))
+            try:
+                self._await(lambda: standing.is_done(entry) or standing.fatal_loss() is not None, deadline)
+                if standing.is_done(entry):
+                    return
+                self._raise_failure()
+                if loss := standing.fatal_loss():
+                    ranks = (loss.number,) if loss.role == "worker" else ()
+                    raise PeerLostError(f"barrier {name!r}: {loss}", ranks=ranks)
+                missing = self._ask(entry)
+            finally:
+                standing.forget(entry)
+        if missing is None:
+            raise DeadlineError(f"barrier {name!r}: {self._access.words} does not answer")
+        who = name_nodes(missing.workers, ()) or "somebody"
+        raise DeadlineError(f"{who} did not come to barrier {name!r} in time (REIGEN_DEADLINE)", ranks=missing.workers)
+
+    def events(self) -> list[Event]:
+        """See `Membership.events`."""
+        with self._changed:
+            with contextlib.suppress(OSError):  # nothing was written, or it is closed
+                os.eventfd_read(self._bell)
+            events, self._standing.events = self._standing.events, []
+            return events
+
+    def fileno(self) -> int:
+        """See `Membership.fileno`."""
+        return self._bell
+
+    def num_dead_nodes(self) -> int:
+        """See `Membership.num_dead_nodes`."""
+        with self._changed:
+            return len(self._standing.lost)
+
+    def leave(self) -> None:
+        """See `Membership.leave`."""
+        with self._changed:
+            if not self._standing.has_left:
+                self._standing.has_left = True
+                self._post(Leave())
+
+    def close(self) -> None:
+        """See `Membership.close`."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._changed.notify_all()
+            self._wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._access.close()
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.forks`."""
+        for each in (self._waker, self._wakened, self._connection):
+            if each is not None:
+                each.close()
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+    # -- callers, who hold the lock -----------------------------------------------------------------------------------
+
+    def _await(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Wait for the condition, a failure, or the deadline."""
+        while not condition() and self._standing.failure is None and not self._is_closing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._changed.wait(min(left, threading.TIMEOUT_MAX))
+
+    def _raise_failure(self) -> None:
+        failure = self._standing.failure
+        if isinstance(failure, CollectiveError):
+            raise type(failure)(failure.reason, ranks=failure.ranks)
+        if failure is not None or self._is_closing:
+            raise PeerLostError(str(failure or f"this process, {self._standing.name}, has left the job"))
+
+    def _ask(self, entry: Entry) -> Missing | None:
+        """Who is missing, as the scheduler says; None where it says nothing."""
+        answers = self._standing.missing
+        answers.pop(entry, None)
+        self._post(WhoIsMissing(*entry))
+        self._await(lambda: entry in answers, time.monotonic() + _ANSWER_SECONDS)
+        return answers.pop(entry, None)
+
+    def _post(self, message: Call) -> None:
+        self._outbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it has been woken often enough, or is closed
+            self._waker.send(b"\0", socket.MSG_DONTWAIT)
+
+    def _too_late(self, problem: str) -> DeadlineError:
+        return DeadlineError(
+            f"{self._access.words} did not answer within the time given (REIGEN_START_TIMEOUT); was it started?"
+            f"{f' ({problem})' if problem else ''}"
+        )
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        until = self._deadline
+        while not self._is_over:
+            try:
+                connection, conversation = self._connect(until)
+            except ReigenError as error:
+                with self._changed:
+                    if not self._is_closing:
+                        self._standing.fail(error)
+                    self._ring()
+                return
+            self._connection = connection
+            try:
+                self._talk(connection, conversation)
+            except (OSError, AuthenticationError, WireError) as error:
+                if not self._is_over:
+                    _log.warning("the connection to the scheduler has ended (%s); connecting again", error)
+            finally:
+                connection.close()
+            until = time.monotonic() + self._config.peer_timeout_seconds
+
+    @property
+    def _is_over(self) -> bool:
+        with self._changed:
+            return self._is_closing or self._standing.failure is not None
+
+    def _connect(self, until: float) -> tuple[socket.socket, Conversation]:
+        """Reach the scheduler, wherever it is now."""
+        problem, doubt_until = "", until
+        while not self._is_over:
+            try:
+                found = self._reach_one()
+            except (AuthenticationError, WireError, PeerLostError, OSError) as error:
+                problem = str(error)
+                is_refused = isinstance(error, AuthenticationError) and not self._standing.is_assigned
+                if is_refused and time.monotonic() >= doubt_until:
+                    raise
+                doubt_until = min(doubt_until, time.monotonic() + _DOUBT_SECONDS)
+            else:
+                if not isinstance(found, str):
+                    return found
+                problem = found
+            if time.monotonic() >= until:
+                break
+            time.sleep(_AGAIN_SECONDS)
+        if not self._standing.is_assigned:
+            raise self._too_late(problem)
+        raise PeerLostError(
+            f"{self._access.words} has gone, and was not started again within "
+            f"{self._config.peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): {problem}"
+        )
+
+    def _reach_one(self) -> tuple[socket.socket, Conversation] | str:
+        """A connection to the scheduler, or why there is none."""
+        me = auth.Identity(auth.Role.RANK, max(0, self.number), f"kv {self.role}")
+        problem = "nobody tells where it is"
+        for pointer in self._access.pointers(_TRY_SECONDS):
+            limit = time.monotonic() + _TRY_SECONDS
+            try:
+                address = split_address(pointer.address)
+                stream = connect(address, pointer.secret, me, MAX_MESSAGE_BYTES, limit, self.tls)
+            except OSError as error:
+                problem = f"{pointer.address}: {error.strerror or error}"
+                continue
+            with self._changed:
+                self.secret = self.secret or pointer.secret
+            _log.info("connected to the scheduler at %s", pointer.address)
+            return stream.hand_over()
+        return problem
+
+    def _talk(self, connection: socket.socket, conversation: Conversation) -> None:
+        """Register, then say and hear what there is, until the connection ends or this process has left."""
+        keepalive(connection, self._config.peer_timeout_seconds)
+        with self._changed:
+            self._outbox.clear()
+            conversation.send(CALLS.encode(self._standing.registration()))
+        beat, due, is_placed = self._config.kv_heartbeat_seconds, time.monotonic(), False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wakened, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
+            while not self._is_over:
+                if is_placed and beat and time.monotonic() >= due:
+                    conversation.send(CALLS.encode(Heartbeat()))
+                    due = time.monotonic() + beat
+                self._hand_out(conversation, is_placed)
+                writing = selectors.EVENT_WRITE if conversation.outgoing else 0
+                selector.modify(connection, selectors.EVENT_READ | writing)
+                ready = selector.select(max(0.0, due - time.monotonic()) if is_placed and beat else None)
+                for key, events in ready:
+                    if key.fileobj is self._wakened:
+                        self._wakened.recv(1 << 12)
+                    elif events & selectors.EVENT_READ:
+                        is_placed |= self._read(connection, conversation)
+                    if events & selectors.EVENT_WRITE:
+                        _flush(connection, conversation)
+        self._say_last_words(connection, conversation, is_placed)
+
+    def _hand_out(self, conversation: Conversation, is_placed: bool) -> None:
+        """Send what callers want to say, once the scheduler knows who speaks."""
+        if not is_placed:
+            return
+        self._access.keep(self.secret)
+        with self._changed:
+            while self._outbox:
+                conversation.send(CALLS.encode(self._outbox.popleft()))
+
+    def _say_last_words(self, connection: socket.socket, conversation: Conversation, is_placed: bool) -> None:
+        self._hand_out(conversation, is_placed)
+        until = time.monotonic() + _ANSWER_SECONDS
+        connection.settimeout(_ANSWER_SECONDS)
+        while conversation.outgoing and time.monotonic() < until:
+            _flush(connection, conversation)
+
+    def _read(self, connection: socket.socket, conversation: Conversation) -> bool:
+        """Take in what has come; whether this process has its place on this connection."""
+        try:
+            data = connection.recv(conversation.num_wanted_bytes)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise ConnectionResetError("the other end closed the connection")
+        is_placed = False
+        for payload in conversation.receive(data):
+            message = ANSWERS.decode(payload)
+            with self._changed:
+                self._outbox.extendleft(reversed(self._standing.take(message)))
+                is_placed |= isinstance(message, Assigned)
+                self._ring()
+        return is_placed
+
+    def _ring(self) -> None:
+        """Wake whoever waits for what has changed."""
+        self._changed.notify_all()
+        if self._standing.events:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._bell, 1)
+
+
+def _flush(connection: socket.socket, conversation: Conversation) -> None:
+    with contextlib.suppress(BlockingIOError):
+        del conversation.outgoing[: connection.send(conversation.outgoing)]
+
+
+def _tls(settings: Settings) -> Tls | None:
+    if not settings.config.tls:
+        return None
+    from reigen.wire.tls import Tls
+
+    return Tls()

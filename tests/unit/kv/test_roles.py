@@ -1,0 +1,117 @@
+"""What a process is in a job with parameter servers, from its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from reigen.config import load
+from reigen.errors import ConfigError
+from reigen.kv.roles import Settings, find
+
+DMLC = {
+    "DMLC_ROLE": "worker",
+    "DMLC_PS_ROOT_URI": "10.0.0.7",
+    "DMLC_PS_ROOT_PORT": "9091",
+    "DMLC_NUM_WORKER": "4",
+    "DMLC_NUM_SERVER": "2",
+}
+SECRET = "ab" * 32
+REIGEN = {
+    "REIGEN_KV_NUM_SERVERS": "2",
+    "REIGEN_SIZE": "4",
+    "REIGEN_RANK": "3",
+    "REIGEN_RENDEZVOUS": "127.0.0.1:4711",
+    "REIGEN_SECRET": SECRET,
+}
+
+
+def found(environ: dict[str, str], **changes: str) -> Settings:
+    environ = {**environ, **changes}
+    return find(environ, load(environ))
+
+
+def test_mxnets_variables_are_enough() -> None:
+    settings = found(DMLC)
+    assert (settings.role, settings.number, settings.num_workers, settings.num_servers) == ("worker", None, 4, 2)
+    assert (settings.scheduler, settings.rendezvous, settings.secret) == (("10.0.0.7", 9091), None, None)
+    assert settings.reason == "DMLC_ROLE is worker"
+
+
+@pytest.mark.parametrize(
+    ("changes", "number"),
+    [
+        ({"DMLC_TASK_ID": "3"}, 3),
+        ({"DMLC_TASK_ID": "1", "DMLC_ROLE": "server"}, 1),
+        ({"DMLC_TASK_ID": "1", "DMLC_ROLE": "scheduler"}, None),
+        # dmlc's local launcher counts servers on from the workers
+        ({"DMLC_TASK_ID": "5", "DMLC_ROLE": "server", "DMLC_JOB_CLUSTER": "local"}, 1),
+        ({"DMLC_TASK_ID": "5", "DMLC_ROLE": "server", "DMLC_JOB_CLUSTER": "local", "REIGEN_KV_NUMBER": "0"}, 0),
+        # mpirun, as dmlc's mpi launcher uses it: one run for the workers, one for the servers
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "DMLC_ROLE": "server"}, 1),
+        ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "7"}, None),
+    ],
+)
+def test_a_number_is_a_task_number(changes: dict[str, str], number: int | None) -> None:
+    assert found(DMLC, **changes).number == number
+
+
+def test_an_address_of_ipv6_may_have_brackets() -> None:
+    assert found(DMLC, DMLC_PS_ROOT_URI="[fd00::1]").scheduler == ("fd00::1", 9091)
+    assert found(DMLC, DMLC_PS_ROOT_URI="fd00::1", DMLC_NODE_HOST="[fd00::2]").node_host == "fd00::2"
+
+
+def test_the_secret_of_a_job_is_that_of_its_port() -> None:
+    one, other = found(DMLC, REIGEN_SECRET=SECRET), found(DMLC, REIGEN_SECRET=SECRET, DMLC_PS_ROOT_PORT="9092")
+    assert one.secret not in {None, other.secret, bytes.fromhex(SECRET)}
+    assert found(DMLC, REIGEN_SECRET=SECRET, DMLC_ROLE="server").secret == one.secret
+    assert SECRET not in repr(one)
+    assert str(one.secret) not in repr(one)
+
+
+def test_all_problems_are_listed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        found({"DMLC_ROLE": "boss", "DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "0", "DMLC_PS_ROOT_PORT": "70000"})
+    assert str(caught.value).splitlines()[1:] == [
+        "  DMLC_ROLE is 'boss': it must be worker, server or scheduler",
+        "  DMLC_PS_ROOT_URI is not set: name or address of the host where the scheduler runs",
+        "  DMLC_PS_ROOT_PORT is '70000', and must be a number from 1 to 65535",
+        "  DMLC_NUM_WORKER is '0', and must be a number from 1 to 65535",
+        "  DMLC_NUM_SERVER is '0', and must be a number from 1 to 65535: a job has at least one server",
+    ]
+
+
+def test_a_number_beyond_the_job_is_refused() -> None:
+    with pytest.raises(ConfigError, match="DMLC_TASK_ID is '4', and must be a number from 0 to 3"):
+        found(DMLC, DMLC_TASK_ID="4")
+
+
+def test_a_rank_of_reigen_run_is_a_worker() -> None:
+    settings = found(REIGEN)
+    assert (settings.role, settings.number, settings.num_workers, settings.num_servers) == ("worker", 3, 4, 2)
+    assert (settings.scheduler, settings.rendezvous) == (None, "127.0.0.1:4711")
+    assert settings.secret == bytes.fromhex(SECRET)
+
+
+def test_reigen_run_has_the_last_word_over_mxnets_variables() -> None:
+    assert found({**DMLC, "DMLC_ROLE": "server"}, **REIGEN).role == "worker"
+
+
+@pytest.mark.parametrize("role", ["server", "scheduler"])
+def test_reigen_run_starts_servers_and_a_scheduler(role: str) -> None:
+    environ = {name: text for name, text in REIGEN.items() if name not in {"REIGEN_SIZE", "REIGEN_RANK"}}
+    settings = found(environ, REIGEN_KV_ROLE=role, REIGEN_KV_NUMBER="1", REIGEN_KV_NUM_WORKERS="4")
+    assert (settings.role, settings.number) == (role, 1 if role == "server" else None)
+    assert settings.num_workers == 4
+
+
+def test_a_command_knows_its_role_itself() -> None:
+    environ = {name: text for name, text in DMLC.items() if name != "DMLC_ROLE"}
+    assert find(environ, load(environ), "server").role == "server"
+    with pytest.raises(ConfigError, match="DMLC_ROLE is not set"):
+        find(environ, load(environ))
+
+
+def test_without_servers_it_is_said_how_to_start_them() -> None:
+    with pytest.raises(ConfigError, match=r"needs servers.*`reigen run -np 4 -s 2 COMMAND`.*DMLC_PS_ROOT_URI"):
+        found({"REIGEN_RANK": "0", "REIGEN_SIZE": "1"})

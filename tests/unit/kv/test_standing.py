@@ -1,0 +1,144 @@
+"""What a node makes of its scheduler's messages."""
+
+from __future__ import annotations
+
+from reigen.errors import ConfigError, PeerLostError
+from reigen.kv.nodes import NodeLost, NodeReturned, Peer, ServerMoved, Stop
+from reigen.kv.registry import (
+    Assigned,
+    BarrierDone,
+    EnterBarrier,
+    Leave,
+    Missing,
+    News,
+    Refused,
+    Register,
+    Welcome,
+    name_nodes,
+)
+from reigen.kv.standing import Standing
+
+ME = Register("worker", -1, "here", "", 77, 3, 2)
+SERVERS = (Peer(0, "10.0.0.1:5000", 11, "a"), Peer(1, "10.0.0.2:5000", 12, "b"))
+LOST = NodeLost("worker", 2, "c", "its process ended")
+
+
+def placed(*, is_loss_fatal: bool = True) -> Standing:
+    standing = Standing(ME, is_loss_fatal=is_loss_fatal)
+    standing.take(Assigned(1, is_recovery=False))
+    standing.take(Welcome(SERVERS))
+    return standing
+
+
+def test_the_scheduler_gives_a_number_which_is_said_from_then_on() -> None:
+    standing = Standing(ME, is_loss_fatal=True)
+    assert standing.registration() == ME
+    assert standing.take(Assigned(1, is_recovery=True)) == []
+    assert (standing.number, standing.is_recovery, standing.name) == (1, True, "worker 1")
+    assert standing.registration() == Register("worker", 1, "here", "", 77, 3, 2, is_known=True, is_recovery=True)
+
+
+def test_a_refusal_at_first_is_about_how_it_was_started() -> None:
+    standing = Standing(ME, is_loss_fatal=True)
+    standing.take(Refused("worker 1 is there already"))
+    assert isinstance(standing.failure, ConfigError)
+    assert "refuses this worker: worker 1 is there already" in str(standing.failure)
+    assert standing.events == []
+
+
+def test_a_refusal_later_says_that_it_was_replaced() -> None:
+    standing = placed()
+    standing.take(Refused("another process has taken its place"))
+    assert isinstance(standing.failure, PeerLostError)
+    assert standing.failure.ranks == (1,)
+    assert standing.events == [
+        Stop(1, "this process, worker 1, is not in the job any more: another process has taken its place")
+    ]
+
+
+def test_a_new_scheduler_is_told_again_where_this_node_waits() -> None:
+    standing = placed()
+    first, second = standing.enter("b"), standing.enter("a")
+    standing.take(BarrierDone(*first))
+    standing.forget(first)
+    assert standing.take(Assigned(1, is_recovery=False)) == [EnterBarrier("a", 1)]
+    standing.has_left = True
+    assert standing.take(Assigned(1, is_recovery=False)) == [EnterBarrier("a", 1), Leave()]
+    assert not standing.is_done(second)
+
+
+def test_barriers_of_one_name_are_counted() -> None:
+    standing = placed()
+    first = standing.enter("epoch")
+    standing.take(BarrierDone("epoch", 1))
+    assert standing.is_done(first)
+    standing.forget(first)
+    second = standing.enter("epoch")
+    standing.take(BarrierDone("epoch", 1))  # an answer that comes late
+    assert not standing.is_done(second)
+    standing.take(BarrierDone("epoch", 2))
+    assert standing.is_done(second)
+
+
+def test_who_takes_a_place_goes_on_there_with_barriers() -> None:
+    standing = Standing(ME, is_loss_fatal=False)
+    standing.take(Assigned(1, is_recovery=True, barriers=(("epoch", 3),)))
+    assert standing.enter("epoch") == ("epoch", 4)
+    assert standing.enter("other") == ("other", 1)
+
+
+def test_a_loss_is_told_once_however_often_it_comes() -> None:
+    standing = placed()
+    standing.take(News((LOST,)))
+    standing.take(News((LOST,)))
+    assert standing.events == [LOST]
+    assert standing.fatal_loss() == LOST
+    returned = NodeReturned("worker", 2, "d", 99)
+    standing.take(News((returned,)))
+    assert standing.events == [LOST, returned]
+    assert (standing.lost, standing.fatal_loss()) == ({}, None)
+
+
+def test_without_which_nodes_nobody_can_go_on() -> None:
+    assert placed(is_loss_fatal=False).fatal_loss() is None
+    patient = placed(is_loss_fatal=False)
+    patient.take(News((LOST, NodeLost("server", 0, "a", "silent", will_return=True))))
+    assert patient.fatal_loss() is None
+    server = NodeLost("server", 1, "b", "silent")
+    patient.take(News((server,)))
+    assert patient.fatal_loss() == server
+
+
+def test_a_server_that_moved_is_found_at_its_new_place() -> None:
+    standing = placed()
+    new = Peer(1, "10.0.0.3:6000", 13, "c")
+    standing.take(News((NodeLost("server", 1, "b", "silent", will_return=True), ServerMoved(new))))
+    assert standing.servers[1] == new
+    assert standing.lost == {}
+    newer = Peer(0, "10.0.0.4:6000", 14, "d")
+    standing.events.clear()
+    standing.take(Welcome((newer, new)))  # of a scheduler that was started again: the news was missed
+    assert standing.servers == {0: newer, 1: new}
+    assert standing.events == [ServerMoved(newer)]
+
+
+def test_the_end_of_the_job_ends_waiting() -> None:
+    standing = placed()
+    stop = Stop(0, "all workers have left")
+    standing.take(News((stop,)))
+    assert standing.events == [stop]
+    assert "the job is over: all workers have left" in str(standing.failure)
+
+
+def test_answers_are_kept_by_question() -> None:
+    standing = placed()
+    answer = Missing("epoch", 2, (0, 2), ())
+    standing.take(answer)
+    assert standing.missing == {("epoch", 2): answer}
+
+
+def test_nodes_in_words() -> None:
+    assert name_nodes((2,), ()) == "worker 2"
+    assert name_nodes((3, 0, 2), (1,)) == "workers 0, 2 and 3, server 1"
+    assert name_nodes((), (0, 1)) == "servers 0 and 1"
+    assert name_nodes((), ()) == ""
