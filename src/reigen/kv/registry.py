@@ -7,7 +7,8 @@ a. A node sends Register: what it is, its number if it knows one, where it liste
    from the nodes that connect again who is there.
 b. When all servers have come, and whenever a node registers after that, it is sent Welcome: where they all are.
 c. A node sends Heartbeat every now and then. What happens to others comes as News.
-d. A worker sends EnterBarrier, and BarrierDone comes when all have. After a new connection it says so again.
+d. A worker sends EnterBarrier, and BarrierDone comes when all have. After a new connection it says so again, of the
+   barriers at which it waits and of the last one of every name.
 e. WhoIsMissing asks whom the start, or a barrier, waits for; the answer is Missing.
 f. A node that goes in good order sends Leave. A connection that ends before that: the node is lost, or it connects
    again, as it does when the scheduler has gone.
@@ -45,6 +46,7 @@ class Register(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unkno
         num_servers: how many servers.
         is_known: it has been told its number by this job's scheduler before.
         is_recovery: as it was told then.
+        left: workers that have left in good order, as far as it was told.
     """
 
     role: NodeRole
@@ -56,6 +58,7 @@ class Register(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unkno
     num_servers: int
     is_known: bool = False
     is_recovery: bool = False
+    left: tuple[int, ...] = ()
 
 
 class Heartbeat(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -41,6 +41,7 @@ class Standing:
         failure: why there is nothing more to hope for, None while there is.
         servers: where they are, by number; empty until all have come.
         lost: what is lost now, and how that was noticed.
+        left: workers that have left in good order.
         events: what nobody has asked for yet.
     """
 
@@ -51,6 +52,7 @@ class Standing:
         self.failure: ReigenError | None = None
         self.servers: dict[int, Peer] = {}
         self.lost: dict[tuple[Role, int], NodeLost] = {}
+        self.left: set[int] = set()
         self.events: list[Event] = []
         self._entered: Counter[str] = Counter()
         #: barriers at which this process waits, and those of them to which all have come
@@ -78,6 +80,7 @@ class Standing:
             first.num_servers,
             self.is_assigned,
             self.is_recovery,
+            tuple(sorted(self.left)),
         )
 
     def enter(self, barrier: str) -> Entry:
@@ -134,7 +137,7 @@ class Standing:
             self._entered.update(dict(message.barriers))
             what = ", in place of one that was lost" if message.is_recovery else ""
             _log.info("this process is %s of the job%s", self.name, what)
-        again: list[Call] = [EnterBarrier(*entry) for entry in sorted(self._waiting)]
+        again: list[Call] = [EnterBarrier(*entry) for entry in sorted(self._waiting | set(self._entered.items()))]
         return [*again, Leave()] if self.has_left else again
 
     def _refuse(self, message: Refused) -> None:
@@ -159,6 +162,8 @@ class Standing:
             self.lost[event.role, event.number] = event
         elif isinstance(event, NodeReturned | NodeLeft):
             self.lost.pop((event.role, event.number), None)
+            if isinstance(event, NodeLeft) and event.role == "worker":
+                self.left.add(event.number)
         elif isinstance(event, ServerMoved):
             self.lost.pop(("server", event.server.number), None)
             if self.servers.get(event.server.number) == event.server:

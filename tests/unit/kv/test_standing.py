@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from reigen.errors import ConfigError, PeerLostError
-from reigen.kv.nodes import NodeLost, NodeReturned, Peer, ServerMoved, Stop
+from reigen.kv.nodes import NodeLeft, NodeLost, NodeReturned, Peer, ServerMoved, Stop
 from reigen.kv.registry import (
     Assigned,
     BarrierDone,
@@ -56,14 +56,15 @@ def test_a_refusal_later_says_that_it_was_replaced() -> None:
     ]
 
 
-def test_a_new_scheduler_is_told_again_where_this_node_waits() -> None:
+def test_a_new_scheduler_is_told_again_where_this_node_waits_and_where_it_has_been() -> None:
     standing = placed()
     first, second = standing.enter("b"), standing.enter("a")
     standing.take(BarrierDone(*first))
-    standing.forget(first)
-    assert standing.take(Assigned(1, is_recovery=False)) == [EnterBarrier("a", 1)]
+    standing.forget(first)  # another may still wait there for what the old scheduler would have said
+    again = [EnterBarrier("a", 1), EnterBarrier("b", 1)]
+    assert standing.take(Assigned(1, is_recovery=False)) == again
     standing.has_left = True
-    assert standing.take(Assigned(1, is_recovery=False)) == [EnterBarrier("a", 1), Leave()]
+    assert standing.take(Assigned(1, is_recovery=False)) == [*again, Leave()]
     assert not standing.is_done(second)
 
 
@@ -142,3 +143,9 @@ def test_nodes_in_words() -> None:
     assert name_nodes((3, 0, 2), (1,)) == "workers 0, 2 and 3, server 1"
     assert name_nodes((), (0, 1)) == "servers 0 and 1"
     assert name_nodes((), ()) == ""
+
+
+def test_it_keeps_which_workers_have_left_for_a_new_scheduler() -> None:
+    standing = placed()
+    standing.take(News((NodeLeft("worker", 2, "h2"), NodeLeft("server", 1, "h1"), NodeLeft("worker", 0, "h0"))))
+    assert standing.registration().left == (0, 2)

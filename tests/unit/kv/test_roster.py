@@ -1,0 +1,417 @@
+"""Who is in the job: messages in, what to tell whom out. "w0" and "s1" are connections; a prime is another process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from msgspec import structs
+
+from reigen.kv.barriers import MAX_BARRIERS
+from reigen.kv.events import LossPolicy
+from reigen.kv.nodes import Event, NodeLeft, NodeLost, NodeReturned, Peer, ServerMoved, Stop
+from reigen.kv.registry import (
+    ANSWERS,
+    Answer,
+    Assigned,
+    BarrierDone,
+    Call,
+    EnterBarrier,
+    Heartbeat,
+    Leave,
+    Missing,
+    News,
+    Refused,
+    Register,
+    Welcome,
+    WhoIsMissing,
+)
+from reigen.kv.roster import GRACE_SECONDS, Roster, Terms
+
+TERMS = Terms(2, 1)
+WAIT, CONTINUE = (replace(TERMS, policy=policy) for policy in (LossPolicy.WAIT, LossPolicy.CONTINUE))
+
+
+def register(owner: str, terms: Terms = TERMS, *, number: int | None = None, known: bool = False) -> Register:
+    """What the process of a connection says of itself: "w0'" is the second process that is worker 0."""
+    role = "worker" if owner[0] == "w" else "server"
+    process = 1 + owner.count("'")
+    return Register(
+        role,
+        int(owner[1]) if number is None else number,
+        f"h{owner[1]}",
+        "" if role == "worker" else f"h{owner[1]}:{7000 + process}",
+        process,
+        terms.num_workers,
+        terms.num_servers,
+        known,
+    )
+
+
+def peer(owner: str) -> Peer:
+    message = register(owner)
+    return Peer(message.number, message.address, message.incarnation, message.host)
+
+
+class Job:
+    """A roster with a clock, validated after every step; keeps what each connection was told last."""
+
+    def __init__(self, terms: Terms = TERMS, *present: str) -> None:
+        self.terms, self.roster, self.now = terms, Roster(terms), 100.0
+        for owner in present:
+            self.come(owner)
+
+    def _told(self, instructions: list[tuple[object, Answer]]) -> dict[str, list[Answer | Event]]:
+        self.roster.validate()
+        told: dict[str, list[Answer | Event]] = {}
+        for owner, answer in instructions:
+            assert ANSWERS.decode(ANSWERS.encode(answer)) == answer
+            told.setdefault(str(owner), []).extend(answer.events if isinstance(answer, News) else [answer])
+        return told
+
+    def come(self, owner: str, **said: object) -> dict[str, list[Answer | Event]]:
+        return self.say(owner, register(owner, self.terms, **said))  # type: ignore[arg-type]
+
+    def say(self, owner: str, message: Call) -> dict[str, list[Answer | Event]]:
+        return self._told(self.roster.handle(owner, message, self.now))
+
+    def end(self, owner: str) -> dict[str, list[Answer | Event]]:
+        return self._told(self.roster.ended(owner, self.now))
+
+    def wait(self, seconds: float) -> dict[str, list[Answer | Event]]:
+        """Time passes, and ticks come when they are due; what everybody was told meanwhile."""
+        until, told = self.now + seconds, {}
+        while (due := self.roster.due()) is not None and due <= until:
+            self.now = max(self.now, due)
+            for owner, answers in self._told(self.roster.tick(self.now)).items():
+                told.setdefault(owner, []).extend(answers)
+        self.now = until
+        return told
+
+    def beat(self, seconds: float, *owners: str) -> dict[str, list[Answer | Event]]:
+        """Time passes, with heartbeats of these."""
+        told: dict[str, list[Answer | Event]] = {}
+        for _ in range(int(seconds)):
+            for owner, answers in self.wait(1).items():
+                told.setdefault(owner, []).extend(answers)
+            for owner in owners:
+                for other, answers in self.say(owner, Heartbeat()).items():
+                    told.setdefault(other, []).extend(answers)
+        return told
+
+
+def started(terms: Terms = TERMS) -> Job:
+    return Job(terms, "s0", "w0", "w1")
+
+
+# -- numbers, start ---------------------------------------------------------------------------------------------------
+
+
+def test_everybody_is_told_where_the_servers_are_when_all_have_come() -> None:
+    job = Job(replace(TERMS, num_servers=2))
+    assert job.come("w1") == {"w1": [Assigned(1, False)]}
+    assert job.come("s1") == {"s1": [Assigned(1, False)]}
+    welcome = Welcome((peer("s0"), peer("s1")))
+    assert job.come("s0") == {"s0": [Assigned(0, False), welcome], "w1": [welcome], "s1": [welcome]}
+    assert job.come("w0") == {"w0": [Assigned(0, False), welcome]}
+
+
+def test_numbers_go_by_arrival_where_nobody_was_told_one() -> None:
+    job = Job(Terms(3, 1))
+    assert job.come("w1") == {"w1": [Assigned(1, False)]}
+    assert job.come("w7", number=-1) == {"w7": [Assigned(0, False)]}
+    assert job.come("w8", number=-1) == {"w8": [Assigned(2, False)]}
+    assert job.come("w9", number=-1) == {"w9": [Refused("all 3 worker(s) of this job are there already")]}
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    job = Job(TERMS, "w0")
+    assert job.come("w5") == {"w5": [Refused("there is no worker 5 among 2")]}
+    assert job.come("w0") == {"w0": [Refused("this connection has registered before")]}
+    (refused,) = job.say("w1", register("w1", Terms(4, 1)))["w1"]
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith("it expects 4 worker(s) and 1 server(s), but this job has 2 and 1")
+    assert job.say("nobody", Heartbeat()) == {}
+
+
+def test_a_process_that_ends_before_the_start_is_forgotten() -> None:
+    job = Job(TERMS, "w0", "w1")
+    job.say("w0", EnterBarrier("b", 1))
+    assert job.end("w0") == {}
+    assert job.come("w0'") == {"w0'": [Assigned(0, False)]}
+    job.come("s0")
+    assert job.say("w1", EnterBarrier("b", 1)) == {}
+    assert job.say("w0'", EnterBarrier("b", 1)) == {"w0'": [BarrierDone("b", 1)], "w1": [BarrierDone("b", 1)]}
+
+
+def test_servers_that_do_not_come_end_the_job() -> None:
+    job = Job(TERMS, "w0")
+    assert job.say("w0", WhoIsMissing()) == {"w0": [Missing("", 0, (1,), (0,))]}
+    told = job.beat(31, "w0")
+    assert told["w0"] == [Stop(1, "worker 1, server 0 did not come in time")]
+    assert job.roster.stop == told["w0"][0]
+    assert job.come("s0") == {"s0": [Refused("the job is over: worker 1, server 0 did not come in time")]}
+
+
+def test_workers_have_longer_to_come() -> None:
+    job = Job(TERMS, "w0", "s0")
+    assert job.beat(599, "w0", "s0") == {}
+    assert job.beat(2, "w0", "s0")["s0"] == [Stop(1, "worker 1 did not come in time")]
+
+
+# -- loss and return --------------------------------------------------------------------------------------------------
+
+
+def test_a_connection_that_ends_is_a_loss_that_all_are_told() -> None:
+    job = started()
+    assert job.end("w1") == {}
+    loss = NodeLost("worker", 1, "h1", "its process ended", False)
+    assert job.wait(GRACE_SECONDS) == {"s0": [loss], "w0": [loss]}
+    (refused,) = job.come("w1'")["w1'"]
+    assert refused == Refused("worker 1 on host h1 is lost: its process ended; this job does not go on without it")
+    assert job.say("w0", Leave())["s0"][-1] == Stop(1, str(loss))
+
+
+def test_a_connection_may_be_made_again() -> None:
+    job = started()
+    job.end("w1")
+    assert job.come("w1", known=True) == {"w1": [Assigned(1, False), Welcome((peer("s0"),))]}
+    assert job.beat(60, "w0", "w1", "s0") == {}
+    job.say("w1 again", register("w1", known=True))  # before the end of the old one was seen
+    assert job.end("w1") == {}
+    assert job.beat(60, "w0", "w1 again", "s0") == {}
+
+
+@pytest.mark.parametrize("terms", [WAIT, CONTINUE])
+def test_a_process_that_comes_for_a_lost_workers_number_takes_its_place(terms: Terms) -> None:
+    job = started(terms)
+    job.end("w1")
+    loss = NodeLost("worker", 1, "h1", "its process ended", terms is WAIT)
+    back = NodeReturned("worker", 1, "h1", 2)
+    assert job.come("w1'") == {  # its predecessor cannot be there any more
+        "s0": [loss, back],
+        "w0": [loss, back],
+        "w1'": [Assigned(1, True), back, Welcome((peer("s0"),))],
+    }
+    (refused,) = job.come("w1", known=True)["w1"]
+    assert refused == Refused("another process has become worker 1")
+
+
+def test_a_process_without_a_number_takes_a_lost_ones_place() -> None:
+    job = started(WAIT)
+    job.end("w0")
+    job.wait(5)
+    assert job.come("w9'", number=-1)["w9'"][0] == Assigned(0, True)
+
+
+def test_silence_is_a_loss_and_whoever_was_silent_may_be_there_again() -> None:
+    job = started(WAIT)
+    told = job.beat(21, "w0", "s0")
+    loss = NodeLost("worker", 1, "h1", "nothing was heard of it for 20 s", True)
+    assert told == {"w0": [loss], "s0": [loss], "w1": [loss]}
+    back = NodeReturned("worker", 1, "h1", 1)
+    assert job.say("w1", Heartbeat()) == {"w0": [back], "s0": [back], "w1": [back]}
+
+
+def test_under_abort_whoever_was_silent_too_long_is_told_that_it_was_given_up() -> None:
+    job = started()
+    job.beat(21, "w0", "s0")
+    assert job.say("w1", Heartbeat()) == {"w1": [Refused("it was given up: nothing was heard of it for 20 s")]}
+
+
+def test_while_the_first_may_be_alive_another_process_waits_for_its_place() -> None:
+    job = started(WAIT)
+    assert job.come("w1'") == {}
+    assert job.come("w1''") == {"w1''": [Refused("worker 1 is there already, on host h1")]}
+    assert job.say("w1", Heartbeat()) == {"w1'": [Refused("worker 1 is there already, on host h1")]}
+    assert job.come("w1''") == {}
+    told = job.beat(21, "w0", "s0")  # its machine has crashed, and nobody closed its connection
+    assert told["w1''"][:1] == [Assigned(1, True)]
+    assert told["w1"][-1] == Refused("another process has become worker 1")
+    assert told["w0"] == [
+        NodeLost("worker", 1, "h1", "nothing was heard of it for 20 s", True),
+        NodeReturned("worker", 1, "h1", 3),
+    ]
+
+
+def test_a_process_that_waits_for_a_place_may_go() -> None:
+    job = started(WAIT)
+    job.come("w1'")
+    job.end("w1'")
+    assert job.end("w1") == {}
+    assert list(job.wait(1)) == ["s0", "w0"]
+
+
+def test_without_heartbeats_nobody_waits_for_a_place_that_is_taken() -> None:
+    job = started(replace(WAIT, heartbeat_timeout_seconds=math.inf))
+    assert job.come("w1'") == {"w1'": [Refused("worker 1 is there already, on host h1")]}
+    assert job.wait(10_000) == {}
+
+
+def test_time_in_which_the_scheduler_did_not_run_is_nobodys_silence() -> None:
+    job = started()
+    job.now += 1000  # suspended
+    job.roster.tick(job.now)
+    assert job.beat(60, "w0", "w1", "s0") == {}
+
+
+def test_a_server_that_is_started_again_is_found_where_it_is_now() -> None:
+    job = started(replace(TERMS, servers_return=True))
+    job.end("s0")
+    loss = NodeLost("server", 0, "h0", "its process ended", True)
+    assert job.wait(1) == {"w0": [loss], "w1": [loss]}
+    moved = ServerMoved(peer("s0'"))
+    told = job.come("s0'")
+    assert told["w0"] == told["w1"] == [moved]
+    assert told["s0'"] == [Assigned(0, True), moved, Welcome((peer("s0'"),))]
+
+
+def test_a_server_that_nobody_starts_again_is_lost_for_good() -> None:
+    job = started(replace(TERMS, servers_return=True))
+    job.end("s0")
+    told = job.beat(32, "w0", "w1")
+    assert told["w0"][1] == NodeLost("server", 0, "h0", "nobody came in its place within 30 s", False)
+    assert isinstance(job.come("s0'")["s0'"][0], Refused)
+    job.say("w0", Leave())
+    assert job.say("w1", Leave())["w1"][-1] == Stop(
+        1, "server 0 on host h0 is lost: nobody came in its place within 30 s"
+    )
+
+
+def test_who_comes_is_told_what_has_happened() -> None:
+    job = started(replace(WAIT, servers_return=True))
+    job.say("w0", Leave())
+    job.end("s0")
+    job.wait(1)
+    job.end("w1")
+    told = job.come("s0'")["s0'"]
+    assert told[-1] == NodeLeft("worker", 0, "h0")
+    assert Welcome((peer("s0'"),)) in told
+
+
+# -- barriers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_barrier_is_done_when_all_have_entered_as_often() -> None:
+    job = started()
+    assert job.say("w0", EnterBarrier("b", 1)) == {}
+    assert job.say("w0", WhoIsMissing("b", 1)) == {"w0": [Missing("b", 1, (1,), ())]}
+    done = BarrierDone("b", 1)
+    assert job.say("w1", EnterBarrier("b", 1)) == {"w0": [done], "w1": [done]}
+    assert job.say("w1", EnterBarrier("b", 1)) == {"w1": [done]}
+    assert job.say("w1", EnterBarrier("b", 2)) == job.say("w0", EnterBarrier("c", 2)) == {}
+
+
+def test_a_worker_that_leaves_is_not_waited_for_at_barriers() -> None:
+    job = started()
+    job.say("w0", EnterBarrier("b", 1))
+    assert job.say("w1", Leave())["w0"] == [NodeLeft("worker", 1, "h1"), BarrierDone("b", 1)]
+
+
+def test_a_replacement_goes_on_with_the_barriers_where_the_others_are() -> None:
+    job = started(WAIT)
+    for sequence in (1, 2):
+        job.say("w0", EnterBarrier("b", sequence))
+        job.say("w1", EnterBarrier("b", sequence))
+    job.say("w0", EnterBarrier("b", 3))
+    job.end("w1")
+    assert job.wait(1)["w0"][-1] != BarrierDone("b", 3)
+    assert job.come("w1'")["w1'"][0] == Assigned(1, True, (("b", 2),))
+    assert job.say("w1'", EnterBarrier("b", 3))["w0"] == [BarrierDone("b", 3)]
+
+
+def test_those_who_go_on_without_a_worker_do_not_wait_for_it_at_barriers() -> None:
+    job = started(CONTINUE)
+    job.say("w0", EnterBarrier("b", 1))
+    job.end("w1")
+    assert job.wait(1)["w0"][-1] == BarrierDone("b", 1)
+
+
+def test_barriers_are_bounded() -> None:
+    job = started()
+    for number in range(MAX_BARRIERS):
+        assert job.say("w0", EnterBarrier(str(number), 1)) == {}
+    assert isinstance(job.say("w0", EnterBarrier("x", 1))["w0"][0], Refused)
+    assert isinstance(job.say("w1", EnterBarrier("x" * 257, 1))["w1"][0], Refused)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_is_over_when_all_workers_have_left() -> None:
+    job = started()
+    left = NodeLeft("worker", 0, "h0")
+    assert job.say("w0", Leave()) == {"s0": [left], "w0": [left], "w1": [left]}
+    assert job.end("w0") == {}
+    (refused,) = job.come("w0'")["w0'"]
+    assert refused == Refused("worker 0 has left this job before; it cannot come back")
+    assert job.say("w1", Leave())["s0"] == [NodeLeft("worker", 1, "h1"), Stop(0, "all workers have left")]
+    assert job.roster.due() is None
+    assert job.end("s0") == job.end("w1") == {}
+
+
+def test_a_job_that_went_on_without_a_worker_ends_well() -> None:
+    job = started(CONTINUE)
+    job.end("w1")
+    job.wait(1)
+    assert job.say("w0", Leave())["s0"][-1] == Stop(0, "all workers have left, but for those that were lost")
+
+
+def test_a_job_that_has_lost_all_workers_ends_badly() -> None:
+    job = started(CONTINUE)
+    job.end("w0")
+    job.end("w1")
+    stop = job.wait(1)["s0"][-1]
+    assert isinstance(stop, Stop)
+    assert stop.exit_code == 1
+    assert "worker 0 on host h0 is lost: its process ended; worker 1 on host h1" in stop.reason
+
+
+def test_nobody_waits_forever_for_replacements_of_all_workers() -> None:
+    job = started(WAIT)
+    job.say("w0", Leave())
+    job.end("w1")
+    assert not any(isinstance(event, Stop) for event in job.beat(30, "s0")["s0"])
+    assert job.beat(2, "s0")["s0"] == [Stop(1, "all workers have left or are lost, and nobody came in their place")]
+
+
+# -- restart of the scheduler -----------------------------------------------------------------------------------------
+
+
+def test_a_scheduler_that_is_started_again_learns_from_the_nodes_who_is_there() -> None:
+    job = Job(TERMS)
+    assert job.come("w1", known=True) == {"w1": [Assigned(1, False)]}
+    assert job.say("w1", EnterBarrier("b", 7)) == {}
+    job.come("s0", known=True)
+    told = job.come("w0", known=True)
+    assert told == {"w0": [Assigned(0, False), Welcome((peer("s0"),))]}
+    assert job.say("w0", EnterBarrier("b", 7))["w1"] == [BarrierDone("b", 7)]
+    assert job.beat(60, "w0", "w1", "s0") == {}
+
+
+def test_whoever_does_not_come_back_to_it_is_lost_but_not_who_had_left() -> None:
+    job = Job(Terms(3, 1))
+    job.say("w0", structs.replace(register("w0", job.terms, known=True), left=(1,)))
+    job.come("s0", known=True)
+    told = job.beat(31, "w0", "s0")
+    loss = NodeLost("worker", 2, "", "it did not come back within 30 s", False)
+    assert told == {"w0": [loss], "s0": [loss]}
+    assert job.say("w0", Leave())["s0"][-1] == Stop(1, str(loss))
+
+
+def test_a_worker_that_had_left_says_so_again() -> None:
+    job = Job(TERMS)
+    job.say("w0", structs.replace(register("w0", known=True), left=(1,)))
+    job.come("s0", known=True)
+    assert job.come("w1", known=True)["w1"][0] == Assigned(1, False)
+    job.say("w1", Leave())
+    assert job.say("w0", Leave())["s0"][-1] == Stop(0, "all workers have left")
+
+
+def test_a_process_that_it_does_not_know_is_a_replacement() -> None:
+    job = Job(WAIT)
+    job.come("w0", known=True)
+    job.come("s0", known=True)
+    assert job.come("w1'")["w0"] == [NodeReturned("worker", 1, "h1", 2)]
+    assert isinstance(job.come("w1", known=True)["w1"][0], Refused)
