@@ -33,12 +33,13 @@ H. *Returning.* The worker is told its last round (`Recovered`) and is expected 
    repeat rounds that are over nor hold the others up until it has caught up: its rounds up to the least `done` of the
    expected ones (of all, the largest, if none is) then count as over. A key's cells may tell different rounds; the
    worker goes on after the least, and (A) takes care of the rest.
-I. *Restart of the server.* `state` goes into a snapshot together with the value. In an engine made `from_state` the
-   expected workers are away, until each has said how far it was (`Resumed`), or has returned, left, or been lost. No
-   synchronous round is completed meanwhile, and nothing is applied or answered for a worker that is away. What was not
-   acknowledged, workers send again, and that they have left they say again. What was acknowledged and is not in the
-   snapshot is lost, in whole rounds if synchronous: they count as over (`Forgotten`). With a snapshot before each
-   acknowledgement there are none.
+I. *Restart of the server, or of a connection.* `state` goes into a snapshot together with the value. In an engine made
+   `from_state` all workers are away, until each has said how far it was (`Resumed`), or has returned, left, or been
+   lost. While an expected one is away no synchronous round is completed, and nothing is applied or answered for it.
+   What was not acknowledged, workers send again, and that they have left they say again. What was acknowledged and is
+   not in the snapshot is lost, in whole rounds if synchronous: they count as over (`Forgotten`). With a snapshot before
+   each acknowledgement there are none. `Resumed` is answered like `Returned`, and is a return if the engine thought
+   that the worker had left or was lost: the snapshot may be older than its return.
 J. *Bounds.* A push that is more than `MAX_AHEAD` rounds ahead of `done` fails: its worker does not wait for
    acknowledgements.
 K. *Deadlines.* The server keeps them; `waits` says who each request waits for. A push that has expired is withdrawn.
@@ -81,6 +82,7 @@ from reigen.kv.events import (
 
 #: Rounds that a worker may be ahead of what has been applied for it.
 MAX_AHEAD = 64
+_RESTARTED = "the server was restarted; it waits to hear from"
 
 
 class Presence(Enum):
@@ -136,7 +138,7 @@ class Consistency:
         self.staleness = staleness
         self._done = [0] * num_workers
         self._presence = [Presence.HERE] * num_workers
-        #: expected, and not heard of since the restart of this server (I)
+        #: not heard of since the restart of this server (I)
         self._away: set[int] = set()
         #: contributions that are not applied, by worker and round; all rounds are above ``done``
         self._held: list[dict[int, Token]] = [{} for _ in range(num_workers)]
@@ -153,7 +155,7 @@ class Consistency:
         engine = cls(len(state.done), math.inf if state.staleness is None else state.staleness)
         engine._done = list(state.done)
         engine._presence = list(state.presence)
-        engine._away = set(engine._expected())
+        engine._away = set(range(len(state.done)))
         return engine
 
     def state(self) -> ConsistencyState:
@@ -321,11 +323,8 @@ class Consistency:
 
     def _resume(self, worker: int, round: int) -> Instructions:
         """Step I."""
-        if worker not in self._away:
-            return []
-        self._away.discard(worker)
         instructions: Instructions = []
-        if round > self._done[worker]:
+        if worker in self._away and round > self._done[worker]:
             together = self.is_synchronous
             instructions.append(Forgotten(self._done[worker] + 1, round, None if together else worker))
             for each in range(self.num_workers) if together else (worker,):
@@ -333,7 +332,7 @@ class Consistency:
                 for over in sorted(self._held[each]):
                     if over <= round:
                         instructions.append(self._end(each, over, repeated=True))
-        return instructions + self._settle(worker)
+        return instructions + self._return(worker)
 
     def _expire(self, token: Token) -> Instructions:
         """Step K."""
@@ -364,7 +363,7 @@ class Consistency:
 
     def _is_complete(self, round: int) -> bool:
         """Step B."""
-        if self._away:
+        if not self._away.isdisjoint(self._expected()):
             return False
         contributed = [round in held for held in self._held]
         return any(contributed) and all(contributed[worker] for worker in self._expected())
@@ -423,15 +422,15 @@ class Consistency:
     def _missing(self) -> tuple[tuple[int, ...], str]:
         """For whom the current synchronous round waits."""
         round = self._done[0] + 1
-        if self._away:
-            return self._named(self._away, "the server was restarted; it waits to hear from")
+        if not self._away.isdisjoint(self._expected()):
+            return self._named(self._away.intersection(self._expected()), _RESTARTED)
         missing = [worker for worker in self._expected() if round not in self._held[worker]]
         return self._named(missing, f"round {round} waits for")
 
     def _before(self, worker: int) -> tuple[tuple[int, ...], str]:
         """For what a worker's own contributions wait, where they are applied one by one."""
         if worker in self._away:
-            return self._named([worker], "the server was restarted; it waits to hear from")
+            return self._named([worker], _RESTARTED)
         return self._named([worker], f"later rounds wait for round {self._done[worker] + 1} of")
 
     def _unread(self, pull: PullWanted) -> tuple[tuple[int, ...], str]:
@@ -453,12 +452,10 @@ class Consistency:
 
     def validate(self) -> None:
         """Assert what must hold between two events."""
-        expected = set(self._expected())
         held = [token for each in self._held for token in each.values()]
         tokens = held + [pull.token for pull in self._pulls]
         assert len(set(tokens)) == len(tokens), "no token twice"
         assert self._orphans <= set(held)
-        assert self._away <= expected
         assert not (self._failure and tokens), "nothing waits after a failure"
         for worker, each in enumerate(self._held):
             assert all(self._done[worker] < round <= self._done[worker] + MAX_AHEAD for round in each)

@@ -80,7 +80,7 @@ class Returned(msgspec.Struct, frozen=True):
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """A worker tells a server that has been restarted how far it was.
+    """A worker has connected again, to a server that may have been restarted, and says how far it was.
 
     Attributes:
         worker: its number.
@@ -172,7 +172,11 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Recovered(msgspec.Struct, frozen=True):
-    """The answer to `Returned`: the worker's next push of the cell has the number ``round + 1``."""
+    """The answer to `Returned` and `Resumed`: so many pushes of the worker have come, or count as over.
+
+    The next one of a worker that does not know its number is ``round + 1``. One that waits for the acknowledgement of
+    this or an earlier one sends it again.
+    """
 
     worker: int
     round: int

@@ -295,7 +295,7 @@ def test_after_a_restart_unacknowledged_pushes_come_again() -> None:
     assert cell(Resumed(0, 1), push("a2"), pull("A2")) == []
     assert cell.engine.waits()[0].reason == "the server was restarted; it waits to hear from worker(s) 1"
     assert cell(push("b2")) == []  # nobody can know yet whether round 2 was over
-    assert cell(Resumed(1, 1))[0] == Combine(2, (0, 1), ("a2", "b2"), 1.0)
+    assert cell(Resumed(1, 1))[:2] == [Recovered(1, 2), Combine(2, (0, 1), ("a2", "b2"), 1.0)]
 
 
 def test_a_round_in_the_snapshot_that_was_not_acknowledged_is_not_applied_again() -> None:
@@ -309,7 +309,13 @@ def test_acknowledged_rounds_that_no_snapshot_holds_are_over_for_all() -> None:
     cell = Cell(2)
     cell.restart()
     assert cell(Resumed(1, 2), push("b3"), pull("B3"), push("a3")) == []  # not acknowledged to worker 1: 3
-    assert cell(Resumed(0, 3)) == [Forgotten(3, 3, None), repeat("a3"), repeat("b3"), answer("B3")]
+    assert cell(Resumed(0, 3)) == [
+        Forgotten(3, 3, None),
+        repeat("a3"),
+        repeat("b3"),
+        Recovered(0, 3),
+        answer("B3"),
+    ]
 
 
 def test_acknowledged_pushes_that_no_snapshot_holds_are_over_for_their_worker() -> None:
@@ -317,9 +323,9 @@ def test_acknowledged_pushes_that_no_snapshot_holds_are_over_for_their_worker() 
     cell(push("a1"), push("b1"))
     cell.restart()
     assert cell(push("b2"), pull("B1")) == []
-    assert cell(Resumed(1, 1)) == [apply("b2"), ack("b2"), answer("B1")]
-    assert cell(Resumed(0, 4)) == [Forgotten(2, 4, 0)]
-    assert cell(Resumed(0, 9)) == []  # it is not away any more
+    assert cell(Resumed(1, 1)) == [Recovered(1, 2), apply("b2"), ack("b2"), answer("B1")]
+    assert cell(Resumed(0, 4)) == [Forgotten(2, 4, 0), Recovered(0, 4)]
+    assert cell(Resumed(0, 9)) == [Recovered(0, 4)]  # it is not away any more
 
 
 def test_a_restarted_server_knows_who_has_left_or_was_lost() -> None:
@@ -329,6 +335,15 @@ def test_a_restarted_server_knows_who_has_left_or_was_lost() -> None:
     assert cell.engine.state().presence == (Presence.HERE, Presence.LEFT, Presence.MISSED, Presence.AWAITED)
     assert cell(Returned(3)) == [Recovered(3, 0)]
     assert cell(Resumed(0, 0), push("a1"), push("d1"))[0] == Combine(1, (0, 3), ("a1", "d1"), 1.5)
+
+
+def test_a_snapshot_may_be_older_than_a_workers_return() -> None:
+    cell = Cell(3)
+    cell(Left(1), Lost(2, CONTINUE))
+    cell.restart()
+    assert cell(Resumed(1, 1)) == [Forgotten(1, 1, None), Recovered(1, 1)]
+    assert cell(Resumed(2, 1)) == [Recovered(2, 1)]
+    assert cell(Resumed(0, 1), push("a2"), push("b2"), push("c2"))[0] == Combine(2, (0, 1, 2), ("a2", "b2", "c2"), 1.0)
 
 
 # -- bounds -----------------------------------------------------------------------------------------------------------
