@@ -54,13 +54,14 @@ class _Formatter(logging.Formatter):
         return super().format(record)
 
 
-def attach(level: str, *, hide_time: bool = False, rank: int | None = None) -> None:
+def attach(level: str, *, hide_time: bool = False, rank: int | None = None, node: str = "") -> None:
     """Show messages of at least ``level`` on stderr. Repeated calls replace what the earlier ones asked for.
 
     Args:
         level: one of ``config.LOG_LEVELS``.
         hide_time: lines do not begin with the time.
         rank: told in each line; None where there is one process, or where the launcher tells it.
+        node: told in each line of a process that is no rank, such as ``server 1``.
     """
     logging.addLevelName(TRACE, "TRACE")
     logger = logging.getLogger("reigen")
@@ -68,7 +69,8 @@ def attach(level: str, *, hide_time: bool = False, rank: int | None = None) -> N
     if handler is None:
         handler = _Stderr()
         logger.addHandler(handler)
-    handler.setFormatter(_Formatter("" if rank is None else f" rank {rank}", hide_time=hide_time))
+    place = f" {node}" if node else "" if rank is None else f" rank {rank}"
+    handler.setFormatter(_Formatter(place, hide_time=hide_time))
     if logger.level in {logging.NOTSET, handler.level_set}:
         handler.level_set = _LEVELS[level]
         logger.setLevel(_LEVELS[level])

@@ -13,6 +13,8 @@ from reigen._version import __version__
 #: is asked for: `reigen run` must start fast.
 COMMANDS = {
     "run": "start a job: the same command in several processes",
+    "server": "be a parameter server of the job that the environment tells of",
+    "scheduler": "bring the workers and servers of that job together",
     "check": "say what is installed here, whether jobs can run, and how",
     "bench": "measure, beside the peers, in one run",
     "trace": "say what a timeline tells, and what to do about it",
@@ -33,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="reigen",
         description="Data-parallel training of one model on many processes.",
-        epilog="\n".join(["commands:", *(f"  {name:8}{text}" for name, text in COMMANDS.items())]),
+        epilog="\n".join(["commands:", *(f"  {name:10}{text}" for name, text in COMMANDS.items())]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -104,6 +104,11 @@ class Reception:
         self._selector.register(self._listener, selectors.EVENT_READ)
         not_in_children(self)
 
+    @property
+    def num_guests(self) -> int:
+        """How many connections there are whose ends are proven."""
+        return sum(guest.peer is not None for guest in self._guests.values())
+
     def turn(self, due: float | None) -> bool:
         """Wait for what happens next, at most until ``due`` (``time.monotonic()``), and handle it.
 

@@ -59,6 +59,9 @@ class NodeLeft(msgspec.Struct, tag="left", array_like=True, frozen=True, forbid_
     number: int
     host: str
 
+    def __str__(self) -> str:
+        return f"{self.role} {self.number} on host {self.host} has left in good order"
+
 
 class NodeReturned(msgspec.Struct, tag="returned", array_like=True, frozen=True, forbid_unknown_fields=True):
     """A worker that was lost is there again, or another process in its place.
@@ -72,11 +75,17 @@ class NodeReturned(msgspec.Struct, tag="returned", array_like=True, frozen=True,
     host: str
     incarnation: int
 
+    def __str__(self) -> str:
+        return f"{self.role} {self.number} is there again, on host {self.host}"
+
 
 class ServerMoved(msgspec.Struct, tag="moved", array_like=True, frozen=True, forbid_unknown_fields=True):
     """A server that was lost has been started again, and is to be found there from now on."""
 
     server: Peer
+
+    def __str__(self) -> str:
+        return f"server {self.server.number} is there again, on host {self.server.host} at {self.server.address}"
 
 
 class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -89,6 +98,9 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unkn
 
     exit_code: int
     reason: str
+
+    def __str__(self) -> str:
+        return f"the job is over: {self.reason}"
 
 
 Event = NodeLost | NodeLeft | NodeReturned | ServerMoved | Stop

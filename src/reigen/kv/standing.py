@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 
-from reigen.errors import ConfigError, PeerLostError, ReigenError
+from reigen.errors import ConfigError, DeadlineError, PeerLostError, ReigenError
 from reigen.kv.nodes import Event, NodeLeft, NodeLost, NodeReturned, Peer, Role, ServerMoved, Stop
 from reigen.kv.registry import (
     Answer,
@@ -137,7 +137,10 @@ class Standing:
             self._entered.update(dict(message.barriers))
             what = ", in place of one that was lost" if message.is_recovery else ""
             _log.info("this process is %s of the job%s", self.name, what)
-        again: list[Call] = [EnterBarrier(*entry) for entry in sorted(self._waiting | set(self._entered.items()))]
+            return []
+        # others may still wait at the last one of each name for what the old scheduler would have said
+        entries = sorted(self._waiting | set(self._entered.items()))
+        again: list[Call] = [EnterBarrier(*entry) for entry in entries]
         return [*again, Leave()] if self.has_left else again
 
     def _refuse(self, message: Refused) -> None:
@@ -163,6 +166,8 @@ class Standing:
         elif isinstance(event, NodeReturned | NodeLeft):
             self.lost.pop((event.role, event.number), None)
             if isinstance(event, NodeLeft) and event.role == "worker":
+                if event.number in self.left:
+                    return
                 self.left.add(event.number)
         elif isinstance(event, ServerMoved):
             self.lost.pop(("server", event.server.number), None)
@@ -170,7 +175,8 @@ class Standing:
                 return
             self.servers[event.server.number] = event.server
         elif self.failure is None:
-            self.failure = PeerLostError(f"the job is over: {event.reason}")
+            kind = PeerLostError if self.servers else DeadlineError  # before all have come: somebody never did
+            self.failure = kind(f"the job is over: {event.reason}")
         self._tell(event)
 
     def _tell(self, event: Event) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reigen.errors import ConfigError, PeerLostError
+from reigen.errors import ConfigError, DeadlineError, PeerLostError
 from reigen.kv.nodes import NodeLeft, NodeLost, NodeReturned, Peer, ServerMoved, Stop
 from reigen.kv.registry import (
     Assigned,
@@ -56,15 +56,17 @@ def test_a_refusal_later_says_that_it_was_replaced() -> None:
     ]
 
 
-def test_a_new_scheduler_is_told_again_where_this_node_waits_and_where_it_has_been() -> None:
+def test_a_new_scheduler_is_told_again_where_this_node_waits() -> None:
     standing = placed()
     first, second = standing.enter("b"), standing.enter("a")
     standing.take(BarrierDone(*first))
-    standing.forget(first)  # another may still wait there for what the old scheduler would have said
-    again = [EnterBarrier("a", 1), EnterBarrier("b", 1)]
-    assert standing.take(Assigned(1, is_recovery=False)) == again
+    standing.forget(first)
+    standing.take(News((NodeLeft("worker", 2, "c"), NodeLeft("server", 1, "b"))))
+    assert standing.registration().left == (2,)
+    # of every barrier the last time, and where it waits
+    assert standing.take(Assigned(1, is_recovery=False)) == [EnterBarrier("a", 1), EnterBarrier("b", 1)]
     standing.has_left = True
-    assert standing.take(Assigned(1, is_recovery=False)) == [*again, Leave()]
+    assert standing.take(Assigned(1, is_recovery=False))[-1] == Leave()
     assert not standing.is_done(second)
 
 
@@ -131,6 +133,13 @@ def test_the_end_of_the_job_ends_waiting() -> None:
     assert "the job is over: all workers have left" in str(standing.failure)
 
 
+def test_a_job_that_ends_before_all_have_come_has_missed_its_start() -> None:
+    standing = Standing(ME, is_loss_fatal=True)
+    standing.take(Assigned(1, is_recovery=False))
+    standing.take(News((Stop(1, "server 1 did not come in time"),)))
+    assert isinstance(standing.failure, DeadlineError)
+
+
 def test_answers_are_kept_by_question() -> None:
     standing = placed()
     answer = Missing("epoch", 2, (0, 2), ())
@@ -143,9 +152,3 @@ def test_nodes_in_words() -> None:
     assert name_nodes((3, 0, 2), (1,)) == "workers 0, 2 and 3, server 1"
     assert name_nodes((), (0, 1)) == "servers 0 and 1"
     assert name_nodes((), ()) == ""
-
-
-def test_it_keeps_which_workers_have_left_for_a_new_scheduler() -> None:
-    standing = placed()
-    standing.take(News((NodeLeft("worker", 2, "h2"), NodeLeft("server", 1, "h1"), NodeLeft("worker", 0, "h0"))))
-    assert standing.registration().left == (0, 2)

@@ -1,0 +1,181 @@
+"""The scheduler of a job with parameter servers: one thread, which listens, and does as `kv.roster` decides.
+
+It carries no data and keeps nothing on a disk. When it is killed, the job goes on without it for a while; one that is
+started again at the same place learns from the nodes, which connect again, who is in the job.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from reigen.cluster.handover import Handover, Pointer
+from reigen.cluster.reception import Guest, Reception, join_address
+from reigen.cluster.rendezvous import split_address
+from reigen.errors import ConfigError
+from reigen.kv import access
+from reigen.kv.events import LossPolicy
+from reigen.kv.nodes import Event, NodeLost, Stop
+from reigen.kv.registry import ANSWERS, CALLS, MAX_MESSAGE_BYTES, SCHEDULER, Answer, News, Refused, Register
+from reigen.kv.roles import Settings
+from reigen.kv.roster import Roster, Terms
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
+
+_log = logging.getLogger(__name__)
+
+#: How long nodes that were told of the job's end may take to hang up.
+_LINGER_SECONDS = 2.0
+
+
+class Scheduler:
+    """The scheduler; connections queue from now on, before `serve`.
+
+    Args:
+        settings: of the job, with the role ``scheduler``.
+        tls: encrypt all connections.
+
+    Attributes:
+        address: where it listens, ``host:port``.
+
+    Raises:
+        ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken.
+        AuthenticationError, PeerLostError: it cannot tell the job's rendezvous where it is.
+    """
+
+    def __init__(self, settings: Settings, tls: Tls | None = None) -> None:
+        config = settings.config
+        self._settings = settings
+        self._roster = Roster(_terms(settings))
+        secret = access.scheduler_secret(settings)
+        self._reception = self._listen(secret, tls)
+        self.address = self._reception.address
+        self._handover: Handover | None = None
+        try:
+            until = time.monotonic() + config.start_timeout_seconds
+            self._handover = access.offer(settings, Pointer(self.address, secret), until)
+            if settings.rendezvous is not None:
+                access.tell_rendezvous(settings, tls, self.address, config.start_timeout_seconds)
+        except BaseException:
+            self._reception.close()
+            raise
+        _log.info(
+            "scheduler of %d worker(s) and %d server(s) at %s: %s",
+            settings.num_workers,
+            settings.num_servers,
+            self.address,
+            settings.reason,
+        )
+
+    def serve(self) -> int:
+        """Serve until the job is over, or `stop` is called; returns the exit code: 0 if all workers left in order."""
+        while self._roster.stop is None:
+            if not self._reception.turn(self._roster.due()):
+                return 1
+            self._say(self._roster.tick(time.monotonic()))
+        stop = self._roster.stop
+        _log.log(logging.ERROR if stop.exit_code else logging.INFO, "the job is over: %s", stop.reason)
+        until = time.monotonic() + _LINGER_SECONDS
+        while self._reception.num_guests and time.monotonic() < until:
+            if not self._reception.turn(until):
+                break
+        return stop.exit_code
+
+    def stop(self) -> None:
+        """Have `serve` return without a word to anybody, from any thread."""
+        self._reception.end()
+
+    def close(self) -> None:
+        """Stop listening. May be called twice."""
+        if self._handover is not None:
+            self._handover.close()
+        self._reception.close()
+
+    def _listen(self, secret: bytes, tls: Tls | None) -> Reception:
+        settings = self._settings
+        host, port = access.scheduler_address(settings)
+        ports = [port]
+        if settings.rendezvous is not None:  # where nodes look that had a scheduler before
+            told = access.peek_rendezvous(settings, tls, settings.config.start_timeout_seconds)
+            before = None if told is None else split_address(told)
+            ports = [before[1], 0] if before is not None and before[0] == host else [0]
+        problem = ""
+        for one in ports:
+            try:
+                return Reception(
+                    secret,
+                    (host, one),
+                    SCHEDULER,
+                    MAX_MESSAGE_BYTES,
+                    self._receive,
+                    self._gone,
+                    peer_timeout_seconds=settings.config.peer_timeout_seconds,
+                    tls=tls,
+                )
+            except OSError as error:
+                problem = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(
+            f"the scheduler cannot listen at {join_address(host, port)}: {problem}. Is another job's scheduler, "
+            "or another program, there? DMLC_PS_ROOT_PORT, the same for all processes of a job, names another port"
+        )
+
+    def _receive(self, guest: Guest, payload: bytes) -> None:
+        message = CALLS.decode(payload)
+        if isinstance(message, Register):
+            which = "" if message.number < 0 else f" {message.number}"
+            where = f", which listens at {message.address}" if message.address else ""
+            _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)
+        self._say(self._roster.handle(guest, message, time.monotonic()))
+
+    def _gone(self, guest: Guest, silent: bool) -> None:
+        self._say(self._roster.ended(guest, time.monotonic()))
+
+    def _say(self, instructions: Sequence[tuple[object, Answer]]) -> None:
+        for guest, answer in instructions:
+            assert isinstance(guest, Guest), "owners are the guests that were handed in"
+            self._reception.send(guest, ANSWERS.encode(answer))
+            if isinstance(answer, Refused):
+                _log.warning("a process was refused: %s", answer.reason)
+                self._reception.drop(guest)
+        _tell(event for _, answer in instructions if isinstance(answer, News) for event in answer.events)
+
+
+def _tell(events: Iterable[Event]) -> None:
+    """What has happened, for whoever reads the scheduler's log: once, however many nodes are told."""
+    for event in dict.fromkeys(events):
+        if not isinstance(event, Stop):
+            _log.log(logging.WARNING if isinstance(event, NodeLost) else logging.INFO, "%s", event)
+
+
+def _terms(settings: Settings) -> Terms:
+    config = settings.config
+    beats = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
+    return Terms(
+        settings.num_workers,
+        settings.num_servers,
+        policy=LossPolicy(config.kv_on_worker_loss),
+        servers_return=config.kv_snapshot_dir is not None,
+        heartbeat_timeout_seconds=beats or math.inf,
+        return_seconds=config.start_timeout_seconds,
+        start_seconds=config.start_timeout_seconds,
+        deadline_seconds=config.start_timeout_seconds,
+    )
+
+
+def run(settings: Settings) -> int:
+    """Be the scheduler of a job; returns the exit code. Raises as `Scheduler` does."""
+    tls = None
+    if settings.config.tls:
+        from reigen.wire.tls import Tls
+
+        tls = Tls()
+    scheduler = Scheduler(settings, tls)
+    try:
+        return scheduler.serve()
+    finally:
+        scheduler.close()

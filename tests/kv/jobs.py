@@ -1,0 +1,154 @@
+"""Jobs with parameter servers, started by hand: processes with DMLC_* variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from reigen.testing.environment import clean_environment
+
+DEADLINE_SECONDS = 40.0
+NODE = (sys.executable, str(Path(__file__).with_name("node.py")))
+SCHEDULER = (sys.executable, "-m", "reigen", "scheduler")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nobody listens at."""
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+class Process:
+    """A process of a job."""
+
+    def __init__(self, command: Sequence[str], environ: dict[str, str]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
+        self._process = subprocess.Popen(
+            command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+        )
+        self._read = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, command: str) -> Any:
+        """Have it do something; returns its answer."""
+        self.tell(command)
+        return self.hear()
+
+    def tell(self, command: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{command}\n".encode())
+        self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The next line that it says."""
+        assert self._process.stdout is not None
+        end = time.monotonic() + DEADLINE_SECONDS
+        while b"\n" not in self._read:
+            ready = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))[0]
+            assert ready, f"it said nothing; its errors: {self.errors()}"
+            data = os.read(self._process.stdout.fileno(), 1 << 16)
+            assert data, f"it has ended; its errors: {self.errors()}"
+            self._read += data
+        line, _, self._read = self._read.partition(b"\n")
+        return json.loads(line)
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> int:
+        """Nothing more is told to it: its exit code."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._process.wait(DEADLINE_SECONDS)
+
+    def errors(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode()
+
+    def wait_for(self, words: str) -> None:
+        """Until it has written this to stderr."""
+        end = time.monotonic() + DEADLINE_SECONDS
+        while words not in self.errors():
+            assert time.monotonic() < end, f"it did not write {words!r}, but {self.errors()}"
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.02)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            assert stream is not None
+            with suppress(OSError):  # what was not told to it yet
+                stream.close()
+
+
+class Job:
+    """A job; its processes end with the block.
+
+    Args:
+        variables: of all its processes, beside those of the job.
+    """
+
+    def __init__(self, num_workers: int, num_servers: int, *, host: str = "127.0.0.1", **variables: str) -> None:
+        self.variables = {
+            **clean_environment(),
+            "DMLC_PS_ROOT_URI": host,
+            "DMLC_PS_ROOT_PORT": str(free_port(host)),
+            "DMLC_NUM_WORKER": str(num_workers),
+            "DMLC_NUM_SERVER": str(num_servers),
+            **variables,
+        }
+        self._processes: list[Process] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._processes:
+            if kind is not None:
+                sys.stderr.write(process.errors())
+            process.close()
+
+    def start(self, command: Sequence[str], **variables: str) -> Process:
+        process = Process(command, {**self.variables, **variables})
+        self._processes.append(process)
+        return process
+
+    def scheduler(self, **variables: str) -> Process:
+        return self.start(SCHEDULER, **{"PS_VERBOSE": "1", **variables})
+
+    def node(self, role: str, number: int | None = None, **variables: str) -> Process:
+        """A worker or a server; without a number, it is given one."""
+        task = {} if number is None else {"DMLC_TASK_ID": str(number)}
+        return self.start(NODE, DMLC_ROLE=role, **task, **variables)
+
+    def all(self) -> tuple[Process, list[Process], list[Process]]:
+        """The scheduler, the servers, the workers: all of them there."""
+        scheduler = self.scheduler()
+        servers = [self.node("server", number) for number in range(int(self.variables["DMLC_NUM_SERVER"]))]
+        workers = [self.node("worker", number) for number in range(int(self.variables["DMLC_NUM_WORKER"]))]
+        for number, node in [*enumerate(servers), *enumerate(workers)]:
+            assert node.hear()["joined"] == number
+        return scheduler, servers, workers

@@ -1,0 +1,72 @@
+"""A worker or a server that does nothing but what it is told, a line of stdin for each: a program for tests.
+
+    servers | barrier NAME [SECONDS] | events | dead | leave
+
+Each is answered with a line of JSON. At the end of stdin it closes its membership, and exits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+import time
+from typing import Any
+
+from reigen.config import Config, load
+from reigen.errors import CollectiveError, ReigenError
+from reigen.kv.access import own_host
+from reigen.kv.member import Member
+from reigen.kv.roles import find
+
+DEADLINE_SECONDS = 30.0
+
+
+def main() -> int:
+    config = load(os.environ)
+    settings = find(os.environ, config)
+    try:
+        address = f"[{own_host(settings)[0]}]:{os.getpid()}" if settings.role == "server" else None
+        member = Member.join(settings, address, time.monotonic() + config.start_timeout_seconds)
+    except ReigenError as error:
+        say(told(error))
+        return 1
+    say({"joined": member.number, "recovers": member.is_recovery, "secret": hash(member.secret)})
+    for line in sys.stdin:
+        try:
+            say(answer(member, config, *line.split()))
+        except ReigenError as error:
+            say(told(error))
+    member.close()
+    return 0
+
+
+def answer(member: Member, config: Config, what: str, *arguments: str) -> object:
+    now = time.monotonic()
+    if what == "servers":
+        return [[peer.number, peer.address] for peer in member.servers(now + config.start_timeout_seconds)]
+    if what == "barrier":
+        seconds = float(arguments[1]) if len(arguments) > 1 else DEADLINE_SECONDS
+        member.barrier(arguments[0], now + seconds)
+        return "done"
+    if what == "events":
+        assert select.select([member], [], [], DEADLINE_SECONDS)[0], "nothing happened"
+        return [str(event) for event in member.events()]
+    if what == "leave":
+        return member.leave()
+    assert what == "dead"
+    return member.num_dead_nodes()
+
+
+def told(error: ReigenError) -> dict[str, Any]:
+    ranks = error.ranks if isinstance(error, CollectiveError) else ()
+    return {"error": type(error).__name__, "text": str(error), "ranks": ranks}
+
+
+def say(what: object) -> None:
+    os.write(1, (json.dumps(what) + "\n").encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

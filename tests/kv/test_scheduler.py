@@ -1,0 +1,236 @@
+"""A scheduler, and workers and servers that are processes: started by hand, missing, stopped, killed, replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from tests.kv.jobs import SCHEDULER, Job, Process
+
+pytestmark = pytest.mark.slow
+
+
+def leave(scheduler: Process, servers: list[Process], workers: list[Process]) -> None:
+    """All workers leave; everybody else ends by that."""
+    for worker in workers:
+        worker.ask("leave")
+        assert worker.end() == 0
+    for server in servers:
+        while "the job is over: all workers have left" not in (events := server.ask("events"))[-1]:
+            assert "has left in good order" in events[-1]
+        assert server.end() == 0
+    assert scheduler.end() == 0
+
+
+def ended(error: dict[str, object], kind: str) -> str:
+    assert error["error"] == kind, error
+    return str(error["text"])
+
+
+def test_mxnets_variables_are_enough_on_one_host() -> None:
+    with Job(2, 1) as job:
+        workers = [job.node("worker"), job.node("worker")]  # the scheduler comes last
+        server = job.node("server")
+        scheduler = job.scheduler()
+        assert server.hear()["joined"] == 0
+        assert sorted(worker.hear()["joined"] for worker in workers) == [0, 1]
+        assert [worker.ask("servers") for worker in workers] == [[[0, f"[127.0.0.1]:{server.pid}"]]] * 2
+        for _ in range(3):
+            workers[0].tell("barrier epoch")
+            assert workers[1].ask("barrier epoch") == "done"
+            assert workers[0].hear() == "done"
+        leave(scheduler, [server], workers)
+        assert "worker 1 on host" in scheduler.errors()  # PS_VERBOSE=1
+
+
+def test_ranks_are_task_numbers_whoever_comes_first() -> None:
+    with Job(3, 1) as job:
+        scheduler, server = job.scheduler(), job.node("server")
+        workers = {}
+        for number in (2, 0, 1):
+            workers[number] = job.node("worker", number)
+            assert workers[number].hear()["joined"] == number
+        server.hear()
+        leave(scheduler, [server], list(workers.values()))
+
+
+def test_who_does_not_start_is_named_to_all() -> None:
+    with Job(3, 2, REIGEN_START_TIMEOUT="2") as job:
+        scheduler = job.scheduler()
+        server, worker = job.node("server", 1), job.node("worker", 1)
+        for node in (server, worker):
+            node.hear()
+        text = ended(worker.ask("servers"), "DeadlineError")
+        assert "workers 0 and 2, server 0" in text
+        assert scheduler.end() == 1
+        assert "server 0" in scheduler.errors()
+        assert "server 0" in server.ask("events")[-1]
+
+
+def test_without_a_scheduler_it_is_missed_by_the_deadline() -> None:
+    with Job(1, 1, REIGEN_START_TIMEOUT="0.5") as job:
+        text = ended(job.node("worker").hear(), "DeadlineError")
+        assert f"127.0.0.1:{job.variables['DMLC_PS_ROOT_PORT']}" in text
+        assert "was it started?" in text
+
+
+def test_a_scheduler_may_be_killed_and_started_again() -> None:
+    with Job(2, 1, REIGEN_PEER_TIMEOUT="15") as job:
+        scheduler, servers, workers = job.all()
+        before = [workers[0].ask("servers"), workers[1].ask("servers")]
+        workers[0].tell("barrier epoch")
+        for _ in range(2):
+            scheduler.kill()
+            scheduler = job.scheduler()
+        assert workers[1].ask("barrier epoch") == "done"
+        assert workers[0].hear() == "done"
+        assert [workers[0].ask("servers"), workers[1].ask("servers")] == before
+        workers[1].tell("barrier epoch")
+        assert workers[0].ask("barrier epoch") == "done"
+        workers[1].kill()  # the new one notices, too
+        text = ended(workers[0].ask("barrier epoch"), "PeerLostError")
+        assert "worker 1 on host" in text
+        del servers
+
+
+def test_a_scheduler_that_stays_away_ends_the_job() -> None:
+    with Job(2, 1, REIGEN_PEER_TIMEOUT="1") as job:
+        scheduler, servers, workers = job.all()
+        scheduler.kill()
+        assert "has gone, and was not started again within 1 s" in ended(workers[0].ask("barrier b"), "PeerLostError")
+        assert "the scheduler at" in servers[0].ask("events")[-1]
+
+
+def test_a_worker_that_is_killed_is_named_to_the_others() -> None:
+    with Job(3, 1) as job:
+        scheduler, servers, workers = job.all()
+        workers[0].tell("barrier b")
+        workers[1].kill()
+        error = workers[0].hear()
+        assert "worker 1 on host" in ended(error, "PeerLostError")
+        assert error["ranks"] == [1]
+        assert workers[0].ask("dead") == 1
+        assert "worker 1" in servers[0].ask("events")[-1]
+        for number in (0, 2):
+            workers[number].end()
+        assert scheduler.end() == 1
+
+
+def test_a_worker_that_stops_is_lost_and_stays_so() -> None:
+    with Job(2, 1, PS_HEARTBEAT_INTERVAL="0.2", PS_HEARTBEAT_TIMEOUT="1") as job:
+        _, _, workers = job.all()
+        workers[1].signal(signal.SIGSTOP)
+        assert "nothing was heard of it for 1 s" in ended(workers[0].ask("barrier b"), "PeerLostError")
+        workers[1].signal(signal.SIGCONT)
+        text = ended(workers[1].ask("barrier b"), "PeerLostError")
+        assert "nothing was heard of it for 1 s" in text or "the job is over" in text
+
+
+def test_the_others_go_on_without_a_lost_worker_where_that_is_the_policy() -> None:
+    with Job(3, 1, REIGEN_KV_ON_WORKER_LOSS="continue") as job:
+        scheduler, servers, workers = job.all()
+        workers[0].tell("barrier b")
+        workers[2].tell("barrier b")
+        workers[1].kill()
+        assert (workers[0].hear(), workers[2].hear()) == ("done", "done")
+        assert "worker 1" in servers[0].ask("events")[0]
+        for number in (0, 2):
+            workers[number].ask("leave")
+            assert workers[number].end() == 0
+        assert scheduler.end() == 0
+
+
+def test_a_replacement_takes_the_place_of_a_lost_worker() -> None:
+    with Job(2, 1, REIGEN_KV_ON_WORKER_LOSS="wait") as job:
+        scheduler, servers, workers = job.all()
+        workers[1].tell("barrier b")
+        assert workers[0].ask("barrier b") == "done"
+        workers[0].tell("barrier b")
+        workers[1].kill()
+        second = job.node("worker")  # without a number: the one that is free
+        assert second.hear() | {"secret": 0} == {"joined": 1, "recovers": True, "secret": 0}
+        assert second.ask("barrier b") == "done"
+        assert workers[0].hear() == "done"
+        leave(scheduler, servers, [workers[0], second])
+
+
+def test_a_server_that_is_killed_ends_the_job_by_name() -> None:
+    with Job(1, 2) as job:
+        scheduler, servers, workers = job.all()
+        servers[1].kill()
+        assert "server 1 on host" in workers[0].ask("events")[0]
+        assert "server 1 on host" in ended(workers[0].ask("barrier b"), "PeerLostError")
+        assert workers[0].end() == 0
+        assert scheduler.end() == 1
+
+
+def test_a_server_with_snapshots_may_be_started_again(tmp_path: Path) -> None:
+    with Job(1, 2, REIGEN_KV_SNAPSHOT_DIR=str(tmp_path)) as job:
+        scheduler, servers, workers = job.all()
+        assert len(workers[0].ask("servers")) == 2
+        servers[1].kill()
+        again = job.node("server", 1)
+        assert again.hear()["recovers"]
+        events: list[str] = []
+        while not any("server 1 is there again" in event for event in events):
+            events += workers[0].ask("events")
+        assert workers[0].ask("servers")[1] == [1, f"[127.0.0.1]:{again.pid}"]
+        leave(scheduler, [servers[0], again], workers)
+
+
+def test_several_jobs_on_one_machine_do_not_meet() -> None:
+    with Job(1, 1) as one, Job(1, 1) as other:
+        first, second = one.all(), other.all()
+        assert first[2][0].ask("servers") == [[0, f"[127.0.0.1]:{first[1][0].pid}"]]
+        assert second[2][0].ask("servers") == [[0, f"[127.0.0.1]:{second[1][0].pid}"]]
+        leave(*first)
+        leave(*second)
+
+
+def test_a_number_that_is_taken_is_refused() -> None:
+    with Job(2, 1, PS_HEARTBEAT_INTERVAL="0.2") as job:
+        scheduler, servers, workers = job.all()
+        assert "worker 1 is there already, on host" in ended(job.node("worker", 1).hear(), "ConfigError")
+        assert "all 2 worker(s) of this job are there" in ended(job.node("worker").hear(), "ConfigError")
+        assert "it expects 5 worker(s)" in ended(job.node("worker", DMLC_NUM_WORKER="5").hear(), "ConfigError")
+        leave(scheduler, servers, workers)
+
+
+def test_another_secret_is_refused_and_disturbs_nobody() -> None:
+    with Job(1, 1, REIGEN_SECRET="ab" * 32) as job:
+        scheduler, servers, workers = job.all()
+        wrong = job.node("worker", REIGEN_SECRET="cd" * 32).hear()
+        assert "does not know this job's secret" in ended(wrong, "AuthenticationError")
+        leave(scheduler, servers, workers)
+
+
+def test_a_port_that_is_taken_is_told() -> None:
+    with Job(1, 1) as job:
+        port = int(job.variables["DMLC_PS_ROOT_PORT"])
+        with socket.create_server(("127.0.0.1", port)):
+            scheduler = job.scheduler()
+            assert scheduler.end() == 1
+            assert f"cannot listen at 127.0.0.1:{port}: {os.strerror(98)}" in scheduler.errors()
+            text = ended(job.node("worker", REIGEN_START_TIMEOUT="0.5").hear(), "DeadlineError")
+            assert str(port) in text
+
+
+def test_a_scheduler_that_is_elsewhere_needs_a_secret_and_cannot_be_started_here() -> None:
+    with Job(1, 1) as job:
+        elsewhere = {"DMLC_PS_ROOT_URI": "192.0.2.7"}
+        text = ended(job.node("worker", **elsewhere).hear(), "ConfigError")
+        assert "192.0.2.7 (DMLC_PS_ROOT_URI), which is another host" in text
+        assert "REIGEN_SECRET_FILE" in text
+        scheduler = job.start(SCHEDULER, **elsewhere)
+        assert scheduler.end() == 1
+        assert "DMLC_PS_ROOT_URI is 192.0.2.7 and that is no address of this host" in scheduler.errors()
+
+
+def test_addresses_of_ipv6() -> None:
+    with Job(1, 1, host="::1", DMLC_NODE_HOST="::1") as job:
+        scheduler, servers, workers = job.all()
+        assert workers[0].ask("servers") == [[0, f"[::1]:{servers[0].pid}"]]
+        leave(scheduler, servers, workers)
