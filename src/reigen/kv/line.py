@@ -25,7 +25,8 @@ AHEAD_BYTES = 1 << 20
 #: Messages that one call of `Line.receive` takes, so that one busy peer does not keep others waiting.
 _MOST_MESSAGES = 64
 _NOTHING = memoryview(b"")
-_NEVER_DROPPED = frozenset({int(Kind.HELLO), int(Kind.WELCOME)})
+#: Nobody would send these again.
+_NEVER_DROPPED = frozenset(map(int, (Kind.HELLO, Kind.WELCOME, Kind.RELEASE, Kind.NOTICE)))
 _log = logging.getLogger(__name__)
 
 

@@ -6,9 +6,10 @@ Every message is a header of 64 bytes and, perhaps, a body. Headers and bodies t
 
 A value is cut into cells (`reigen.kv.sharding`): everything below names one cell of one key of one store.
 
-a. A worker opens one connection to each server for each of its stores and says HELLO; the server says WELCOME. Both
-   say where their arena is; whoever cannot open the other's says so by not using it (`Flag.IN_MEMORY` is then never
-   sent).
+a. A worker opens one connection to each server for each of its stores, for `PURPOSE`, and says HELLO: who it is,
+   where its arena is, and how synchronous the store is. The server says WELCOME, with its own arena if it has opened
+   the worker's. Then the worker may send bodies by `Flag.IN_MEMORY`, and asks for such answers by
+   `Flag.ANSWER_IN_MEMORY` if it has opened the server's. A worker that is not welcome hears a NOTICE of a problem.
 b. Every other message of a worker is a request with an id of its own, unique among the worker's requests to that
    server in the life of the worker, and never 0. Every request is answered once by DONE, VALUE, DECLARED or ERROR
    with the same id, in any order. A request that is sent again, with the same id or for the same (cell, round), is
@@ -20,10 +21,13 @@ c. DECLARE comes first for every key: all workers say what they mean by it to th
    can be used. Workers that disagree all get an ERROR.
 d. PUSH, PUSHPULL and ROW_PUSH say the worker's own count of its pushes of that cell, from 1, in ``round``; PULL and
    ROW_PULL say how many pushes of the cell the worker has sent before. When they are answered is decided by the
-   store's consistency (`reigen.kv.consistency`): in a synchronous store when the round is complete and applied.
+   store's consistency (`reigen.kv.consistency`): in a synchronous store when the round is complete and applied. A
+   push is answered by DONE, all others by VALUE. Rows travel as their numbers (int64, ascending, each once, counted
+   from the first row of the cell), and after them, in ROW_PUSH, their elements; ROW_PULL brings the elements back.
+   Every push of a key is a push of each of its cells, if only of no rows.
 e. The memory of a push that lies in the worker's arena belongs to the server until the answer. A VALUE in the
    server's arena belongs to the worker until it says RELEASE: its body is the ids of the answers that have been
-   copied out. RELEASE has no answer. The end of a connection releases everything.
+   copied out, also of those that came twice. RELEASE has no answer. The end of a connection releases everything.
 f. COMMAND has a `Command` as body and is answered by DONE with a `Result`, or ERROR.
 g. With PS_RESEND, the server says RECEIVED as soon as a request is there that it cannot answer yet. A worker that has
    heard neither that nor an answer sends the request again; one that has heard RECEIVED asks by QUERY: the same
@@ -61,6 +65,8 @@ from reigen.errors import (
 from reigen.types import DTYPES
 from reigen.wire.codec import Codec
 
+#: What the connections are for, in the handshake; the ranks there are the numbers of worker and server.
+PURPOSE = "kv"
 HEADER_BYTES = 64
 #: The largest body that is not numbers of an array.
 MAX_CONTROL_BYTES = 1 << 20
@@ -105,6 +111,7 @@ class Flag(IntFlag):
 
     Attributes:
         IN_MEMORY: the body lies in the sender's arena.
+        ANSWER_IN_MEMORY: the answer's body may lie in the server's arena.
         HOME: (DECLARE) the receiver is the key's home server.
         ENCODED: the body is encoded by the store's gradient compression.
         ENCODE_ANSWER: (PULL, PUSHPULL) the answer may be.
@@ -118,6 +125,7 @@ class Flag(IntFlag):
     ENCODE_ANSWER = 8
     UNKNOWN = 16
     RESENT = 32
+    ANSWER_IN_MEMORY = 64
 
 
 #: The numbers of element types on the wire; 0 for none.
@@ -239,6 +247,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
         fd: its descriptor of the arena's segment.
         inode: that file's number: whoever opens it compares.
         is_empty: (WELCOME) the server holds nothing of this store yet.
+        staleness: of the store (`reigen.kv.consistency`), the same for all; None is infinite.
     """
 
     number: int
@@ -249,6 +258,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     fd: int = -1
     inode: int = 0
     is_empty: bool = True
+    staleness: int | None = 0
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
@@ -271,6 +281,8 @@ class Declare(msgspec.Struct, array_like=True, frozen=True):
         places: all cells of the key, from rank 0; None from the others.
         is_initialised: rank 0 has sent all cells.
         reason: why the cells are where they are, for logs.
+        generation: how often the key was declared anew: all workers do so to have it cut in another way before the
+            first push. Cells of an earlier generation are forgotten where the key is declared with a later one.
     """
 
     name: int | str
@@ -280,6 +292,7 @@ class Declare(msgspec.Struct, array_like=True, frozen=True):
     places: tuple[Place, ...] | None = None
     is_initialised: bool = False
     reason: str = ""
+    generation: int = 0
 
 
 class Declared(msgspec.Struct, array_like=True, frozen=True):
