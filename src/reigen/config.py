@@ -285,7 +285,6 @@ _REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items
 #: Variables that are no knobs: the place in the job, services, other tools, Horovod's build and its integrations.
 _NO_KNOBS = re.compile(
     r"(REIGEN|HOROVOD)_(LOCAL_|CROSS_)?(RANK|SIZE)"
-    r"|REIGEN_KV_(ROLE|NUMBER|NUM_WORKERS|NUM_SERVERS|SCHEDULER)"
     r"|REIGEN_(RENDEZVOUS(_PORT)?|SECRET(_FILE)?|TERMINAL|PREFIXED|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
     r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
     r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"

@@ -15,21 +15,15 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
-from typing import TYPE_CHECKING
+from contextlib import suppress
 
 from reigen.cluster.addresses import is_here, own_address
 from reigen.cluster.handover import Handover, Pointer, fetch, socket_name
 from reigen.cluster.reception import join_address
-from reigen.cluster.rendezvous import RendezvousClient, split_address
-from reigen.errors import ConfigError, PeerLostError
-from reigen.kv.registry import RENDEZVOUS_KEY
+from reigen.errors import ConfigError
 from reigen.kv.roles import Settings
 from reigen.wire.auth import SECRET_BYTES
 from reigen.wire.interfaces import choose_address, own_addresses
-
-if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
-    from reigen.wire.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -39,38 +33,31 @@ class Access:
 
     Args:
         settings: what the process is.
-        tls: encrypt what is said to the rendezvous.
 
     Raises:
         ConfigError: the scheduler is on another host, and there is no secret.
     """
 
-    def __init__(self, settings: Settings, tls: Tls | None) -> None:
-        self._settings, self._tls = settings, tls
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._keeper: Handover | None = None
-        if settings.secret is None and not is_here(_scheduler(settings)[0]):
+        if settings.secret is None and not is_here(settings.scheduler[0]):
             raise ConfigError(_no_secret(settings))
 
     @property
     def words(self) -> str:
         """The scheduler's place, for errors."""
-        if self._settings.scheduler is None:
-            return f"the scheduler (told by the job's rendezvous at {self._settings.rendezvous})"
         return f"the scheduler at {join_address(*self._settings.scheduler)} (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"
 
-    def pointers(self, timeout_seconds: float) -> list[Pointer]:
+    def pointers(self) -> list[Pointer]:
         """Where the scheduler may be now, most likely place first; none while nobody tells.
 
         Raises:
-            AuthenticationError: another user offers to be the scheduler, or the rendezvous knows another secret.
-            PeerLostError: the job's rendezvous has gone.
+            AuthenticationError: another user offers to be the scheduler.
         """
         settings = self._settings
         if settings.secret is None:
             return fetch(_name(settings, "scheduler"))
-        if settings.scheduler is None:
-            told = peek_rendezvous(settings, self._tls, timeout_seconds)
-            return [] if told is None else [Pointer(told, settings.secret)]
         host, port = settings.scheduler
         hosts = [host]
         if is_here(host):  # its name may mean a loopback address here, and another one to everybody else
@@ -98,7 +85,7 @@ def own_host(settings: Settings) -> tuple[str, str]:
     """
     if settings.node_host is not None:
         return _local_address(settings.node_host, "DMLC_NODE_HOST"), f"DMLC_NODE_HOST is {settings.node_host}"
-    towards = _scheduler(settings)[0]
+    towards = settings.scheduler[0]
     return choose_address(interfaces(settings.config.network_interfaces), towards)
 
 
@@ -115,14 +102,12 @@ def interfaces(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def scheduler_address(settings: Settings) -> tuple[str, int]:
-    """Where the scheduler listens; port 0: anywhere.
+    """Where the scheduler listens.
 
     Raises:
         ConfigError: not on this host, as it seems.
     """
-    if settings.scheduler is not None:
-        return _bind_host(settings), settings.scheduler[1]
-    return own_host(settings)[0], 0
+    return _bind_host(settings), settings.scheduler[1]
 
 
 def scheduler_secret(settings: Settings) -> bytes:
@@ -150,44 +135,15 @@ def offer(settings: Settings, pointer: Pointer, until: float) -> Handover | None
         except OSError as error:
             if time.monotonic() > until:
                 raise ConfigError(
-                    f"another scheduler on this host uses DMLC_PS_ROOT_PORT {_scheduler(settings)[1]} (abstract socket "
+                    f"another scheduler on this host uses DMLC_PS_ROOT_PORT {settings.scheduler[1]} (abstract socket "
                     f"{name[1:].decode()}: {error.strerror}): give each job a port of its own"
                 ) from None
         time.sleep(0.05)
 
 
-def peek_rendezvous(settings: Settings, tls: Tls | None, timeout_seconds: float) -> str | None:
-    """The scheduler's address, if it is known at the job's rendezvous.
-
-    Raises:
-        AuthenticationError: the rendezvous knows another secret.
-        PeerLostError: it has gone.
-    """
-    with closing(_rendezvous(settings, tls, timeout_seconds)) as client:
-        told = client.peek(RENDEZVOUS_KEY)
-    return None if told is None else told.decode("ascii", "replace")
-
-
-def tell_rendezvous(settings: Settings, tls: Tls | None, address: str, timeout_seconds: float) -> None:
-    """Have the job's rendezvous know where the scheduler is. Raises as `peek_rendezvous`."""
-    with closing(_rendezvous(settings, tls, timeout_seconds)) as client:
-        client.put(RENDEZVOUS_KEY, address.encode())
-
-
-def _rendezvous(settings: Settings, tls: Tls | None, timeout_seconds: float) -> RendezvousClient:
-    if settings.rendezvous is None or settings.secret is None:
-        raise PeerLostError("this job has no rendezvous")
-    return RendezvousClient(settings.rendezvous, settings.secret, settings.number or 0, timeout_seconds, tls)
-
-
-def _scheduler(settings: Settings) -> tuple[str, int]:
-    """The host that leads to the scheduler, and a port."""
-    return settings.scheduler or split_address(settings.rendezvous or "127.0.0.1:0")
-
-
 def _bind_host(settings: Settings) -> str:
     """The address on which the scheduler of DMLC_PS_ROOT_URI listens."""
-    host, _ = _scheduler(settings)
+    host, _ = settings.scheduler
     if settings.role == "scheduler" and settings.node_host is not None:
         return _local_address(settings.node_host, "DMLC_NODE_HOST")
     if _is_address(host):
@@ -230,7 +186,7 @@ def _local_address(host: str, variable: str) -> str:
 
 
 def _no_secret(settings: Settings) -> str:
-    host, port = _scheduler(settings)
+    host, port = settings.scheduler
     return (
         f"this {settings.name} is to find its scheduler on {host} (DMLC_PS_ROOT_URI), which is another host, and they "
         "have no secret by which to know each other. Set for the scheduler, the servers and the workers REIGEN_SECRET "
@@ -240,7 +196,7 @@ def _no_secret(settings: Settings) -> str:
 
 
 def _name(settings: Settings, what: str) -> bytes:
-    host, port = _scheduler(settings)
+    host, port = settings.scheduler
     with suppress(OSError, UnicodeError):
         host = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     if host == "::1":

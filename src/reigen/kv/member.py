@@ -77,7 +77,7 @@ class Member:
         )
         self._standing = Standing(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
         self._config, self._deadline = config, deadline
-        self._access = Access(settings, self.tls)
+        self._access = Access(settings)
         #: guards what stands here and `_standing`
         self._changed = threading.Condition()
         self._is_closing = False
@@ -309,7 +309,7 @@ class Member:
         """A connection to the scheduler, or why there is none."""
         me = auth.Identity(auth.Role.RANK, max(0, self.number), f"kv {self.role}")
         problem = "nobody tells where it is"
-        for pointer in self._access.pointers(_TRY_SECONDS):
+        for pointer in self._access.pointers():
             limit = time.monotonic() + _TRY_SECONDS
             try:
                 address = split_address(pointer.address)

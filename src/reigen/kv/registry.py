@@ -25,8 +25,6 @@ from reigen.kv.nodes import Role as NodeRole
 from reigen.wire.auth import Identity, Role
 from reigen.wire.codec import Codec
 
-#: Where the scheduler of a job that `reigen run` started is: this key at the job's rendezvous holds ``host:port``.
-RENDEZVOUS_KEY = "kv/scheduler"
 SCHEDULER = Identity(Role.RANK, 0, "kv scheduler")
 
 MAX_NAME_BYTES = 256

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from reigen.cluster.handover import Handover, Pointer
 from reigen.cluster.reception import Guest, Reception, join_address
-from reigen.cluster.rendezvous import split_address
 from reigen.errors import ConfigError
 from reigen.kv import access
 from reigen.kv.events import LossPolicy
@@ -45,7 +44,6 @@ class Scheduler:
 
     Raises:
         ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken.
-        AuthenticationError, PeerLostError: it cannot tell the job's rendezvous where it is.
     """
 
     def __init__(self, settings: Settings, tls: Tls | None = None) -> None:
@@ -59,8 +57,6 @@ class Scheduler:
         try:
             until = time.monotonic() + config.start_timeout_seconds
             self._handover = access.offer(settings, Pointer(self.address, secret), until)
-            if settings.rendezvous is not None:
-                access.tell_rendezvous(settings, tls, self.address, config.start_timeout_seconds)
         except BaseException:
             self._reception.close()
             raise
@@ -98,29 +94,22 @@ class Scheduler:
 
     def _listen(self, secret: bytes, tls: Tls | None) -> Reception:
         settings = self._settings
-        host, port = access.scheduler_address(settings)
-        ports = [port]
-        if settings.rendezvous is not None:  # where nodes look that had a scheduler before
-            told = access.peek_rendezvous(settings, tls, settings.config.start_timeout_seconds)
-            before = None if told is None else split_address(told)
-            ports = [before[1], 0] if before is not None and before[0] == host else [0]
-        problem = ""
-        for one in ports:
-            try:
-                return Reception(
-                    secret,
-                    (host, one),
-                    SCHEDULER,
-                    MAX_MESSAGE_BYTES,
-                    self._receive,
-                    self._gone,
-                    peer_timeout_seconds=settings.config.peer_timeout_seconds,
-                    tls=tls,
-                )
-            except OSError as error:
-                problem = os.strerror(error.errno) if error.errno else str(error)
+        address = access.scheduler_address(settings)
+        try:
+            return Reception(
+                secret,
+                address,
+                SCHEDULER,
+                MAX_MESSAGE_BYTES,
+                self._receive,
+                self._gone,
+                peer_timeout_seconds=settings.config.peer_timeout_seconds,
+                tls=tls,
+            )
+        except OSError as error:
+            problem = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(
-            f"the scheduler cannot listen at {join_address(host, port)}: {problem}. Is another job's scheduler, "
+            f"the scheduler cannot listen at {join_address(*address)}: {problem}. Is another job's scheduler, "
             "or another program, there? DMLC_PS_ROOT_PORT, the same for all processes of a job, names another port"
         )
 

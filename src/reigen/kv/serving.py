@@ -5,24 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import socket
 import time
 from collections.abc import Mapping
 
 from reigen import log
 from reigen.cluster.environ import PREFIXED_VARIABLE
-from reigen.cluster.reception import join_address
 from reigen.config import LOG_LEVELS, Config
 from reigen.errors import ConfigError, ReigenError
 from reigen.kv import scheduler
 from reigen.kv.access import own_host
 from reigen.kv.member import Member
-from reigen.kv.roles import ROLE_VARIABLE, Role, Settings, find
+from reigen.kv.roles import Role, Settings, find
 
 _log = logging.getLogger(__name__)
-
-#: Connections that wait while the server does other things: those of all workers, at the start.
-_BACKLOG = 512
 
 
 def take_part(environ: Mapping[str, str], config: Config) -> Settings:
@@ -35,7 +30,7 @@ def take_part(environ: Mapping[str, str], config: Config) -> Settings:
     try:
         settings = find(environ, config)
     except ConfigError as error:
-        if not {environ.get("DMLC_ROLE"), environ.get(ROLE_VARIABLE)}.isdisjoint({"server", "scheduler"}):
+        if environ.get("DMLC_ROLE", "").lower() in {"server", "scheduler"}:
             raise SystemExit(f"reigen: {error}") from None
         raise
     show_messages(settings, environ)
@@ -67,21 +62,20 @@ def _serve(settings: Settings, environ: Mapping[str, str]) -> int:
     """Serve until the job is over; returns the exit code."""
     try:
         return scheduler.run(settings) if settings.role == "scheduler" else _be_server(settings, environ)
-    except ReigenError as error:  # told here: a program that catches it must not run on in this process
+    except (ReigenError, OSError) as error:  # told here: a program that catches it must not run on in this process
         _log.critical("%s", error)
         return 1
 
 
 def _be_server(settings: Settings, environ: Mapping[str, str]) -> int:
-    from reigen.kv.server import Server
+    from reigen.kv.server import Server, listen
 
     host, why = own_host(settings)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.create_server((host, 0), family=family, backlog=_BACKLOG) as listener:
-        address = join_address(host, listener.getsockname()[1])
+    listener, address = listen(host)
+    with contextlib.closing(listener):
         _log.info("this server listens at %s: %s", address, why)
         deadline = time.monotonic() + settings.config.start_timeout_seconds
-        member = Member.join(settings, address, deadline)
-        with contextlib.closing(member):
+        with contextlib.closing(Member.join(settings, address, deadline)) as member:
             show_messages(dataclasses.replace(settings, number=member.number), environ)
-            return Server(member, settings.config, listener).serve()
+            with contextlib.closing(Server(member, settings.config, listener)) as server:
+                return server.serve()

@@ -16,13 +16,6 @@ DMLC = {
     "DMLC_NUM_SERVER": "2",
 }
 SECRET = "ab" * 32
-REIGEN = {
-    "REIGEN_KV_NUM_SERVERS": "2",
-    "REIGEN_SIZE": "4",
-    "REIGEN_RANK": "3",
-    "REIGEN_RENDEZVOUS": "127.0.0.1:4711",
-    "REIGEN_SECRET": SECRET,
-}
 
 
 def found(environ: dict[str, str], **changes: str) -> Settings:
@@ -33,7 +26,7 @@ def found(environ: dict[str, str], **changes: str) -> Settings:
 def test_mxnets_variables_are_enough() -> None:
     settings = found(DMLC)
     assert (settings.role, settings.number, settings.num_workers, settings.num_servers) == ("worker", None, 4, 2)
-    assert (settings.scheduler, settings.rendezvous, settings.secret) == (("10.0.0.7", 9091), None, None)
+    assert (settings.scheduler, settings.secret) == (("10.0.0.7", 9091), None)
     assert settings.reason == "DMLC_ROLE is worker"
 
 
@@ -42,10 +35,9 @@ def test_mxnets_variables_are_enough() -> None:
     [
         ({"DMLC_TASK_ID": "3"}, 3),
         ({"DMLC_TASK_ID": "1", "DMLC_ROLE": "server"}, 1),
-        ({"DMLC_TASK_ID": "1", "DMLC_ROLE": "scheduler"}, None),
+        ({"DMLC_TASK_ID": "9", "DMLC_ROLE": "scheduler"}, None),
         # dmlc's local launcher counts servers on from the workers
         ({"DMLC_TASK_ID": "5", "DMLC_ROLE": "server", "DMLC_JOB_CLUSTER": "local"}, 1),
-        ({"DMLC_TASK_ID": "5", "DMLC_ROLE": "server", "DMLC_JOB_CLUSTER": "local", "REIGEN_KV_NUMBER": "0"}, 0),
         # mpirun, as dmlc's mpi launcher uses it: one run for the workers, one for the servers
         ({"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4"}, 2),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "DMLC_ROLE": "server"}, 1),
@@ -84,25 +76,6 @@ def test_all_problems_are_listed() -> None:
 def test_a_number_beyond_the_job_is_refused() -> None:
     with pytest.raises(ConfigError, match="DMLC_TASK_ID is '4', and must be a number from 0 to 3"):
         found(DMLC, DMLC_TASK_ID="4")
-
-
-def test_a_rank_of_reigen_run_is_a_worker() -> None:
-    settings = found(REIGEN)
-    assert (settings.role, settings.number, settings.num_workers, settings.num_servers) == ("worker", 3, 4, 2)
-    assert (settings.scheduler, settings.rendezvous) == (None, "127.0.0.1:4711")
-    assert settings.secret == bytes.fromhex(SECRET)
-
-
-def test_reigen_run_has_the_last_word_over_mxnets_variables() -> None:
-    assert found({**DMLC, "DMLC_ROLE": "server"}, **REIGEN).role == "worker"
-
-
-@pytest.mark.parametrize("role", ["server", "scheduler"])
-def test_reigen_run_starts_servers_and_a_scheduler(role: str) -> None:
-    environ = {name: text for name, text in REIGEN.items() if name not in {"REIGEN_SIZE", "REIGEN_RANK"}}
-    settings = found(environ, REIGEN_KV_ROLE=role, REIGEN_KV_NUMBER="1", REIGEN_KV_NUM_WORKERS="4")
-    assert (settings.role, settings.number) == (role, 1 if role == "server" else None)
-    assert settings.num_workers == 4
 
 
 def test_a_command_knows_its_role_itself() -> None:
