@@ -1,6 +1,6 @@
 """A worker or a server that does nothing but what it is told, a line of stdin for each: a program for tests.
 
-    servers | barrier NAME [SECONDS] | events | dead | leave
+    servers | barrier NAME [SECONDS] | events | serve | dead | leave
 
 Each is answered with a line of JSON. At the end of stdin it closes its membership, and exits.
 """
@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any
 
+from reigen.cluster.reception import join_address
 from reigen.config import Config, load
 from reigen.errors import CollectiveError, ReigenError
 from reigen.kv.access import own_host
@@ -27,7 +28,7 @@ def main() -> int:
     config = load(os.environ)
     settings = find(os.environ, config)
     try:
-        address = f"[{own_host(settings)[0]}]:{os.getpid()}" if settings.role == "server" else None
+        address = join_address(own_host(settings)[0], os.getpid()) if settings.role == "server" else None
         member = Member.join(settings, address, time.monotonic() + config.start_timeout_seconds)
     except ReigenError as error:
         say(told(error))
@@ -42,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def answer(member: Member, config: Config, what: str, *arguments: str) -> object:
+def answer(member: Member, config: Config, what: str, *arguments: str) -> Any:
     now = time.monotonic()
     if what == "servers":
         return [[peer.number, peer.address] for peer in member.servers(now + config.start_timeout_seconds)]
@@ -53,6 +54,11 @@ def answer(member: Member, config: Config, what: str, *arguments: str) -> object
     if what == "events":
         assert select.select([member], [], [], DEADLINE_SECONDS)[0], "nothing happened"
         return [str(event) for event in member.events()]
+    if what == "serve":  # until the job is over
+        told: list[str] = []
+        while not told or not told[-1].startswith("the job is over"):
+            told += answer(member, config, "events")
+        return told
     if what == "leave":
         return member.leave()
     assert what == "dead"

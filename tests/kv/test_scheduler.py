@@ -37,7 +37,7 @@ def test_mxnets_variables_are_enough_on_one_host() -> None:
         scheduler = job.scheduler()
         assert server.hear()["joined"] == 0
         assert sorted(worker.hear()["joined"] for worker in workers) == [0, 1]
-        assert [worker.ask("servers") for worker in workers] == [[[0, f"[127.0.0.1]:{server.pid}"]]] * 2
+        assert [worker.ask("servers") for worker in workers] == [[[0, f"127.0.0.1:{server.pid}"]]] * 2
         for _ in range(3):
             workers[0].tell("barrier epoch")
             assert workers[1].ask("barrier epoch") == "done"
@@ -177,15 +177,15 @@ def test_a_server_with_snapshots_may_be_started_again(tmp_path: Path) -> None:
         events: list[str] = []
         while not any("server 1 is there again" in event for event in events):
             events += workers[0].ask("events")
-        assert workers[0].ask("servers")[1] == [1, f"[127.0.0.1]:{again.pid}"]
+        assert workers[0].ask("servers")[1] == [1, f"127.0.0.1:{again.pid}"]
         leave(scheduler, [servers[0], again], workers)
 
 
 def test_several_jobs_on_one_machine_do_not_meet() -> None:
     with Job(1, 1) as one, Job(1, 1) as other:
         first, second = one.all(), other.all()
-        assert first[2][0].ask("servers") == [[0, f"[127.0.0.1]:{first[1][0].pid}"]]
-        assert second[2][0].ask("servers") == [[0, f"[127.0.0.1]:{second[1][0].pid}"]]
+        assert first[2][0].ask("servers") == [[0, f"127.0.0.1:{first[1][0].pid}"]]
+        assert second[2][0].ask("servers") == [[0, f"127.0.0.1:{second[1][0].pid}"]]
         leave(*first)
         leave(*second)
 
