@@ -30,6 +30,7 @@ from reigen.frontends.job import (
     stop_timeline,
 )
 from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from reigen.torch.clipping import clip_global_norm
 from reigen.torch.compression import Compression
 from reigen.torch.ops import (
     allgather,
@@ -92,6 +93,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "ccl_built",
+    "clip_global_norm",
     "cross_rank",
     "cross_size",
     "cuda_built",
