@@ -77,6 +77,13 @@ def test_without_a_scheduler_it_is_missed_by_the_deadline() -> None:
         assert "was it started?" in text
 
 
+def test_a_scheduler_to_whom_nobody_comes_says_so() -> None:
+    with Job(1, 1, REIGEN_DEADLINE="0.3") as job:
+        scheduler = job.scheduler()
+        assert scheduler.end() == 1
+        assert "no worker and no server came within 0.3 s" in scheduler.errors()
+
+
 def test_a_scheduler_may_be_killed_and_started_again() -> None:
     with Job(2, 1, REIGEN_PEER_TIMEOUT="15") as job:
         scheduler, servers, workers = job.all()
@@ -204,6 +211,7 @@ def test_another_secret_is_refused_and_disturbs_nobody() -> None:
         scheduler, servers, workers = job.all()
         wrong = job.node("worker", REIGEN_SECRET="cd" * 32).hear()
         assert "does not know this job's secret" in ended(wrong, "AuthenticationError")
+        scheduler.wait_for("nobody there has proven to know the secret")
         leave(scheduler, servers, workers)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import logging
 import selectors
 import socket
 import time
@@ -23,6 +24,8 @@ from reigen.wire.stream import Conversation
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.wire.tls import Tls
+
+_log = logging.getLogger(__name__)
 
 #: Connections that have not proven themselves; one more closes the oldest of them.
 MAX_STRANGERS = 128
@@ -237,6 +240,8 @@ class Reception:
     def _lose(self, guest: Guest, *, silent: bool = False) -> None:
         if self._guests.pop(guest.socket, None) is not None:
             self._selector.unregister(guest.socket)
+            if guest.peer is None:
+                _log.info("a connection to %s has ended, and nobody there has proven to know the secret", self.address)
             self._gone(guest, silent)
             guest.socket.close()
 

@@ -85,8 +85,7 @@ def own_host(settings: Settings) -> tuple[str, str]:
     """
     if settings.node_host is not None:
         return _local_address(settings.node_host, "DMLC_NODE_HOST"), f"DMLC_NODE_HOST is {settings.node_host}"
-    towards = settings.scheduler[0]
-    return choose_address(interfaces(settings.config.network_interfaces), towards)
+    return _chosen(settings)
 
 
 def interfaces(names: Sequence[str]) -> tuple[str, ...]:
@@ -150,7 +149,15 @@ def _bind_host(settings: Settings) -> str:
         return _local_address(host, "DMLC_PS_ROOT_URI")
     if not is_here(host):
         _local_address(host, "DMLC_PS_ROOT_URI")  # raises
-    return own_address(interfaces(settings.config.network_interfaces), host)[0]
+    return _chosen(settings)[0]
+
+
+def _chosen(settings: Settings) -> tuple[str, str]:
+    """An address of this host at which other nodes can reach it, and why this one."""
+    names, towards = interfaces(settings.config.network_interfaces), settings.scheduler[0]
+    if settings.secret is None:  # they are all here
+        return choose_address(names, towards)
+    return own_address(names, towards)  # what is a loopback address here means another host elsewhere
 
 
 def _is_address(host: str) -> bool:

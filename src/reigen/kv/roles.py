@@ -91,6 +91,9 @@ def _settings(environ: Mapping[str, str], config: Config, role: Role | None) -> 
     num_servers = _count(environ, "DMLC_NUM_SERVER", problems)
     number, origin = _task(environ, role, num_workers, num_servers)
     which = _which(number, origin, num_servers if role == "server" else num_workers, problems)
+    beat, patience = config.kv_heartbeat_seconds, config.kv_heartbeat_timeout_seconds
+    if 0 < patience <= beat:
+        problems.append(f"PS_HEARTBEAT_TIMEOUT is {patience:g}: it must be longer than PS_HEARTBEAT_INTERVAL, {beat:g}")
     if problems:
         raise ConfigError("the variables that say what a process is are not in order:\n  " + "\n  ".join(problems))
     given = Given.of(environ).secret

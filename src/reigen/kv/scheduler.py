@@ -50,6 +50,8 @@ class Scheduler:
         config = settings.config
         self._settings = settings
         self._roster = Roster(_terms(settings))
+        #: somebody has come
+        self._has_begun = False
         secret = access.scheduler_secret(settings)
         self._reception = self._listen(secret, tls)
         self.address = self._reception.address
@@ -70,10 +72,16 @@ class Scheduler:
 
     def serve(self) -> int:
         """Serve until the job is over, or `stop` is called; returns the exit code: 0 if all workers left in order."""
+        nobody_until = time.monotonic() + self._settings.config.deadline_seconds
         while self._roster.stop is None:
-            if not self._reception.turn(self._roster.due()):
+            due = self._roster.due() if self._has_begun else nobody_until
+            if not self._reception.turn(due):
                 return 1
             self._say(self._roster.tick(time.monotonic()))
+            if not self._has_begun and time.monotonic() >= nobody_until:
+                waited = self._settings.config.deadline_seconds
+                _log.error("no worker and no server came within %g s (REIGEN_DEADLINE)", waited)
+                return 1
         stop = self._roster.stop
         _log.log(logging.ERROR if stop.exit_code else logging.INFO, "the job is over: %s", stop.reason)
         until = time.monotonic() + _LINGER_SECONDS
@@ -116,6 +124,7 @@ class Scheduler:
     def _receive(self, guest: Guest, payload: bytes) -> None:
         message = CALLS.decode(payload)
         if isinstance(message, Register):
+            self._has_begun = True
             which = "" if message.number < 0 else f" {message.number}"
             where = f", which listens at {message.address}" if message.address else ""
             _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)

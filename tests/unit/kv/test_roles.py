@@ -78,6 +78,12 @@ def test_a_number_beyond_the_job_is_refused() -> None:
         found(DMLC, DMLC_TASK_ID="4")
 
 
+def test_silence_is_longer_than_the_time_between_two_signs_of_life() -> None:
+    with pytest.raises(ConfigError, match="PS_HEARTBEAT_TIMEOUT is 2: it must be longer than PS_HEARTBEAT_INTERVAL, 2"):
+        found(DMLC, PS_HEARTBEAT_TIMEOUT="2")
+    assert found(DMLC, PS_HEARTBEAT_TIMEOUT="0").config.kv_heartbeat_timeout_seconds == 0
+
+
 def test_a_command_knows_its_role_itself() -> None:
     environ = {name: text for name, text in DMLC.items() if name != "DMLC_ROLE"}
     assert find(environ, load(environ), "server").role == "server"
