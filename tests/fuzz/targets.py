@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Literal
 
 import msgspec
 
@@ -19,6 +20,10 @@ from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
 from reigen.cluster.roll import HOLD_SECONDS, Abort, Enter, Leave, Roll
 from reigen.cluster.service import REQUESTS, Forget, Get, Put, Store
 from reigen.errors import AuthenticationError, WireError
+from reigen.kv import registry
+from reigen.kv.events import LossPolicy
+from reigen.kv.registry import ANSWERS, CALLS
+from reigen.kv.roster import Roster, Terms
 from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake, Session
 from reigen.wire.link import Link
 from reigen.wire.stream import Conversation, connect
@@ -301,12 +306,52 @@ def payload(script: Script) -> bytes:
         Leave(),
         Abort(text, tuple(range(small)), text),
     ]
-    if kind >= len(known):
+    return _spoilt(known[kind] if kind < len(known) else None, script)
+
+
+def _spoilt(message: msgspec.Struct | None, script: Script) -> bytes:
+    if message is None:
         return script.bytes(script.number(300))
-    encoded = bytearray(msgspec.msgpack.encode(known[kind]))
+    encoded = bytearray(msgspec.msgpack.encode(message))
     if script.number(4) == 3:
         encoded[script.number(len(encoded))] = script.number(256)
     return bytes(encoded)
+
+
+def calls(data: bytes) -> None:
+    """Nodes that know the secret tell a scheduler of parameter servers what makes no sense."""
+    script = Script(data)
+    roster = Roster(Terms(2, 2, policy=list(LossPolicy)[script.number(3)], servers_return=script.number(2) == 1))
+    now = 0.0
+    while script:
+        owner = script.number(6)
+        now += script.number(4) * 0.7
+        with suppress(WireError):
+            for told, answer in roster.handle(owner, CALLS.decode(call(script)), now):
+                ANSWERS.encode(answer)
+                if isinstance(answer, registry.Refused):  # the scheduler closes that connection
+                    roster.ended(told, now)
+        if script.number(8) == 7:
+            roster.ended(owner, now)
+        roster.tick(now)
+        roster.validate()
+    roster.tick(now + 1000.0)
+
+
+def call(script: Script) -> bytes:
+    """A message to the scheduler, more or less, as `payload`."""
+    kind, number, text = script.number(10), script.number(4) - 1, "k" * script.number(4)
+    role: Literal["worker", "server"] = "worker" if script.number(2) else "server"
+    expected, incarnation, sequence = script.number(10), script.number(5), script.number(1 << 24) - 2
+    known: list[msgspec.Struct] = [
+        registry.Register(role, number, text, text, incarnation, 2, 2, script.number(2) == 1),
+        registry.Register(role, number, text, text, incarnation, 2, max(2, expected), left=(number,)),
+        registry.EnterBarrier(text, sequence),
+        registry.WhoIsMissing(text, sequence),
+        registry.Heartbeat(),
+        registry.Leave(),
+    ]
+    return _spoilt(known[kind] if kind < len(known) else None, script)
 
 
 class Victim:
@@ -371,4 +416,5 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "link_of_a_liar": link_of_a_liar,
     "link_in_between": link_in_between,
     "requests": requests,
+    "calls": calls,
 }

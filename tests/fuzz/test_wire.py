@@ -360,7 +360,7 @@ def dangerous(source):
     return found
 
 
-@pytest.mark.parametrize("room", ["wire", "cluster", "planes", "engine", "kernels", "launch"])
+@pytest.mark.parametrize("room", ["wire", "cluster", "planes", "engine", "kernels", "kv", "launch"])
 def test_the_rooms_that_read_from_others_cannot_unpickle(room):
     for path in Path(reigen.__file__).parent.joinpath(room).rglob("*.py"):
         assert dangerous(path.read_text(encoding="utf-8")) == [], path

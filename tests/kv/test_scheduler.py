@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.kv.jobs import SCHEDULER, Job, Process
+
+from reigen.cluster.given import job_secret
+from reigen.kv.registry import CALLS, MAX_MESSAGE_BYTES, Register
+from reigen.wire.auth import Identity, Role
+from reigen.wire.stream import connect
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +116,43 @@ def test_a_scheduler_that_stays_away_ends_the_job() -> None:
         scheduler.kill()
         assert "has gone, and was not started again within 1 s" in ended(workers[0].ask("barrier b"), "PeerLostError")
         assert "the scheduler at" in servers[0].ask("events")[-1]
+
+
+def test_a_scheduler_that_stops_is_told_by_the_deadline_and_may_go_on() -> None:
+    with Job(2, 1) as job:
+        scheduler, servers, workers = job.all()
+        scheduler.signal(signal.SIGSTOP)
+        assert "does not answer" in ended(workers[0].ask("barrier b 0.1"), "DeadlineError")
+        scheduler.signal(signal.SIGCONT)
+        assert workers[1].ask("barrier b") == "done"  # the first has been there, too
+        leave(scheduler, servers, workers)
+
+
+def test_who_does_not_come_to_a_barrier_is_named() -> None:
+    with Job(3, 1) as job:
+        scheduler, servers, workers = job.all()
+        workers[2].tell("barrier b")
+        error = workers[0].ask("barrier b 0.3")
+        assert "worker 1 did not come to barrier 'b' in time" in ended(error, "DeadlineError")
+        assert error["ranks"] == [1]
+        assert workers[1].ask("barrier b") == "done"
+        assert workers[2].hear() == "done"
+        leave(scheduler, servers, workers)
+
+
+def test_who_knows_the_secret_and_talks_nonsense_is_closed() -> None:
+    given = "ab" * 32
+    with Job(1, 1, REIGEN_SECRET=given) as job:
+        everybody = job.all()
+        port = int(job.variables["DMLC_PS_ROOT_PORT"])
+        secret, me = job_secret(bytes.fromhex(given), f"kv {port}"), Identity(Role.RANK, 7)
+        deadline = time.monotonic() + 10
+        for nonsense in (b"", b"\xff" * 100, CALLS.encode(Register("worker", 0, "", "", 5, 1, 1))[:-1]):
+            with closing(connect(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
+                stream.send(nonsense, deadline)
+                with pytest.raises(ConnectionError):
+                    stream.receive(deadline)
+        leave(*everybody)
 
 
 def test_a_worker_that_is_killed_is_named_to_the_others() -> None:

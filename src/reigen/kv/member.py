@@ -230,11 +230,13 @@ class Member:
             raise PeerLostError(str(failure or f"this process, {self._standing.name}, has left the job"))
 
     def _ask(self, entry: Entry) -> Missing | None:
-        """Who is missing, as the scheduler says; None where it says nothing."""
+        """Who is missing, as the scheduler says; None where it says nothing. Raises if the job is over meanwhile."""
         answers = self._standing.missing
         answers.pop(entry, None)
         self._post(WhoIsMissing(*entry))
         self._await(lambda: entry in answers, time.monotonic() + _ANSWER_SECONDS)
+        if entry not in answers:
+            self._raise_failure()
         return answers.pop(entry, None)
 
     def _post(self, message: Call) -> None:

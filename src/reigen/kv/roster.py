@@ -231,7 +231,7 @@ class Roster:
         terms, role = self.terms, message.role
         if self.stop is not None:
             return None, f"the job is over: {self.stop.reason}"
-        if owner in self._node_of:
+        if owner in self._node_of or any(node.claimant and node.claimant[0] == owner for node in self._nodes.values()):
             return None, "this connection has registered before"
         if (message.num_workers, message.num_servers) != (terms.num_workers, terms.num_servers):
             return None, (

@@ -140,6 +140,7 @@ class Scheduler:
             if isinstance(answer, Refused):
                 _log.warning("a process was refused: %s", answer.reason)
                 self._reception.drop(guest)
+                self._gone(guest, silent=False)
         _tell(event for _, answer in instructions if isinstance(answer, News) for event in answer.events)
 
 
@@ -161,7 +162,7 @@ def _terms(settings: Settings) -> Terms:
         heartbeat_timeout_seconds=beats or math.inf,
         return_seconds=config.start_timeout_seconds,
         start_seconds=config.start_timeout_seconds,
-        deadline_seconds=config.start_timeout_seconds,
+        deadline_seconds=config.deadline_seconds,
     )
 
 

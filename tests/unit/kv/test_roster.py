@@ -243,6 +243,12 @@ def test_a_process_that_waits_for_a_place_may_go() -> None:
     assert list(job.wait(1)) == ["s0", "w0"]
 
 
+def test_a_process_that_waits_for_a_place_asks_for_no_other() -> None:
+    job = started(WAIT)
+    job.come("w1'")
+    assert job.come("w1'", number=0) == {"w1'": [Refused("this connection has registered before")]}
+
+
 def test_without_heartbeats_nobody_waits_for_a_place_that_is_taken() -> None:
     job = started(replace(WAIT, heartbeat_timeout_seconds=math.inf))
     assert job.come("w1'") == {"w1'": [Refused("worker 1 is there already, on host h1")]}
