@@ -1,4 +1,4 @@
-"""Reduce one block of arrays: sums in rank order, half precision, scaling. No I/O."""
+"""Work on one block of arrays: sums in rank order, half precision, scaling, optimizer updates. No I/O."""
 
 from reigen.kernels.reduce import Reducer, Reduction
 

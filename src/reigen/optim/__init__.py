@@ -1,0 +1,47 @@
+"""Optimizers by names and numbers: what servers, local stores and trainers update weights with. No framework."""
+
+from reigen.optim.base import Optimizer, Step, states_type
+from reigen.optim.registry import OPTIMIZERS, create, from_spec
+from reigen.optim.rules import LAMB, LARS, NAG, SGD, AdaGrad, Adam, AdamW, Ftrl, RMSProp, Signum, Test
+from reigen.optim.schedules import (
+    CosineScheduler,
+    FactorScheduler,
+    MultiFactorScheduler,
+    PolyScheduler,
+    Schedule,
+)
+from reigen.optim.slots import Slot
+from reigen.optim.states import Piece, States, piece_of, slot_of, write_atomically
+from reigen.optim.updater import Updater
+
+__all__ = [  # noqa: RUF022  sorted as in the other rooms: LAMB is no constant
+    "AdaGrad",
+    "Adam",
+    "AdamW",
+    "CosineScheduler",
+    "FactorScheduler",
+    "Ftrl",
+    "LAMB",
+    "LARS",
+    "MultiFactorScheduler",
+    "NAG",
+    "OPTIMIZERS",
+    "Optimizer",
+    "Piece",
+    "PolyScheduler",
+    "RMSProp",
+    "SGD",
+    "Schedule",
+    "Signum",
+    "Slot",
+    "States",
+    "Step",
+    "Test",
+    "Updater",
+    "create",
+    "from_spec",
+    "piece_of",
+    "slot_of",
+    "states_type",
+    "write_atomically",
+]

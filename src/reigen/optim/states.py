@@ -1,0 +1,388 @@
+"""Optimizer states as plain bytes: for files, and between servers and workers.
+
+The layout, all numbers little endian::
+
+    8 bytes     b"REIGENST"
+    4 bytes     version of the layout, 1
+    4 bytes     length of the header
+    header      MessagePack: the optimizer's spec or nil; facts; for each piece its key, range, counts, and for each of
+                its arrays name, element type and offset from the first array
+    zeros       up to a multiple of 64
+    arrays      one after the other, each followed by zeros up to a multiple of 64
+    32 bytes    BLAKE2b of everything before
+
+Nothing in it can run: reading it makes numbers, texts and arrays. A piece says which range of the flat elements of its
+key it covers, so that any number of servers may have written it and any other may read it: `States.cut` puts a range
+together from the pieces that cover it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ConfigError
+from reigen.optim.base import Key, Optimizer
+from reigen.optim.registry import from_spec
+from reigen.optim.slots import Slot
+from reigen.types import DTYPES
+
+_MAGIC = b"REIGENST"
+_VERSION = 1
+_FIXED = struct.Struct("<8sII")
+_ALIGNMENT = 64
+_DIGEST_BYTES = 32
+#: A header of a million pieces fits; a length that a broken file claims does not fill the memory.
+_MAX_HEADER_BYTES = 256 << 20
+#: Element types that arrays may have: plain bytes, no objects.
+_STORAGES = {dtype.storage.name: dtype.storage for dtype in DTYPES.values()}
+
+#: What a file may say beside pieces: plain values.
+Fact = int | float | str | bool | None
+Buffer = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What is kept of one range of one key.
+
+    Attributes:
+        key: of the store.
+        num_elements: of the key's whole value.
+        begin, end: the range of flat elements.
+        dtype: name of the value's element type.
+        count: updates so far.
+        rate: learning rate of the latest update, or None.
+        arrays: name -> array of ``end - begin`` elements (bfloat16 as uint16). Beside states there may be others: the
+            weight, the residual of a compression.
+        worker_counts: updates by each worker, where a store applies them one by one (`Optimizer.step`, ``num_update``).
+    """
+
+    key: Key
+    num_elements: int
+    begin: int
+    end: int
+    dtype: str
+    count: int
+    rate: float | None
+    arrays: Mapping[str, NDArray[Any]]
+    worker_counts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.begin <= self.end <= self.num_elements:
+            raise ConfigError(f"key {self.key!r} has no range {self.begin}:{self.end} of {self.num_elements} elements")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"key {self.key!r} has the unknown element type {self.dtype!r}")
+        for name, array in self.arrays.items():
+            if array.shape != (self.end - self.begin,) or _STORAGES.get(array.dtype.name) != array.dtype:
+                raise ConfigError(f"key {self.key!r}: {name} is no flat array of {self.end - self.begin} numbers")
+
+    def part(self, begin: int, end: int) -> Piece:
+        """The piece of a range within this one; its arrays are views."""
+        arrays = {name: array[begin - self.begin : end - self.begin] for name, array in self.arrays.items()}
+        return replace(self, begin=begin, end=end, arrays=arrays)
+
+
+class _ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    dtype: str
+    offset: int
+
+
+class _PieceHeader(msgspec.Struct, array_like=True, frozen=True):
+    key: int | str
+    num_elements: int
+    begin: int
+    end: int
+    dtype: str
+    count: int
+    rate: float | None
+    arrays: list[_ArrayHeader]
+    worker_counts: tuple[int, ...] = ()
+
+
+class _Header(msgspec.Struct, frozen=True):
+    optimizer: dict[str, Any] | None
+    facts: dict[str, Fact]
+    pieces: list[_PieceHeader]
+
+
+@dataclass(frozen=True)
+class States:
+    """Pieces of any number of keys, and what they belong to.
+
+    Attributes:
+        pieces: in any order; of a key they do not overlap.
+        optimizer: whose states they are, if that is said.
+        facts: whatever else belongs to them, by name.
+
+    Raises:
+        ConfigError: pieces of a key overlap or disagree about its size or element type.
+    """
+
+    pieces: Sequence[Piece]
+    optimizer: Optimizer | None = None
+    facts: Mapping[str, Fact] = field(default_factory=dict)
+    _by_key: dict[Key, list[Piece]] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for piece in sorted(self.pieces, key=lambda piece: piece.begin):
+            self._by_key.setdefault(piece.key, []).append(piece)
+        for key, pieces in self._by_key.items():
+            if len({(piece.num_elements, piece.dtype) for piece in pieces}) > 1:
+                raise ConfigError(f"pieces of key {key!r} disagree about its number of elements or their type")
+            for earlier, later in pairwise(pieces):
+                if later.begin < earlier.end:
+                    raise ConfigError(f"pieces of key {key!r} overlap: {earlier.end} and {later.begin}")
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All keys, each once."""
+        return tuple(self._by_key)
+
+    def of(self, key: Key) -> tuple[Piece, ...]:
+        """The pieces of one key by their ranges; none where there is no such key."""
+        return tuple(self._by_key.get(key, ()))
+
+    def cut(self, key: Key, begin: int, end: int) -> Piece:
+        """One range of a key, from however many pieces it lies in.
+
+        Where servers had applied different numbers of updates (asynchronous stores), the largest counts.
+
+        Raises:
+            ConfigError: there is no such key, a part of the range is missing, or pieces hold different arrays.
+        """
+        parts = [
+            piece.part(max(begin, piece.begin), min(end, piece.end))
+            for piece in self.of(key)
+            if piece.begin < end and begin < piece.end
+        ]
+        if not self.of(key):
+            raise ConfigError(f"there are no states of key {key!r}")
+        position = begin
+        for part in parts:
+            if part.begin != position:
+                break
+            position = part.end
+        if position != end:
+            raise ConfigError(
+                f"the states of key {key!r} lack the elements from {position} on; is a server's file missing?"
+            )
+        return _joined(parts) if parts else self.of(key)[0].part(begin, begin)
+
+    def merged(self, others: Iterable[States]) -> States:
+        """These pieces and those of ``others``: what several servers gave, as one. The first optimizer named counts."""
+        everything = [self, *others]
+        named = (states.optimizer for states in everything if states.optimizer is not None)
+        facts = {name: fact for states in reversed(everything) for name, fact in states.facts.items()}
+        return States([piece for states in everything for piece in states.pieces], next(named, None), facts)
+
+    # ---- bytes
+
+    def buffers(self) -> list[Buffer]:
+        """The bytes, as buffers to be written one after the other; arrays are not copied."""
+        arrays = [(piece, name, array) for piece in self.pieces for name, array in piece.arrays.items()]
+        offsets, position = [], 0
+        for _, _, array in arrays:
+            offsets.append(position)
+            position += _padded(array.nbytes)
+        spec = None if self.optimizer is None else self.optimizer.to_spec()
+        header = msgspec.msgpack.encode(_Header(spec, dict(self.facts), self._piece_headers(offsets)))
+        if len(header) > _MAX_HEADER_BYTES:
+            raise ConfigError("too many pieces for one file of optimizer states")
+        result: list[Buffer] = [_FIXED.pack(_MAGIC, _VERSION, len(header)), header, _filling(_FIXED.size + len(header))]
+        for _, _, array in arrays:
+            data = np.ascontiguousarray(array).view(np.uint8).data if array.nbytes else b""
+            result += [data, _filling(array.nbytes)]
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        for part in result:
+            digest.update(part)
+        return [*result, digest.digest()]
+
+    def _piece_headers(self, offsets: list[int]) -> list[_PieceHeader]:
+        following = iter(offsets)
+        return [
+            _PieceHeader(
+                piece.key,
+                piece.num_elements,
+                piece.begin,
+                piece.end,
+                piece.dtype,
+                piece.count,
+                piece.rate,
+                [_ArrayHeader(name, array.dtype.name, next(following)) for name, array in piece.arrays.items()],
+                piece.worker_counts,
+            )
+            for piece in self.pieces
+        ]
+
+    def to_bytes(self) -> bytes:
+        """`buffers` in one."""
+        return b"".join(self.buffers())
+
+    @classmethod
+    def from_bytes(cls, data: bytes | bytearray | memoryview) -> States:
+        """What `buffers` wrote. Arrays are views of ``data``, and read-only where it is.
+
+        Raises:
+            ConfigError: these are not the bytes of states, or not all of them; or what they say makes no sense.
+        """
+        view = memoryview(data).cast("B")
+        header, start = _read_header(view)
+        pieces = []
+        for said in header.pieces:
+            arrays = {item.name: _read_array(view, start, item, said) for item in said.arrays}
+            facts = {item.name: getattr(said, item.name) for item in fields(Piece) if item.name != "arrays"}
+            pieces.append(Piece(arrays=arrays, **facts))
+        return cls(pieces, None if header.optimizer is None else from_spec(header.optimizer), header.facts)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a file: whole or not at all, whatever happens meanwhile.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_atomically(path, self.buffers())
+
+    @classmethod
+    def load(cls, *paths: str | os.PathLike[str]) -> States:
+        """Read one file, or the files of several servers as one.
+
+        Raises:
+            ConfigError: a file holds no states, or is damaged.
+            OSError: a file cannot be read.
+        """
+        read = []
+        for path in paths:
+            try:
+                read.append(cls.from_bytes(Path(path).read_bytes()))
+            except ConfigError as error:
+                raise ConfigError(f"{os.fspath(path)}: {error}") from None
+        return read[0].merged(read[1:])
+
+
+def piece_of(
+    slot: Slot, key: Key, num_elements: int, begin: int, extra: Mapping[str, NDArray[Any]] | None = None
+) -> Piece:
+    """What `States` keeps of ``slot``, whose piece begins at ``begin`` of ``num_elements``; arrays are not copied.
+
+    ``extra`` adds arrays, as the weight itself in a snapshot.
+    """
+    arrays = {**slot.arrays, **(extra or {})}
+    return Piece(key, num_elements, begin, begin + slot.length, slot.dtype.name, slot.count, slot.rate, arrays)
+
+
+def slot_of(piece: Piece, optimizer: Optimizer, weight: NDArray[Any]) -> Slot:
+    """A slot that goes on where ``piece`` ended; its arrays are copies.
+
+    Args:
+        piece: of exactly the range of ``weight``. Arrays that the optimizer does not know are left out.
+        optimizer: that will use it.
+        weight: the piece of the weight, flat, in its storage type. A float32 copy that ``piece`` does not have is made
+            of it.
+
+    Raises:
+        ConfigError: the optimizer needs states that ``piece`` does not have.
+    """
+    if piece.end - piece.begin != len(weight):
+        raise ConfigError(
+            f"states of {piece.end - piece.begin} elements of key {piece.key!r} for a weight of {len(weight)}"
+        )
+    slot = Slot(optimizer, weight, DTYPES[piece.dtype])
+    if missing := set(optimizer.state_names) - set(piece.arrays):
+        raise ConfigError(
+            f"the states of key {piece.key!r} are {', '.join(piece.arrays) or 'none'}; "
+            f"{optimizer.name} with these numbers needs {', '.join(sorted(missing))}, too"
+        )
+    for name, target in slot.arrays.items():
+        if name in piece.arrays:
+            np.copyto(target, piece.arrays[name], casting="same_kind")
+    slot.count, slot.rate = piece.count, piece.rate
+    return slot
+
+
+def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer]) -> None:
+    """Write a file so that there is, at any moment and after a power failure, the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; what was there is still there.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            for data in buffers:
+                file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _filling(size: int) -> bytes:
+    return bytes(_padded(size) - size)
+
+
+def _joined(parts: list[Piece]) -> Piece:
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for other in parts[1:]:
+        if {name: array.dtype for name, array in other.arrays.items()} != {
+            name: array.dtype for name, array in first.arrays.items()
+        }:
+            raise ConfigError(f"pieces of key {first.key!r} hold different arrays")
+    arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in first.arrays}
+    latest = max(parts, key=lambda part: part.count)  # in an asynchronous store pieces may be some updates apart
+    return replace(latest, begin=first.begin, end=parts[-1].end, arrays=arrays)
+
+
+def _read_header(view: memoryview) -> tuple[_Header, int]:
+    if len(view) < _FIXED.size + _DIGEST_BYTES:
+        raise ConfigError("no file of optimizer states: too short")
+    magic, version, length = _FIXED.unpack_from(view)
+    if magic != _MAGIC:
+        raise ConfigError("no file of optimizer states (files of MXNet are pickled code and are not read)")
+    if version != _VERSION:
+        raise ConfigError(f"optimizer states in layout {version}; this version of Reigen reads layout {_VERSION}")
+    start = _padded(_FIXED.size + length)
+    if length > _MAX_HEADER_BYTES or start + _DIGEST_BYTES > len(view):
+        raise ConfigError("the optimizer states are cut off")
+    if hashlib.blake2b(view[:-_DIGEST_BYTES], digest_size=_DIGEST_BYTES).digest() != bytes(view[-_DIGEST_BYTES:]):
+        raise ConfigError("the optimizer states are damaged or cut off: their checksum is wrong")
+    try:
+        return msgspec.msgpack.decode(view[_FIXED.size : _FIXED.size + length], type=_Header), start
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ConfigError(f"the header of the optimizer states makes no sense: {error}") from None
+
+
+def _read_array(view: memoryview, start: int, said: _ArrayHeader, piece: _PieceHeader) -> NDArray[Any]:
+    storage = _STORAGES.get(said.dtype)
+    if storage is None:
+        raise ConfigError(f"key {piece.key!r}: arrays of {said.dtype!r} are not supported")
+    count, begin = piece.end - piece.begin, start + said.offset
+    if count < 0 or begin < start or begin + count * storage.itemsize > len(view) - _DIGEST_BYTES:
+        raise ConfigError(f"key {piece.key!r}: an array lies outside the file")
+    return np.frombuffer(view, storage, count, begin)

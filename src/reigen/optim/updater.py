@@ -1,0 +1,165 @@
+"""An optimizer with its states by key, for weights that live in this process: local stores and trainers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ArgumentError, ConfigError
+from reigen.optim.base import Key, Optimizer
+from reigen.optim.slots import Slot
+from reigen.optim.states import States, piece_of, slot_of
+from reigen.types import DType, dtype_named
+
+
+class Updater:
+    """Updates weights by key; the states of a key appear with its first update. MXNet's ``get_updater(optimizer)``.
+
+    One thread at a time.
+
+    Attributes:
+        optimizer: may be replaced by one that keeps the same states (`set_optimizer`).
+
+    Example:
+        >>> from reigen.optim import SGD
+        >>> updater, w = Updater(SGD(learning_rate=0.5)), np.array([1.0, 2.0], np.float32)
+        >>> updater("w", np.ones(2, np.float32), w)
+        >>> w
+        array([0.5, 1.5], dtype=float32)
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._slots: dict[Key, Slot] = {}
+        #: Loaded, and of keys that have not been updated since: a slot needs the weight's type and size.
+        self._loaded = States(())
+
+    def __call__(self, key: Key, grad: NDArray[Any], weight: NDArray[Any], dtype: DType | None = None) -> None:
+        """Update ``weight`` in place.
+
+        Args:
+            key: whose states are used.
+            grad: of the same shape and type; only read.
+            weight: any shape. Where it is not contiguous, it is copied and written back.
+            dtype: of both, where NumPy does not know it (bfloat16, stored as uint16).
+
+        Raises:
+            ArgumentError: the shapes differ, or the key has had a weight of another size or type.
+            ConfigError: loaded states do not fit.
+            UnsupportedTypeError: the weight is of no floating type.
+        """
+        if grad.shape != weight.shape:
+            raise ArgumentError(f"{key!r}: a gradient of shape {grad.shape} for a weight of shape {weight.shape}")
+        flat = np.ascontiguousarray(weight).reshape(-1)
+        slot = self._slot(key, flat, dtype or dtype_named(weight.dtype.name))
+        grad_type = dtype or dtype_named(grad.dtype.name)
+        slot.update(self.optimizer, flat, np.ascontiguousarray(grad).reshape(-1), key=key, grad_type=grad_type)
+        if not np.may_share_memory(flat, weight):
+            np.copyto(weight, flat.reshape(weight.shape))
+
+    def update_rows(
+        self,
+        key: Key,
+        rows: NDArray[np.int64],
+        grad: NDArray[Any],
+        weight: NDArray[Any],
+        dtype: DType | None = None,
+    ) -> None:
+        """Update ``weight`` in place with a sparse gradient.
+
+        Args:
+            key: whose states are used.
+            rows: the rows that have a gradient, increasing.
+            grad: their gradients: as many rows.
+            weight: contiguous; its first dimension counts rows.
+            dtype: as for a dense update.
+
+        Raises:
+            ArgumentError: the shapes do not fit, the rows do not increase, or the weight is not contiguous.
+            ConfigError: loaded states do not fit.
+            UnsupportedTypeError: the weight is of no floating type.
+        """
+        if not weight.ndim or not weight.flags.c_contiguous:
+            raise ArgumentError(f"{key!r}: a weight that is updated by rows must have rows and be contiguous")
+        slot = self._slot(key, weight.reshape(-1), dtype or dtype_named(weight.dtype.name))
+        by_rows = weight.reshape(len(weight), -1)
+        grad_type = dtype or dtype_named(grad.dtype.name)
+        slot.update_rows(self.optimizer, by_rows, rows, grad.reshape(len(rows), -1), key=key, grad_type=grad_type)
+
+    def set_optimizer(self, optimizer: Optimizer) -> None:
+        """Go on with other numbers: another learning rate, for example.
+
+        Raises:
+            ConfigError: the new optimizer keeps other states than those there are.
+        """
+        for slot in self._slots.values():
+            slot.check_fits(optimizer)
+        self.optimizer = optimizer
+
+    def _slot(self, key: Key, weight: NDArray[Any], dtype: DType) -> Slot:
+        slot = self._slots.get(key)
+        if slot is None:
+            slot = self._first_slot(key, weight, dtype)
+            self._slots[key] = slot
+        if slot.length != len(weight) or slot.dtype != dtype:
+            raise ArgumentError(
+                f"{key!r} has been updated as {slot.length} elements of {slot.dtype.name}; "
+                f"now it has {len(weight)} of {dtype.name}"
+            )
+        return slot
+
+    def _first_slot(self, key: Key, weight: NDArray[Any], dtype: DType) -> Slot:
+        loaded = self._loaded.of(key)
+        if not loaded:
+            return Slot(self.optimizer, weight, dtype)
+        if (loaded[0].num_elements, loaded[0].dtype) != (len(weight), dtype.name):
+            raise ConfigError(
+                f"the loaded states of {key!r} are of {loaded[0].num_elements} elements of {loaded[0].dtype}; "
+                f"the weight has {len(weight)} of {dtype.name}"
+            )
+        return slot_of(self._loaded.cut(key, 0, len(weight)), self.optimizer, weight)
+
+    # ---- states
+
+    def get_states(self, dump_optimizer: bool = False) -> States:
+        """The states of all keys, loaded ones included; arrays are those in use, not copies.
+
+        Args:
+            dump_optimizer: name the optimizer and its numbers, too.
+        """
+        pieces = [piece_of(slot, key, slot.length, 0) for key, slot in self._slots.items()]
+        pieces += [piece for piece in self._loaded.pieces if piece.key not in self._slots]
+        return States(pieces, self.optimizer if dump_optimizer else None)
+
+    def set_states(self, states: States) -> None:
+        """Go on from ``states``, and with their optimizer where they name one.
+
+        Raises:
+            ConfigError: the states of a key are incomplete, or not those that the optimizer keeps.
+        """
+        optimizer = states.optimizer or self.optimizer
+        for key in states.keys:
+            whole = states.cut(key, 0, states.of(key)[0].num_elements)
+            if missing := set(optimizer.state_names) - set(whole.arrays):
+                raise ConfigError(f"the states of {key!r} lack {', '.join(sorted(missing))} of {optimizer.name}")
+        self.optimizer, self._loaded, self._slots = optimizer, states, {}
+
+    def save(self, path: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
+        """Write the states to a file (layout: `reigen.optim.states`).
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.get_states(dump_optimizer).save(path)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from the states in a file.
+
+        Raises:
+            ConfigError: it holds no states, or not those of this optimizer.
+            OSError: it cannot be read.
+        """
+        self.set_states(States.load(path))
