@@ -26,20 +26,20 @@ G. *Loss.* What a lost worker has pushed counts. Its requests end without an ans
    continue: it is not expected any more, and synchronous rounds that lack it are scaled by (contributors + lost) /
    contributors;
    wait: it is expected, so others wait, until their deadlines, for whoever returns in its place.
-   A lost worker's pushes and pulls fail until it returns: it may be alive, and wrong about that.
-   Losing a worker that has left changes nothing.
+   A lost worker's pushes and pulls fail until it is found or returns: it may be alive, and wrong about that.
+   Losing a worker that has left changes nothing, nor does finding it.
 H. *Returning.* The worker is told its last round (`Recovered`) and is expected from the next one on. If it was expected
    all the time, that is the last of its pushes without a gap. If the others have gone on without it, it must neither
    repeat rounds that are over nor hold the others up until it has caught up: its rounds up to the least `done` of the
    expected ones (of all, the largest, if none is) then count as over. A key's cells may tell different rounds; the
    worker goes on after the least, and (A) takes care of the rest.
 I. *Restart of the server, or of a connection.* `state` goes into a snapshot together with the value. In an engine made
-   `from_state` all workers are away, until each has said how far it was (`Resumed`), or has returned, left, or been
-   lost. While an expected one is away no synchronous round is completed, and nothing is applied or answered for it.
+   `from_state` all workers are away, until each itself has said how far it was (`Resumed`), or returned, or left. While
+   an expected one is away no synchronous round is completed, and nothing is applied or answered for it.
    What was not acknowledged, workers send again, and that they have left they say again. What was acknowledged and is
    not in the snapshot is lost, in whole rounds if synchronous: they count as over (`Forgotten`). With a snapshot before
-   each acknowledgement there are none. `Resumed` is answered like `Returned`, and is a return if the engine thought
-   that the worker had left or was lost: the snapshot may be older than its return.
+   each acknowledgement there are none. `Resumed` is answered like `Returned`. It is a return if nothing but the
+   snapshot says that the worker had left or was lost, since that may be older than its return.
 J. *Bounds.* A push that is more than `MAX_AHEAD` rounds ahead of `done` fails: its worker does not wait for
    acknowledgements.
 K. *Deadlines.* The server keeps them; `waits` says who each request waits for. A push that has expired is withdrawn.
@@ -67,6 +67,7 @@ from reigen.kv.events import (
     Expired,
     Fail,
     Forgotten,
+    Found,
     Instructions,
     Left,
     LossPolicy,
@@ -140,6 +141,8 @@ class Consistency:
         self._presence = [Presence.HERE] * num_workers
         #: not heard of since the restart of this server (I)
         self._away: set[int] = set()
+        #: those of whom a snapshot alone says whether they are there: it may be older than their return
+        self._remembered: set[int] = set()
         #: contributions that are not applied, by worker and round; all rounds are above ``done``
         self._held: list[dict[int, Token]] = [{} for _ in range(num_workers)]
         #: contributions that are not applied, and whose senders do not wait for an answer any more
@@ -155,7 +158,7 @@ class Consistency:
         engine = cls(len(state.done), math.inf if state.staleness is None else state.staleness)
         engine._done = list(state.done)
         engine._presence = list(state.presence)
-        engine._away = set(range(len(state.done)))
+        engine._away, engine._remembered = set(range(len(state.done))), set(range(len(state.done)))
         return engine
 
     def state(self) -> ConsistencyState:
@@ -191,6 +194,8 @@ class Consistency:
                 return self._silence(worker)
             case Lost(worker, policy):
                 return self._lose(worker, policy)
+            case Found(worker):
+                return self._find(worker)
             case Returned(worker):
                 return self._return(worker)
             case Resumed(worker, round):
@@ -260,6 +265,7 @@ class Consistency:
             return []
         self._presence[worker] = Presence.LEFT
         self._away.discard(worker)
+        self._remembered.discard(worker)
         return self._settle(worker)
 
     def _silence(self, worker: int) -> Instructions:
@@ -272,6 +278,7 @@ class Consistency:
     def _lose(self, worker: int, policy: LossPolicy) -> Instructions:
         """Step G."""
         instructions = self._silence(worker)
+        self._remembered.discard(worker)
         if self._presence[worker] is Presence.LEFT:
             return instructions
         if policy is LossPolicy.ABORT:
@@ -280,7 +287,6 @@ class Consistency:
             self._presence[worker] = Presence.AWAITED
             return instructions
         self._presence[worker] = Presence.MISSED
-        self._away.discard(worker)
         return instructions + self._settle(worker)
 
     def _abort(self, worker: int) -> Instructions:
@@ -299,18 +305,32 @@ class Consistency:
         self._orphans.clear()
         return instructions
 
+    def _find(self, worker: int) -> Instructions:
+        """Step H: what was lost is there."""
+        if self._presence[worker] not in {Presence.MISSED, Presence.AWAITED}:
+            return []
+        return [*self._expect(worker), *self._settle(worker)]
+
     def _return(self, worker: int) -> Instructions:
         """Step H."""
+        self._away.discard(worker)
+        self._remembered.discard(worker)
+        return [*self._expect(worker), Recovered(worker, self._last(worker)), *self._settle(worker)]
+
+    def _expect(self, worker: int) -> Instructions:
         instructions: Instructions = []
         if self._presence[worker] in {Presence.LEFT, Presence.MISSED}:
             over = min((self._done[each] for each in self._expected()), default=max(self._done))
             instructions = self._skip(worker, over)
         self._presence[worker] = Presence.HERE
-        self._away.discard(worker)
+        return instructions
+
+    def _last(self, worker: int) -> int:
+        """How many of a worker's pushes have come, without a gap."""
         last = self._done[worker]
         while last + 1 in self._held[worker]:
             last += 1
-        return [*instructions, Recovered(worker, last), *self._settle(worker)]
+        return last
 
     def _skip(self, worker: int, over: int) -> Instructions:
         """Rounds up to ``over`` are over for a worker that comes back; what it pushed for them counts (G)."""
@@ -332,7 +352,11 @@ class Consistency:
                 for over in sorted(self._held[each]):
                     if over <= round:
                         instructions.append(self._end(each, over, repeated=True))
-        return instructions + self._return(worker)
+        self._away.discard(worker)
+        if worker in self._remembered:
+            self._remembered.discard(worker)
+            instructions += self._expect(worker)
+        return [*instructions, Recovered(worker, self._last(worker)), *self._settle(worker)]
 
     def _expire(self, token: Token) -> Instructions:
         """Step K."""

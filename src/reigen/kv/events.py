@@ -73,8 +73,14 @@ class Lost(msgspec.Struct, frozen=True):
     policy: LossPolicy
 
 
+class Found(msgspec.Struct, frozen=True):
+    """The scheduler has heard of a lost worker again: it was silent, and is the same process as before."""
+
+    worker: int
+
+
 class Returned(msgspec.Struct, frozen=True):
-    """A worker is (or will be) there again that was lost, has left, or has been replaced; it asks where to go on."""
+    """A worker asks where to go on: another process in place of a lost one, or one that has left and has data again."""
 
     worker: int
 
@@ -97,7 +103,7 @@ class Expired(msgspec.Struct, frozen=True):
     token: Token
 
 
-Event = Pushed | PullWanted | Left | Disconnected | Lost | Returned | Resumed | Expired
+Event = Pushed | PullWanted | Left | Disconnected | Lost | Found | Returned | Resumed | Expired
 
 # -- instructions -----------------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from reigen.kv.events import (
     Expired,
     Fail,
     Forgotten,
+    Found,
     Instruction,
     Left,
     LossPolicy,
@@ -244,6 +245,14 @@ def test_a_worker_that_left_is_not_made_up_for() -> None:
     assert cell(Lost(2, CONTINUE))[0] == Combine(1, (0,), ("a1",), 2.0)
 
 
+def test_a_lost_worker_that_was_only_silent_goes_on() -> None:
+    cell = Cell(2)
+    cell(Lost(1, WAIT), Left(0), push("b1"))
+    assert cell(Found(1)) == cell(Found(0)) == []
+    assert cell.engine.state().presence == (Presence.LEFT, Presence.HERE)
+    assert cell(push("b1"))[0] == Combine(1, (1,), ("b1",), 1.0)
+
+
 def test_wait_keeps_what_the_lost_worker_pushed_for_its_replacement() -> None:
     cell = Cell(2)
     cell(push("b1"), pull("B1"))
@@ -335,6 +344,22 @@ def test_a_restarted_server_knows_who_has_left_or_was_lost() -> None:
     assert cell.engine.state().presence == (Presence.HERE, Presence.LEFT, Presence.MISSED, Presence.AWAITED)
     assert cell(Returned(3)) == [Recovered(3, 0)]
     assert cell(Resumed(0, 0), push("a1"), push("d1"))[0] == Combine(1, (0, 3), ("a1", "d1"), 1.5)
+
+
+def test_what_is_said_after_a_restart_wins_over_the_snapshot() -> None:
+    cell = Cell(2)
+    cell.restart()
+    cell(Lost(1, CONTINUE))
+    assert cell(Resumed(1, 3)) == [Forgotten(1, 3, None), Recovered(1, 3)]  # sent before it died
+    assert cell(Resumed(0, 3)) == [Recovered(0, 3)]
+    assert cell(push("a4"))[0] == Combine(4, (0,), ("a4",), 2.0)
+
+
+def test_a_worker_that_was_lost_and_found_after_a_restart_still_has_to_say_how_far_it_was() -> None:
+    cell = Cell(2, 1)
+    cell.restart()
+    assert cell(Resumed(0, 0), Lost(1, WAIT), Found(1), push("b3")) == []
+    assert cell(Resumed(1, 2)) == [Forgotten(1, 2, 1), Recovered(1, 3), apply("b3"), ack("b3")]
 
 
 def test_a_snapshot_may_be_older_than_a_workers_return() -> None:
