@@ -55,7 +55,7 @@ def pack(facts: Any, arrays: Mapping[str, NDArray[Any]]) -> bytearray:
     parcel = bytearray(_MAGIC + _LENGTH.pack(len(description)) + description)
     for array in arrays.values():
         parcel += bytes(-len(parcel) % _ALIGNMENT)
-        parcel += memoryview(np.ascontiguousarray(array).reshape(-1)).cast("B") if array.size else b""
+        parcel += np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     parcel += hashlib.blake2b(parcel, digest_size=_CHECKSUM_BYTES).digest()
     return parcel
 

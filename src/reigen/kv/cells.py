@@ -1,0 +1,323 @@
+"""One cell on its server: the value, what an optimizer keeps of it, and the arithmetic of a round.
+
+What computes (`Cell.change`, `Cell.pack`) runs in one thread at a time, one of a pool or the server's own; where it
+writes to is decided in the server's thread, which also counts who reads a value (`reigen.kv.memory`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.compression import Codec
+from reigen.errors import ArgumentError, ConfigError, WireError
+from reigen.kv import states
+from reigen.kv.consistency import Consistency, ConsistencyState
+from reigen.kv.events import Instruction
+from reigen.kv.memory import Memory, Scratch, Value
+from reigen.kv.protocol import Place
+from reigen.kv.sums import BLOCK, Contribution, Sum, narrow, sum_rows, summed_type
+from reigen.optim import Optimizer
+from reigen.optim.slots import Slot
+from reigen.types import DType, dtype_named
+
+CellId = tuple[int, int]
+
+
+class KeyFacts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What all workers mean by a key; see `reigen.kv.protocol.Declare`."""
+
+    name: int | str
+    shape: tuple[int, ...]
+    dtype: str
+    stype: str
+    generation: int
+
+    def __str__(self) -> str:
+        kind = "" if self.stype == "default" else f" ({self.stype})"
+        again = f", declared anew {self.generation} time(s)" if self.generation else ""
+        return f"{self.name!r}: {self.dtype} {self.shape}{kind}{again}"
+
+
+class CellSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a snapshot says of a cell beside its arrays.
+
+    Attributes:
+        applied: the state of its engine.
+    """
+
+    key: int
+    facts: KeyFacts
+    place: Place
+    applied: ConsistencyState
+    states: states.CellFacts
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One change of a value.
+
+    Attributes:
+        parts: what is added up, in rank order.
+        scale: factor of the sum.
+        num_update: what a learning-rate schedule is asked for; None: how often the cell was updated.
+    """
+
+    parts: Sequence[Contribution]
+    scale: float = 1.0
+    num_update: int | None = None
+
+
+@dataclass(eq=False)
+class Cell:
+    """A cell.
+
+    Attributes:
+        key: id of its key.
+        facts: what the workers mean by the key.
+        place: which of its elements these are.
+        engine: its rounds.
+        value: what is stored now.
+        slot: what the optimizer keeps of it.
+        queue: what is to be done, in order; the state of the engine that an event led to stands behind that event's
+            instructions.
+        is_busy: a thread works on it.
+        applied: the state of the engine that belongs to ``value``.
+        num_changes: how often the value has changed.
+        is_dirty: it differs from the latest snapshot.
+        must_save: a snapshot is due.
+    """
+
+    key: int
+    facts: KeyFacts
+    place: Place
+    engine: Consistency
+    value: Value
+    slot: Slot | None = None
+    queue: deque[Instruction | ConsistencyState | Callable[[], None]] = field(default_factory=deque)
+    is_busy: bool = False
+    applied: ConsistencyState = field(init=False)
+    num_changes: int = 0
+    is_dirty: bool = True
+    must_save: bool = False
+    _residual: NDArray[np.float32] | None = None
+    #: the sum of the latest round as codes, for the number of changes that it belongs to
+    _encoded: tuple[int, bytes] = (-1, b"")
+    dtype: DType = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = dtype_named(self.facts.dtype)
+        self.applied = self.engine.state()
+
+    @property
+    def id(self) -> CellId:
+        """Key and index."""
+        return self.key, self.place.index
+
+    @property
+    def length(self) -> int:
+        """How many elements it has."""
+        return self.place.end - self.place.begin
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its key."""
+        return self.length == math.prod(self.facts.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes its value has."""
+        return self.length * self.dtype.itemsize
+
+    @property
+    def row_length(self) -> int:
+        """Elements of a row of a row-sparse key."""
+        return math.prod(self.facts.shape[1:])
+
+    @property
+    def num_rows(self) -> int:
+        """How many whole rows of a row-sparse key these are."""
+        return self.length // self.row_length if self.row_length else 0
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The elements that are stored."""
+        return self.value.array.view(self.dtype.storage)
+
+    def write(self, data: NDArray[np.uint8]) -> None:
+        """Take a first value."""
+        np.copyto(self.value.array, data)
+        self.num_changes += 1
+        self.is_dirty = True
+
+    def use(self, optimizer: Optimizer) -> None:
+        """From now on, or on with other numbers, update by ``optimizer``.
+
+        Raises:
+            UnsupportedTypeError: elements of this type cannot be updated.
+            ConfigError: the optimizer keeps other states than the one before.
+        """
+        if self.slot is None:
+            self.slot = Slot(optimizer, self.array, self.dtype)
+        else:
+            self.slot.check_fits(optimizer)
+
+    # ---- updates
+
+    def settle(self, target: Value, memory: Memory) -> None:
+        """The next value is there."""
+        if target is not self.value:
+            memory.retire(self.value)
+            self.value = target
+        self.num_changes += 1
+        self.is_dirty = True
+
+    def change(self, update: Update, optimizer: Optimizer | None, target: Value, scratch: Scratch) -> None:
+        """Write the value after ``update`` into ``target``."""
+        out = target.array.view(self.dtype.storage)
+        is_rows = all(part.rows is not None for part in update.parts)
+        if optimizer is None:
+            self._assign(update, out, is_rows, scratch)
+            return
+        if target is not self.value:
+            np.copyto(target.array, self.value.array)
+        self.use(optimizer)
+        assert self.slot is not None
+        if is_rows:
+            rows, sums = sum_rows(self.dtype, self.row_length, update.parts, update.scale)
+            shaped = out.reshape(self.num_rows, self.row_length)
+            self.slot.update_rows(
+                optimizer, shaped, rows, sums, key=self.facts.name, num_update=update.num_update,
+                grad_type=summed_type(self.dtype),
+            )  # fmt: skip
+            return
+        total = Sum(self.dtype, self.length, self._dense(update.parts), update.scale, scratch)
+        step = self.slot.begin(optimizer, key=self.facts.name, num_update=update.num_update)
+        block = BLOCK if optimizer.is_elementwise else max(self.length, 1)
+        for begin in range(0, self.length, block):
+            end = min(begin + block, self.length)
+            self.slot.apply(step, out[begin:end], total.block(begin, end), begin, summed_type(self.dtype))
+
+    def _assign(self, update: Update, out: NDArray[Any], is_rows: bool, scratch: Scratch) -> None:
+        """The sum takes the place of what was stored; rows that nobody gave are zero."""
+        if not is_rows:
+            Sum(self.dtype, self.length, self._dense(update.parts), update.scale, scratch).into(out)
+            return
+        rows, sums = sum_rows(self.dtype, self.row_length, update.parts, update.scale)
+        out[:] = 0
+        flat = np.empty(sums.size, self.dtype.storage)
+        narrow(sums.reshape(-1), flat, self.dtype)
+        out.reshape(self.num_rows, self.row_length)[rows] = flat.reshape(sums.shape)
+
+    def _dense(self, parts: Sequence[Contribution]) -> list[Contribution]:
+        """Contributions with rows as whole ones."""
+        dense = []
+        for part in parts:
+            if part.rows is not None:
+                whole = np.zeros((self.num_rows, self.row_length), self.dtype.storage)
+                whole[part.rows] = part.data.reshape(len(part.rows), self.row_length)
+                part = Contribution(whole.reshape(-1))  # noqa: PLW2901
+            dense.append(part)
+        return dense
+
+    # ---- what others get
+
+    def rows(self, numbers: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
+        """Copy some rows."""
+        shaped = self.array.reshape(self.num_rows, self.row_length)
+        np.take(shaped, numbers, axis=0, out=out.view(self.dtype.storage).reshape(len(numbers), self.row_length))
+
+    def encoded(self, codec: Codec) -> bytes:
+        """The value as codes, the same ones for all workers that ask between two changes."""
+        if self._encoded[0] != self.num_changes:
+            if self._residual is None:
+                self._residual = codec.begin(self.length, self.dtype)
+            codes = bytearray(codec.max_bytes(self.length))
+            codec.encode(self.array, self._residual, codes)
+            self._encoded = (self.num_changes, bytes(codes))
+        return self._encoded[1]
+
+    def state_facts(self, optimizer: Optimizer | None) -> states.CellFacts:
+        """What `reigen.kv.states` keeps of it."""
+        counts = self.applied.done
+        if optimizer is None or self.slot is None:
+            return states.CellFacts("", counts)
+        return states.CellFacts(optimizer.name, counts, self.slot.count, self.slot.rate)
+
+    def pack_states(self, optimizer: Optimizer | None) -> bytearray:
+        """The answer to GET_STATES."""
+        return states.pack(self.state_facts(optimizer), {} if self.slot is None else self.slot.arrays)
+
+    def put_states(self, parcel: NDArray[np.uint8], optimizer: Optimizer | None) -> None:
+        """Take over what `pack_states` gave, from this or another job.
+
+        Raises:
+            ArgumentError: it is damaged, there is no optimizer, or the states are of another one.
+        """
+        try:
+            facts, arrays = states.unpack(parcel.data, states.CellFacts)
+        except WireError as error:
+            raise ArgumentError(str(error)) from None
+        if optimizer is None:
+            raise ArgumentError("there is no optimizer whose states could be loaded; call set_optimizer() before")
+        if facts.optimizer != optimizer.name:
+            raise ArgumentError(
+                f"these are states of the optimizer {facts.optimizer or 'none'!r}, the store uses {optimizer.name!r}"
+            )
+        self.use(optimizer)
+        assert self.slot is not None
+        self._restore_slot(facts, arrays)
+
+    def _restore_slot(self, facts: states.CellFacts, arrays: dict[str, NDArray[Any]]) -> None:
+        assert self.slot is not None
+        wanted = {name: (array.dtype, len(array)) for name, array in self.slot.arrays.items()}
+        given = {name: (array.dtype, len(array)) for name, array in arrays.items()}
+        if wanted != given:
+            raise ArgumentError(f"the states are {_listed(given)}, the store's optimizer keeps {_listed(wanted)}")
+        for name, array in arrays.items():
+            np.copyto(self.slot.arrays[name], array)
+        self.slot.count, self.slot.rate = facts.updates, facts.rate
+
+    # ---- snapshots
+
+    def pack(self, optimizer: Optimizer | None) -> bytearray:
+        """All of it, as it is now."""
+        arrays = {} if self.slot is None else {f"state {name}": array for name, array in self.slot.arrays.items()}
+        arrays["value"] = self.array
+        if self._residual is not None:
+            arrays["residual"] = self._residual
+        about = CellSnapshot(self.key, self.facts, self.place, self.applied, self.state_facts(optimizer))
+        return states.pack(about, arrays)
+
+    def restore(self, snapshot: CellSnapshot, arrays: dict[str, NDArray[Any]], optimizer: Optimizer | None) -> None:
+        """Take over a snapshot.
+
+        Raises:
+            WireError: they are not those of this cell.
+        """
+        value = arrays.get("value")
+        if value is None or value.nbytes != self.num_bytes:
+            raise WireError("a snapshot without the value of its cell")
+        self.write(value.reshape(-1).view(np.uint8))
+        residual = arrays.get("residual")
+        if residual is not None:
+            self._residual = np.array(residual, np.float32)
+        if optimizer is not None:
+            self.use(optimizer)
+            kept = {name.removeprefix("state "): array for name, array in arrays.items() if name.startswith("state ")}
+            try:
+                self._restore_slot(snapshot.states, kept)
+            except (ArgumentError, ConfigError) as error:
+                raise WireError(f"a snapshot with other states: {error}") from None
+        self.is_dirty = False
+
+
+def _listed(arrays: dict[str, tuple[Any, int]]) -> str:
+    return ", ".join(f"{name} ({length} {dtype})" for name, (dtype, length) in arrays.items()) or "none"

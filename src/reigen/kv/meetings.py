@@ -1,0 +1,235 @@
+"""What all workers of a store say alike, on the server that hears it: keys at their home, and the store's settings.
+
+The steps of a declaration stand in `reigen.kv.protocol` (c).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from reigen.errors import ArgumentError, DeadlineError, MismatchError, WireError
+from reigen.kv.agreement import Agreement
+from reigen.kv.cells import KeyFacts
+from reigen.kv.keys import key_id
+from reigen.kv.protocol import DECLARED_CODEC, Declare, Declared, Flag, Kind, Place, Problem
+from reigen.kv.requests import Request
+from reigen.optim import Optimizer
+
+
+class Host(Protocol):
+    """What a meeting needs of its store.
+
+    Attributes:
+        must_save: what was agreed on belongs into the next snapshot.
+    """
+
+    must_save: bool
+
+    def expected(self) -> tuple[int, ...]:
+        """The workers whose word counts, ascending."""
+
+    def laid_out(self, key: int, facts: KeyFacts, places: tuple[Place, ...]) -> None:
+        """The cells of a key are known; those of earlier generations are gone."""
+
+    def has_pushes(self, key: int | None = None) -> bool:
+        """Whether a cell that is here, of that key or of any, has been pushed."""
+
+    def use(self, optimizer: Optimizer) -> None:
+        """The store's optimizer is known.
+
+        Raises:
+            ReigenError: it cannot update what is stored.
+        """
+
+
+@dataclass
+class Meeting:
+    """Workers say one thing; who has said it waits until all have.
+
+    Attributes:
+        agreement: what they say.
+        waiting: their requests.
+    """
+
+    agreement: Agreement[Any]
+    waiting: dict[int, Request] = field(default_factory=dict)
+
+    def say(self, request: Request, word: Any) -> None:
+        """A worker's word."""
+        worker = request.connection.worker
+        self.agreement.say(worker, word)
+        self.waiting[worker] = request
+
+    def decide(self, expected: Collection[int], agreed: Callable[[Any], None]) -> None:
+        """Answer everybody with an error if they disagree; call ``agreed`` with the word that all have said."""
+        word, error = self.agreement.decide(expected)
+        if error is not None:
+            self.fail(Problem.of(error))
+        elif word is not None:
+            agreed(word)
+
+    def fail(self, problem: Problem) -> None:
+        """Answer all that wait with an error; they may say it again."""
+        self.agreement.words.clear()
+        waiting, self.waiting = self.waiting, {}
+        for request in waiting.values():
+            request.connection.fail(request, problem)
+
+    def expire(self, before: float, expected: Collection[int]) -> None:
+        """Give up if somebody has waited since ``before``."""
+        if any(request.since < before for request in self.waiting.values()):
+            missing = self.agreement.missing(expected)
+            error = DeadlineError(f"{self.agreement.what}: not all workers have said it", ranks=missing)
+            self.fail(Problem.of(error))
+
+
+@dataclass
+class _Record:
+    """A key at its home.
+
+    Attributes:
+        places: the cells, as rank 0 said.
+        agreed: what all workers have said, once they have.
+        is_initialised: rank 0 has sent all cells.
+    """
+
+    meeting: Meeting
+    generation: int = 0
+    places: tuple[Place, ...] = ()
+    agreed: KeyFacts | None = None
+    is_initialised: bool = False
+
+
+class Declarations:
+    """The keys of a store that this server has heard of.
+
+    Args:
+        host: the store.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._records: dict[int, _Record] = {}
+        #: keys of which cells are here, and the latest generation
+        self._known: dict[int, KeyFacts] = {}
+
+    def declare(self, request: Request, declare: Declare) -> None:
+        """Take in a DECLARE; it is answered now or later.
+
+        Raises:
+            ReigenError: what is told to this worker alone.
+        """
+        key, facts = request.header.key, _facts(declare)
+        if key_id(declare.name) != key:
+            raise WireError(f"the key {declare.name!r} has another id than {key}")
+        known = self._known.get(key)
+        if known is not None and known.name != facts.name:
+            raise ArgumentError(
+                f"the keys {known.name!r} and {facts.name!r} have the same number of 64 bits; rename one of them"
+            )
+        if not request.header.flags & Flag.HOME:
+            self._lay_out(key, facts, declare.places)
+            self._answer(request, declare.places or (), was_initialised=False)
+            return
+        record = self._records.get(key)
+        if record is None or declare.generation > record.generation:
+            if record is not None and self._host.has_pushes(key):
+                raise ArgumentError(f"the key {facts.name!r} was pushed; it cannot be declared anew")
+            what = f"what the key {facts.name!r} is"
+            record = self._records[key] = _Record(Meeting(Agreement(what)), declare.generation)
+        self._at_home(request, record, facts, declare)
+
+    def settle(self) -> None:
+        """The expected workers are others now: answer who waited for one that is not any more."""
+        for key, record in list(self._records.items()):
+            if record.agreed is None or (0 not in self._host.expected() and not record.is_initialised):
+                self._decide(key, record)
+
+    def fail(self, problem: Problem) -> None:
+        """Answer all that wait with an error."""
+        for record in self._records.values():
+            record.meeting.fail(problem)
+
+    def expire(self, before: float) -> None:
+        """Answer who has waited since ``before`` with an error that names the missing workers."""
+        for record in self._records.values():
+            missing = self._host.expected() if record.agreed is None else (0,)
+            record.meeting.expire(before, missing)
+
+    def initialised(self) -> list[tuple[int, KeyFacts, tuple[Place, ...]]]:
+        """The keys that have their home here and can be used, for a snapshot."""
+        records = self._records.items()
+        return [(key, one.agreed, one.places) for key, one in records if one.agreed and one.is_initialised]
+
+    def restore(self, key: int, facts: KeyFacts, places: tuple[Place, ...]) -> None:
+        """Take over what `initialised` told."""
+        meeting = Meeting(Agreement(f"what the key {facts.name!r} is"))
+        self._records[key] = _Record(meeting, facts.generation, places, facts, is_initialised=True)
+        self._known[key] = facts
+
+    def remember(self, key: int, facts: KeyFacts) -> None:
+        """A cell of a key is here."""
+        self._known[key] = facts
+
+    def _at_home(self, request: Request, record: _Record, facts: KeyFacts, declare: Declare) -> None:
+        worker, key = request.connection.worker, request.header.key
+        if record.agreed is None:
+            if worker == 0:
+                if not declare.places:
+                    raise WireError(f"worker 0 does not say where the cells of the key {facts.name!r} are")
+                record.places = declare.places
+            record.meeting.say(request, facts)
+            self._decide(key, record)
+            return
+        if facts != record.agreed:
+            raise MismatchError(
+                "this worker means something else by the key than all did before",
+                ranks=[worker],
+                details={worker: f"{facts}; before it was {record.agreed}"},
+            )
+        if worker == 0 and declare.is_initialised and not record.is_initialised:
+            record.is_initialised = self._host.must_save = True
+            self._answer_all(record)
+        if record.is_initialised or worker == 0:
+            self._answer(request, record.places, was_initialised=record.is_initialised and not declare.is_initialised)
+        else:
+            record.meeting.waiting[worker] = request
+
+    def _decide(self, key: int, record: _Record) -> None:
+        def agreed(facts: KeyFacts) -> None:
+            record.agreed = facts
+            record.meeting.agreement.words.clear()
+            self._lay_out(key, facts, record.places)
+            first = record.meeting.waiting.pop(0, None)
+            if first is not None:
+                self._answer(first, record.places, was_initialised=False)
+
+        expected = self._host.expected()
+        if 0 in expected:
+            record.meeting.decide(expected, agreed)
+        elif record.meeting.waiting:
+            reason = f"{record.meeting.agreement.what}: worker 0, whose value counts, has gone"
+            record.meeting.fail(Problem("PeerLostError", reason, None, (0,)))
+
+    def _lay_out(self, key: int, facts: KeyFacts, places: tuple[Place, ...] | None) -> None:
+        if not places:
+            raise WireError(f"nothing is said of where the cells of the key {facts.name!r} are")
+        before = self._known.get(key)
+        if before is None or before.generation <= facts.generation:
+            self._known[key] = facts
+            self._host.laid_out(key, facts, places)
+
+    def _answer_all(self, record: _Record) -> None:
+        waiting, record.meeting.waiting = record.meeting.waiting, {}
+        for request in waiting.values():
+            self._answer(request, record.places, was_initialised=False)
+
+    @staticmethod
+    def _answer(request: Request, places: tuple[Place, ...], *, was_initialised: bool) -> None:
+        request.connection.answer(request, Kind.DECLARED, DECLARED_CODEC.encode(Declared(places, was_initialised)))
+
+
+def _facts(declare: Declare) -> KeyFacts:
+    return KeyFacts(declare.name, declare.shape, declare.dtype, declare.stype, declare.generation)

@@ -1,0 +1,202 @@
+"""A worker's request on a server, from its arrival to its answer, and the connection that it came by."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ReigenError, WireError
+from reigen.kv.arena import PeerArena
+from reigen.kv.line import Line
+from reigen.kv.memory import Buffers, Memory, Value
+from reigen.kv.protocol import INLINE_BYTES, PROBLEM_CODEC, Flag, Header, Hello, Kind, Problem
+from reigen.kv.sums import Contribution
+
+if TYPE_CHECKING:
+    from reigen.kv.cells import Cell
+
+_log = logging.getLogger(__name__)
+_IN_MEMORY, _ANSWER_IN_MEMORY = int(Flag.IN_MEMORY), int(Flag.ANSWER_IN_MEMORY)
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A request. It is its own token for `reigen.kv.consistency`.
+
+    Attributes:
+        connection: whom to answer.
+        header: what was asked.
+        since: when it came, on the clock of ``time.monotonic()``.
+        cell: that it is about, if any.
+        contribution: what it gives to that, until it has been used.
+        buffer: the received body, whose memory is given back then.
+        numbers: of the rows that it asks for.
+        reading: the token of its second half, where it is a PUSHPULL.
+        is_answered: nothing more is said about it.
+    """
+
+    connection: Connection
+    header: Header
+    since: float
+    cell: Cell | None = None
+    contribution: Contribution | None = None
+    buffer: NDArray[np.uint8] | None = None
+    numbers: NDArray[np.int64] | None = None
+    reading: Reading | None = None
+    is_answered: bool = False
+
+    @property
+    def wants_codes(self) -> bool:
+        """Whether the answer may be encoded."""
+        return bool(self.header.flags & Flag.ENCODE_ANSWER)
+
+    def used(self, buffers: Buffers) -> None:
+        """Its body is not needed any more."""
+        if self.buffer is not None:
+            buffers.give(self.buffer)
+        self.contribution = self.buffer = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """The second half of a PUSHPULL: its own token, since the first is one, too."""
+
+    request: Request
+
+
+@dataclass(eq=False)
+class Connection:
+    """What a server knows of the other end of a line.
+
+    Attributes:
+        hello: what the worker said of itself.
+        store: the store that this is about.
+        peer: the worker's arena, if it can be read here.
+        open_requests: by id, those without an answer.
+        is_open: whether answers still have somewhere to go.
+        must_flush: something was queued since the last flush.
+    """
+
+    hello: Hello
+    store: int
+    line: Line
+    memory: Memory
+    peer: PeerArena | None = None
+    open_requests: dict[int, Request] = field(default_factory=dict)
+    is_open: bool = True
+    must_flush: bool = False
+    #: what the worker reads, or the kernel has not sent, by the request that it answers
+    _leases: dict[int, list[Value]] = field(default_factory=dict)
+
+    @property
+    def worker(self) -> int:
+        """The worker's number."""
+        return self.hello.number
+
+    def body_of(self, header: Header, received: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """A request's body, wherever it lies.
+
+        Raises:
+            WireError: it is not where the header says.
+        """
+        if not header.flags & _IN_MEMORY:
+            return received
+        if self.peer is None:
+            raise WireError(f"{self.line.name}: a body in memory that is not shared")
+        return self.peer.view(header.offset, header.memory_bytes)
+
+    def send(self, header: Header, body: bytes | bytearray | memoryview = b"", priority: int = 0) -> None:
+        """Queue a message, if the connection is still there."""
+        if self.is_open:
+            self.line.send(header, memoryview(body), priority=priority)
+            self.must_flush = True
+
+    def answer(
+        self,
+        request: Request,
+        kind: Kind,
+        body: bytes | bytearray | memoryview = b"",
+        *,
+        flags: int = 0,
+        round: int | None = None,
+        dtype: int = 0,
+    ) -> None:
+        """Answer a request with what nobody changes afterwards. Of several answers only the first is sent."""
+        if self._finish(request):
+            asked = request.header
+            round_ = asked.round if round is None else round
+            header = Header(
+                kind, asked.request, asked.key, asked.cell, round_, flags, dtype, asked.kind, self.store,
+                asked.priority, len(body),
+            )  # fmt: skip
+            self.send(header, body, asked.priority)
+
+    def answer_value(self, request: Request, value: Value, dtype: int) -> None:
+        """Answer a request with memory that must not change until the worker, or the kernel, has it."""
+        asked, nbytes = request.header, value.array.nbytes
+        if nbytes < INLINE_BYTES:
+            self.answer(request, Kind.VALUE, value.array.tobytes(), dtype=dtype)
+            return
+        if not self._finish(request) or not self.is_open:
+            return
+        self.memory.lease(value)
+        self._leases.setdefault(asked.request, []).append(value)
+        self.must_flush = True
+        if value.block is not None and self.peer is not None and asked.flags & _ANSWER_IN_MEMORY:
+            header = Header(
+                Kind.VALUE, asked.request, asked.key, asked.cell, asked.round, _IN_MEMORY, dtype, asked.kind,
+                self.store, asked.priority, 0, value.block.offset, nbytes,
+            )  # fmt: skip
+            self.line.send(header, priority=asked.priority)
+            return
+        header = Header(
+            Kind.VALUE, asked.request, asked.key, asked.cell, asked.round, 0, dtype, asked.kind, self.store,
+            asked.priority, nbytes,
+        )  # fmt: skip
+        self.line.send(
+            header, value.array.data, priority=asked.priority, on_sent=lambda: self.release(asked.request, value)
+        )
+
+    def answer_codes(self, request: Request, codes: bytes) -> None:
+        """Answer a request with a value as codes of the store's gradient compression."""
+        self.answer(request, Kind.VALUE, codes, flags=int(Flag.ENCODED))
+
+    def fail(self, request: Request, problem: Problem) -> None:
+        """Answer a request with an error."""
+        self.answer(request, Kind.ERROR, PROBLEM_CODEC.encode(problem))
+
+    def refuse(self, request: Request, error: ReigenError, key: int | str | None = None) -> None:
+        """Answer a request with an error."""
+        self.fail(request, Problem.of(error, key))
+
+    def release(self, request: int, value: Value | None = None) -> None:
+        """The worker has copied the answer to a request, or the kernel ``value``. Unknown ones are ignored."""
+        leased = self._leases.get(request, [])
+        for one in [value] if value is not None else list(leased):
+            if one in leased:
+                leased.remove(one)
+                self.memory.release(one)
+        if not leased:
+            self._leases.pop(request, None)
+
+    def end(self) -> None:
+        """The connection is over: nobody reads any more. May be called twice."""
+        self.is_open = False
+        self.line.close()
+        for request in list(self._leases):
+            self.release(request)
+        self.open_requests.clear()
+        if self.peer is not None:
+            self.peer.close()
+
+    def _finish(self, request: Request) -> bool:
+        """Whether a request had no answer until now."""
+        if request.is_answered:
+            return False
+        request.is_answered = True
+        self.open_requests.pop(request.header.request, None)
+        return True

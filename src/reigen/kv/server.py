@@ -1,0 +1,430 @@
+"""A server of the parameter server: connections, time, and what the scheduler tells; the rest is in `reigen.kv.stores`.
+
+One thread does all I/O and decides; the threads of `reigen.kv.work` compute. Strangers get as far as the handshake:
+how many there may be and for how long is bounded, and nothing of them is parsed. A worker that sends what is no message
+loses its connection; it may connect again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from reigen.cluster.layout import this_host
+from reigen.cluster.reception import MAX_STRANGERS, check_address, join_address
+from reigen.config import Config
+from reigen.errors import AuthenticationError, MismatchError, ReigenError, WireError
+from reigen.kv.arena import Arena, PeerArena
+from reigen.kv.desk import Desk
+from reigen.kv.events import LossPolicy
+from reigen.kv.line import Drops, Line
+from reigen.kv.memory import Buffers, Memory
+from reigen.kv.nodes import Membership, NodeLost, NodeReturned, Stop
+from reigen.kv.protocol import HELLO_CODEC, NOTICE_CODEC, PURPOSE, Header, Hello, Kind, Notice, Problem
+from reigen.kv.requests import Connection
+from reigen.kv.snapshots import Snapshots
+from reigen.kv.stores import Store, Surroundings
+from reigen.kv.work import Workers
+from reigen.wire.auth import Identity, Role, ServerHandshake
+from reigen.wire.link import Link
+from reigen.wire.sockets import keepalive
+from reigen.wire.stream import Conversation
+
+_HANDSHAKE_SECONDS = 10.0
+_BACKLOG = 512
+_TICK_SECONDS = 0.5
+_HANDSHAKE_BYTES = 1 << 12
+_log = logging.getLogger(__name__)
+
+
+def listen(host: str, port: int = 0) -> tuple[socket.socket, str]:
+    """A socket on which a server can be reached, and its address.
+
+    Args:
+        host: an address of one interface.
+        port: 0: the kernel chooses.
+
+    Raises:
+        ConfigError: ``host`` is no such address.
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    check_address(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener, join_address(host, listener.getsockname()[1])
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection whose other end has not proven itself."""
+
+    socket: socket.socket
+    conversation: Conversation
+    deadline: float
+
+    def advance(self) -> bool:
+        """Do what is possible now; whether both ends are proven.
+
+        Raises:
+            OSError, AuthenticationError, WireError: this leads nowhere.
+        """
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                outgoing = self.conversation.outgoing
+                while outgoing:
+                    del outgoing[: self.socket.send(outgoing)]
+                if self.conversation.peer is not None:
+                    return True
+                data = self.socket.recv(self.conversation.num_wanted_bytes)
+                if not data:
+                    raise ConnectionResetError("the other end closed the connection during the handshake")
+                self.conversation.receive(data)
+        return False
+
+
+class _Visitor:
+    """A line: the receiver of its messages. The first must be HELLO.
+
+    Attributes:
+        connection: what is known of the other end since it said HELLO.
+    """
+
+    def __init__(self, server: Server, link: Link, line_name: str, drops: Drops | None, log_messages: bool) -> None:
+        self._server = server
+        self.worker = link.peer.rank
+        self.line = Line(link, self, line_name, drops=drops, log_messages=log_messages)
+        self.connection: Connection | None = None
+        self.desk: Desk | None = None
+        self.events = selectors.EVENT_READ
+
+    def place(self, line: Line, header: Header) -> memoryview:
+        """See `reigen.kv.line.Receiver`."""
+        if self.desk is None:
+            return memoryview(bytearray(header.body_bytes if header.kind == Kind.HELLO else 0))
+        return self.desk.place(header).data
+
+    def arrived(self, line: Line, header: Header, body: memoryview) -> None:
+        """See `reigen.kv.line.Receiver`."""
+        if self.connection is None or self.desk is None:
+            self._server.said_hello(self, header, body)
+            return
+        if header.store != self.connection.store:
+            raise WireError(f"{line.name}: a request for store {header.store} on a connection for another one")
+        self.desk.arrived(self.connection, header, np.frombuffer(body, np.uint8))
+
+
+class Server:
+    """A server, from its start to the end of the job.
+
+    Args:
+        member: its place in the job.
+        config: the knobs; those of the parameter server begin with ``kv_``.
+        listener: from `listen`; its address is what the scheduler tells workers. It is closed with the server.
+
+    Raises:
+        ConfigError: snapshots cannot be kept where they should be.
+        WireError: this server takes another's place, and its snapshots are damaged.
+    """
+
+    def __init__(self, member: Membership, config: Config, listener: socket.socket) -> None:
+        self._member, self._config, self._listener = member, config, listener
+        listener.setblocking(False)
+        self.machine = this_host(config.host_id or "")[0] if config.kv_shared_memory else ""
+        self._arena = Arena(f"reigen-kv-server-{member.number}") if self.machine else None
+        self._workers = Workers(config.kv_threads)
+        self._around = self._surroundings()
+        self._stores: dict[int, Store] = {}
+        self._desks: dict[int, Desk] = {}
+        self._selector = selectors.DefaultSelector()
+        #: workers that are lost now, for stores that begin later
+        self._lost: dict[int, NodeLost] = {}
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._visitors: set[_Visitor] = set()
+        #: lines with more messages than one call took
+        self._busy: set[_Visitor] = set()
+        self._tick_seconds = min(_TICK_SECONDS, config.deadline_seconds / 4)
+        self._next_tick = time.monotonic() + self._tick_seconds
+        self._next_snapshot = self._snapshot_time()
+        self._exit_code: int | None = None
+        if self._around.snapshots is not None:
+            self._restore(self._around.snapshots)
+
+    def serve(self) -> int:
+        """Serve until the scheduler says that the job is over; returns what the process should exit with."""
+        watched: list[tuple[int | socket.socket, Callable[[], None]]] = [
+            (self._listener, self._accept),
+            (self._member.fileno(), self._hear),
+            (self._workers.fileno(), self._workers.collect),
+        ]
+        for file, handle in watched:
+            self._selector.register(file, selectors.EVENT_READ, lambda _, handle=handle: handle())
+        self._hear()
+        try:
+            while self._exit_code is None:
+                self._turn()
+            if self._around.snapshots is not None and self._exit_code == 0:
+                self._around.snapshots.clear()
+        finally:
+            self.close()
+        return self._exit_code
+
+    def close(self) -> None:
+        """End all connections and threads. May be called twice."""
+        for visitor in list(self._visitors):
+            self._drop(visitor)
+        for stranger in self._strangers.values():
+            stranger.socket.close()
+        self._strangers.clear()
+        self._listener.close()
+        self._workers.close()
+        self._selector.close()
+        self._stores.clear()
+        self._desks.clear()
+        if self._arena is not None:
+            self._arena.close()
+
+    def said_hello(self, visitor: _Visitor, header: Header, body: memoryview) -> None:
+        """The first message of a line.
+
+        Raises:
+            WireError: it is no HELLO.
+        """
+        if header.kind != Kind.HELLO:
+            raise WireError(f"{visitor.line.name}: the first message is a {Kind(header.kind).name}, not HELLO")
+        hello = HELLO_CODEC.decode(bytes(body))
+        if hello.number != visitor.worker or not 0 <= hello.number < self._around.num_workers:
+            raise WireError(f"{visitor.line.name}: says that it is worker {hello.number}")
+        self._hear()  # so that what led to a replacement is known before it
+        store = self._store(header.store, math.inf if hello.staleness is None else hello.staleness)
+        problem = self._why_unwelcome(store, hello)
+        if problem is not None:
+            notice = NOTICE_CODEC.encode(Notice("problem", hello.number, hello.host, problem.reason, problem))
+            visitor.line.send(Header(Kind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
+            self._flush(visitor)
+            return
+        peer, reason = PeerArena.open(hello, self.machine) if self.machine else (None, "it is turned off")
+        _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
+                  header.store, reason)  # fmt: skip
+        connection = Connection(hello, header.store, visitor.line, self._around.memory, peer)
+        visitor.connection, visitor.desk = connection, self._desks[header.store]
+        store.connected(connection)
+        welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
+        connection.send(Header(Kind.WELCOME, store=header.store, body_bytes=len(welcome)), welcome)
+
+    # ---- the loop
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        due = min([self._next_tick, *([self._next_snapshot] if self._next_snapshot else [])])
+        timeout = 0.0 if self._busy else max(0.0, due - now)
+        for key, events in self._selector.select(timeout):
+            key.data(events)
+        for visitor in list(self._busy):
+            self._serve(visitor, selectors.EVENT_READ)
+        for store in self._stores.values():
+            store.save()  # before anybody is told
+        for visitor in list(self._visitors):
+            if visitor.connection is not None and visitor.connection.must_flush:
+                visitor.connection.must_flush = False
+                self._flush(visitor)
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._tick(now)
+        if self._next_snapshot and now >= self._next_snapshot:
+            self._next_snapshot = self._snapshot_time()
+            for store in self._stores.values():
+                store.save_all()
+
+    def _tick(self, now: float) -> None:
+        self._next_tick = now + self._tick_seconds
+        for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
+            self._forget(stranger)
+        for store in self._stores.values():
+            store.expire()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                _log.warning("a connection could not be accepted: %s", str(error))
+                if self._strangers:
+                    self._forget(next(iter(self._strangers.values())))
+                else:
+                    time.sleep(0.05)  # no descriptors left; the listener stays readable
+            return
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keepalive(connection, self._config.peer_timeout_seconds, bulk=True)
+        tls = self._member.tls
+        me = Identity(Role.RANK, self._member.number, PURPOSE)
+        handshake = ServerHandshake(self._member.secret, me)
+        conversation = Conversation(handshake, _HANDSHAKE_BYTES, None if tls is None else tls.accepts())
+        stranger = _Stranger(connection, conversation, time.monotonic() + _HANDSHAKE_SECONDS)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._forget(next(iter(self._strangers.values())))
+        self._strangers[connection] = stranger
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._meet(stranger))
+
+    def _meet(self, stranger: _Stranger) -> None:
+        try:
+            if not stranger.advance():
+                sending = selectors.EVENT_WRITE if stranger.conversation.outgoing else 0
+                data = self._selector.get_key(stranger.socket).data
+                self._selector.modify(stranger.socket, selectors.EVENT_READ | sending, data)
+                return
+            link = Link(*stranger.conversation.detach(stranger.socket))
+        except (OSError, AuthenticationError, WireError) as error:
+            _log.info("a connection came to nothing: %s", str(error))
+            self._forget(stranger)
+            return
+        del self._strangers[stranger.socket]
+        self._selector.unregister(stranger.socket)
+        if link.peer.purpose != PURPOSE:
+            link.close()
+            return
+        drops = None
+        if self._config.kv_drop_percent:
+            drops = Drops(self._config.kv_drop_percent, self._member.number * 1009 + link.peer.rank)
+        visitor = _Visitor(self, link, f"worker {link.peer.rank}", drops, self._config.kv_verbose >= 2)
+        self._visitors.add(visitor)
+        self._selector.register(link, visitor.events, lambda events: self._serve(visitor, events))
+        self._serve(visitor, selectors.EVENT_READ)
+
+    def _forget(self, stranger: _Stranger) -> None:
+        if self._strangers.pop(stranger.socket, None) is not None:
+            self._selector.unregister(stranger.socket)
+            stranger.socket.close()
+
+    def _serve(self, visitor: _Visitor, events: int) -> None:
+        if visitor not in self._visitors:
+            return
+        try:
+            if events & selectors.EVENT_READ:
+                (self._busy.add if visitor.line.receive() else self._busy.discard)(visitor)
+        except (ConnectionError, AuthenticationError, WireError, OSError) as error:
+            self._lose(visitor, error)
+            return
+        if events & selectors.EVENT_WRITE:
+            self._flush(visitor)
+
+    def _flush(self, visitor: _Visitor) -> None:
+        if visitor not in self._visitors:
+            return
+        try:
+            visitor.line.advance_sends()
+        except ConnectionError as error:
+            self._lose(visitor, error)
+            return
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if visitor.line.wants_to_send else 0)
+        if wanted != visitor.events:
+            visitor.events = wanted
+            self._selector.modify(visitor.line, wanted, self._selector.get_key(visitor.line).data)
+
+    def _lose(self, visitor: _Visitor, error: Exception) -> None:
+        """A line is over, by itself or because of what came."""
+        host = "" if visitor.connection is None else f" on host {visitor.connection.hello.host}"
+        header = visitor.line.receiving
+        amid = "" if header is None else f", in the middle of a {Kind(header.kind).name} of key id {header.key}"
+        level = logging.INFO if isinstance(error, ConnectionError) else logging.WARNING
+        _log.log(level, "the connection of worker %d%s has ended%s: %s", visitor.worker, host, amid, str(error))
+        self._drop(visitor)
+
+    def _drop(self, visitor: _Visitor) -> None:
+        self._visitors.discard(visitor)
+        self._busy.discard(visitor)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(visitor.line)
+        if visitor.connection is not None:
+            self._stores[visitor.connection.store].disconnected(visitor.connection)
+        visitor.line.close()
+
+    def _hear(self) -> None:
+        """What has happened to others."""
+        for event in self._member.events():
+            _log.info("the scheduler says: %s", event)
+            if isinstance(event, Stop):
+                self._exit_code = event.exit_code
+            elif isinstance(event, NodeLost) and event.role == "worker":
+                self._lost[event.number] = event
+                for store in self._stores.values():
+                    store.lost(event.number, event.host, event.reason)
+            elif isinstance(event, NodeReturned) and event.role == "worker":
+                self._lost.pop(event.number, None)
+                for store in self._stores.values():
+                    if store.incarnations.get(event.number) == event.incarnation:
+                        store.returned(event.number, event.host)
+
+    # ---- stores
+
+    def _surroundings(self) -> Surroundings:
+        config, member = self._config, self._member
+        snapshots = None
+        if config.kv_snapshot_dir is not None:
+            snapshots = Snapshots(config.kv_snapshot_dir, member.secret, member.number)
+        return Surroundings(
+            member.number, member.num_workers, Memory(self._arena), Buffers(), self._workers, snapshots,
+            snapshots is not None and config.kv_snapshot_seconds == 0, LossPolicy(config.kv_on_worker_loss),
+            config.deadline_seconds, config.kv_resend,
+        )  # fmt: skip
+
+    def _snapshot_time(self) -> float:
+        """When the next snapshot is due; 0.0: never, or with every acknowledgement."""
+        seconds = self._config.kv_snapshot_seconds
+        return time.monotonic() + seconds if self._around.snapshots is not None and seconds else 0.0
+
+    def _store(self, number: int, staleness: float) -> Store:
+        if number not in self._stores:
+            self._add_store(Store(number, staleness, self._around))
+            for event in self._lost.values():
+                self._stores[number].lost(event.number, event.host, event.reason)
+        return self._stores[number]
+
+    def _add_store(self, store: Store) -> None:
+        self._stores[store.number] = store
+        self._desks[store.number] = Desk(store)
+
+    def _why_unwelcome(self, store: Store, hello: Hello) -> Problem | None:
+        mine = math.inf if hello.staleness is None else hello.staleness
+        if mine == store.staleness:
+            return None
+        error = MismatchError(
+            "the workers do not agree on the type of the store",
+            ranks=[hello.number],
+            details={hello.number: f"a staleness of {mine}; the first worker said {store.staleness}"},
+        )
+        return Problem.of(error)
+
+    def _hello(self, store: Store, *, shares: bool) -> Hello:
+        staleness = None if math.isinf(store.staleness) else int(store.staleness)
+        member = self._member
+        about = (member.number, member.incarnation, member.host)
+        if not shares or self._arena is None:
+            return Hello(*about, is_empty=not store.cells, staleness=staleness)
+        segment = self._arena.segment
+        return Hello(*about, self.machine, os.getpid(), segment.fd, segment.inode, not store.cells, staleness)
+
+    def _restore(self, snapshots: Snapshots) -> None:
+        """Take the place of the process that this server was before, or begin anew."""
+        if not self._member.is_recovery:
+            snapshots.clear()
+            return
+        try:
+            for number, facts in snapshots.stores():
+                store = Store(number, math.inf if facts.staleness is None else facts.staleness, self._around)
+                store.restore(facts)
+                self._add_store(store)
+                _log.info("store %d is restored from a snapshot: %d cells", number, len(store.cells))
+        except ReigenError:
+            self.close()
+            raise

@@ -1,0 +1,185 @@
+"""What a store is set to on a server, by COMMAND: its optimizer and its gradient compression.
+
+======================== ================================ =============================================================
+command                  arguments                        who, and when it is answered
+======================== ================================ =============================================================
+set_optimizer            spec: `Optimizer.to_spec`        all workers alike; when all have said it
+set_gradient_compression params: of `from_params`; or {}  all workers alike; when all have said it
+set_learning_rate        learning_rate: a number          any worker; at once
+get_optimizer                                             any worker; at once: the spec, or None
+======================== ================================ =============================================================
+
+The first two are for stores that nobody has pushed to; said again as they were, they always work (by workers that take
+the place of lost ones).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from reigen.compression import Codec, from_params
+from reigen.errors import ArgumentError, ConfigError, MismatchError, ReigenError
+from reigen.kv.agreement import Agreement
+from reigen.kv.meetings import Host, Meeting
+from reigen.kv.protocol import RESULT_CODEC, Command, Kind, Problem, Result
+from reigen.kv.requests import Request
+from reigen.optim import Optimizer, from_spec
+
+_MEETINGS = {"set_optimizer": "the optimizer", "set_gradient_compression": "gradient compression"}
+
+
+class Settings:
+    """The settings of one store.
+
+    Args:
+        host: the store.
+        num_workers: of the job; sums of so many are encoded for them.
+
+    Attributes:
+        optimizer: updates values; None: sums take their place.
+        codec: decodes what workers push; None: it is not encoded.
+        encoder: encodes sums for workers that take them so.
+    """
+
+    def __init__(self, host: Host, num_workers: int) -> None:
+        self._host = host
+        self._num_workers = num_workers
+        self._words: dict[str, bytes] = {}
+        self._meetings = {name: Meeting(Agreement(what, _described)) for name, what in _MEETINGS.items()}
+        self.optimizer: Optimizer | None = None
+        self.codec: Codec | None = None
+        self.encoder: Codec | None = None
+
+    def command(self, request: Request, command: Command) -> None:
+        """Carry out a COMMAND; it is answered now or later.
+
+        Raises:
+            ReigenError: what is told to this worker alone.
+        """
+        match command.name:
+            case "set_optimizer" | "set_gradient_compression":
+                argument = command.arguments.get("spec" if command.name == "set_optimizer" else "params")
+                if not isinstance(argument, dict):
+                    raise ConfigError(f"{command.name} needs a dict of names and numbers, not {argument!r:.100}")
+                self._meet(request, command.name, argument)
+            case "set_learning_rate":
+                self._set_learning_rate(command.arguments.get("learning_rate"))
+                _answer(request, None)
+            case "get_optimizer":
+                _answer(request, None if self.optimizer is None else self.optimizer.to_spec())
+            case _:
+                names = ", ".join([*_MEETINGS, "set_learning_rate", "get_optimizer"])
+                raise ArgumentError(f"servers know no command {command.name!r:.100}; there are {names}")
+
+    def settle(self) -> None:
+        """The expected workers are others now."""
+        for name in self._meetings:
+            self._decide(name)
+
+    def fail(self, problem: Problem) -> None:
+        """Answer all that wait with an error."""
+        for meeting in self._meetings.values():
+            meeting.fail(problem)
+
+    def expire(self, before: float) -> None:
+        """Answer who has waited since ``before`` with an error that names the missing workers."""
+        for meeting in self._meetings.values():
+            meeting.expire(before, self._host.expected())
+
+    def state(self) -> dict[str, Any]:
+        """For a snapshot."""
+        spec = None if self.optimizer is None else self.optimizer.to_spec()
+        return {"words": dict(self._words), "optimizer": spec}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` told.
+
+        Raises:
+            ConfigError, ArgumentError: it makes no sense.
+        """
+        self._words = {str(name): bytes(word) for name, word in state["words"].items()}
+        for name, word in self._words.items():
+            self._apply(name, msgspec.msgpack.decode(word))
+        if state["optimizer"] is not None:
+            self.optimizer = from_spec(state["optimizer"])
+
+    def _meet(self, request: Request, name: str, argument: dict[str, Any]) -> None:
+        _check(name, argument)
+        word, before = _word(argument), self._words.get(name)
+        if before is not None and word == before:
+            _answer(request, None)
+            return
+        if self._host.has_pushes():
+            if before is None:
+                raise ArgumentError(f"{_MEETINGS[name]} can be set only before the first push")
+            raise MismatchError(
+                f"{_MEETINGS[name]} was set otherwise before the first push",
+                ranks=[request.connection.worker],
+                details={request.connection.worker: f"{_described(word)}; before it was {_described(before)}"},
+            )
+        self._meetings[name].say(request, word)
+        self._decide(name)
+
+    def _decide(self, name: str) -> None:
+        meeting = self._meetings[name]
+
+        def agreed(word: bytes) -> None:
+            try:
+                self._apply(name, msgspec.msgpack.decode(word))
+            except ReigenError as error:
+                meeting.fail(Problem.of(error))
+                return
+            self._words[name] = word
+            self._host.must_save = True
+            waiting, meeting.waiting = meeting.waiting, {}
+            meeting.agreement.words.clear()
+            for request in waiting.values():
+                _answer(request, None)
+
+        meeting.decide(self._host.expected(), agreed)
+
+    def _apply(self, name: str, argument: dict[str, Any]) -> None:
+        if name == "set_optimizer":
+            self.optimizer = from_spec(argument)
+            self._host.use(self.optimizer)
+            return
+        self.codec = from_params(argument) if argument else None
+        self.encoder = None
+        if argument:
+            # A sum of n codes of +-threshold is n times as large: coded by the same threshold it would lag behind.
+            wider = {"threshold": argument.get("threshold", 0.5) * self._num_workers}
+            self.encoder = from_params({**argument, **wider} if argument["type"] == "2bit" else argument)
+
+    def _set_learning_rate(self, rate: Any) -> None:
+        if self.optimizer is None:
+            raise ArgumentError("there is no optimizer whose learning rate could be set; call set_optimizer() before")
+        if isinstance(rate, bool) or not isinstance(rate, int | float):
+            raise ArgumentError(f"a learning rate is a number, not {rate!r:.100}")
+        self.optimizer = self.optimizer.with_learning_rate(float(rate))
+        self._host.must_save = True
+
+
+def _check(name: str, argument: dict[str, Any]) -> None:
+    """Raise the error of an argument that makes no sense, before anybody waits because of it."""
+    if name == "set_optimizer":
+        from_spec(argument)
+    elif argument:
+        from_params(argument)
+
+
+def _word(argument: dict[str, Any]) -> bytes:
+    """Equal for equal arguments, whatever the order in which they were written."""
+    return msgspec.msgpack.encode({name: argument[name] for name in sorted(argument)})
+
+
+def _described(word: bytes) -> str:
+    argument = msgspec.msgpack.decode(word)
+    facts = {name: value for name, value in argument.items() if value not in (None, [], {}) and name != "name"}
+    return f"{argument.get('name', '')}({', '.join(f'{name}={value!r}' for name, value in facts.items())})"
+
+
+def _answer(request: Request, value: Any) -> None:
+    request.connection.answer(request, Kind.DONE, RESULT_CODEC.encode(Result(value)))

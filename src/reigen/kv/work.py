@@ -1,0 +1,88 @@
+"""The threads of a server that compute; the end of each task is told to the thread that does I/O."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from reigen.kv.memory import Scratch
+
+#: Computes something with a thread's own scratch.
+Task = Callable[[Scratch], None]
+#: Called in the thread of `Workers.collect`: with what the task raised, or None.
+Done = Callable[[BaseException | None], None]
+
+
+class Workers:
+    """Threads that carry out tasks, in any order.
+
+    Args:
+        num_threads: at least 1; they start with the first task.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._tasks: queue.SimpleQueue[tuple[Task, Done] | None] = queue.SimpleQueue()
+        self._ended: deque[tuple[Done, BaseException | None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._scratch = Scratch()
+        self.num_running = 0
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while `collect` has something to do."""
+        return self._doorbell
+
+    def now(self, task: Task) -> BaseException | None:
+        """Carry out a task here and now; returns what it raised."""
+        return _outcome(task, self._scratch)
+
+    def begin(self, task: Task, done: Done) -> None:
+        """Have a thread carry out a task."""
+        if len(self._threads) < self._num_threads and self.num_running >= len(self._threads):
+            thread = threading.Thread(target=self._work, name=f"reigen-kv-{len(self._threads)}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        self.num_running += 1
+        self._tasks.put((task, done))
+
+    def collect(self) -> None:
+        """Call ``done`` of every task that has ended."""
+        try:
+            os.eventfd_read(self._doorbell)
+        except BlockingIOError:
+            return
+        while self._ended:
+            done, error = self._ended.popleft()
+            self.num_running -= 1
+            done(error)
+
+    def close(self) -> None:
+        """Wait for the tasks that were begun, and end the threads. May be called twice."""
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads.clear()
+        if self._doorbell >= 0:
+            os.close(self._doorbell)
+            self._doorbell = -1
+
+    def _work(self) -> None:
+        scratch = Scratch()
+        while (item := self._tasks.get()) is not None:
+            task, done = item
+            self._ended.append((done, _outcome(task, scratch)))
+            del item, task, done
+            os.eventfd_write(self._doorbell, 1)
+
+
+def _outcome(task: Task, scratch: Scratch) -> BaseException | None:
+    try:
+        task(scratch)
+    except Exception as error:  # noqa: BLE001  told to whoever waits for the result
+        return error
+    return None

@@ -1,0 +1,819 @@
+"""A server's part of the protocol, over real sockets: rounds, errors, lost and resent messages, lost workers."""
+
+import contextlib
+import socket
+import time
+
+import numpy as np
+import pytest
+from tests.kv.serving import RawWorker, Serving, refused_connection, start
+
+from reigen.compression import from_params
+from reigen.config import Config
+from reigen.errors import (
+    ArgumentError,
+    AuthenticationError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    UnsupportedError,
+)
+from reigen.kv import states
+from reigen.kv.nodes import NodeLost, NodeReturned
+from reigen.kv.protocol import (
+    COUNT_UNKNOWN,
+    DTYPE_NUMBERS,
+    Flag,
+    Header,
+    Kind,
+    Place,
+    pack_counts,
+    unpack_counts,
+)
+from reigen.optim import LARS, SGD, Adam, Test
+
+pytestmark = pytest.mark.slow
+
+
+@contextlib.contextmanager
+def job(num_workers=2, config=None, *, shares=False, server=None, **facts):
+    """A server and its workers."""
+    serving = Serving(num_workers, config, **(server or {}))
+    workers = []
+    try:
+        for number in range(num_workers):
+            machine = serving.server.machine if shares else ""
+            workers.append(serving.worker(number, shares=shares, machine=machine, **facts))
+        yield serving, workers
+    finally:
+        for worker in workers:
+            worker.close()
+        serving.stop()
+
+
+def push(worker, name, round_, value, kind=Kind.PUSH, **facts):
+    return worker.begin(kind, key=name, round=round_, body=np.asarray(value, np.float32), **facts)
+
+
+def set_optimizer(workers, optimizer):
+    asked = [worker.command("set_optimizer", wait=False, spec=optimizer.to_spec()) for worker in workers]
+    for worker, request in zip(workers, asked, strict=True):
+        worker.end(request, Kind.DONE)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["sockets", "memory"])
+@pytest.mark.parametrize("length", [1, 1000, 300_000])
+def test_a_round_is_the_sum_of_all_workers(shares, length):
+    with job(3, shares=shares) as (_, workers):
+        start(workers, "w", np.full(length, 5, np.float32))
+        assert (workers[2].pull("w", 0) == 5).all()
+        for round_ in (1, 2, 3):
+            asked = [
+                push(worker, "w", round_, np.full(length, round_ * 10.0**worker.number), Kind.PUSHPULL)
+                for worker in workers
+            ]
+            for worker, request in zip(workers, asked, strict=True):
+                assert (worker.value(request) == round_ * 111).all()
+
+
+def test_a_push_is_answered_when_its_round_is_applied_and_a_pull_sees_it():
+    with job() as (_, (zero, one)):
+        start([zero, one], "w", np.zeros(4, np.float32))
+        pushed = push(zero, "w", 1, [1, 2, 3, 4])
+        pulled = zero.begin(Kind.PULL, key="w", round=1)
+        assert (one.pull("w", 0) == 0).all()  # a worker that has not pushed reads what was there
+        zero.line.receive()
+        assert not zero.messages
+        push(one, "w", 1, [10, 20, 30, 40])
+        zero.end(pushed, Kind.DONE)
+        assert list(zero.value(pulled)) == [11, 22, 33, 44]
+
+
+def test_a_round_counts_workers_not_requests():
+    with job() as (_, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        asked = [push(zero, "w", 1, [5]) for _ in range(4)]  # resent with other ids
+        asked += [push(zero, "w", 1, [5], request=asked[-1])]  # and with the same one
+        assert list(one.value(push(one, "w", 1, [7], Kind.PUSHPULL))) == [12]
+        zero.end(asked[-1], Kind.DONE)
+        late = push(zero, "w", 1, [5], Kind.PUSHPULL)  # when the round is over
+        assert list(zero.value(late)) == [12]
+        assert list(one.pull("w", 1)) == [12]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64", "uint8"])
+def test_every_dtype(dtype):
+    storage = "uint16" if dtype == "bfloat16" else dtype
+    numbers = np.arange(1, 6)
+    given = (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else None
+    value = numbers.astype(storage) if given is None else given
+    double = (2 * numbers).astype(storage)
+    if dtype == "bfloat16":
+        double = ((2 * numbers).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    with job() as (_, workers):
+        start(workers, "w", value, dtype=dtype)
+        asked = [worker.begin(Kind.PUSHPULL, key="w", round=1, body=value) for worker in workers]
+        for worker, request in zip(workers, asked, strict=True):
+            assert list(worker.value(request, storage)) == list(double)
+
+
+def test_a_key_of_several_cells_and_an_empty_one():
+    places = (Place(0, 0, 32, 0), Place(1, 32, 50, 0))
+    with job() as (_, workers):
+        start(workers, "w", np.arange(50, dtype=np.float32), places)
+        assert list(workers[1].pull("w", 0, cell=1)) == list(range(32, 50))
+        start(workers, "empty", np.empty((0, 3), np.float32))
+        asked = [push(worker, "empty", 1, [], Kind.PUSHPULL) for worker in workers]
+        assert [len(worker.value(request)) for worker, request in zip(workers, asked, strict=True)] == [0, 0]
+
+
+def test_a_value_that_is_being_read_does_not_change():
+    length = 100_000
+    with job(1, shares=True) as (_, (worker,)):
+        start([worker], "w", np.full(length, 1, np.float32))
+        worker.end(push(worker, "w", 1, np.full(length, 2)), Kind.DONE)
+        views = {}
+        arrived = worker.arrived
+
+        def keep(line, header, body):
+            if header.flags & Flag.IN_MEMORY:
+                views[header.request] = worker.peer.view(header.offset, header.memory_bytes).view(np.float32)
+            arrived(line, header, body)
+
+        worker.arrived = keep
+        first = worker.begin(Kind.PULL, key="w", round=1, flags=Flag.ANSWER_IN_MEMORY)
+        worker.end(first, Kind.VALUE)
+        assert (views[first] == 2).all()
+        worker.end(push(worker, "w", 2, np.full(length, 3)), Kind.DONE)
+        second = worker.begin(Kind.PULL, key="w", round=2, flags=Flag.ANSWER_IN_MEMORY)
+        worker.end(second, Kind.VALUE)
+        assert (views[first] == 2).all(), "the value changed while it was being read"
+        assert (views[second] == 3).all()
+        worker.line.send(Header(Kind.RELEASE, body_bytes=16), np.array([first, second], np.uint64).tobytes())
+        for round_ in range(3, 8):
+            worker.end(push(worker, "w", round_, np.full(length, round_)), Kind.DONE)
+        used = [worker.begin(Kind.PULL, key="w", round=7, flags=Flag.ANSWER_IN_MEMORY) for _ in range(2)]
+        for request in used:
+            worker.end(request, Kind.VALUE)
+        assert views[used[0]].ctypes.data in {views[first].ctypes.data, views[second].ctypes.data}, (
+            "memory was used again"
+        )
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_workers_that_mean_different_things_by_a_key_are_all_told():
+    with job(3) as (_, workers):
+        asked = [
+            workers[0].declare("w", (2, 3), wait=False),
+            workers[1].declare("w", (2, 3), wait=False),
+            workers[2].declare("w", (3, 2), "float16", wait=False),
+        ]
+        for worker, request in zip(workers, asked, strict=True):
+            with pytest.raises(MismatchError) as caught:
+                worker.end(request)
+            assert caught.value.ranks == (2,)
+            assert caught.value.details == {
+                0: "'w': float32 (2, 3)",
+                1: "'w': float32 (2, 3)",
+                2: "'w': float16 (3, 2)",
+            }
+        start(workers, "w", np.zeros((2, 3), np.float32))  # they may try again
+
+
+def test_a_worker_that_comes_later_is_told_what_the_key_is():
+    with job() as (_, workers):
+        start(workers, 7, np.arange(3, dtype=np.float32))
+        told = workers[1].declare(7, (3,))
+        assert told.was_initialised
+        assert told.places == (Place(0, 0, 3, 0),)
+        with pytest.raises(MismatchError, match="means something else"):
+            workers[1].declare(7, (4,))
+        again = workers[0].declare(7, (3,))  # worker 0, started anew
+        assert again.was_initialised
+        workers[0].ask(Kind.INIT, key=7, body=np.full(3, 9, np.float32))
+        assert list(workers[1].pull(7, 0)) == [0, 1, 2], "the value of a key that exists was replaced"
+
+
+def test_a_key_is_declared_anew_before_the_first_push_only():
+    cut = (Place(0, 0, 32, 0), Place(1, 32, 64, 0))
+    with job() as (_, workers):
+        value = np.arange(64, dtype=np.float32)
+        start(workers, "w", value, cut)
+        start(workers, "w", value, generation=1)
+        assert list(workers[1].pull("w", 0)) == list(value)
+        with pytest.raises(ArgumentError, match="no cell 1 of a key"):
+            workers[1].pull("w", 0, cell=1)
+        push(workers[0], "w", 1, value)
+        workers[0].pull("w", 0)  # so the push has arrived
+        with pytest.raises(ArgumentError, match="was pushed; it cannot be declared anew"):
+            workers[1].declare("w", (64,), generation=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "facts", "says"),
+    [
+        (Kind.PULL, {}, "no cell 0 of a key"),
+        (Kind.PUSH, {"round": 1, "body": bytes(4)}, "never initialised"),
+        (Kind.INIT, {"body": bytes(4)}, "was never declared on server 0"),
+    ],
+)
+def test_what_was_never_initialised(kind, facts, says):
+    with job(1) as (_, (worker,)), pytest.raises(ArgumentError, match=says):
+        worker.ask(kind, key="w", **facts)
+
+
+# ---------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("length", [5, 200_000])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_the_closed_form_with_the_test_optimizer(dtype, length):
+    rate, num_workers, num_rounds = 2.0, 3, 4
+    with job(num_workers) as (_, workers):
+        start(workers, "w", np.ones(length, dtype))
+        set_optimizer(workers, Test(rescale_grad=rate))
+        for round_ in range(1, num_rounds + 1):
+            for worker in workers:
+                worker.begin(Kind.PUSH, key="w", round=round_, body=np.full(length, worker.number + 1, dtype))
+        for worker in workers:
+            expected = 1 + rate * num_rounds * num_workers * (num_workers + 1) / 2
+            assert (worker.pull("w", num_rounds, dtype) == expected).all()
+
+
+def test_sgd_and_the_learning_rate():
+    with job() as (_, workers):
+        start(workers, "w", np.array([1, 2], np.float32))
+        set_optimizer(workers, SGD(learning_rate=0.5, momentum=0.5, lr_mult={"w": 2.0}))
+        for worker in workers:
+            push(worker, "w", 1, [0.5, 1])
+        assert list(workers[0].pull("w", 1)) == [0, 0]  # 1 - 1 * (0.5 + 0.5)
+        workers[1].command("set_learning_rate", learning_rate=0.25)
+        asked = [push(worker, "w", 2, [1, 1], Kind.PUSHPULL) for worker in workers]
+        # the momentum is half of [1, 2], and half of [2, 2]
+        assert list(workers[0].value(asked[0])) == [-1.5, -2]
+        assert workers[0].command("get_optimizer")["learning_rate"] == 0.25
+
+
+def test_small_updates_of_half_weights_add_up_in_their_float32_copy():
+    with job(1) as (_, (worker,)):
+        start([worker], "w", np.ones(3, np.float16))
+        set_optimizer([worker], SGD(learning_rate=2.0**-14, multi_precision=True))
+        for round_ in range(1, 33):
+            worker.end(worker.begin(Kind.PUSH, key="w", round=round_, body=np.ones(3, np.float16)), Kind.DONE)
+        assert list(worker.pull("w", 32, np.float16)) == [1 - 2.0**-9] * 3  # one of them alone is less than half an ulp
+        facts, arrays = states.unpack(worker.ask(Kind.GET_STATES, key="w")[1], states.CellFacts)
+        assert facts.updates == 32
+        assert arrays["master"].dtype == np.float32
+
+
+def test_layers_that_are_whole_have_their_norms():
+    value, gradient = np.array([3.0, 4.0], np.float32), np.array([0.6, 0.8], np.float32)
+    with job(1) as (_, (worker,)):
+        start([worker], "w", value)
+        set_optimizer([worker], LARS(learning_rate=1.0, momentum=0.0, eta=0.1))
+        worker.end(push(worker, "w", 1, gradient), Kind.DONE)
+        np.testing.assert_allclose(worker.pull("w", 1), value - 0.1 * 5 * gradient, rtol=1e-6)
+
+
+def test_layers_that_are_cut_cannot_be_updated_by_an_optimizer_that_needs_the_whole():
+    with job(1) as (_, (worker,)):
+        start([worker], "w", np.ones(64, np.float32), (Place(0, 0, 32, 0), Place(1, 32, 64, 0)))
+        set_optimizer([worker], LARS())
+        with pytest.raises(ArgumentError, match="lars needs the whole value, and this key is cut"):
+            worker.end(push(worker, "w", 1, np.ones(32), cell=1))
+
+
+def test_an_optimizer_that_does_not_hold_for_all():
+    with job() as (_, workers):
+        start(workers, "w", np.zeros(1, np.float32))
+        asked = [
+            workers[0].command("set_optimizer", wait=False, spec=SGD(learning_rate=0.1).to_spec()),
+            workers[1].command("set_optimizer", wait=False, spec=SGD(learning_rate=0.2).to_spec()),
+        ]
+        for worker, request in zip(workers, asked, strict=True):
+            with pytest.raises(MismatchError, match="do not agree on the optimizer") as caught:
+                worker.end(request)
+            assert "learning_rate=0.2" in caught.value.details[1]
+        with pytest.raises(ConfigError, match="no optimizer is called 'evil'"):
+            workers[0].command("set_optimizer", spec={"name": "evil"})
+        with pytest.raises(ConfigError, match="needs a dict"):
+            workers[0].command("set_optimizer", spec="sgd")
+        with pytest.raises(ArgumentError, match="know no command 'stop'"):
+            workers[0].command("stop")
+        with pytest.raises(ArgumentError, match="there is no optimizer"):
+            workers[0].command("set_learning_rate", learning_rate=1.0)
+
+
+def test_nothing_is_set_after_the_first_push():
+    with job() as (_, workers):
+        start(workers, "w", np.zeros(1, np.float32))
+        push(workers[0], "w", 1, [1])
+        workers[0].pull("w", 0)
+        with pytest.raises(ArgumentError, match="the optimizer can be set only before the first push"):
+            workers[0].command("set_optimizer", spec=SGD().to_spec())
+    with job() as (_, workers):
+        start(workers, "w", np.zeros(1, np.float32))
+        set_optimizer(workers, Test())
+        push(workers[0], "w", 1, [1])
+        workers[0].pull("w", 0)
+        workers[1].command("set_optimizer", spec=Test().to_spec())  # as it was: a worker that was started anew
+        with pytest.raises(MismatchError, match="was set otherwise before the first push"):
+            workers[1].command("set_optimizer", spec=Test(rescale_grad=2.0).to_spec())
+
+
+def test_two_bit_codes_both_ways():
+    first, second = [0.6, -0.7, 0.2, 0.5, -0.5], [0.4, -0.1, 0.2, 0, 0.1]
+    codes = bytes.fromhex("e3800000"), bytes.fromhex("c0000000")  # MXNet's, for a threshold of 0.5
+    with job() as (_, workers):
+        start(workers, "w", np.zeros(5, np.float32))
+        asked = [worker.command("set_gradient_compression", False, params={"type": "2bit"}) for worker in workers]
+        for worker, request in zip(workers, asked, strict=True):
+            worker.end(request, Kind.DONE)
+        assert len(first) == len(second) == 5
+        sums = ([1, -1, 0, 1, -1], [1, 0, 0, 0, 0])
+        for round_, (code, total) in enumerate(zip(codes, sums, strict=True), 1):
+            flags = Flag.ENCODED | Flag.ENCODE_ANSWER
+            facts = {"key": "w", "round": round_, "body": code, "flags": flags}
+            asked = [worker.begin(Kind.PUSHPULL, **facts) for worker in workers]
+            for worker, request in zip(workers, asked, strict=True):
+                header, body = worker.end(request, Kind.VALUE)
+                assert header.flags & Flag.ENCODED
+                decoded = np.empty(5, np.float32)
+                from_params({"type": "2bit", "threshold": 1.0}).decode(body, decoded)  # twice the workers' threshold
+                assert list(decoded) == total
+            assert list(workers[0].pull("w", round_)) == total
+
+
+def test_compression_that_there_is_not():
+    with job(1) as (_, (worker,)), pytest.raises(ArgumentError, match="unknown type of compression 'zip'"):
+        worker.command("set_gradient_compression", params={"type": "zip"})
+
+
+# ---------------------------------------------------------------- rows
+
+
+def rows(numbers, values):
+    return np.asarray(numbers, np.int64).tobytes() + np.asarray(values, np.float32).tobytes()
+
+
+def test_rows():
+    with job() as (_, workers):
+        start(workers, "e", np.arange(12, dtype=np.float32).reshape(6, 2), stype="row_sparse")
+        pulled = workers[0].begin(Kind.ROW_PULL, key="e", body=np.array([1, 4], np.int64))
+        assert list(workers[0].value(pulled)) == [2, 3, 8, 9]
+        set_optimizer(workers, SGD(learning_rate=1.0))
+        asked = [
+            workers[0].begin(Kind.ROW_PUSH, key="e", round=1, body=rows([1, 3], [[1, 1], [2, 2]])),
+            workers[1].begin(Kind.ROW_PUSH, key="e", round=1, body=rows([3, 5], [[4, 4], [8, 8]])),
+        ]
+        for worker, request in zip(workers, asked, strict=True):
+            worker.end(request, Kind.DONE)
+        assert list(workers[0].pull("e", 1)) == [0, 1, 1, 2, 4, 5, 0, 1, 8, 9, 2, 3]
+        asked = [  # one has no rows, the other all of them
+            workers[0].begin(Kind.ROW_PUSH, key="e", round=2),
+            push(workers[1], "e", 2, np.ones(12)),
+        ]
+        workers[0].end(asked[0], Kind.DONE)
+        assert list(workers[0].pull("e", 2)) == [-1, 0, 0, 1, 3, 4, -1, 0, 7, 8, 1, 2]
+
+
+def test_rows_without_an_optimizer_take_the_place_of_all():
+    with job(1) as (_, (worker,)):
+        start([worker], "e", np.ones((4, 1), np.float32), stype="row_sparse")
+        worker.begin(Kind.ROW_PUSH, key="e", round=1, body=rows([2], [[5]]))
+        assert list(worker.pull("e", 1)) == [0, 0, 5, 0]
+
+
+# ---------------------------------------------------------------- workers that are not synchronous
+
+
+def test_asynchronous_pushes_are_applied_at_once():
+    with job(staleness=None) as (_, workers):
+        start(workers, "w", np.zeros(2, np.float32))
+        with pytest.raises(UnsupportedError, match="call set_optimizer"):
+            workers[0].end(push(workers[0], "w", 1, [1, 1]))
+        set_optimizer(workers, Test())
+        for round_ in (1, 2, 3):
+            workers[0].end(push(workers[0], "w", round_, [1, 2]), Kind.DONE)
+        assert list(workers[1].pull("w", 0)) == [3, 6]
+
+
+def test_a_stale_worker_is_waited_for_in_the_end():
+    with job(staleness=2) as (_, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        set_optimizer([zero, one], Test())
+        for round_ in (1, 2, 3):
+            zero.end(push(zero, "w", round_, [1]), Kind.DONE)
+        assert list(zero.pull("w", 2)) == [3]
+        waits = zero.begin(Kind.PULL, key="w", round=3)
+        assert list(one.pull("w", 0)) == [3]
+        zero.line.receive()
+        assert not zero.messages.get(waits)
+        one.end(push(one, "w", 1, [10]), Kind.DONE)
+        assert list(zero.value(waits)) == [13]
+
+
+def test_workers_must_open_the_same_type_of_store():
+    with job(1) as (serving, _):
+        other = serving.worker(0, staleness=3)
+        assert isinstance(other.notices[0].problem.raised(), MismatchError)
+        assert "a staleness of 3" in str(other.notices[0].problem.raised())
+        other.close()
+
+
+def test_stores_do_not_share_keys():
+    with job() as (serving, workers):
+        others = [serving.worker(number, store=1, staleness=None) for number in range(2)]
+        start(workers, "w", np.zeros(3, np.float32))
+        start(others, "w", np.ones(2, np.float32))
+        assert list(workers[1].pull("w", 0)) == [0, 0, 0]
+        assert list(others[1].pull("w", 0)) == [1, 1]
+        for other in others:
+            other.close()
+
+
+# ---------------------------------------------------------------- workers that go
+
+
+def lose(serving, worker, reason="its process ended"):
+    worker.line.close()
+    serving.member.tell(NodeLost("worker", worker.number, "there", reason))
+
+
+def test_a_lost_worker_is_named_to_all():
+    with job(3) as (serving, (zero, one, two)):
+        start([zero, one, two], "fc.weight", np.zeros(1, np.float32))
+        waits = push(zero, "fc.weight", 1, [1], Kind.PUSHPULL)
+        lose(serving, two)
+        with pytest.raises(PeerLostError) as caught:
+            zero.end(waits)
+        assert caught.value.ranks == (2,)
+        assert str(caught.value) == (
+            "key 'fc.weight': worker 2 was lost in round 1; worker 2 on host there is lost: its process ended"
+        )
+        one.until(lambda: one.notices)
+        assert one.notices[0].what == "lost"
+        assert (one.notices[0].worker, one.notices[0].host) == (2, "there")
+        assert one.notices[0].problem.raised().ranks == (2,)
+        with pytest.raises(PeerLostError, match="worker 2 was lost in round 1"):
+            one.end(push(one, "fc.weight", 1, [1]))
+        with pytest.raises(PeerLostError, match="worker 2 on host there"):
+            one.declare("another", (1,))
+
+
+def test_the_others_go_on_without_a_lost_worker_and_make_up_for_it():
+    with job(3, Config(kv_on_worker_loss="continue")) as (serving, (zero, one, two)):
+        start([zero, one, two], "w", np.zeros(1, np.float32))
+        asked = [push(zero, "w", 1, [2], Kind.PUSHPULL), push(one, "w", 1, [4], Kind.PUSHPULL)]
+        lose(serving, two)
+        assert list(zero.value(asked[0])) == [9]  # 3/2 of the sum
+        assert list(one.value(asked[1])) == [9]
+        start([zero, one], "later", np.zeros(1, np.float32))
+        push(zero, "later", 1, [1])
+        assert list(one.value(push(one, "later", 1, [1], Kind.PUSHPULL))) == [3]
+
+
+@pytest.mark.parametrize("event_first", [True, False])
+def test_a_worker_that_takes_the_place_of_a_lost_one_goes_on_where_that_was(event_first):
+    with job(2, Config(kv_on_worker_loss="wait")) as (serving, (zero, one)):
+        start([zero, one], "w", np.ones(1, np.float32))
+        set_optimizer([zero, one], Test())
+        for worker in (zero, one):
+            push(worker, "w", 1, [worker.number + 1])
+        assert list(one.pull("w", 1)) == [4]
+        push(one, "w", 2, [2])
+        one.pull("w", 1)  # so the push has arrived
+        waits = push(zero, "w", 2, [1], Kind.PUSHPULL) if event_first else None
+        lose(serving, one)
+        if event_first:
+            zero.until(lambda: zero.notices)
+            assert zero.notices[0].problem is None
+        new = serving.worker(1, incarnation=2)
+        assert new.declare("w", (1,)).was_initialised
+        new.command("set_optimizer", spec=Test().to_spec())
+        key = next(iter(serving.server._stores[0].cells))[0]
+        _, body = new.ask(Kind.RESUME, body=pack_counts([(key, 0, COUNT_UNKNOWN)]))
+        assert unpack_counts(body) == [(key, 0, 2)], "the push of the lost worker counts"
+        if waits is None:
+            waits = push(zero, "w", 2, [1], Kind.PUSHPULL)
+        assert list(zero.value(waits)) == [7]
+        asked = [push(worker, "w", 3, [worker.number + 1], Kind.PUSHPULL) for worker in (zero, new)]
+        assert list(new.value(asked[1])) == [10]
+        new.close()
+
+
+def test_a_worker_that_was_only_silent_goes_on():
+    with job(2, Config(kv_on_worker_loss="continue")) as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s"))
+        assert list(zero.value(push(zero, "w", 1, [3], Kind.PUSHPULL))) == [6]
+        serving.member.tell(NodeReturned("worker", 1, "there", 1))
+        zero.until(lambda: len(zero.notices) == 2)
+        assert [notice.what for notice in zero.notices] == ["lost", "returned"]
+        asked = push(zero, "w", 2, [3], Kind.PUSHPULL)
+        assert list(one.value(push(one, "w", 2, [1], Kind.PUSHPULL))) == [4]
+        assert list(zero.value(asked)) == [4]
+
+
+def test_a_worker_that_has_left_is_not_waited_for():
+    with job(3) as (serving, (zero, one, two)):
+        start([zero, one, two], "w", np.zeros(1, np.float32))
+        asked = [push(zero, "w", 1, [1], Kind.PUSHPULL), push(one, "w", 1, [2], Kind.PUSHPULL)]
+        two.ask(Kind.GOODBYE)
+        assert [list(zero.value(asked[0])), list(one.value(asked[1]))] == [[3], [3]]
+        assert list(two.pull("w", 0)) == [3]
+        zero.until(lambda: zero.notices)
+        assert zero.notices[0].what == "left"
+        lose(serving, two)  # nobody minds
+        asked = [push(zero, "w", 2, [1], Kind.PUSHPULL), push(one, "w", 2, [1], Kind.PUSHPULL)]
+        assert [list(zero.value(asked[0])), list(one.value(asked[1]))] == [[2], [2]]
+
+
+def test_a_worker_that_connects_again_sends_again_what_was_not_answered():
+    with job() as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        push(zero, "w", 1, [5])
+        zero.pull("w", 0)
+        zero.line.close()
+        again = serving.worker(0)
+        asked = push(again, "w", 1, [5], Kind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [7], Kind.PUSHPULL))) == [12]
+        assert list(again.value(asked)) == [12]
+        again.close()
+
+
+def test_who_is_missing_when_the_deadline_is_over():
+    with job(3, Config(deadline_seconds=0.2)) as (_, (zero, one, two)):
+        start([zero, one, two], "w", np.zeros(1, np.float32))
+        asked = push(zero, "w", 1, [1], Kind.PUSHPULL)
+        push(two, "w", 1, [1])
+        with pytest.raises(DeadlineError, match="round 1 waits for worker") as caught:
+            zero.end(asked)
+        assert caught.value.ranks == (1,)
+        assert caught.value.tensor == "key 'w'"
+        with pytest.raises(DeadlineError, match="what the key 'x' is") as caught:
+            two.declare("x", (1,))
+        assert caught.value.ranks == (0, 1)
+        with pytest.raises(DeadlineError, match="the optimizer") as caught:
+            one.command("set_optimizer", spec=SGD().to_spec())
+        assert caught.value.ranks == (0, 2)
+
+
+def test_nobody_waits_for_a_value_that_worker_0_cannot_give_any_more():
+    with job(2, Config(kv_on_worker_loss="continue")) as (serving, (zero, one)):
+        waits = one.declare("w", (1,), wait=False)
+        lose(serving, zero)
+        with pytest.raises(PeerLostError, match="worker 0, whose value counts, has gone") as caught:
+            one.end(waits)
+        assert caught.value.ranks == (0,)
+
+
+# ---------------------------------------------------------------- what is sent again
+
+
+def test_receipts_and_questions():
+    with job(2, Config(kv_resend=True)) as (_, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+
+        def kinds(worker, request):
+            worker.until(lambda: worker.messages.get(request))
+            return [Kind(header.kind) for header, _ in worker.messages.pop(request)]
+
+        request = push(zero, "w", 1, [3], Kind.PUSHPULL)
+        assert kinds(zero, request) == [Kind.RECEIVED]
+        facts = {"key": "w", "round": 1, "about": Kind.PUSHPULL}
+        zero.begin(Kind.QUERY, request=request, **facts)
+        assert kinds(zero, request) == [Kind.RECEIVED]
+        assert list(one.value(push(one, "w", 1, [4], Kind.PUSHPULL))) == [7]
+        assert list(zero.value(request)) == [7]
+        zero.begin(Kind.QUERY, request=request, **facts)  # as if the answer had been lost
+        assert list(zero.value(request)) == [7]
+        zero.begin(Kind.QUERY, request=1000, key="w", round=2, about=Kind.PUSH)
+        header, _ = zero.end(1000, Kind.RECEIVED)
+        assert header.flags & Flag.UNKNOWN
+        assert header.about == Kind.PUSH
+        zero.begin(Kind.QUERY, request=1001, key="w", round=1, about=Kind.PULL)
+        assert list(zero.value(1001)) == [7]
+
+
+# ---------------------------------------------------------------- what no worker sends
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": Kind.PUSH, "key": "w", "round": 1, "body": bytes(8)},
+        {"kind": Kind.PUSH, "key": "w", "round": 0, "body": bytes(4)},
+        {"kind": Kind.PUSH, "key": "w", "round": 1, "body": bytes(4), "flags": Flag.ENCODED},
+        {"kind": Kind.PUSH, "key": "w", "round": 1, "request": 0, "body": bytes(4)},
+        {"kind": Kind.ROW_PUSH, "key": "w", "round": 1, "body": bytes(8)},
+        {"kind": Kind.ROW_PULL, "key": "w", "body": np.array([5], np.int64)},
+        {"kind": Kind.PUT_STATES, "key": "w", "body": b"rubbish"},
+        {"kind": Kind.VALUE, "key": "w"},
+        {"kind": Kind.HELLO},
+        {"kind": Kind.COMMAND, "body": b"\xc1"},
+        {"kind": Kind.DECLARE, "key": "w", "body": b""},
+        {"kind": Kind.RESUME, "body": b"seven b"},
+    ],
+    ids=lambda message: Kind(message["kind"]).name,
+)
+def test_a_worker_that_sends_nonsense_loses_its_connection_and_nobody_else(message):
+    with job() as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        facts = dict(message)
+        kind = facts.pop("kind")
+        with pytest.raises((ConnectionError, ArgumentError)):
+            zero.ask(kind, **facts)
+        again = serving.worker(0)
+        asked = push(again, "w", 1, [1], Kind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [2], Kind.PUSHPULL))) == [3]
+        assert list(again.value(asked)) == [3]
+        again.close()
+
+
+def test_memory_that_is_not_there_ends_the_connection():
+    with job(shares=True) as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        far = Header(Kind.PUSH, 99, 0, 0, 1, Flag.IN_MEMORY, offset=1 << 40, memory_bytes=4)
+        zero.line.send(far)
+        with pytest.raises(ConnectionError):
+            zero.until(lambda: False)
+        wrong_type = {"key": "w", "round": 1, "body": bytes(4)}
+        header = Header(Kind.PUSH, 5, dtype=DTYPE_NUMBERS["int32"], round=1, body_bytes=4)
+        header = Header(**{**_fields(header), "key": next(iter(serving.server._stores[0].cells))[0]})
+        one.line.send(header, wrong_type["body"])
+        with pytest.raises(ConnectionError):
+            one.until(lambda: False)
+
+
+def _fields(header):
+    return {name: getattr(header, name) for name in header.__struct_fields__}
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_push():
+    length = 4 << 20
+    with job() as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(length, np.float32))
+        body = np.ones(length, np.float32)
+        push(zero, "w", 1, body)  # what the kernel takes of it
+        assert zero.line.wants_to_send
+        zero.line.close()
+        again = serving.worker(0)
+        asked = push(again, "w", 1, 2 * body, Kind.PUSHPULL)
+        again.until(lambda: not again.line.wants_to_send)
+        assert (one.value(push(one, "w", 1, body, Kind.PUSHPULL)) == 3).all()
+        assert (again.value(asked) == 3).all()
+        again.close()
+
+
+def test_strangers_get_nowhere():
+    with job() as (serving, (zero, one)):
+        with pytest.raises(AuthenticationError):
+            RawWorker(serving.address, 0, secret=b"x" * 32)
+        host, _, port = serving.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert not stranger.recv(100)
+        start([zero, one], "w", np.zeros(1, np.float32))
+
+
+def test_a_worker_cannot_be_another_nor_one_that_there_is_not():
+    with job(1) as (serving, _), pytest.raises(ConnectionError):
+        serving.worker(7)
+
+
+def test_the_server_ends_when_the_job_does():
+    serving = Serving(1)
+    worker = serving.worker(0)
+    serving.stop(3)
+    assert serving.exit_code == 3
+    assert refused_connection(serving.address)
+    with pytest.raises(ConnectionError):
+        worker.until(lambda: False)
+    worker.close()
+
+
+# ---------------------------------------------------------------- states and snapshots
+
+
+def test_states_go_into_another_job_that_is_cut_otherwise():
+    value, places = np.arange(64, dtype=np.float32), (Place(0, 0, 32, 0), Place(1, 32, 64, 0))
+    optimizer = Adam(learning_rate=0.1)
+    with job(1) as (_, (worker,)):
+        start([worker], "w", value, places)
+        set_optimizer([worker], optimizer)
+        for round_ in (1, 2):
+            for place in places:
+                worker.end(push(worker, "w", round_, value[place.begin : place.end], cell=place.index))
+        stored = np.concatenate([worker.pull("w", 2, cell=place.index) for place in places])
+        asked = [worker.ask(Kind.GET_STATES, key="w", cell=place.index)[1] for place in places]
+        for place in places:
+            worker.end(push(worker, "w", 3, value[place.begin : place.end], cell=place.index))
+        expected = np.concatenate([worker.pull("w", 3, cell=place.index) for place in places])
+    parts = [(place.begin, place.end, parcel) for place, parcel in zip(places, asked, strict=True)]
+    facts, arrays = states.join(parts)
+    assert facts.updates == 2
+    with job(1) as (_, (worker,)):
+        start([worker], "w", stored)
+        parcel = states.cut(facts, arrays, 0, 64)
+        with pytest.raises(ArgumentError, match="there is no optimizer"):
+            worker.ask(Kind.PUT_STATES, key="w", body=parcel)
+        set_optimizer([worker], optimizer)
+        worker.ask(Kind.PUT_STATES, key="w", body=parcel)
+        worker.end(push(worker, "w", 1, value))
+        assert list(worker.pull("w", 1)) == list(expected)
+    with job(1) as (_, (worker,)):
+        start([worker], "w", stored)
+        set_optimizer([worker], SGD())
+        with pytest.raises(ArgumentError, match="states of the optimizer 'adam', the store uses 'sgd'"):
+            worker.ask(Kind.PUT_STATES, key="w", body=parcel)
+
+
+def test_a_restarted_server_goes_on_from_its_snapshot(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(config=config) as (serving, workers):
+        start(workers, "w", np.ones(100_000, np.float32))
+        set_optimizer(workers, Test())
+        for worker in workers:
+            push(worker, "w", 1, np.full(100_000, worker.number + 1))
+        workers[0].pull("w", 1)
+        pending = push(workers[0], "w", 2, np.full(100_000, 1))
+        workers[0].pull("w", 1)
+        serving.stop(9)  # as if it had crashed: the snapshots stay
+    del pending
+    with job(config=config, server={"is_recovery": True, "incarnation": 2}) as (serving, workers):
+        assert not workers[0].welcome.is_empty
+        (key, _) = next(iter(serving.server._stores[0].cells))
+        waits = push(workers[0], "w", 2, np.full(100_000, 1), Kind.PUSHPULL)  # it was not answered
+        for worker in workers:
+            _, body = worker.ask(Kind.RESUME, body=pack_counts([(key, 0, 1)]))
+            assert unpack_counts(body)[0][2] >= 1
+        assert workers[1].declare("w", (100_000,)).was_initialised
+        asked = push(workers[1], "w", 2, np.full(100_000, 2), Kind.PUSHPULL)
+        assert (workers[0].value(waits) == 7).all()
+        assert (workers[1].value(asked) == 7).all()
+        assert any(tmp_path.rglob("*.cell"))
+    assert not any(tmp_path.rglob("*.cell")), "the job is over: nobody needs its snapshots"
+
+
+def test_rounds_that_are_in_no_snapshot_are_forgotten_and_the_job_goes_on(tmp_path, caplog):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.2)
+    with job(config=config) as (serving, workers):
+        start(workers, "w", np.ones(3, np.float32))
+        set_optimizer(workers, Test())
+        for worker in workers:
+            push(worker, "w", 1, [1, 1, 1])
+        workers[0].pull("w", 1)
+        until = time.monotonic() + 10
+        while not _is_saved(serving, tmp_path, 3.0):
+            assert time.monotonic() < until, "no snapshot"
+            workers[0].pull("w", 1)
+        serving.stop(9)
+    with job(config=config, server={"is_recovery": True, "incarnation": 2}) as (serving, workers):
+        (key, _) = next(iter(serving.server._stores[0].cells))
+        for worker in workers:
+            worker.ask(Kind.RESUME, body=pack_counts([(key, 0, 4)]))  # three more were acknowledged
+        asked = [push(worker, "w", 5, [1, 1, 1], Kind.PUSHPULL) for worker in workers]
+        for worker, request in zip(workers, asked, strict=True):
+            assert list(worker.value(request)) == [5, 5, 5]
+    assert "rounds 2 to 4 were acknowledged" in caplog.text
+
+
+def _is_saved(serving, directory, value):
+    for path in directory.rglob("*.cell"):
+        _, arrays = states.unpack(path.read_bytes())
+        return list(arrays["value"]) == [value] * 3
+    return False
+
+
+def test_snapshots_of_another_job_are_not_looked_at(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+        serving.stop(9)
+    with job(1, config, server={"secret": b"j" * 32, "is_recovery": True}) as (_, (worker,)):
+        assert worker.welcome.is_empty
+    with job(1, config) as (_, (worker,)):  # the same secret, but nobody's place is taken
+        assert worker.welcome.is_empty
+
+
+def test_a_damaged_snapshot_is_told(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.ones(10, np.float32))
+        worker.pull("w", 0)
+        serving.stop(9)
+    path = next(tmp_path.rglob("*.cell"))
+    data = bytearray(path.read_bytes())
+    data[-30] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Exception, match="checksum is wrong") as caught:
+        Serving(1, config, is_recovery=True)
+    assert path.name in str(caught.value)
