@@ -81,6 +81,11 @@ class Process:
         self._process.stdin.close()
         return self._process.wait(DEADLINE_SECONDS)
 
+    def rest(self) -> str:
+        """All that it has said and nobody has heard; it has ended."""
+        assert self._process.stdout is not None
+        return (self._read + self._process.stdout.read()).decode()
+
     def errors(self) -> str:
         self._errors.seek(0)
         return self._errors.read().decode()

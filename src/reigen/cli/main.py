@@ -13,7 +13,8 @@ from reigen._version import __version__
 #: is asked for: `reigen run` must start fast.
 COMMANDS = {
     "run": "start a job: the same command in several processes",
-    "scheduler": "bring together the workers and parameter servers of the job that the environment tells of",
+    "server": "be a parameter server of the job that the environment tells of",
+    "scheduler": "bring the workers and servers of that job together",
     "check": "say what is installed here, whether jobs can run, and how",
     "bench": "measure, beside the peers, in one run",
     "trace": "say what a timeline tells, and what to do about it",

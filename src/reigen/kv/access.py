@@ -59,7 +59,7 @@ class Access:
         if settings.secret is None:
             return fetch(_name(settings, "scheduler"))
         host, port = settings.scheduler
-        hosts = [host]
+        hosts = _addresses(host) or [host]  # whoever connects to the name is told that it means nothing
         if is_here(host):  # its name may mean a loopback address here, and another one to everybody else
             with suppress(ConfigError):
                 hosts.append(_bind_host(settings))
@@ -170,9 +170,7 @@ def _is_address(host: str) -> bool:
 
 def _local_address(host: str, variable: str) -> str:
     """An address of this host that a name or an address means."""
-    found: list[str] = []
-    with suppress(OSError, UnicodeError):
-        found = [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    found = _addresses(host)
     for address in found:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
@@ -192,6 +190,13 @@ def _local_address(host: str, variable: str) -> str:
     )
 
 
+def _addresses(host: str) -> list[str]:
+    """What a name or an address means, most likely first; nothing if it means nothing."""
+    with suppress(OSError, UnicodeError):
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    return []
+
+
 def _no_secret(settings: Settings) -> str:
     host, port = settings.scheduler
     return (
@@ -204,8 +209,7 @@ def _no_secret(settings: Settings) -> str:
 
 def _name(settings: Settings, what: str) -> bytes:
     host, port = settings.scheduler
-    with suppress(OSError, UnicodeError):
-        host = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    host = next(iter(_addresses(host)), host)
     if host == "::1":
         host = "127.0.0.1"  # localhost may mean either
     return socket_name("kv", f"{what} {host} {port}", 1)
