@@ -6,6 +6,7 @@ from reigen.compression.casts import Cast, Int8
 from reigen.compression.feedback import ErrorFeedback
 from reigen.compression.params import chain, from_params
 from reigen.compression.topk import TopK
+from reigen.compression.totals import add_up
 
 __all__ = [
     "Cast",
@@ -17,6 +18,7 @@ __all__ = [
     "Signs",
     "Ternary",
     "TopK",
+    "add_up",
     "chain",
     "from_params",
 ]

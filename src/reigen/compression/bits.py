@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -92,7 +93,7 @@ class Signs(Codec):
         quantize.unpack(data, self._table, out)
 
 
-def _check_number(what: str, threshold: object) -> None:
-    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not number or not -_LARGEST <= threshold <= _LARGEST:
+def _check_number(what: str, threshold: Any) -> None:
+    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not is_number or not -_LARGEST <= threshold <= _LARGEST:
         raise ArgumentError(f"the threshold of {what} compression must be a number float32 can hold: {threshold!r}")

@@ -1,18 +1,81 @@
-"""Which element type travels: the part of compression that no framework needs to know."""
+"""How gradients travel, as far as no framework needs to know: in which element type, or as which codes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from reigen.types import DType
+from reigen.compression import Cast as CastCodec
+from reigen.compression import Codec, from_params
+from reigen.errors import ArgumentError
+from reigen.types import DTYPES, DType, ReduceOp
+
+_WIRES = {"fp16": DTYPES["float16"], "bf16": DTYPES["bfloat16"]}
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Floating-point tensors travel as ``wire``; None sends them as they are."""
+    """Floating-point tensors travel, and are reduced, as ``wire``; None sends them as they are."""
 
     wire: DType | None = None
 
     def wire_dtype(self, dtype: DType) -> DType:
         """The element type in which a tensor of ``dtype`` travels; integers and bool are never cast."""
         return self.wire if self.wire is not None and dtype.is_floating else dtype
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Gradients travel as ``codec``'s codes, which every rank gets from all ranks and adds up itself."""
+
+    codec: Codec
+
+    def wire_dtype(self, dtype: DType) -> DType:
+        """The element type that is coded: the tensor's own."""
+        return dtype
+
+
+def compression_of(compression: object, names: str) -> Cast | Coded:
+    """What a user means.
+
+    Args:
+        compression: a `Cast`, a codec, or what :func:`~reigen.compression.from_params` makes a codec of. fp16 and bf16
+            without error feedback are casts: reduced in that type on the way, instead of being gathered.
+        names: the framework's own casts, for the message.
+
+    Raises:
+        ArgumentError: nothing of the kind.
+    """
+    if isinstance(compression, Cast):
+        return compression
+    codec = from_params(compression) if isinstance(compression, Mapping) else compression
+    if isinstance(codec, CastCodec):
+        return Cast(_WIRES.get(codec.to))
+    if not isinstance(codec, Codec):
+        raise ArgumentError(
+            f'compression must be {names}, a dict such as {{"type": "2bit"}} or a codec of reigen.compression, '
+            f"got {compression!r}"
+        )
+    return Coded(codec)
+
+
+def check_adds_up(op: ReduceOp, compression: Cast | Coded) -> None:
+    """Accept operators that can be done with what travels.
+
+    Raises:
+        ArgumentError: codes can be added up, and nothing else.
+    """
+    if isinstance(compression, Coded) and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+        raise ArgumentError(
+            f"{compression.codec.name} compression needs op=Average or op=Sum, got {op.name.title()}: "
+            "codes can be added up, and nothing else"
+        )
+
+
+def describe(compression: Cast | Coded) -> str:
+    """For the comparison between ranks: the same for codecs that understand each other, and for no others."""
+    if isinstance(compression, Cast):
+        return "not coded"
+    params: dict[str, Any] = compression.codec.params()
+    return "coded as " + ", ".join(f"{name} {value}" for name, value in sorted(params.items()))

@@ -11,7 +11,7 @@ from reigen.frontends.collectives import Reducing
 from reigen.frontends.process_sets import ProcessSet, number_of
 from reigen.frontends.replicas import check_replicas
 from reigen.planes.device import Memory
-from reigen.types import DType, ReduceOp
+from reigen.types import DTYPES, DType, ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context, Handle, Region
@@ -59,6 +59,13 @@ class Team:
             region=region,
             divide_by_active=self.context.counts_active and how.op is ReduceOp.AVERAGE,
             process_set=self._number,
+        )
+
+    def gather(self, source: Array, part: str, target: Array) -> Handle:
+        """Bring every rank's bytes, equally many, into ``target``, in rank order."""
+        name = f"{self.name}.{part}"
+        return self.context.allgather(
+            source, DTYPES["uint8"], name=name, make_output=lambda _: target, process_set=self._number
         )
 
     def maximum(self, array: Array, dtype: DType, part: str) -> None:

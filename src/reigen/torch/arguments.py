@@ -10,7 +10,7 @@ import torch
 
 from reigen.errors import ArgumentError
 from reigen.frontends.collectives import Reducing, check_op
-from reigen.frontends.compression import Cast
+from reigen.frontends.compression import Cast, Coded, check_adds_up, compression_of
 from reigen.torch.compression import Compressor
 from reigen.types import ReduceOp
 
@@ -32,15 +32,26 @@ def choose_reduction(op: int, predivide: float) -> Reducing:
     return Reducing(chosen, 1.0 / predivide, float(predivide))
 
 
-def check_compression(compression: Compressor) -> Compressor:
-    """``compression`` itself, if it is one.
+def choose_compression(compression: object, op: ReduceOp) -> Cast | Coded:
+    """What ``compression`` means: a `Compressor`, a codec, or the parameters of one.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: nothing of the kind; or it does not go with the operator.
     """
-    if not isinstance(compression, Cast):
-        raise ArgumentError(f"compression must be Compression.none, .fp16 or .bf16, got {compression!r}")
-    return compression
+    chosen = compression_of(compression, "Compression.none, .fp16 or .bf16")
+    check_adds_up(op, chosen)
+    return chosen
+
+
+def choose_compressor(compression: object) -> Compressor:
+    """What ``compression`` means where tensors cannot travel as codes, with op=Adasum.
+
+    Raises:
+        ArgumentError: nothing of the kind, or codes.
+    """
+    chosen = choose_compression(compression, ReduceOp.ADASUM)
+    assert isinstance(chosen, Cast)
+    return Compressor(chosen.wire)
 
 
 def choose_groups(groups: int | list[list[torch.Tensor]] | None, num_groups: int) -> Groups:

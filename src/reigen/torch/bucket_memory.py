@@ -6,13 +6,17 @@ it, and whoever needs the gradients lets his stream wait for the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from reigen.compression import Codec
+from reigen.errors import CollectiveError, JoinedError
 from reigen.frontends.buckets import BucketPlan
+from reigen.frontends.coded import CodedBuckets
+from reigen.frontends.compression import Cast, Coded
 from reigen.frontends.team import Team
 from reigen.planes.device import DeviceArray, Stream
 from reigen.torch.adapter import TorchAdapter
@@ -52,8 +56,8 @@ class BucketMemory(Protocol):
     def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
         """Submit a bucket; None if it is empty."""
 
-    def received(self, outcome: Outcome) -> None:
-        """The calling thread needs what came out of `reduce`."""
+    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+        """Wait for what `reduce` has submitted, by bucket: the calling thread needs it. Returns what failed."""
 
     def release(self, team: Team) -> None:
         """Give back what is registered."""
@@ -94,8 +98,9 @@ class HostMemory:
         array = self._places.arrays[bucket]
         return team.reduce(array, dtype, part, self._region) if array.size else None
 
-    def received(self, outcome: Outcome) -> None:
-        """See `BucketMemory.received`."""
+    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+        """See `BucketMemory.finish`."""
+        return wait_for_all(handles)[1]
 
     def release(self, team: Team) -> None:
         """See `BucketMemory.release`."""
@@ -146,26 +151,109 @@ class DeviceMemory:
         array, _ = self._lender.lend(tensor)
         return team.reduce(array, dtype, part)
 
-    def received(self, outcome: Outcome) -> None:
-        """See `BucketMemory.received`."""
-        self._producers.clear()
-        assert isinstance(outcome.array, DeviceArray)
-        assert outcome.array.ready is not None
-        self._device.current().wait(outcome.array.ready)
+    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+        """See `BucketMemory.finish`."""
+        outcomes, failures = wait_for_all(handles)
+        if outcomes:
+            self._producers.clear()
+        for outcome in outcomes.values():
+            assert isinstance(outcome.array, DeviceArray)
+            assert outcome.array.ready is not None
+            self._device.current().wait(outcome.array.ready)
+        return failures
 
     def release(self, team: Team) -> None:
         """See `BucketMemory.release`. The memory goes with its last view."""
         self.is_registered = False
 
 
+class CodedMemory:
+    """Ordinary memory of the host, of which codes go to the other ranks."""
+
+    kind = "cpu, coded"
+
+    def __init__(self, places: Places, codec: Codec) -> None:
+        self.is_registered = False
+        self._places, self._codec = places, codec
+        self._plan: BucketPlan | None = None
+        #: None while buckets travel as they are
+        self._coded: CodedBuckets | None = None
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """See `BucketMemory.holds`."""
+        return parameter.device.type == "cpu"
+
+    def register(self, team: Team, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`. Nothing is registered: what travels is elsewhere."""
+        self.improvise(plan)
+        dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
+        self._coded = CodedBuckets(self._codec, team, self._places.arrays, dtypes)
+        self.is_registered = True
+
+    def improvise(self, plan: BucketPlan) -> None:
+        """See `BucketMemory.improvise`. Some rank has joined: for this pass the buckets travel as they are."""
+        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
+        self._plan = plan
+
+    def filled(self) -> None:
+        """See `BucketMemory.filled`."""
+
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+        """See `BucketMemory.reduce`."""
+        array = self._places.arrays[bucket]
+        if not array.size:
+            return None
+        return team.reduce(array, dtype, part) if self._coded is None else self._coded.submit(bucket, part)
+
+    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+        """See `BucketMemory.finish`. What was refused, because some rank has joined, travels as it is."""
+        outcomes, failures = wait_for_all(handles)
+        if self._coded is None:
+            return failures
+        for bucket in outcomes:
+            self._coded.receive(bucket)
+        again: dict[int, Handle] = {}
+        assert self._plan is not None
+        for bucket in [bucket for bucket, failure in failures.items() if isinstance(failure, JoinedError)]:
+            self._coded.take_back(bucket)
+            dtype = DTYPES[self._plan.buckets[bucket].dtype]
+            again[bucket] = team.reduce(self._places.arrays[bucket], dtype, f"uncoded.{bucket}")
+            del failures[bucket]
+        return failures | wait_for_all(again)[1]
+
+    def release(self, team: Team) -> None:
+        """See `BucketMemory.release`. The memory goes with its last view, and what has not been sent with it."""
+        self._coded, self.is_registered = None, False
+
+
+def wait_for_all(handles: Mapping[int, Handle]) -> tuple[dict[int, Outcome], dict[int, CollectiveError]]:
+    """What came out of each, and what failed."""
+    outcomes: dict[int, Outcome] = {}
+    failures: dict[int, CollectiveError] = {}
+    for bucket, handle in handles.items():
+        try:
+            outcomes[bucket] = handle.wait()
+        except CollectiveError as error:
+            failures[bucket] = error.with_traceback(None)  # it would hold this frame, which holds it
+    return outcomes, failures
+
+
 def bucket_memory(
-    team: Team, places: Places, parameters: Sequence[torch.Tensor], wire: Sequence[DType]
+    team: Team,
+    places: Places,
+    parameters: Sequence[torch.Tensor],
+    wire: Sequence[DType],
+    compression: Cast | Coded,
 ) -> BucketMemory:
     """The device's, where all parameters are on one that reduces all their element types; else the host's.
+
+    What is coded is on the host: codecs work there.
 
     Raises:
         ArgumentError: this rank's tensors were on another device before.
     """
+    if isinstance(compression, Coded):
+        return CodedMemory(places, compression.codec)
     lender, plane = TorchAdapter.lender, team.context.device
     if lender is not None and plane is not None:
         devices = {lender.device(parameter) for parameter in parameters}

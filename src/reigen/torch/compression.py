@@ -26,7 +26,7 @@ class Compressor(Cast):
 
 
 class Compression:
-    """The compressors there are: ``none``, ``fp16`` and ``bf16``."""
+    """The compressors there are: ``none``, ``fp16`` and ``bf16``. DistributedOptimizer takes fewer bits, too."""
 
     none = Compressor()
     fp16 = Compressor(DTYPES["float16"])

@@ -5,17 +5,24 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 
 from reigen import context as contexts
+from reigen.compression import Codec
 from reigen.frontends.collectives import Average
 from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.torch.adasum_optimizer import AdasumOptimizer, DeltaExchange, check_adasum_options
-from reigen.torch.arguments import check_compression, choose_groups, choose_reduction, name_parameters
+from reigen.torch.arguments import (
+    choose_compression,
+    choose_compressor,
+    choose_groups,
+    choose_reduction,
+    name_parameters,
+)
 from reigen.torch.averager import Finished, GradientAverager, release
 from reigen.torch.compression import Compression, Compressor
 from reigen.torch.reducer import ReduceOptions, check_finished
@@ -26,7 +33,7 @@ from reigen.types import ReduceOp
 def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it returns is an optimizer
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Compressor = Compression.none,
+    compression: Compressor | Codec | Mapping[str, Any] = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -52,7 +59,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         optimizer: any optimizer of torch.optim, or another subclass of its ``Optimizer``. For LBFGS the closure's loss
             is averaged too, so that its line search decides the same on all ranks.
         named_parameters: what ``model.named_parameters()`` gives; the names are used in messages.
-        compression: the element type in which gradients travel.
+        compression: the element type in which gradients travel; or, as a dict such as ``{"type": "2bit"}`` or a codec
+            of :mod:`reigen.compression`, the codes. Those are gathered and added up, so they need op=Average or Sum,
+            and pay with few ranks or few bits (docs/compression.md).
         backward_passes_per_step: gradients that are summed up locally before they are reduced. They are not averaged:
             divide the loss by their number for that.
         op: Average, Sum, Min, Max or Product. With Adasum, and several ranks, each rank's optimizer steps on its own
@@ -91,14 +100,15 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     if op == ReduceOp.ADASUM:
         check_adasum_options(gradient_predivide_factor, process_set)
         if contexts.current().size > 1:
-            exchange = DeltaExchange(named, check_compression(compression), backward_passes_per_step, sparse_as_dense)
+            exchange = DeltaExchange(named, choose_compressor(compression), backward_passes_per_step, sparse_as_dense)
             combining = wrap(optimizer, AdasumOptimizer)
             combining.attach(exchange)
             return combining
         op = Average  # of one rank
+    how = choose_reduction(op, gradient_predivide_factor)
     options = ReduceOptions(
-        how=choose_reduction(op, gradient_predivide_factor),
-        compression=check_compression(compression),
+        how=how,
+        compression=choose_compression(compression, how.op),
         sparse_as_dense=sparse_as_dense,
         groups=choose_groups(groups, num_groups),
         process_set=process_set,

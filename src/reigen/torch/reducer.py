@@ -20,15 +20,15 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from reigen import context as contexts
-from reigen.errors import ArgumentError, CollectiveError, JoinedError, StepOrderError
+from reigen.errors import ArgumentError, JoinedError, StepOrderError
 from reigen.frontends.agreement import Agreement, Proposal
 from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, divide, plan_buckets
 from reigen.frontends.collectives import Reducing
+from reigen.frontends.compression import Cast, Coded, describe
 from reigen.frontends.gradients import GradientTracker
 from reigen.frontends.process_sets import ProcessSet
 from reigen.frontends.team import Team
 from reigen.torch.bucket_memory import bucket_memory
-from reigen.torch.compression import Compressor
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.places import Places, strides_of
 from reigen.torch.sparse import SparseGradients
@@ -48,14 +48,14 @@ class ReduceOptions:
 
     Attributes:
         how: the operator and its factors.
-        compression: in which element type gradients travel.
+        compression: in which element type gradients travel, or as which codes.
         sparse_as_dense: sparse gradients are made dense instead of being gathered.
         groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
         process_set: the ranks that reduce together.
     """
 
     how: Reducing
-    compression: Compressor
+    compression: Cast | Coded
     sparse_as_dense: bool
     groups: int | Mapping[torch.Tensor, int] | None
     process_set: ProcessSet
@@ -119,14 +119,10 @@ class Reducer:
             CollectiveError: the first failure; all handles have been waited for.
         """
         handles, self._handles = self._handles, {}
-        failure: CollectiveError | None = None
-        for bucket, handle in handles.items():
-            try:
-                self._memory.received(handle.wait())
-            except CollectiveError as error:
-                if failure is None:
-                    failure = error
-                    failure.add_note(self._contents(bucket))
+        failures = self._memory.finish(self.team, handles)
+        bucket, failure = next(iter(failures.items()), (-1, None))
+        if failure is not None:
+            failure.add_note(self._contents(bucket))
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
         if failure is None:
@@ -141,7 +137,7 @@ class Reducer:
             if failure is not None:
                 raise failure
         finally:
-            del failure  # it holds this frame
+            del failure, failures  # they hold this frame
 
     def changed(self) -> list[str]:
         """Names of parameters whose complete gradients somebody has changed or replaced since they were taken."""
@@ -168,7 +164,7 @@ class Reducer:
             self._choose_memory()
 
     def _choose_memory(self) -> None:
-        self._memory = bucket_memory(self.team, self._places, self.parameters, self._wire)
+        self._memory = bucket_memory(self.team, self._places, self.parameters, self._wire, self._options.compression)
         #: whether p.grad may be the place in the bucket itself: same element type, same device
         self._direct = [
             wire is dtype_of(p.dtype) and self._memory.holds(p)
@@ -286,7 +282,8 @@ class Reducer:
     def _proposal(self) -> Proposal:
         how, groups = self._options.how, self._options.groups
         number = f", {groups} groups" if isinstance(groups, int) else ""
-        lines = [f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}, on {self._memory.kind}"]
+        scaled = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}"
+        lines = [f"{scaled}, on {self._memory.kind}, {describe(self._options.compression)}"]
         for name, parameter, wire in zip(self._names, self.parameters, self._wire, strict=True):
             layout = f"shape {tuple(parameter.shape)}, strides {strides_of(parameter)}"
             lines.append(f"{name}: {parameter.dtype} as {wire.name}, {layout}")
