@@ -20,7 +20,7 @@ ROOT = Path(reigen.__file__).parent
 PROJECT = Path(__file__).parents[2]
 
 #: Packages whose __init__ re-exports the public face of what lies in their modules.
-FACES = ["reigen.data", "reigen.optim", "reigen.testing", "reigen.torch"]
+FACES = ["reigen.data", "reigen.kv", "reigen.optim", "reigen.testing", "reigen.torch"]
 
 #: Rooms that handle bytes from other processes.
 NETWORK_ROOMS = ["wire", "cluster", "planes", "engine", "launch"]

@@ -30,8 +30,8 @@ class NumpyAdapter:
 
     def dtype(self, tensor: Array) -> DType:
         """See `TensorAdapter.dtype`."""
-        found = DTYPES.get(tensor.dtype.name)
-        if found is None or found.storage != tensor.dtype:
+        found = _DTYPE_OF.get(tensor.dtype)
+        if found is None:
             raise UnsupportedTypeError(f"Tensor type {tensor.dtype} is not supported.")
         return found
 
@@ -61,11 +61,20 @@ def adapter_of(value: object) -> TensorAdapter[Any]:
 
     No framework is imported for it: whoever has a tensor of one has imported that.
     """
-    frameworks = {kind.__module__.partition(".")[0] for kind in type(value).__mro__}
-    return _torch_adapter() if "torch" in frameworks else _NUMPY
+    kind: Any = type(value)  # a type checker takes it for something without a hash
+    return _torch_adapter() if _is_torchs(kind) else _NUMPY
 
 
 _NUMPY = NumpyAdapter()
+#: NumPy has no bfloat16, and no other byte order than the machine's can be communicated.
+_DTYPE_OF: dict[np.dtype[Any], DType] = {
+    dtype.storage: dtype for name, dtype in DTYPES.items() if dtype.storage.name == name
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _is_torchs(kind: Any) -> bool:
+    return any(each.__module__.partition(".")[0] == "torch" for each in kind.__mro__)
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from reigen.errors import ArgumentError, UnsupportedError
 from reigen.kv.values import ROW_SPARSE, Key, RowSparse, Spec, as_value, check_one_kind, check_specs, grouped, spec_of
+from reigen.optim import Optimizer
 
 #: One key, or several.
 Keys: TypeAlias = "Key | Sequence[Key]"
@@ -149,8 +150,11 @@ class KVStore(ABC):
         groups = self._tensors(key, out, "out")
         rows = [(one, each) for one, outs in groups for each in outs if isinstance(each, RowSparse)]
         groups = [(one, [each for each in outs if not isinstance(each, RowSparse)]) for one, outs in groups]
-        pending = self._pull([(one, self._writable(outs)) for one, outs in groups if outs], priority)
-        parts = [pending] + ([] if ignore_sparse else [self._pull_rows(one, [each], None, 0) for one, each in rows])
+        pending = self._pull([(one, self._writable(outs)) for one, outs in groups if outs], priority, wait)
+        if not ignore_sparse:
+            parts = [pending, *(self._pull_rows(one, [each], None, priority) for one, each in rows)]
+        else:
+            parts = [pending]
         return _waited(parts, wait)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, wait: bool = True) -> Pending:
@@ -169,9 +173,10 @@ class KVStore(ABC):
         values = self._tensors(key, value)
         outs = values if out is None else self._tensors(key, out, "out")
         for one, tensors in [*values, *outs]:
-            check_specs(one, self._specs[one], tensors, can_be_sparse=False)
+            if any(isinstance(tensor, RowSparse) for tensor in tensors):
+                raise ArgumentError(f"key {one!r}: pushpull() takes dense tensors only, got a row-sparse one")
         outs = [(one, self._writable(tensors)) for one, tensors in outs]
-        return _waited([self._pushpull(values, outs, priority)], wait)
+        return _waited([self._pushpull(values, outs, priority, wait)], wait)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """`init`, then `pull`: have ``out`` hold the value of rank 0 on all workers."""
@@ -194,7 +199,7 @@ class KVStore(ABC):
             raise ArgumentError("row_sparse_pull() needs out= and row_ids=")
         groups = self._tensors(key, out, "out")
         outs = [(one, each) for one, tensors in groups for each in tensors]
-        ids = list(row_ids) if isinstance(row_ids, (list, tuple)) and not _is_flat(row_ids) else [row_ids] * len(outs)
+        ids = list(row_ids) if _is_one_for_each(row_ids) else [row_ids] * len(outs)
         if len(ids) != len(outs):
             raise ArgumentError(f"{len(outs)} outs need {len(outs)} row_ids, or one for all of them; got {len(ids)}")
         for one, each in outs:
@@ -217,7 +222,7 @@ class KVStore(ABC):
         return True
 
     @abstractmethod
-    def set_optimizer(self, optimizer: Any) -> None:
+    def set_optimizer(self, optimizer: Optimizer) -> None:
         """From now on, pushes update the stored values. All workers call it alike, before the first push.
 
         Raises:
@@ -358,12 +363,12 @@ class KVStore(ABC):
         """Push each key's values: tensors that are like the key's, dense or `RowSparse`."""
 
     @abstractmethod
-    def _pull(self, groups: list[Group], priority: int) -> Pending:
-        """Fill each key's outs: dense tensors that may be written."""
+    def _pull(self, groups: list[Group], priority: int, blocking: bool) -> Pending:
+        """Fill each key's outs: dense tensors that may be written. ``blocking``: it is waited for next."""
 
     @abstractmethod
-    def _pushpull(self, values: list[Group], outs: list[Group], priority: int) -> Pending:
-        """Push dense values, and fill dense outs with what is stored then; the same keys in the same order."""
+    def _pushpull(self, values: list[Group], outs: list[Group], priority: int, blocking: bool) -> Pending:
+        """Push dense values, and fill dense outs with what is stored then. ``blocking``: it is waited for next."""
 
     @abstractmethod
     def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
@@ -396,9 +401,22 @@ class KVStore(ABC):
         return [as_value(tensor, writable=True) for tensor in tensors]
 
 
-def _is_flat(rows: Sequence[Any]) -> bool:
-    """Whether a list is one of numbers, not of arrays of numbers."""
-    return not rows or not (hasattr(rows[0], "__len__") and not hasattr(rows[0], "__index__"))
+def check_optimizer(optimizer: object) -> None:
+    """That it is one.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentError(
+            f"an optimizer of reigen.optim is needed, for example reigen.optim.create('sgd', learning_rate=0.1); got "
+            f"{type(optimizer).__name__}"
+        )
+
+
+def _is_one_for_each(rows: Any) -> bool:
+    """Whether these are several arrays of numbers of rows, and not one."""
+    return isinstance(rows, (list, tuple)) and any(getattr(each, "ndim", 0) > 0 for each in rows)
 
 
 class _All:

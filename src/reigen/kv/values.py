@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,8 @@ import numpy as np
 from reigen.errors import ArgumentError, UnsupportedTypeError
 from reigen.frontends.adapter import Array
 from reigen.frontends.arrays import adapter_of
+from reigen.kernels.half import converters
+from reigen.kv.keys import key_id
 from reigen.types import DType
 
 Key = int | str
@@ -168,31 +169,37 @@ def row_numbers(rows: Any, num_rows: int) -> Array:
     return array
 
 
-def add_rows(indices: Array, rows: Array) -> tuple[Array, Array]:
-    """Rows in ascending order of their indices, those of one index added up in the order in which they came."""
-    unique, inverse = np.unique(indices, return_inverse=True)
+def add_rows(indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
+    """Rows in ascending order of their indices, those of one index added up in the order in which they came.
+
+    Args:
+        indices: (n,), int64.
+        rows: (n, elements of a row), in the storage type of ``dtype``.
+        dtype: their element type. Halves are added up in float32, and rounded once.
+    """
+    order = np.argsort(indices, kind="stable")
+    unique, begins = np.unique(indices[order], return_index=True)
+    rows = rows[order]
     if len(unique) == len(indices):
-        order = np.argsort(indices, kind="stable")
-        return unique, rows[order]
-    sums = np.zeros((len(unique), *rows.shape[1:]), rows.dtype)
-    np.add.at(sums, inverse.reshape(-1), rows)
-    return unique, sums
+        return unique, rows
+    if dtype.is_floating and dtype.itemsize == 2:
+        widen, narrow = converters(dtype.name)
+        wide = np.empty(rows.shape, np.float32)
+        widen(rows, wide)
+        sums = np.empty((len(unique), rows.shape[1]), dtype.storage)
+        narrow(np.add.reduceat(wide, begins, axis=0), sums)
+        return unique, sums
+    return unique, np.add.reduceat(rows, begins, axis=0)
 
 
 def as_key(key: object) -> Key:
     """A key as Python's int or str.
 
     Raises:
-        ArgumentError: it is neither, or an int that 64 bits do not hold.
+        ArgumentError: see `reigen.kv.keys.key_id`.
     """
-    if isinstance(key, str):
-        return key
-    if isinstance(key, bool) or not hasattr(key, "__index__"):
-        raise ArgumentError(f"a key is an int or a str, got {key!r}")
-    number = operator.index(key)  # type: ignore[call-overload]  # NumPy's integers have it, too
-    if not -(1 << 63) <= number < 1 << 63:
-        raise ArgumentError(f"an int key has 64 bits, got {number}")
-    return int(number)
+    number = key_id(key)  # type: ignore[arg-type]  # it looks
+    return str(key) if isinstance(key, str) else number
 
 
 def grouped(keys: object, values: object, what: str = "value") -> list[tuple[Key, list[Any]]]:

@@ -170,9 +170,9 @@ class Stream:
         """The connection's descriptor: readable when `receive` may find more."""
         return self._connection.fileno()
 
-    def keep_alive(self, peer_timeout_seconds: float) -> None:
+    def keep_alive(self, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
         """See `reigen.wire.sockets.keepalive`."""
-        keepalive(self._connection, peer_timeout_seconds)
+        keepalive(self._connection, peer_timeout_seconds, bulk=bulk)
 
     def send(self, payload: bytes, deadline: float) -> None:
         """Send one payload.

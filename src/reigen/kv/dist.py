@@ -1,0 +1,297 @@
+"""The store whose values lie on servers: ``dist_sync``, ``dist_async`` and ``dist_ssp``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from reigen import optim
+from reigen.compression import from_params
+from reigen.config import Config
+from reigen.errors import ArgumentError
+from reigen.frontends.adapter import Array
+from reigen.kv import checkpoints, residuals
+from reigen.kv.base import Group, KVStore, Pending, check_optimizer
+from reigen.kv.declaring import Declaring
+from reigen.kv.holdings import Holding, Messages, residuals_of
+from reigen.kv.keys import key_id
+from reigen.kv.local import fill, stored_copy
+from reigen.kv.merge import total, total_rows
+from reigen.kv.nodes import Membership
+from reigen.kv.operations import Operation
+from reigen.kv.values import Key, RowSparse, flat, row_numbers, spec_of, write
+from reigen.kv.worker import Worker
+
+
+class DistStore(KVStore):
+    """A worker's view of a store on servers.
+
+    Args:
+        kind: its type.
+        member: this worker's place in the job.
+        config: the knobs.
+        number: of the store in its job: the same for all workers.
+        staleness: rounds that a worker may be ahead of the slowest one; None: any number.
+        on_close: called once when it is closed.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        member: Membership,
+        config: Config,
+        number: int = 0,
+        staleness: int | None = 0,
+        on_close: Callable[[DistStore], None] = lambda store: None,
+    ) -> None:
+        super().__init__(kind)
+        self.rank, self.num_workers, self.is_recovery = member.number, member.num_workers, member.is_recovery
+        self._member, self._config, self._number, self._on_close = member, config, number, on_close
+        self._holdings: dict[Key, Holding] = {}
+        self._is_closed = self._has_left = False
+        self._optimizer: optim.Optimizer | None = None
+        self._worker = Worker(member, config, number, staleness, self._counts)
+        self._messages = Messages(self._worker)
+        self._declaring = Declaring(self._worker, self._messages, config)
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: optim.Optimizer) -> None:
+        """See `KVStore.set_optimizer`. Of layer-wise ones (LAMB, LARS), each key lies on one server in one piece."""
+        check_optimizer(optimizer)
+        self._check()
+        self._worker.command("set_optimizer", {"spec": optimizer.to_spec()})
+        self._optimizer = optimizer
+        self._declaring.is_whole = not optimizer.is_elementwise
+        if self._declaring.is_whole:
+            self._put_together([held for held in self._holdings.values() if len(held.places) > 1])
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """See `KVStore.set_learning_rate`."""
+        self._check()
+        self._worker.command("set_learning_rate", {"learning_rate": float(learning_rate)})
+
+    def set_gradient_compression(self, params: Mapping[str, object]) -> None:
+        """See `KVStore.set_gradient_compression`: dense pushes, and what servers without an optimizer send back."""
+        from_params(params)
+        self._check()
+        self._worker.command("set_gradient_compression", {"params": dict(params)})
+        self._messages.compress(params, self.num_workers)
+
+    def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
+        """See `KVStore.save_optimizer_states`. What compression has not sent is this worker's own: one file each."""
+        self._check()
+        states = optim.States(())
+        if self._messages.codec is None or self._optimizer is not None:
+            optimizer = self._optimizing()
+            collected = checkpoints.collect(self._worker, self._holdings.values())
+            states = optim.States(collected.pieces, optimizer if dump_optimizer else None, collected.facts)
+        left: residuals.Residuals = {}
+        for held in self._holdings.values():
+            left.update(residuals_of(held, self._whose))
+        residuals.together(states, left, self._specs).save(fname)
+
+    def load_optimizer_states(self, fname: str | Path) -> None:
+        """See `KVStore.load_optimizer_states`."""
+        self._check()
+        states, left = residuals.load(fname, self._specs)
+        if states.pieces or self._messages.codec is None:
+            optimizer = self._optimizing()
+            checkpoints.restore(self._worker, self._messages, list(self._holdings.values()), states, optimizer.name)
+        for (key, whose), residual in left.items():
+            held = self._holdings[key]
+            if whose == self._whose and self._messages.codec is not None:
+                held.residuals = {place.index: residual[place.begin : place.end].copy() for place in held.places}
+
+    # -- the other workers --------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """See `KVStore.barrier`."""
+        self._check()
+        self._member.barrier(f"store {self._number}", time.monotonic() + self._config.deadline_seconds)
+
+    def num_dead_nodes(self, timeout: float = 60.0) -> int:
+        """See `KVStore.num_dead_nodes`; after how much silence a node counts is REIGEN_KV_HEARTBEAT_TIMEOUT."""
+        return self._member.num_dead_nodes()
+
+    def leave(self) -> None:
+        """See `KVStore.leave`."""
+        self.wait()
+        if not self._has_left:
+            self._has_left = True
+            self._worker.goodbye()
+
+    def rounds(self, key: Key) -> int:
+        """See `KVStore.rounds`."""
+        self._known(key)
+        return self._holdings[key].last_round()
+
+    def wait(self) -> None:
+        """See `KVStore.wait`."""
+        self._worker.wait_for_all()
+
+    def close(self) -> None:
+        """See `KVStore.close`. The others go on without this worker."""
+        if self._is_closed:
+            return
+        try:
+            if not self._worker.has_failed:
+                self.leave()
+        finally:
+            self._end()
+
+    def abandon(self) -> None:
+        """Give the store up as a worker that dies does: the others learn that it is lost. May be called twice."""
+        if not self._is_closed:
+            self._end()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._worker.close()
+        self._on_close(self)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def _init(self, pairs: list[tuple[Key, Any]]) -> None:
+        self._check()
+        holdings = [Holding(key, key_id(key), spec_of(value)) for key, value in pairs]
+        values: dict[int, Array] = {}
+        if self.rank == 0:
+            for held, (_, value) in zip(holdings, pairs, strict=True):
+                values[held.id] = flat(stored_copy(value) if isinstance(value, RowSparse) else value)[0]
+        self._declaring.declare(holdings, values)
+        self._holdings.update((held.name, held) for held in holdings)
+
+    def _push(self, groups: list[Group], priority: int) -> Pending:
+        self._check(pushes=True)
+        operation = Operation(self._worker, f"push of {_named(groups)}")
+        for key, tensors in groups:
+            held = self._holdings[key]
+            if any(isinstance(tensor, RowSparse) for tensor in tensors):
+                self._messages.push_rows(operation, held, *total_rows(tensors, held.spec), priority)
+            else:
+                self._messages.push(operation, held, total(tensors, held.spec)[0], priority, None)
+        self._worker.flush()
+        return operation
+
+    def _pull(self, groups: list[Group], priority: int, blocking: bool) -> Pending:
+        self._check()
+        places = _Landings(outs for _, outs in groups)
+        operation = Operation(self._worker, f"pull of {_named(groups)}", places.finish)
+        for (key, _), place in zip(groups, places, strict=True):
+            self._messages.pull(operation, self._holdings[key], place.elements, priority)
+        if not blocking:
+            self._worker.flush()
+        return operation
+
+    def _pushpull(self, values: list[Group], outs: list[Group], priority: int, blocking: bool) -> Pending:
+        if [key for key, _ in values] != [key for key, _ in outs]:
+            raise ArgumentError("pushpull() needs an out for each key that it is given a value for")
+        self._check(pushes=True)
+        places = _Landings(several for _, several in outs)
+        operation = Operation(self._worker, f"pushpull of {_named(values)}", places.finish)
+        for (key, tensors), place in zip(values, places, strict=True):
+            held = self._holdings[key]
+            self._messages.push(operation, held, total(tensors, held.spec)[0], priority, place.elements)
+        if not blocking:
+            self._worker.flush()
+        return operation
+
+    def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
+        self._check()
+        held = self._holdings[key]
+        spec = held.spec
+        wanted = np.arange(spec.shape[0]) if rows is None else np.unique(row_numbers(rows, spec.shape[0]))
+        received = np.empty((len(wanted), spec.row_length), spec.dtype.storage)
+
+        def finish() -> None:
+            for out in outs:
+                out.receive(wanted.copy(), received.reshape(len(wanted), *spec.shape[1:]).copy())
+
+        operation = Operation(self._worker, f"row_sparse_pull of key {key!r}", finish)
+        self._messages.pull_rows(operation, held, wanted, received, priority)
+        self._worker.flush()
+        return operation
+
+    # -- help ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _whose(self) -> str:
+        return f"worker {self.rank}"
+
+    def _check(self, *, pushes: bool = False) -> None:
+        if self._is_closed:
+            raise ArgumentError("this store was closed")
+        if pushes and self._has_left:
+            raise ArgumentError("this worker has left: it said that it has no more data, and may only pull")
+        self._worker.check()
+
+    def _optimizing(self) -> optim.Optimizer:
+        if self._optimizer is None:
+            raise ArgumentError("this store has no optimizer; call set_optimizer() before")
+        return self._optimizer
+
+    def _put_together(self, holdings: list[Holding]) -> None:
+        """Have keys that were cut lie in one piece: declare them anew, with the values that they have."""
+        values: dict[int, Array] = {}
+        for held in holdings:
+            if self.rank == 0:
+                values[held.id] = np.empty(held.spec.num_elements, held.spec.dtype.storage)
+                operation = Operation(self._worker, f"moving key {held.name!r}")
+                self._messages.pull(operation, held, values[held.id], 0)
+                operation.wait()
+        for held in holdings:
+            held.generation += 1
+        if holdings:
+            self._declaring.declare(holdings, values)
+
+    def _counts(self, server: int) -> Iterable[tuple[int, int, int]]:
+        """See `reigen.kv.upstream.Owner.counts`."""
+        for held in list(self._holdings.values()):
+            for place in held.places:
+                if place.server == server:
+                    yield held.id, place.index, held.done[place.index]
+
+
+class _Landing:
+    """Where a pulled value lands: in the first out itself, if it can, and from there in the others."""
+
+    def __init__(self, outs: list[Any]) -> None:
+        self._outs = outs
+        self.elements, self._aliases = flat(outs[0])
+
+    def finish(self) -> None:
+        """The elements are there."""
+        write(self._outs[0], self.elements, self._aliases)
+        for out in self._outs[1:]:
+            fill(out, self.elements)
+
+
+class _Landings(list[_Landing]):
+    """Those of several keys."""
+
+    def __init__(self, outs: Iterable[list[Any]]) -> None:
+        super().__init__(_Landing(several) for several in outs)
+
+    def finish(self) -> None:
+        """All elements are there."""
+        for each in self:
+            each.finish()
+
+
+def _named(groups: list[Group]) -> str:
+    keys = [repr(key) for key, _ in groups[:3]]
+    return ("key " if len(groups) == 1 else "keys ") + ", ".join(keys) + (" ..." if len(groups) > 3 else "")

@@ -1,0 +1,102 @@
+"""From a name to a store."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.kv.base import KVStore
+from reigen.kv.local import LocalStore
+
+
+@dataclass(frozen=True)
+class _Type:
+    """What a name means.
+
+    Attributes:
+        where: ``local``, ``ring`` or ``dist``.
+        staleness: of a distributed one, where its name says it.
+    """
+
+    where: str
+    staleness: float | None = None
+
+
+_SYNC, _ASYNC = _Type("dist", 0), _Type("dist", math.inf)
+
+#: Every type. Those of MXNet 1.9 and 2.0 mean what they mean there.
+TYPES: dict[str, _Type] = {
+    **dict.fromkeys(("local", "local_update_cpu", "local_allreduce_cpu", "teststore"), _Type("local")),
+    **dict.fromkeys(("device", "local_allreduce_device", "nccl"), _Type("local")),
+    **dict.fromkeys(("ring", "horovod"), _Type("ring")),
+    **dict.fromkeys(("dist", "dist_sync", "dist_sync_device", "dist_device_sync", "byteps"), _SYNC),
+    **dict.fromkeys(("dist_async", "dist_async_device", "dist_device_async"), _ASYNC),
+    **dict.fromkeys(("dist_ssp", "dist_ssp_device"), _Type("dist")),
+}
+
+
+def create(name: str = "local", *, staleness: float | None = None, **knobs: object) -> KVStore:
+    """Make a store.
+
+    In a process whose role is server or scheduler (DMLC_ROLE, `reigen server`), a distributed type serves until the job
+    is over and then ends the process: it does not return.
+
+    Args:
+        name: its type, in any case: ``local``, ``device``, ``dist_sync``, ``dist_async``, ``dist_ssp``, ``ring``, or
+            another spelling of these (`TYPES`).
+        staleness: of ``dist_ssp``: by how many rounds a worker may be ahead of the slowest one; 0 is ``dist_sync``,
+            ``math.inf`` is ``dist_async``.
+        knobs: of a distributed store, in place of the environment's: see `reigen.config.Config`.
+
+    Raises:
+        UnsupportedTypeError: the name is no str.
+        ArgumentError: there is no such type, or it has no staleness.
+        ConfigError: ``dist``: nothing in the environment tells of servers, or a knob is wrong.
+        DeadlineError: ``dist``: servers or workers did not come in time; names them.
+
+    Example:
+        >>> import numpy as np
+        >>> kv = create("local")
+        >>> kv.init("w", np.zeros(2, np.float32))
+        >>> _ = kv.push("w", [np.ones(2, np.float32), np.ones(2, np.float32)])
+        >>> out = np.empty(2, np.float32)
+        >>> _ = kv.pull("w", out=out)
+        >>> out
+        array([2., 2.], dtype=float32)
+    """
+    if not isinstance(name, str):
+        raise UnsupportedTypeError(f"the name of a store must be a string, got {type(name).__name__}")
+    kind = name.lower()
+    if kind not in TYPES:
+        close = get_close_matches(kind, TYPES, 1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ArgumentError(f"unknown type of store {name!r}{hint}; there are: {', '.join(sorted(TYPES))}")
+    meant = TYPES[kind]
+    staleness = _staleness(kind, meant, staleness)
+    if meant.where != "dist" and knobs:
+        raise ArgumentError(f"a store of type {kind!r} has no knobs, got {', '.join(sorted(knobs))}")
+    if meant.where == "local":
+        return LocalStore(kind)
+    # the others are loaded when they are asked for: servers and launchers do without them
+    if meant.where == "ring":
+        from reigen.kv.ring import RingStore
+
+        return RingStore(kind)
+    from reigen.kv.session import join
+
+    return join(kind, staleness, knobs)
+
+
+def _staleness(kind: str, meant: _Type, given: float | None) -> float:
+    """The staleness that a type and an argument mean together."""
+    if meant.where == "dist" and meant.staleness is None:
+        if given is None:
+            raise ArgumentError(f"{kind} needs staleness=: by how many rounds a worker may be ahead of the slowest one")
+        if isinstance(given, bool) or not (given == math.inf or (given >= 0 and given == int(given))):
+            raise ArgumentError(f"staleness is a whole number, at least 0, or math.inf; got {given!r}")
+        return given
+    if given is not None:
+        raise ArgumentError(f"a store of type {kind!r} takes no staleness=; dist_ssp does")
+    return meant.staleness or 0

@@ -1,0 +1,232 @@
+"""What a worker knows of its keys, and the requests that pushes and pulls of them consist of: one for each cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reigen.compression import Codec, Residual, from_params
+from reigen.frontends.adapter import Array
+from reigen.kv.operations import MOST_AHEAD, WRITING, Operation, Request, Track
+from reigen.kv.protocol import DTYPE_NUMBERS, INLINE_BYTES, Flag, Kind, Place
+from reigen.kv.residuals import Residuals
+from reigen.kv.values import ROW_SPARSE, Key, Spec
+from reigen.kv.worker import Worker
+
+_ROW_NUMBER = np.dtype("<i8")
+
+
+@dataclass(eq=False)
+class Holding:
+    """A key of a store on servers, as one worker sees it.
+
+    Attributes:
+        name: as the user wrote it.
+        id: see `reigen.kv.keys`.
+        spec: what it holds.
+        places: its cells, in the order of their elements.
+        round: pushes of this worker so far.
+        generation: how often it was declared anew.
+        done: by cell, the last push that was answered.
+        track: the order of its operations.
+        residuals: by cell, what compression has not sent yet.
+    """
+
+    name: Key
+    id: int
+    spec: Spec
+    places: tuple[Place, ...] = ()
+    round: int = 0
+    generation: int = 0
+    done: list[int] = field(default_factory=list)
+    track: Track = field(default_factory=Track)
+    residuals: dict[int, Residual] = field(default_factory=dict)
+    _has_failed: bool = False
+
+    def lie(self, places: tuple[Place, ...]) -> None:
+        """Its cells are there."""
+        self.places = places
+        self.done = [0] * len(places)
+        self.track.most_pushes = MOST_AHEAD * len(places)
+        self.residuals.clear()
+
+    def last_round(self) -> int:
+        """The number of the last push. One that failed counts only where it was done all the same."""
+        if self._has_failed and not self.track.num_pushes:
+            self._has_failed = False
+            self.round = min(self.done, default=self.round)
+        return self.round
+
+    def next_round(self) -> int:
+        """The number of the next push, which is the last one now."""
+        self.round = self.last_round() + 1
+        return self.round
+
+    def note(self, request: Request) -> None:
+        """A push of a cell has been answered."""
+        if request.answer_header is None or request.answer_header.kind == Kind.ERROR:
+            self._has_failed = True
+        else:
+            self.done[request.cell] = max(self.done[request.cell], request.round)
+
+    def row_ranges(self) -> Iterator[tuple[Place, int, int]]:
+        """Each cell of a row-sparse key with its first row and the one after its last."""
+        length = max(1, self.spec.row_length)
+        for place in self.places:
+            yield place, place.begin // length, place.end // length
+
+
+class Messages:
+    """Makes the requests of pushes and pulls, and begins them.
+
+    Args:
+        worker: carries them.
+
+    Attributes:
+        codec: encodes what is pushed; None: nothing is encoded.
+        answer_codec: decodes what is answered.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self.codec: Codec | None = None
+        self.answer_codec: Codec | None = None
+
+    def compress(self, params: Mapping[str, object], num_workers: int) -> None:
+        """Encode from now on; both ends know the codecs from the same words."""
+        self.codec = from_params(params)
+        self.answer_codec = answer_codec(params, num_workers)
+
+    def push(self, operation: Operation, held: Holding, elements: Array, priority: int, into: Array | None) -> None:
+        """Push dense elements.
+
+        Args:
+            operation: that this is a part of.
+            held: the key.
+            elements: all of them, flat.
+            priority: higher first.
+            into: flat memory that receives what is stored afterwards: PUSHPULL; None: PUSH.
+        """
+        round_number = held.next_round()
+        kind = Kind.PUSH if into is None else Kind.PUSHPULL
+        codec = self.codec if held.spec.dtype.is_floating else None
+        for place in held.places:
+            request = self._request(kind, operation, held, place, priority)
+            request.round = round_number
+            part = elements[place.begin : place.end]
+            if codec is None:
+                request.body, request.block = self._worker.body_of(part)
+            else:
+                self._encode(request, codec, held, place, part)
+            if into is not None:
+                self._expect(request, held, into[place.begin : place.end])
+            # one by one: servers begin with the first while the next is copied
+            self._worker.submit([request], held.track)
+
+    def push_rows(self, operation: Operation, held: Holding, indices: Array, rows: Array, priority: int) -> None:
+        """Push some rows: of every cell, if only none."""
+        round_number = held.next_round()
+        requests = []
+        for place, first, last in held.row_ranges():
+            low, high = np.searchsorted(indices, (first, last))
+            request = self._request(Kind.ROW_PUSH, operation, held, place, priority)
+            request.round = round_number
+            numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
+            self._put(request, numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8))
+            requests.append(request)
+        self._worker.submit(requests, held.track)
+
+    def pull(self, operation: Operation, held: Holding, into: Array, priority: int) -> None:
+        """Pull all elements into flat memory."""
+        requests = []
+        for place in held.places:
+            request = self._request(Kind.PULL, operation, held, place, priority)
+            self._expect(request, held, into[place.begin : place.end])
+            requests.append(request)
+        self._worker.submit(requests, held.track)
+
+    def pull_rows(self, operation: Operation, held: Holding, wanted: Array, into: Array, priority: int) -> None:
+        """Pull rows ``wanted`` (ascending) into ``into``, (number of rows, elements of a row)."""
+        requests = []
+        for place, first, last in held.row_ranges():
+            low, high = np.searchsorted(wanted, (first, last))
+            if low == high:
+                continue
+            request = self._request(Kind.ROW_PULL, operation, held, place, priority)
+            request.body = (wanted[low:high] - first).astype(_ROW_NUMBER).tobytes()
+            request.into = into[low:high].reshape(-1)
+            requests.append(request)
+        if requests:
+            self._worker.submit(requests, held.track)
+
+    def put(self, kind: Kind, operation: Operation, held: Holding, place: Place, body: Array) -> Request:
+        """A request that gives a cell bytes: INIT and PUT_STATES."""
+        request = self._request(kind, operation, held, place, 0)
+        request.body, request.block = self._worker.body_of(body)
+        return request
+
+    def _request(self, kind: Kind, operation: Operation, held: Holding, place: Place, priority: int) -> Request:
+        return Request(
+            kind,
+            place.server,
+            operation,
+            held.id,
+            place.index,
+            held.last_round(),
+            DTYPE_NUMBERS[held.spec.dtype.name],
+            priority=priority,
+            on_done=held.note if kind in WRITING else None,
+        )
+
+    def _expect(self, request: Request, held: Holding, into: Array) -> None:
+        request.into = into
+        if self.answer_codec is not None and held.spec.dtype.is_floating and held.spec.stype != ROW_SPARSE:
+            request.flags |= int(Flag.ENCODE_ANSWER)
+            request.codec = self.answer_codec
+
+    def _encode(self, request: Request, codec: Codec, held: Holding, place: Place, part: Array) -> None:
+        if place.index not in held.residuals:
+            held.residuals[place.index] = codec.begin(len(part), held.spec.dtype)
+        nbytes = codec.max_bytes(len(part))
+        if nbytes < INLINE_BYTES:
+            codes = bytearray(nbytes)
+            codec.encode(part, held.residuals[place.index], codes)
+            request.body = bytes(codes)
+        else:
+            request.block = self._worker.memory(nbytes)
+            request.body = request.block.array
+            codec.encode(part, held.residuals[place.index], request.body)
+        request.flags |= int(Flag.ENCODED)
+
+    def _put(self, request: Request, *parts: Array) -> None:
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes < INLINE_BYTES:
+            request.body = b"".join(part.tobytes() for part in parts)
+            return
+        request.block = self._worker.memory(nbytes)
+        request.body = request.block.array
+        np.concatenate(parts, out=request.block.array)
+
+
+def answer_codec(params: Mapping[str, object], num_workers: int) -> Codec:
+    """What servers encode sums with, for workers that push codes of ``params``.
+
+    A sum of n codes of +-threshold is n times as large: by the same threshold it would lag behind.
+    """
+    if params.get("type") != "2bit":
+        return from_params(params)
+    threshold = params.get("threshold", 0.5)
+    assert isinstance(threshold, (int, float)), "from_params() has looked"
+    return from_params({**params, "threshold": threshold * num_workers})
+
+
+def residuals_of(held: Holding, whose: str) -> Residuals:
+    """What compression has not sent of a key, as one array; nothing where nothing was pushed."""
+    if not held.residuals or any(part is None for part in held.residuals.values()):
+        return {}
+    parts = [held.residuals.get(place.index) for place in held.places]
+    sizes = [place.end - place.begin for place in held.places]
+    known = [np.zeros(size, np.float32) if part is None else part for part, size in zip(parts, sizes, strict=True)]
+    return {(held.name, whose): np.concatenate(known)}

@@ -1,0 +1,199 @@
+"""What a worker of the parameter server has begun: operations of its user, and the requests that they consist of."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.compression import Codec
+from reigen.errors import ReigenError
+from reigen.frontends.adapter import Array
+from reigen.kv.arena import Block
+from reigen.kv.protocol import Flag, Header, Kind
+
+Bytes = NDArray[np.uint8]
+
+#: Requests that are answered with what later pushes of the same worker change.
+READING = frozenset({Kind.PULL, Kind.PUSHPULL, Kind.ROW_PULL})
+#: Requests that count as a push.
+WRITING = frozenset({Kind.PUSH, Kind.PUSHPULL, Kind.ROW_PUSH})
+
+# As plain numbers: every request has them, and enumerations are slow.
+_IN_MEMORY, _ANSWER_IN_MEMORY, _RESENT = map(int, (Flag.IN_MEMORY, Flag.ANSWER_IN_MEMORY, Flag.RESENT))
+
+#: Pushes of one key that may be under way; a further one waits for the first of them.
+MOST_AHEAD = 16
+
+
+class Driver(Protocol):
+    """Who can wait for an operation."""
+
+    def wait_for(self, operation: Operation, until: float | None) -> None:
+        """Return when the operation is over, however.
+
+        Args:
+            operation: whose requests were submitted.
+            until: on the clock of ``time.monotonic()``; None: the job's deadline.
+
+        Raises:
+            DeadlineError: it is not over by then.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """The operations of one key, in their order.
+
+    Attributes:
+        num_reads: requests under way that have to be answered before the next push.
+        num_pushes: requests under way that push.
+        most_pushes: of that, before a further one has to wait.
+        last: the operation whose requests left last.
+        held: what waits for that, in order: requests of one operation each.
+    """
+
+    num_reads: int = 0
+    num_pushes: int = 0
+    most_pushes: int = MOST_AHEAD
+    last: Operation | None = None
+    held: deque[Sequence[Request]] = field(default_factory=deque)
+
+    def must_wait(self, requests: Sequence[Request]) -> bool:
+        """Whether requests of one operation, the next ones in order, have to wait for reads of others."""
+        return self.num_reads > 0 and requests[0].kind in WRITING and requests[0].operation is not self.last
+
+
+class Operation:
+    """One call of the user's: a `reigen.kv.base.Pending`.
+
+    Args:
+        driver: waits.
+        what: in words, for errors: "push of key 'w'".
+        finish: run once by whoever waits, when all that was asked for is there.
+
+    Attributes:
+        what: see above.
+        num_left: requests that are not answered.
+        error: what the first of them that failed led to.
+        is_told: somebody has been told of the error, or was told that there is none.
+    """
+
+    __slots__ = ("_driver", "_finish", "error", "is_told", "num_left", "what")
+
+    def __init__(self, driver: Driver, what: str, finish: Callable[[], None] | None = None) -> None:
+        self._driver = driver
+        self.what = what
+        self._finish = finish
+        self.num_left = 0
+        self.error: ReigenError | None = None
+        self.is_told = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `reigen.kv.base.Pending.wait`."""
+        if self.num_left:
+            self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
+        self.is_told = True
+        if self.error is not None:
+            raise self.error
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def done(self) -> bool:
+        """See `reigen.kv.base.Pending.done`."""
+        return not self.num_left
+
+    def fail(self, error: ReigenError) -> None:
+        """One of its requests has failed; the first error counts."""
+        if self.error is None:
+            self.error = error
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One message to one server, and what is to become of the answer.
+
+    Attributes:
+        kind: what is asked.
+        server: its number.
+        operation: that it is a part of.
+        key: id of the key.
+        cell: index of the cell.
+        round: see `reigen.kv.protocol`.
+        dtype: number of the element type of the body.
+        flags: what `Flag` says about the request; where its body is, is added when it is sent.
+        priority: higher first.
+        body: what is sent, in memory that nobody changes; in the arena if ``block``.
+        block: where the body lies in the own arena; given back when the request is over.
+        into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
+        codec: decodes a value that is encoded.
+        on_done: called when the request is over.
+        track: the order that it is part of (`reigen.kv.worker`).
+        request: its id at the server, 0 before it was submitted.
+        sent_at: when it was handed to the line last; 0.0 before.
+        is_received: the server has said that it has it.
+        is_over: it was answered, or given up.
+        answer: the body of the answer, where it is not a value that belongs somewhere.
+        answer_header: of the answer.
+    """
+
+    kind: Kind
+    server: int
+    operation: Operation
+    key: int = 0
+    cell: int = 0
+    round: int = 0
+    dtype: int = 0
+    flags: int = 0
+    priority: int = 0
+    body: Bytes | bytes = b""
+    block: Block | None = None
+    into: Array | None = None
+    codec: Codec | None = None
+    on_done: Callable[[Request], None] | None = None
+    track: Track | None = None
+    request: int = field(default=0, init=False)
+    sent_at: float = field(default=0.0, init=False)
+    is_received: bool = field(default=False, init=False)
+    is_over: bool = field(default=False, init=False)
+    answer: bytes | bytearray | None = field(default=None, init=False)
+    answer_header: Header | None = field(default=None, init=False)
+
+    def header(self, store: int, *, is_read: bool, can_read: bool, again: bool) -> tuple[Header, memoryview | bytes]:
+        """What to send: the header, and the body that follows it on the connection.
+
+        Args:
+            store: number of the store.
+            is_read: the server reads this process's arena.
+            can_read: this process reads the server's.
+            again: it was sent before.
+        """
+        nbytes, flags = len(self.body), self.flags
+        if again:
+            flags |= _RESENT
+        if can_read:
+            flags |= _ANSWER_IN_MEMORY
+        offset = memory_bytes = 0
+        body: memoryview | bytes = b""
+        if self.block is not None and is_read:
+            flags, offset, memory_bytes = flags | _IN_MEMORY, self.block.offset, nbytes
+        elif nbytes:
+            body = self.body if isinstance(self.body, bytes) else self.body.data
+        header = Header(
+            self.kind, self.request, self.key, self.cell, self.round, flags, self.dtype, 0, store,
+            self.priority, len(body), offset, memory_bytes,
+        )  # fmt: skip
+        return header, body
+
+    def query(self, store: int) -> Header:
+        """The question what has become of it."""
+        return Header(
+            int(Kind.QUERY), self.request, self.key, self.cell, self.round, self.flags, self.dtype,
+            self.kind, store, self.priority,
+        )  # fmt: skip

@@ -1,0 +1,212 @@
+"""The store without servers: every worker holds all values, and sums come from the all-reduce of the job."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from reigen import context
+from reigen.errors import MismatchError, ReigenError
+from reigen.frontends.adapter import Array
+from reigen.kv.base import Group, Pending
+from reigen.kv.local import LocalStore, stored_copy
+from reigen.kv.merge import total, total_rows
+from reigen.kv.values import Key, RowSparse, Spec, flat, spec_of
+from reigen.types import ReduceOp, dtype_named
+
+_BYTES = dtype_named("uint8")
+_INDICES = dtype_named("int64")
+
+
+class _Round:
+    """One push of one key on its way."""
+
+    def __init__(self, store: RingStore, key: Key, complete: Callable[[], None], poll: Callable[[], bool]) -> None:
+        self._store = store
+        self._key = key
+        self.complete = complete
+        self.poll = poll
+        self.is_over = False
+        self.error: ReigenError | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `Pending.wait`; collectives keep the job's own deadline."""
+        self._store.catch_up(self._key, self)
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        """See `Pending.done`."""
+        return self.is_over or self.poll()
+
+
+class _Rounds:
+    """Several of them as one `Pending`, and what is to be done then."""
+
+    def __init__(self, rounds: list[_Round], then: Callable[[], None] | None = None) -> None:
+        self._rounds = rounds
+        self._then = then
+
+    def wait(self, timeout: float | None = None) -> None:
+        for each in self._rounds:
+            each.wait(timeout)
+        if self._then is not None:
+            then, self._then = self._then, None
+            then()
+
+    def done(self) -> bool:
+        return all(each.done() for each in self._rounds)
+
+
+class RingStore(LocalStore):
+    """A store over the job's collectives; ``ring``, or ``horovod`` as MXNet calls it. `reigen.init` joins the job.
+
+    Optimizers and updaters run on every worker alike, on sums that have the same bits everywhere.
+
+    Args:
+        kind: its type.
+    """
+
+    #: numbers of the stores of this process: the same on workers that make them in the same order
+    _numbers = itertools.count()
+
+    def __init__(self, kind: str = "ring") -> None:
+        super().__init__(kind)
+        self._context = context.init()
+        self.rank, self.num_workers = self._context.rank, self._context.size
+        self._name = f"kv{next(RingStore._numbers)}"
+        self._num_inits = 0
+        #: rounds on their way, by key, in order
+        self._begun: dict[Key, deque[_Round]] = {}
+
+    def barrier(self) -> None:
+        """See `KVStore.barrier`."""
+        self._context.barrier(name=f"{self._name}.barrier", blocking=True).wait()
+
+    def leave(self) -> None:
+        """See `KVStore.leave`: returns when all workers have left. Only dense pushes do without a worker."""
+        self.wait()
+        self._context.join(blocking=True).wait()
+
+    def wait(self) -> None:
+        """See `KVStore.wait`."""
+        for key in list(self._begun):
+            self.catch_up(key)
+
+    def close(self) -> None:
+        """See `KVStore.close`. The job goes on; `reigen.shutdown` leaves it."""
+        self.wait()
+        super().close()
+
+    def catch_up(self, key: Key, until: _Round | None = None) -> None:
+        """Complete the rounds of a key that were begun, in order.
+
+        Args:
+            key: which.
+            until: the last of them; None: all, and raise the first error.
+        """
+        waiting = self._begun.get(key)
+        first: ReigenError | None = None
+        while waiting and not (until is not None and until.is_over):
+            each = waiting.popleft()
+            each.is_over = True
+            try:
+                each.complete()
+            except ReigenError as error:
+                each.error = error
+                first = first or error
+        if until is None and first is not None:
+            raise first
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def _init(self, pairs: list[tuple[Key, Any]]) -> None:
+        name = f"{self._name}.init{self._num_inits}"
+        self._num_inits += 1
+        self._agree(name, [(key, spec_of(value)) for key, value in pairs])
+        for key, value in pairs:
+            stored = stored_copy(value)
+            elements = flat(stored)[0]
+            self._context.broadcast(
+                elements, elements, spec_of(stored).dtype, root_rank=0, name=f"{name}.{key}", blocking=True
+            ).wait()
+            self._stored[key] = stored
+
+    def _agree(self, name: str, pairs: list[tuple[Key, Spec]]) -> None:
+        """That all workers initialise the same keys alike."""
+        said = ", ".join(f"{key!r}: {spec}" for key, spec in sorted(pairs, key=lambda pair: str(pair[0])))
+        data = np.frombuffer(msgspec.msgpack.encode(said), np.uint8)
+        handle = self._context.allgather(np.array([data.size]), _INDICES, name=f"{name}.sizes", blocking=True)
+        ends = np.cumsum(handle.wait().on_host).tolist()
+        everything = self._context.allgather(data, _BYTES, name=f"{name}.specs", blocking=True).wait().on_host
+        begins = [0, *ends[:-1]]
+        words = [msgspec.msgpack.decode(everything[a:b].tobytes(), type=str) for a, b in zip(begins, ends, strict=True)]
+        if len(set(words)) > 1:
+            odd = [rank for rank, word in enumerate(words) if word != words[0]]
+            raise MismatchError(
+                "the workers do not initialise the same keys alike", tensor="init", ranks=odd,
+                details=dict(enumerate(words)),
+            )  # fmt: skip
+
+    def _push(self, groups: list[Group], priority: int) -> Pending:
+        return _Rounds([self._begin(key, tensors) for key, tensors in groups])
+
+    def _pull(self, groups: list[Group], priority: int, blocking: bool) -> Pending:
+        before = [self._begun[key][-1] for key, _ in groups if self._begun.get(key)]
+
+        def give() -> None:
+            for key, outs in groups:
+                self._give(key, outs)
+
+        return _Rounds(before, give)
+
+    def _pushpull(self, values: list[Group], outs: list[Group], priority: int, blocking: bool) -> Pending:
+        self._push(values, priority)
+        return self._pull(outs, priority, blocking)
+
+    def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
+        self.catch_up(key)
+        return super()._pull_rows(key, outs, rows, priority)
+
+    def _begin(self, key: Key, tensors: list[Any]) -> _Round:
+        spec = self._specs[key]
+        waiting = self._begun.setdefault(key, deque())
+        if waiting:  # one name, one collective at a time
+            self.catch_up(key)
+        self._rounds[key] += 1
+        if any(isinstance(tensor, RowSparse) for tensor in tensors):
+            begun = self._begin_rows(key, tensors, spec)
+        else:
+            begun = self._begin_dense(key, tensors, spec)
+        waiting.append(begun)
+        return begun
+
+    def _begin_dense(self, key: Key, tensors: list[Any], spec: Spec) -> _Round:
+        elements, is_users = total(tensors, spec)
+        if is_users:
+            elements = elements.copy()
+        handle = self._context.allreduce(elements, elements, spec.dtype, op=ReduceOp.SUM, name=f"{self._name}.{key}")
+
+        def complete() -> None:
+            handle.wait()
+            self._apply(key, elements)
+
+        return _Round(self, key, complete, handle.poll)
+
+    def _begin_rows(self, key: Key, tensors: list[Any], spec: Spec) -> _Round:
+        indices, rows = total_rows(tensors, spec)
+        name = f"{self._name}.{key}"
+        of_indices = self._context.allgather(indices, _INDICES, name=f"{name}.indices")
+        of_rows = self._context.allgather(rows, spec.dtype, name=f"{name}.rows")
+
+        def complete() -> None:
+            everyones: Array = of_rows.wait().on_host
+            parts = RowSparse(of_indices.wait().on_host, everyones, (spec.shape[0], spec.row_length))
+            self._apply_rows(key, *total_rows([parts], Spec(spec.dtype, parts.shape, spec.stype)))
+
+        return _Round(self, key, complete, lambda: of_indices.poll() and of_rows.poll())

@@ -1,0 +1,405 @@
+"""A worker's connection to one server, and the requests that this server owes an answer: across reconnections.
+
+The steps, after `connect`:
+
+a. HELLO leaves; WELCOME says whether both ends share memory.
+b. After a reconnection RESUME tells the server how far this worker is, since the server may be another process that
+   goes on from a snapshot. Then everything that was not answered is sent again, in its order.
+c. Requests leave as they come. With PS_RESEND, one of which nothing was heard in time is sent again, or asked about
+   once the server has said that it has it.
+
+Nothing here blocks but `connect`. Whoever owns it (`reigen.kv.worker`) waits for the socket, and keeps the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from reigen.errors import AuthenticationError, ReigenError, WireError
+from reigen.kv.arena import PeerArena
+from reigen.kv.line import Drops, Line
+from reigen.kv.nodes import Peer
+from reigen.kv.operations import Bytes, Request
+from reigen.kv.protocol import (
+    HELLO_CODEC,
+    MAX_CONTROL_BYTES,
+    NOTICE_CODEC,
+    PROBLEM_CODEC,
+    Flag,
+    Header,
+    Hello,
+    Kind,
+    Notice,
+    pack_counts,
+)
+from reigen.wire.auth import Identity
+from reigen.wire.link import Link
+from reigen.wire.stream import connect
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.wire.tls import Tls
+
+_log = logging.getLogger(__name__)
+
+#: One connection attempt; a host that does not answer at all holds up the others for so long.
+_CONNECT_SECONDS = 2.0
+_BETWEEN_ATTEMPTS_SECONDS = 0.1
+#: Whoever cannot prove to be the server may be one that is about to go, for that long.
+_DOUBT_SECONDS = 1.0
+#: The largest answer that nobody waits for any more, which has to be read all the same.
+_MAX_LATE_BYTES = 1 << 31
+# As plain numbers: headers are looked at for every message, and enumerations are slow.
+_ENCODED, _IN_MEMORY, _UNKNOWN = int(Flag.ENCODED), int(Flag.IN_MEMORY), int(Flag.UNKNOWN)
+_WELCOME, _NOTICE, _VALUE, _ERROR = int(Kind.WELCOME), int(Kind.NOTICE), int(Kind.VALUE), int(Kind.ERROR)
+_RECEIVED, _ANSWERS = int(Kind.RECEIVED), frozenset(map(int, (Kind.DECLARED, Kind.DONE, Kind.VALUE, Kind.ERROR)))
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a worker talks to all servers.
+
+    Attributes:
+        identity: who connects.
+        secret: the job's.
+        tls: encrypt; None: do not.
+        hello: what it says first.
+        store: number of the store.
+        resend_seconds: after which a request is sent again; None: never.
+        peer_timeout_seconds: how long the machine of a server may be silent.
+        drop_percent: of the messages that arrive, to be lost.
+        log_messages: all of them.
+    """
+
+    identity: Identity
+    secret: bytes
+    tls: Tls | None
+    hello: Hello
+    store: int
+    resend_seconds: float | None
+    peer_timeout_seconds: float
+    drop_percent: float
+    log_messages: bool
+
+
+class Owner(Protocol):
+    """Who owns the connections."""
+
+    def over(self, request: Request) -> None:
+        """A request has been answered; its operation knows already if that was an error."""
+
+    def heed(self, notice: Notice) -> None:
+        """A server says something unasked."""
+
+    def counts(self, server: int) -> Iterable[tuple[int, int, int]]:
+        """For RESUME: (key, cell, pushes of it that were answered), of all cells of that server."""
+
+    def found_empty(self, upstream: Upstream) -> None:
+        """A server with which this worker has spoken before holds nothing of the store any more."""
+
+
+class Upstream:
+    """See the module. One thread at a time may use it.
+
+    Args:
+        peer: the server.
+        manner: how to talk to it.
+        owner: is told what comes.
+
+    Attributes:
+        peer: the server, where it is now.
+        is_ready: requests are sent as they come.
+        lost_since: when the connection ended, on the clock of ``time.monotonic()``; None while there is one.
+        last_error: what ended it, or what the last attempt to make another met.
+        outstanding: what is not answered, by its id, in the order in which it was asked.
+    """
+
+    def __init__(self, peer: Peer, manner: Manner, owner: Owner) -> None:
+        self.peer = peer
+        self.is_ready = False
+        self.lost_since: float | None = time.monotonic()
+        self.last_error: Exception | None = None
+        self.outstanding: dict[int, Request] = {}
+        self._manner = manner
+        self._owner = owner
+        self._line: Line | None = None
+        self._arena: PeerArena | None = None
+        #: the server reads this process's arena
+        self._is_read = False
+        self._num_requests = 0
+        self._was_ready = False
+        #: the id of a RESUME that is not answered
+        self._resuming = 0
+        #: answers that lay in the server's arena and have been copied out
+        self._copied: list[int] = []
+        self._retry_at = 0.0
+        #: until when a failed handshake may be that of a server that ended just then
+        self._doubt_until = 0.0
+        self._drops = Drops(manner.drop_percent, seed=manner.identity.rank * 1009 + peer.number)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"server {self.peer.number} on host {self.peer.host}"
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 while there is no connection."""
+        return -1 if self._line is None else self._line.fileno()
+
+    @property
+    def wants_to_send(self) -> bool:
+        """Whether `flush` would do something once the socket is writable."""
+        return self._line is not None and self._line.wants_to_send
+
+    # -- the connection -----------------------------------------------------------------------------------------------
+
+    def connect(self, deadline: float) -> None:
+        """Connect and say HELLO; without success, `lost_since` stays what it is. Blocks for two seconds at most.
+
+        Args:
+            deadline: on the clock of ``time.monotonic()``.
+
+        Raises:
+            AuthenticationError: the server does not know the secret.
+        """
+        now = time.monotonic()
+        if self._line is not None or now < self._retry_at:
+            return
+        manner = self._manner
+        until = min(deadline, now + _CONNECT_SECONDS)
+        try:
+            stream = connect(
+                _parsed(self.peer.address), manner.secret, manner.identity, MAX_CONTROL_BYTES, until, manner.tls
+            )
+        except (OSError, AuthenticationError) as error:
+            self.last_error = error
+            self._retry_at = time.monotonic() + _BETWEEN_ATTEMPTS_SECONDS
+            if isinstance(error, AuthenticationError):
+                self._doubt_until = self._doubt_until or now + _DOUBT_SECONDS
+                if now > self._doubt_until:
+                    raise
+            return
+        self._doubt_until = 0.0
+        stream.keep_alive(manner.peer_timeout_seconds, bulk=True)
+        link = Link(*stream.detach())
+        self._line = Line(link, self, self.name, drops=self._drops, log_messages=manner.log_messages)
+        self.lost_since = None
+        hello = HELLO_CODEC.encode(manner.hello)
+        self._line.send(Header(int(Kind.HELLO), store=manner.store, body_bytes=len(hello)), hello)
+        self.flush()
+
+    def moved(self, peer: Peer) -> None:
+        """The server is another process now, perhaps at another address."""
+        if peer != self.peer:
+            self.lose(ConnectionResetError(f"the server moved to {peer.address}"))
+            self.peer = peer
+            self._retry_at = 0.0
+
+    def lose(self, error: Exception) -> None:
+        """The connection is over; what was not answered is kept, and sent again over the next one."""
+        self.last_error = error
+        if self._line is not None:
+            _log.log(logging.INFO, "the connection to %s has ended: %s", self.name, error)
+            self._line.close()
+            self._line = None
+        if self.lost_since is None:
+            self.lost_since = time.monotonic()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        self.is_ready = self._is_read = False
+        self._resuming = 0
+        self._copied.clear()
+
+    def close(self) -> None:
+        """Close the connection for good. May be called twice."""
+        self.lose(ConnectionAbortedError("closed by this worker"))
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Ask the server; `flush` has it leave."""
+        self._num_requests += 1
+        request.request = self._num_requests
+        self.outstanding[request.request] = request
+        if self.is_ready:
+            self._send(request)
+
+    def flush(self) -> None:
+        """Send what the kernel takes now, with what was copied out since the last time given back."""
+        if self._line is None:
+            return
+        if self._copied:
+            body = np.array(self._copied, "<u8").tobytes()
+            self._copied.clear()
+            self._line.send(Header(int(Kind.RELEASE), store=self._manner.store, body_bytes=len(body)), body)
+        self._guarded(self._line.advance_sends)
+
+    def receive(self) -> None:
+        """Take what is there."""
+        while self._line is not None and self._guarded(self._line.receive):
+            pass
+
+    def resend(self, now: float) -> float | None:
+        """Send again, or ask about, what nothing was heard of for too long.
+
+        Returns:
+            When to call this again; None: not at all for what is asked now.
+        """
+        patience = self._manner.resend_seconds
+        if patience is None or not self.is_ready:
+            return None
+        due: float | None = None
+        for request in self.outstanding.values():
+            if not request.sent_at:
+                continue
+            if request.sent_at + patience <= now:
+                self._remind(request, now)
+            due = min(due or np.inf, request.sent_at + patience)
+        return due
+
+    def _remind(self, request: Request, now: float) -> None:
+        if request.is_received and self._line is not None:
+            request.sent_at = now
+            self._line.send(request.query(self._manner.store), priority=request.priority)
+        else:
+            self._send(request, again=True)
+
+    def _send(self, request: Request, *, again: bool = False) -> None:
+        if self._line is None:
+            return
+        header, body = request.header(
+            self._manner.store, is_read=self._is_read, can_read=self._arena is not None, again=again
+        )
+        request.is_received = False
+        request.sent_at = time.monotonic()
+        self._line.send(header, body, priority=request.priority)
+
+    # -- what arrives -------------------------------------------------------------------------------------------------
+
+    def place(self, line: Line, header: Header) -> memoryview:
+        """See `reigen.kv.line.Receiver`: values land where they belong."""
+        request = self.outstanding.get(header.request)
+        nbytes = header.body_bytes
+        if header.kind == _VALUE and request is not None:
+            if request.into is None or header.flags & _ENCODED:
+                return memoryview(bytearray(nbytes))
+            if request.into.nbytes == nbytes:
+                return request.into.view(np.uint8).data
+            raise WireError(f"{self.name} sent a value of {nbytes} bytes where {request.into.nbytes} were asked for")
+        if nbytes > _MAX_LATE_BYTES:
+            raise WireError(f"{self.name} sent {nbytes} bytes that nobody asked for")
+        return memoryview(bytearray(nbytes))
+
+    def arrived(self, line: Line, header: Header, body: memoryview) -> None:
+        """See `reigen.kv.line.Receiver`."""
+        if header.kind == _WELCOME:
+            self._welcomed(HELLO_CODEC.decode(bytes(body)))
+        elif header.kind == _NOTICE:
+            self._owner.heed(NOTICE_CODEC.decode(bytes(body)))
+        elif self._resuming and header.request == self._resuming:
+            self._resumed(header, body)
+        elif header.kind == _RECEIVED:
+            self._received(header)
+        elif header.kind in _ANSWERS:
+            self._answered(header, body)
+        else:
+            raise WireError(f"{self.name} sent a {Kind(header.kind).name}, which only workers send")
+
+    def _welcomed(self, hello: Hello) -> None:
+        if hello.number != self.peer.number:
+            raise WireError(f"{self.peer.address} is server {hello.number}, not server {self.peer.number}")
+        own = self._manner.hello
+        self._arena, reason = PeerArena.open(hello, own.machine) if own.machine else (None, "switched off here")
+        self._is_read = bool(own.machine and hello.machine)
+        _log.info("connected to %s at %s; its memory is %s here: %s", self.name, self.peer.address,
+                  "read" if self._arena is not None else "not read", reason)  # fmt: skip
+        if not self._was_ready:
+            self._begin()
+            return
+        if hello.is_empty:
+            self._owner.found_empty(self)
+        counts = pack_counts(self._owner.counts(self.peer.number))
+        self._num_requests += 1
+        self._resuming = self._num_requests
+        assert self._line is not None, "something arrived on it"
+        header = Header(int(Kind.RESUME), self._resuming, store=self._manner.store, body_bytes=len(counts))
+        self._line.send(header, counts)
+
+    def _resumed(self, header: Header, body: memoryview) -> None:
+        if header.kind == _RECEIVED:
+            return
+        self._resuming = 0
+        if header.kind == _ERROR:
+            raise PROBLEM_CODEC.decode(bytes(body)).raised()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._was_ready = self.is_ready = True
+        for request in self.outstanding.values():
+            self._send(request, again=bool(request.sent_at))
+
+    def _received(self, header: Header) -> None:
+        request = self.outstanding.get(header.request)
+        if request is None:
+            return
+        if header.flags & _UNKNOWN:
+            self._send(request, again=True)
+        else:
+            request.is_received = True
+
+    def _answered(self, header: Header, body: memoryview) -> None:
+        request = self.outstanding.pop(header.request, None)
+        in_memory = header.flags & _IN_MEMORY
+        if in_memory:
+            self._copied.append(header.request)
+        if request is None:  # answered twice: it was sent twice
+            return
+        request.answer_header = header
+        if header.kind == _ERROR:
+            request.operation.fail(PROBLEM_CODEC.decode(bytes(body)).raised())
+        elif header.kind == _VALUE:
+            self._take_value(request, header, self._in_memory(header) if in_memory else body)
+        else:
+            request.answer = bytes(body)
+        self._owner.over(request)
+
+    def _in_memory(self, header: Header) -> memoryview:
+        if self._arena is None:
+            raise WireError(f"{self.name} refers to memory that is not shared")
+        return self._arena.view(header.offset, header.memory_bytes).data
+
+    def _take_value(self, request: Request, header: Header, data: memoryview) -> None:
+        into = request.into
+        if into is None:
+            request.answer = bytearray(data)
+        elif header.flags & _ENCODED:
+            if request.codec is None:
+                raise WireError(f"{self.name} sent an encoded value that nobody asked for")
+            request.codec.decode(data, into)
+        elif header.flags & _IN_MEMORY:
+            if len(data) != into.nbytes:
+                raise WireError(f"{self.name} sent a value of {len(data)} bytes where {into.nbytes} were asked for")
+            target: Bytes = into.view(np.uint8)
+            target[:] = np.frombuffer(data, np.uint8)
+
+    def _guarded(self, step: Callable[[], bool | None]) -> bool:
+        """Do something with the line; a connection that has ended is no error here."""
+        try:
+            return bool(step())
+        except OSError as error:
+            self.lose(error)
+        except ReigenError as error:
+            self.lose(error)
+            raise
+        return False
+
+
+def _parsed(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,465 @@
+"""What a worker of a distributed store does: its requests to all servers, waiting, and what happens meanwhile.
+
+Who works here: a caller that waits drives the connections itself, so that a blocking call changes threads not once.
+While nobody waits and something is pending, a thread of the store drives them. It leaves at once when a caller comes,
+and comes back when there have been no calls for a moment.
+
+The order of a key's operations: requests leave in the order in which they were begun. A server answers a pull when the
+pushes before it are done, since it says how many there were. A push must not be done before an earlier pull is
+answered: it is held back here until then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from msgspec import structs
+
+from reigen.cluster.layout import this_host
+from reigen.config import Config
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
+from reigen.frontends.adapter import Array
+from reigen.kv.arena import Arena, Block
+from reigen.kv.nodes import Membership, NodeLost, ServerMoved, Stop
+from reigen.kv.operations import READING, WRITING, Bytes, Operation, Request, Track
+from reigen.kv.protocol import COMMAND_CODEC, INLINE_BYTES, PURPOSE, RESULT_CODEC, Command, Hello, Kind, Notice
+from reigen.kv.turnstile import Turnstile
+from reigen.kv.upstream import Manner, Upstream
+from reigen.wire.auth import Identity, Role
+
+_log = logging.getLogger(__name__)
+
+#: Copied values are announced to the servers as soon as they are so many bytes, not only at the end of a call.
+_FLUSH_BYTES = 1 << 18
+#: While the user's calls are no further apart than this, they drive the connections.
+_NAP_SECONDS = 0.0005
+_LONGEST_TURN_SECONDS = 1.0
+#: How long servers may take to hear that a worker goes.
+_GOODBYE_SECONDS = 10.0
+#: Servers keep the deadline and know who is missing; this end waits a little longer, for a server that says nothing.
+_GRACE = 1.1, 1.0
+
+
+class Worker:
+    """The connections of one store to all servers of its job. Any thread may use it.
+
+    Args:
+        member: this worker's place in the job; it is not closed here.
+        config: the knobs.
+        store: number of the store in the job: the same for all workers.
+        staleness: of the store; None: infinite.
+        counts: for `reigen.kv.upstream.Owner.counts`.
+
+    Attributes:
+        member: see above.
+        num_servers: how many there are.
+
+    Raises:
+        DeadlineError: servers did not come in time; names them.
+    """
+
+    def __init__(
+        self,
+        member: Membership,
+        config: Config,
+        store: int,
+        staleness: int | None,
+        counts: Callable[[int], Iterable[tuple[int, int, int]]],
+    ) -> None:
+        self.member = member
+        self._config = config
+        self._counts = counts
+        #: the connections are the caller's alone
+        self._driving = Turnstile()
+        self._failure: ReigenError | None = None
+        #: operations that have failed, about which nobody has been told yet
+        self._failed: deque[Operation] = deque()
+        self._num_outstanding = 0
+        self._num_unsent_bytes = 0
+        self._arena = Arena(f"reigen-kv-worker-{member.number}")
+        self._poll = select.poll()
+        self._poll.register(self._driving, select.POLLIN)
+        self._poll.register(member.fileno(), select.POLLIN)
+        #: what the poll waits for: descriptor and events of each connection, and whose a descriptor is
+        self._watched: dict[Upstream, tuple[int, int]] = {}
+        self._by_descriptor: dict[int, Upstream] = {}
+        self._upstreams: list[Upstream] = []
+        #: while something is to be driven by the thread
+        self._signal = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"reigen-kv-{store}", daemon=True)
+        try:
+            self._connect(store, staleness)
+        except BaseException:
+            self.close()
+            raise
+        self._thread.start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether nothing works any more."""
+        return self._failure is not None
+
+    @property
+    def num_servers(self) -> int:
+        """See the class."""
+        return len(self._upstreams)
+
+    # -- for the store ------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what has ended all, or what a push that nobody waited for has met."""
+        if self._failure is not None:
+            raise self._failure
+        while self._failed:
+            operation = self._failed.popleft()
+            if not operation.is_told and operation.error is not None:
+                operation.is_told = True
+                raise operation.error
+
+    def body_of(self, elements: Array) -> tuple[Bytes | bytes, Block | None]:
+        """A private copy of an array, to be sent, and where it lies in the arena; small ones do not."""
+        if elements.nbytes < INLINE_BYTES:
+            return elements.tobytes(), None
+        block = self.memory(elements.nbytes)
+        block.array[:] = elements.view(np.uint8)
+        return block.array, block
+
+    def memory(self, nbytes: int) -> Block:
+        """Memory for the body of a request, which gives it back."""
+        return self._arena.allocate(nbytes)
+
+    def submit(self, requests: Sequence[Request], track: Track | None = None) -> None:
+        """Begin requests of one operation, all or some. They leave when there are many bytes of them, or by `flush`.
+
+        Args:
+            requests: all of one kind.
+            track: of their key; None: they are in no order with others.
+        """
+        operation = requests[0].operation
+        with self._driving:
+            if self._failure is not None:
+                operation.fail(self._failure)
+                return
+            if track is not None and requests[0].kind in WRITING:
+                self._drive(operation.what, lambda: track.num_pushes < track.most_pushes, None)
+                track.num_pushes += len(requests)
+            operation.num_left += len(requests)
+            self._num_outstanding += len(requests)
+            for request in requests:
+                request.track = track
+            if track is not None and (track.held or track.must_wait(requests)):
+                track.held.append(requests)
+            else:
+                self._ask(requests)
+                if self._num_unsent_bytes > _FLUSH_BYTES:
+                    self._num_unsent_bytes = 0
+                    self._turn(0.0)
+
+    def flush(self) -> None:
+        """What was submitted leaves as far as the kernel takes it; the rest follows by itself."""
+        with self._driving:
+            self._num_unsent_bytes = 0
+            try:
+                for upstream in self._upstreams:
+                    upstream.flush()
+            except ReigenError as error:
+                self._fail(error)
+        self._leave_to_thread()
+
+    def command(self, name: str, arguments: dict[str, object], servers: Iterable[int] | None = None) -> list[object]:
+        """Have servers do something, and wait until all have.
+
+        Args:
+            name: see `reigen.kv.commands`.
+            arguments: for it.
+            servers: which; None: all.
+
+        Returns:
+            What each of them answered.
+        """
+        body = COMMAND_CODEC.encode(Command(name, arguments))
+        requests = self.ask_servers(Kind.COMMAND, name, lambda _: body, servers)
+        return [RESULT_CODEC.decode(bytes(each.answer or b"")).value for each in requests]
+
+    def ask_servers(
+        self, kind: Kind, what: str, body: Callable[[int], bytes], servers: Iterable[int] | None = None
+    ) -> list[Request]:
+        """Send each server a request of one kind, and wait for the answers."""
+        operation = Operation(self, what)
+        numbers = range(self.num_servers) if servers is None else servers
+        requests = [Request(kind, number, operation, body=body(number)) for number in numbers]
+        if requests:
+            self.submit(requests)
+            operation.wait()
+        return requests
+
+    def wait_for(self, operation: Operation, until: float | None) -> None:
+        """See `reigen.kv.operations.Driver.wait_for`."""
+        while operation.num_left:
+            with self._driving:
+                is_woken = self._drive(operation.what, lambda: not operation.num_left, until, operation)
+            if is_woken:
+                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
+        self._leave_to_thread()
+
+    def wait_for_all(self) -> None:
+        """Return when nothing is pending any more, and raise the first error that nobody was told of."""
+        while self._num_outstanding:
+            with self._driving:
+                is_woken = self._drive("what was begun", lambda: not self._num_outstanding, None)
+            if is_woken:
+                self._closing.wait(_NAP_SECONDS)
+        self.check()
+
+    def goodbye(self) -> None:
+        """Tell all servers that this worker has nothing more to push."""
+        operation = Operation(self, "saying goodbye to the servers")
+        self.submit([Request(Kind.GOODBYE, number, operation) for number in range(self.num_servers)])
+        operation.wait(_GOODBYE_SECONDS)
+
+    def close(self) -> None:
+        """End all connections; what is pending fails. May be called twice."""
+        self._closing.set()
+        self._signal.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._driving.ring()
+            self._thread.join()
+        with self._driving:
+            self._fail(CollectiveError("the store was closed"))
+            for upstream in self._upstreams:
+                upstream.close()
+            self._upstreams.clear()
+            self._watched.clear()
+            self._by_descriptor.clear()
+            self._arena.close()
+        self._driving.close()
+
+    # -- what the connections tell ------------------------------------------------------------------------------------
+
+    def over(self, request: Request) -> None:
+        """See `reigen.kv.upstream.Owner.over`."""
+        request.is_over = True
+        if request.block is not None:
+            self._arena.free(request.block)
+            request.block = None
+        self._num_outstanding -= 1
+        operation = request.operation
+        operation.num_left -= 1
+        if request.on_done is not None:
+            request.on_done(request)
+        if not operation.num_left and operation.error is not None:
+            self._failed.append(operation)
+        if request.track is not None:
+            self._follow(request, request.track)
+
+    def heed(self, notice: Notice) -> None:
+        """See `reigen.kv.upstream.Owner.heed`."""
+        _log.info("worker %d on host %s: %s (%s)", notice.worker, notice.host, notice.what, notice.reason)
+        if notice.problem is not None:
+            self._fail(notice.problem.raised())
+
+    def counts(self, server: int) -> Iterable[tuple[int, int, int]]:
+        """See `reigen.kv.upstream.Owner.counts`."""
+        return self._counts(server)
+
+    def found_empty(self, upstream: Upstream) -> None:
+        """See `reigen.kv.upstream.Owner.found_empty`."""
+        if any(True for _ in self._counts(upstream.peer.number)):
+            raise PeerLostError(
+                f"{upstream.name} was started again and holds nothing: what it held is lost. Servers that write "
+                "snapshots (REIGEN_KV_SNAPSHOT_DIR) go on from the last one"
+            )
+
+    # -- driving ------------------------------------------------------------------------------------------------------
+
+    def _connect(self, store: int, staleness: int | None) -> None:
+        config, member = self._config, self.member
+        start_until = time.monotonic() + config.start_timeout_seconds
+        machine, host = this_host(config.host_id or "")
+        hello = Hello(member.number, member.incarnation, host, staleness=staleness)
+        if config.kv_shared_memory:
+            segment = self._arena.segment
+            hello = structs.replace(hello, machine=machine, pid=os.getpid(), fd=segment.fd, inode=segment.inode)
+        manner = Manner(
+            Identity(Role.RANK, member.number, PURPOSE),
+            member.secret,
+            member.tls,
+            hello,
+            store,
+            config.kv_resend_timeout_ms / 1000 if config.kv_resend else None,
+            config.peer_timeout_seconds,
+            config.kv_drop_percent,
+            config.kv_verbose >= 2,
+        )
+        for peer in member.servers(start_until):
+            self._upstreams.append(Upstream(peer, manner, self))
+        with self._driving:
+            self._drive("connecting to servers", lambda: all(each.is_ready for each in self._upstreams), start_until)
+        self.check()
+
+    def _leave_to_thread(self) -> None:
+        """Nobody waits any more: what is still pending is driven by the store's thread."""
+        if self._num_outstanding and not self._signal.is_set():
+            self._signal.set()
+
+    def _drive(
+        self, what: str, is_done: Callable[[], bool], until: float | None, operation: Operation | None = None
+    ) -> bool:
+        """Take turns until something is done; with the lock.
+
+        Returns:
+            Whether somebody else wants to come in, so that it may not be done.
+
+        Raises:
+            DeadlineError: it is not done by ``until`` (None: by the deadline of the job).
+        """
+        factor, more = _GRACE
+        deadline = time.monotonic() + self._config.deadline_seconds * factor + more if until is None else until
+        while not is_done() and self._failure is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise self._late(what, operation, is_final=until is None)
+            if self._turn(min(left, _LONGEST_TURN_SECONDS)):
+                return not is_done()
+        return False
+
+    def _turn(self, timeout: float) -> bool:
+        """Do what can be done now; if there is nothing, wait for it. Returns whether somebody else wants to come in."""
+        is_woken = False
+        try:
+            now = time.monotonic()
+            due = now + timeout
+            for upstream in self._upstreams:
+                if upstream.lost_since is not None:
+                    self._reconnect(upstream, now)
+                    due = min(due, now + 0.1)
+                if self._config.kv_resend:
+                    due = min(due, upstream.resend(now) or due)
+                upstream.flush()
+                self._watch(upstream)
+            for fd, _ in self._poll.poll(max(0.0, due - now) * 1000):
+                if fd == self._driving.fileno():
+                    is_woken = self._driving.heed()
+                elif fd in self._by_descriptor:
+                    self._by_descriptor[fd].receive()
+                else:
+                    self._learn()
+            for upstream in self._upstreams:
+                upstream.flush()
+        except ReigenError as error:
+            self._fail(error)
+        return is_woken
+
+    def _watch(self, upstream: Upstream) -> None:
+        """Have the poll wait for what the connection needs now."""
+        now = upstream.fileno(), select.POLLIN | (select.POLLOUT if upstream.wants_to_send else 0)
+        before = self._watched.get(upstream, (-1, 0))
+        if now == before:
+            return
+        if before[0] >= 0 and before[0] != now[0] and self._by_descriptor.get(before[0]) is upstream:
+            del self._by_descriptor[before[0]]
+            self._poll.unregister(before[0])
+        if now[0] >= 0:
+            self._by_descriptor[now[0]] = upstream
+            self._poll.register(*now)
+        self._watched[upstream] = now
+
+    def _reconnect(self, upstream: Upstream, now: float) -> None:
+        patience = self._config.peer_timeout_seconds
+        if upstream.lost_since is not None and now - upstream.lost_since > patience:
+            raise PeerLostError(f"{upstream.name} is lost: no connection for {patience:g} s ({upstream.last_error})")
+        upstream.connect(now + patience)
+
+    def _learn(self) -> None:
+        """Hear what the scheduler tells."""
+        for event in self.member.events():
+            if isinstance(event, Stop):
+                raise PeerLostError(f"the job is over: {event.reason}")
+            if isinstance(event, ServerMoved):
+                self._upstreams[event.server.number].moved(event.server)
+            elif isinstance(event, NodeLost) and event.role == "server":
+                if not event.will_return:
+                    raise PeerLostError(f"{event}")
+                _log.warning("%s; it will be started again", event)
+
+    def _run(self) -> None:
+        """The thread that drives while nobody waits."""
+        while not self._closing.is_set():
+            self._signal.wait()
+            num_calls = self._driving.num_passed
+            if self._closing.wait(_NAP_SECONDS):
+                return
+            if num_calls != self._driving.num_passed:
+                continue
+            with self._driving:
+                self._signal.clear()
+                is_woken = False
+                while self._num_outstanding and not is_woken and not self._closing.is_set():
+                    is_woken = self._turn(_LONGEST_TURN_SECONDS)
+                if self._num_outstanding:
+                    self._signal.set()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _ask(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.track is not None:
+                request.track.last = request.operation
+                if request.kind in READING:
+                    request.track.num_reads += 1
+            self._upstreams[request.server].submit(request)
+            self._num_unsent_bytes += len(request.body)
+
+    def _follow(self, request: Request, track: Track) -> None:
+        """A request of a key is over: what was held back because of it may go."""
+        if request.kind in WRITING:
+            track.num_pushes -= 1
+        if request.kind in READING:
+            track.num_reads -= 1
+        while track.held and not track.must_wait(track.held[0]):
+            self._ask(track.held.popleft())
+
+    def _fail(self, error: ReigenError) -> None:
+        """Nothing works any more."""
+        if self._failure is None:
+            self._failure = error
+        for upstream in self._upstreams:
+            pending = list(upstream.outstanding.values())
+            upstream.outstanding.clear()
+            for request in pending:
+                self._give_up(request, error)
+
+    def _give_up(self, request: Request, error: ReigenError) -> None:
+        track = request.track
+        request.operation.fail(error)
+        request.track = None
+        self.over(request)
+        while track is not None and track.held:
+            for each in track.held.popleft():
+                self._give_up(each, error)
+
+    def _late(self, what: str, operation: Operation | None, *, is_final: bool) -> DeadlineError:
+        """The error of what did not happen in time; one that is final has the operation's results go nowhere."""
+        owing = [each for each in self._upstreams if not each.is_ready or self._owes(each, operation)]
+        names = ", ".join(each.name for each in owing) or "servers"
+        error = DeadlineError(f"{what}: no answer from {names} in time (REIGEN_DEADLINE sets how long to wait)")
+        if is_final and operation is not None:
+            for upstream in owing:
+                for request in upstream.outstanding.values():
+                    if request.operation is operation and request.into is not None:
+                        request.into = np.empty_like(request.into)
+            operation.fail(error)
+        self._leave_to_thread()
+        return error
+
+    @staticmethod
+    def _owes(upstream: Upstream, operation: Operation | None) -> bool:
+        return any(operation in {None, request.operation} for request in upstream.outstanding.values())

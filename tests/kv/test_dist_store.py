@@ -1,0 +1,501 @@
+"""The distributed store: workers in threads, servers in threads, real sockets and shared memory; closed forms."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.kv.threaded import Job, job, wait_until
+
+from reigen import kv, optim
+from reigen.errors import (
+    ArgumentError,
+    DeadlineError,
+    MismatchError,
+    PeerLostError,
+    UnsupportedError,
+)
+from reigen.kv.dist import DistStore
+
+pytestmark = pytest.mark.slow
+
+#: A small bound and small cells, so that a few thousand elements are spread over servers in many cells.
+CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
+SIZES = {"small": 5, "large": 10_007}
+UNRELIABLE = {"kv_resend": True, "kv_resend_timeout_ms": 30, "kv_drop_percent": 15.0}
+
+
+def closed_form(store: DistStore, dtype: str, rate: float, rounds: int, step: str) -> list[set[float]]:
+    """Every worker pushes rank + 1 in each round; what is stored at the end."""
+    store.set_optimizer(optim.create("test", rescale_grad=rate))
+    names = list(SIZES)
+    store.init(names, [np.ones(size, dtype) for size in SIZES.values()])
+    values = [np.full(size, store.rank + 1, dtype) for size in SIZES.values()]
+    outs = [np.empty(size, dtype) for size in SIZES.values()]
+    for _ in range(rounds):
+        if step == "pushpull":
+            store.pushpull(names, values, outs)
+        else:
+            store.push(names, values)
+    store.wait()
+    store.barrier()
+    store.pull(names, outs)
+    return [set(out.tolist()) for out in outs]
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("staleness", [0, 2, None], ids=["sync", "ssp", "async"])
+@pytest.mark.parametrize("step", ["push", "pushpull"])
+def test_nothing_is_lost_or_counted_twice(servers: int, dtype: str, staleness: int | None, step: str) -> None:
+    with job(3, servers, **CUT) as made:
+        results = made.results(lambda store: closed_form(store, dtype, 0.5, 4, step), staleness=staleness)
+    assert results == [[{1 + 0.5 * 4 * 6}] * 2] * 3
+
+
+@pytest.mark.parametrize("knobs", [{}, {"kv_shared_memory": False}], ids=["shared memory", "sockets"])
+@pytest.mark.parametrize(("staleness", "step"), [(0, "push"), (None, "pushpull")], ids=["sync", "async"])
+def test_nothing_is_lost_or_counted_twice_where_messages_are_dropped(
+    knobs: dict[str, Any], staleness: int | None, step: str
+) -> None:
+    with job(2, 2, **CUT, **UNRELIABLE, **knobs) as made:
+        results = made.results(lambda store: closed_form(store, "float32", 2.0, 6, step), staleness=staleness)
+    assert results == [[{1 + 2.0 * 6 * 3}] * 2] * 2
+
+
+@pytest.mark.parametrize("large", [1 << 15, 1 << 20])
+def test_values_travel_through_shared_memory_or_sockets_alike(large: int) -> None:
+    results = []
+    for shares in (True, False):
+        with job(2, 2, kv_bigarray_bound=1000, kv_shared_memory=shares) as made:
+
+            def work(store: DistStore) -> bytes:
+                store.init("w", np.zeros(large, np.float32))
+                value = np.random.default_rng(store.rank).standard_normal(large, np.float32)
+                out = np.empty(large, np.float32)
+                for _ in range(3):
+                    store.pushpull("w", value, out)
+                return out.tobytes()
+
+            results += made.results(work)
+    assert len(set(results)) == 1
+    first, second = (np.random.default_rng(rank).standard_normal(large, np.float32) for rank in range(2))
+    assert results[0] == (first + second).tobytes()
+
+
+def test_bits_do_not_depend_on_servers_and_cells() -> None:
+    seen = set()
+    for servers, knobs in ((1, {}), (2, CUT), (3, {**CUT, "kv_slice_bytes": 1 << 14})):
+        with job(3, servers, **knobs) as made:
+
+            def work(store: DistStore) -> bytes:
+                value = np.random.default_rng(store.rank).standard_normal(10_007, np.float32)
+                store.set_optimizer(optim.create("adam", learning_rate=0.1, wd=0.01))
+                store.init("w", np.ones(10_007, np.float32))
+                out = np.empty(10_007, np.float32)
+                for _ in range(3):
+                    store.pushpull("w", value, out)
+                return out.tobytes()
+
+            seen |= set(made.results(work))
+    assert len(seen) == 1
+
+
+def test_without_an_optimizer_the_sum_takes_the_place_of_the_value() -> None:
+    def work(store: DistStore) -> Any:
+        store.init(["w", "b"], [torch.full((3, 2), float(store.rank)), torch.zeros(2, dtype=torch.bfloat16)])
+        first = torch.empty(2, 3).t()
+        store.pull("w", first)
+        store.push("w", [torch.ones(3, 2), torch.full((3, 2), 10.0 * store.rank)])
+        outs = [torch.empty(3, 2), torch.empty(3, 2)]
+        store.pull("w", outs)
+        bfloat = torch.full((2,), 3.0, dtype=torch.bfloat16)
+        store.pushpull("b", bfloat)
+        return first.tolist(), [out.tolist() for out in outs], bfloat.tolist(), store.rounds("w")
+
+    with job(2) as made:
+        expected = ([[0.0] * 2] * 3, [[[12.0] * 2] * 3] * 2, [6.0, 6.0], 1)
+        assert made.results(work) == [expected, expected]
+
+
+def test_asynchronous_calls_and_their_order() -> None:
+    def work(store: DistStore) -> Any:
+        store.set_optimizer(optim.create("test"))
+        store.init(0, np.zeros(20_000, np.float32))
+        outs = [np.empty(20_000, np.float32) for _ in range(40)]
+        pendings = []
+        value = np.ones(20_000, np.float32)
+        for out in outs:
+            store.push(0, value)
+            pendings.append(store.pull(0, out, wait=False))
+        for pending in reversed(pendings):
+            pending.wait()
+            assert pending.done()
+        return [(out.min(), out.max()) for out in outs]
+
+    with job(2, 2, **CUT) as made:
+        expected = [(2.0 * k, 2.0 * k) for k in range(1, 41)]
+        assert made.results(work) == [expected, expected]
+
+
+def test_row_sparse_values_are_spread_and_updated_by_row() -> None:
+    def work(store: DistStore) -> Any:
+        weight = np.arange(300 * 8, dtype=np.float32).reshape(300, 8)
+        store.set_optimizer(optim.create("test"))
+        store.init("e", kv.RowSparse(np.arange(300), weight, (300, 8)))
+        rows = np.array([299, 3, 3, 150 + store.rank])
+        store.push("e", kv.RowSparse(rows, np.ones((4, 8), np.float32), (300, 8)))
+        out = kv.RowSparse.empty(weight)
+        store.row_sparse_pull("e", out, row_ids=[[299, 3], [150, 151]])
+        store.push("e", np.ones((300, 8), np.float32))
+        whole = np.empty((300, 8), np.float32)
+        store.pull("e", whole)
+        return out.indices.tolist(), (out.values - weight[out.indices]).tolist(), (whole - weight)[[0, 3]].tolist()
+
+    with job(2, 2, **CUT) as made:
+        gained = [[4.0] * 8, [1.0] * 8, [1.0] * 8, [2.0] * 8]
+        expected = ([3, 150, 151, 299], gained, [[2.0] * 8, [6.0] * 8])
+        assert made.results(work) == [expected, expected]
+
+
+def test_compressed_gradients_both_ways() -> None:
+    first, second = np.array([[0.6, -0.7, 0.2, 0.5, -0.5], [0.4, -0.1, 0.2, 0, 0.1]], np.float32)
+
+    def work(store: DistStore) -> Any:
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        store.init("w", np.zeros(5, np.float32))
+        out = np.empty(5, np.float32)
+        store.pushpull("w", first, out)
+        store.push("w", second)
+        then = np.empty(5, np.float32)
+        store.pull("w", then)
+        return out.tolist(), then.tolist()
+
+    with job(2) as made:
+        # sums of two workers, encoded with the threshold 1.0
+        expected = ([1, -1, 0, 1, -1], [1, 0, 0, 0, 0])
+        assert made.results(work) == [expected, expected]
+
+
+def test_residuals_are_saved(tmp_path: Path) -> None:
+    gradient = np.full(5000, 0.3, np.float32)
+
+    def begin(store: DistStore) -> None:
+        store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+        store.set_optimizer(optim.create("test"))
+        store.init("w", np.zeros(5000, np.float32))
+
+    def save(store: DistStore) -> Any:
+        begin(store)
+        store.push("w", gradient)
+        store.save_optimizer_states(tmp_path / f"states{store.rank}")
+
+    def go_on(store: DistStore) -> Any:
+        begin(store)
+        store.load_optimizer_states(tmp_path / f"states{store.rank}")
+        out = np.empty(5000, np.float32)
+        store.pushpull("w", gradient, out)
+        return set(out.tolist())
+
+    with job(2, 2, **CUT) as made:
+        made.results(save)
+    with job(2, 1, **CUT) as made:
+        assert made.results(go_on) == [{1.0}, {1.0}]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "lamb"])
+def test_states_are_loaded_by_another_number_of_servers(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "states"
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    gradients = [np.random.default_rng(seed).standard_normal(5000, np.float32) for seed in range(2)]
+
+    def work(store: DistStore, weight: np.ndarray[Any, Any], *, loads: bool, steps: int) -> Any:
+        store.set_optimizer(optim.create(name, learning_rate=0.1, **options))
+        store.init("w", weight)
+        if loads:
+            store.load_optimizer_states(file)
+        out = weight.copy()
+        for _ in range(steps):
+            store.pushpull("w", gradients[store.rank], out)
+        if not loads and store.rank == 0:
+            store.save_optimizer_states(file, dump_optimizer=True)
+        return out
+
+    ones = np.ones(5000, np.float32)
+    with job(2, 3, **CUT) as made:
+        middle = made.results(lambda store: work(store, ones, loads=False, steps=2))[0]
+    with job(2, 1, **CUT) as made:
+        ends = made.results(lambda store: work(store, middle, loads=True, steps=2))
+    with job(2, 2, **CUT) as made:
+        whole = made.results(lambda store: work(store, ones, loads=False, steps=4))
+    for end in [*ends, *whole]:
+        assert end.tobytes() == whole[0].tobytes()
+
+
+def test_a_layerwise_optimizer_sees_the_whole_layer_even_if_it_comes_late() -> None:
+    def work(store: DistStore) -> Any:
+        store.init("w", np.linspace(0, 1, 5000, dtype=np.float32))
+        places = len(store._holdings["w"].places)
+        store.set_optimizer(optim.create("lars", learning_rate=0.1, eta=0.1))
+        out = np.empty(5000, np.float32)
+        store.pushpull("w", np.ones(5000, np.float32), out)
+        return places, len(store._holdings["w"].places), out.tobytes()
+
+    local = kv.create("local")
+    local.init("w", np.linspace(0, 1, 5000, dtype=np.float32))
+    local.set_optimizer(optim.create("lars", learning_rate=0.1, eta=0.1))
+    out = np.empty(5000, np.float32)
+    local.pushpull("w", np.full(5000, 2, np.float32), out)
+    with job(2, 2, **CUT) as made:
+        assert made.results(work) == [(6, 1, out.tobytes())] * 2
+
+
+def test_the_learning_rate_is_changed_on_the_servers() -> None:
+    def work(store: DistStore) -> Any:
+        store.set_optimizer(optim.create("sgd", learning_rate=1.0))
+        store.init([3, 1], [np.zeros(2, np.float32), np.zeros(2, np.float32)])
+        outs = [np.empty(2, np.float32), np.empty(2, np.float32)]
+        store.pushpull([3, 1], [np.ones(2, np.float32)] * 2, outs)
+        store.barrier()
+        if store.rank == 1:
+            store.set_learning_rate(0.5)
+        store.barrier()
+        store.pushpull([3, 1], [np.ones(2, np.float32)] * 2, outs)
+        return [out.tolist() for out in outs]
+
+    with job(2, 2) as made:
+        assert made.results(work) == [[[-3.0, -3.0], [-3.0, -3.0]]] * 2
+
+
+def test_a_worker_without_data_leaves() -> None:
+    def work(store: DistStore) -> Any:
+        store.set_optimizer(optim.create("test"))
+        store.init("w", np.zeros(3, np.float32))
+        out = np.empty(3, np.float32)
+        for _ in range(2 + store.rank):
+            store.pushpull("w", np.ones(3, np.float32), out)
+        store.leave()
+        with pytest.raises(ArgumentError, match="has left"):
+            store.push("w", out)
+        store.barrier()
+        store.pull("w", out)
+        return out.tolist()
+
+    with job(3) as made:
+        assert made.results(work) == [[3.0 * 2 + 2 + 1] * 3] * 3
+
+
+def test_two_stores_of_one_job() -> None:
+    with job(2, 2) as made:
+
+        def work(store: DistStore) -> Any:
+            with made.store(store.rank, number=1, staleness=None) as other:
+                other.set_optimizer(optim.create("test"))
+                for each in (store, other):
+                    each.init("w", np.zeros(2, np.float32))
+                    each.push("w", np.ones(2, np.float32)).wait()
+                store.barrier()
+                outs = [np.empty(2, np.float32), np.empty(2, np.float32)]
+                store.pull("w", outs[0])
+                other.pull("w", outs[1])
+                store.push("w", np.full(2, 5, np.float32))
+                store.pull("w", outs[0])
+                return [out.tolist() for out in outs], other.type
+
+        assert made.results(work) == [([[10.0, 10.0], [2.0, 2.0]], "dist_async")] * 2
+
+
+# ---------------------------------------------------------------- wrong use
+
+
+def errors(made: Job, work: Callable[[DistStore], Any], kind: type[BaseException], **options: Any) -> list[str]:
+    results = made.run(work, **options)
+    assert [type(each) for each in results] == [kind] * made.num_workers, results
+    return [str(each) for each in results]
+
+
+def test_shapes_and_dtypes_that_differ_are_an_error_on_all_workers() -> None:
+    for values in (
+        [np.ones(3, np.float32), np.ones(4, np.float32)],
+        [np.ones(3, np.float32), np.ones(3, np.float16)],
+        [np.ones((3, 1), np.float32), kv.RowSparse([0], np.ones((1, 1), np.float32), (3, 1))],
+    ):
+        with job(2) as made:
+            told = errors(made, lambda store: store.init("w", values[store.rank]), MismatchError)  # noqa: B023
+        for text in told:
+            assert "'w'" in text
+            assert "rank 0: " in text
+            assert "rank 1: " in text
+
+
+def test_keys_that_only_some_workers_initialise_are_an_error_by_the_deadline() -> None:
+    def work(store: DistStore) -> None:
+        store.init(["a", "b"][: 1 + store.rank], [np.ones(1, np.float32)] * (1 + store.rank))
+        store.barrier()
+
+    with job(2, deadline_seconds=1.0) as made:
+        results = made.run(work)
+    assert isinstance(results[1], DeadlineError), results
+    assert results[1].ranks == (0,)
+    assert "'b'" in str(results[1])
+
+
+def test_optimizers_that_differ_or_come_late() -> None:
+    def differ(store: DistStore) -> None:
+        store.set_optimizer(optim.create("sgd", learning_rate=1.0 + store.rank))
+
+    def late(store: DistStore) -> None:
+        store.init("w", np.ones(1, np.float32))
+        store.push("w", np.ones(1, np.float32)).wait()
+        store.set_optimizer(optim.create("sgd"))
+
+    with job(2) as made:
+        assert "learning_rate=2.0" in errors(made, differ, MismatchError)[0]
+    with job(2) as made:
+        assert "only before the first push" in errors(made, late, ArgumentError)[0]
+
+
+def test_mistakes_of_one_worker_are_its_own() -> None:
+    def work(store: DistStore) -> None:
+        store.init("w", np.ones(2, np.float32))
+        if store.rank == 1:
+            for call, text in (
+                (lambda: store.pull("v", np.ones(2, np.float32)), "'v' was never initialised"),
+                (lambda: store.push(3, np.ones(2, np.float32)), "mixed key types"),
+                (lambda: store.push("w", np.ones(3, np.float32)), "holds float32"),
+                (lambda: store.init("w", np.ones(2, np.float32)), "initialised before"),
+                (lambda: store.set_learning_rate(1.0), "no optimizer whose learning rate"),
+                (lambda: store.save_optimizer_states("x"), "no optimizer"),
+                (lambda: store.set_gradient_compression({"type": "3bit"}), "unknown type of compression"),
+                (lambda: store.pushpull("w", np.ones(2, np.float32), out=None, priority=0) and None, None),
+            ):
+                if text is None:
+                    continue
+                with pytest.raises(ArgumentError, match=text):
+                    call()
+            with pytest.raises(UnsupportedError, match="set_optimizer"):
+                store.set_updater(lambda key, value, stored: None)
+        out = np.empty(2, np.float32)
+        store.pushpull("w", np.ones(2, np.float32), out)
+        assert out.tolist() == [2, 2]
+
+    with job(2) as made:
+        made.results(work)
+
+
+def test_a_push_without_an_optimizer_makes_no_sense_in_an_asynchronous_store() -> None:
+    def work(store: DistStore) -> None:
+        store.init("w", np.ones(2, np.float32))
+        store.push("w", np.ones(2, np.float32))
+        store.wait()
+
+    with job(2) as made:
+        assert "call set_optimizer() before" in errors(made, work, UnsupportedError, staleness=None)[0]
+
+
+def test_an_error_that_nobody_waited_for_is_raised_by_the_next_call() -> None:
+    def work(store: DistStore) -> Any:
+        store.init("w", np.ones(2, np.float32))
+        pending = store.push("w", np.ones(2, np.float32))
+        wait_until(pending.done)
+        with pytest.raises(UnsupportedError):
+            store.pull("w", np.ones(2, np.float32))
+        out = np.empty(2, np.float32)
+        store.pull("w", out)
+        return out.tolist()
+
+    with job(2) as made:
+        assert made.results(work, staleness=None) == [[1, 1]] * 2
+
+
+def test_a_worker_that_does_not_push_is_named_by_the_deadline() -> None:
+    done = threading.Event()
+
+    def work(store: DistStore) -> None:
+        store.init("fc.weight", np.ones(2, np.float32))
+        if store.rank == 1:
+            assert done.wait(10)
+            return
+        try:
+            store.pushpull("fc.weight", np.ones(2, np.float32))
+        finally:
+            done.set()
+
+    with job(3, deadline_seconds=1.0) as made:
+        results = made.run(work)
+    for rank in (0, 2):
+        assert isinstance(results[rank], DeadlineError)
+        assert 1 in results[rank].ranks
+        assert "fc.weight" in str(results[rank])
+
+
+def test_waiting_with_a_timeout_can_go_on() -> None:
+    may_push = threading.Event()
+
+    def work(store: DistStore) -> Any:
+        store.init("w", np.ones(2, np.float32))
+        out = np.empty(2, np.float32)
+        if store.rank == 1:
+            assert may_push.wait(10)
+        pending = store.pushpull("w", np.ones(2, np.float32), out, wait=False)
+        if store.rank == 0:
+            with pytest.raises(DeadlineError, match="pushpull of key 'w': no answer from server 0 on host here"):
+                pending.wait(timeout=0.05)
+            may_push.set()
+        pending.wait()
+        return out.tolist()
+
+    with job(2) as made:
+        assert made.results(work) == [[2, 2]] * 2
+
+
+def test_a_server_that_has_gone_is_named() -> None:
+    def work(store: DistStore) -> None:
+        store.init("w", np.ones(2, np.float32))
+        store.barrier()
+        if store.rank == 0:
+            made.stop_server(0)
+        store.pushpull("w", np.ones(2, np.float32))
+
+    with job(2, peer_timeout_seconds=0.5) as made:
+        for text in errors(made, work, PeerLostError):
+            assert "server 0 on host here is lost" in text
+
+
+def test_a_closed_store_says_so() -> None:
+    with job(1) as made:
+        store = made.store(0)
+        store.init("w", np.ones(2, np.float32))
+        store.close()
+        store.close()
+        with pytest.raises(ArgumentError, match="closed"):
+            store.pull("w", np.ones(2, np.float32))
+
+
+def test_staleness_bounds_how_far_a_worker_is_ahead() -> None:
+    ahead = threading.Event()
+
+    def work(store: DistStore) -> Any:
+        store.set_optimizer(optim.create("test"))
+        store.init("w", np.zeros(1, np.float32))
+        out = np.empty(1, np.float32)
+        if store.rank == 1:
+            assert ahead.wait(10)
+            store.push("w", np.ones(1, np.float32)).wait()
+            return None
+        for _ in range(2):
+            store.pushpull("w", np.ones(1, np.float32), out)
+        third = store.pushpull("w", np.ones(1, np.float32), out, wait=False)
+        with pytest.raises(DeadlineError):
+            third.wait(timeout=0.05)
+        ahead.set()
+        third.wait()
+        return out.tolist()
+
+    with job(2) as made:
+        assert made.results(work, staleness=2)[0] == [4.0]
