@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from tests.unit.optim.formulas import trained
 
 from reigen.errors import ArgumentError, ConfigError, UnsupportedTypeError
+from reigen.kernels import update
 from reigen.kernels.half import narrow_bfloat16, widen_bfloat16
 from reigen.kernels.update import BLOCK
-from reigen.optim import OPTIMIZERS, MultiFactorScheduler, Slot, create
+from reigen.optim import OPTIMIZERS, MultiFactorScheduler, Slot, create, slots
 from reigen.types import dtype_named
 
 SIZE = 2 * BLOCK + 77
@@ -121,8 +122,12 @@ def test_gradients_may_have_another_type(weight_name: str, grad_name: str) -> No
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("half", [False, True])
-def test_rows_alone_are_updated_or_the_others_with_zeros(name: str, half: bool) -> None:
+def test_rows_alone_are_updated_or_the_others_with_zeros(
+    name: str, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A lazy rule: rows as if they were weights of their own. Another: as with a dense gradient that is 0 elsewhere."""
+    for module in (slots, update):
+        monkeypatch.setattr(module, "BLOCK", 1000)  # seven rows and a part of one
     optimizer, num_rows, length = optimizer_named(name, multi_precision=half), 300, 130
     dtype = dtype_named("float16" if half else "float32")
     weight = normal(3, num_rows, length).astype(dtype.storage)
