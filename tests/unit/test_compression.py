@@ -264,6 +264,20 @@ def test_topk_sends_the_largest_and_of_equal_ones_the_first(values: list[float],
     np.testing.assert_array_equal(received(codec, data, len(g)), expected)
 
 
+@pytest.mark.parametrize("k", [1, 70, 500, 9000])
+@pytest.mark.parametrize("kind", ["normal", "mostly zero", "equal", "large where the sample looks", "small there"])
+def test_topk_of_long_arrays_is_exact_whatever_a_sample_says(kind: str, k: int) -> None:
+    g = gradient(20_000)
+    if kind == "mostly zero":
+        g[np.arange(20_000) % 50 > 0] = 0
+    elif kind == "equal":
+        g = np.where(g > 0, np.float32(1), np.float32(-1))
+    elif kind != "normal":
+        g[::64] *= 1000 if kind.startswith("large") else 1e-6
+    truth = sorted(np.argsort(-np.abs(g.astype(np.float64)), kind="stable")[:k].tolist())
+    assert np.frombuffer(sent(TopK(k=k), g), "<u4", k).tolist() == truth
+
+
 def test_topk_of_nan_sends_nan() -> None:
     g = np.array([1, 2, np.nan, 3], np.float32)
     out = received(TopK(k=2), sent(TopK(k=2), g), 4)
