@@ -28,11 +28,11 @@ G. *Loss.* What a lost worker has pushed counts. Its requests end without an ans
    wait: it is expected, so others wait, until their deadlines, for whoever returns in its place.
    A lost worker's pushes and pulls fail until it is found or returns: it may be alive, and wrong about that.
    Losing a worker that has left changes nothing, nor does finding it.
-H. *Returning.* The worker is told its last round (`Recovered`) and is expected from the next one on. If it was expected
-   all the time, that is the last of its pushes without a gap. If the others have gone on without it, it must neither
-   repeat rounds that are over nor hold the others up until it has caught up: its rounds up to the least `done` of the
-   expected ones (of all, the largest, if none is) then count as over. A key's cells may tell different rounds; the
-   worker goes on after the least, and (A) takes care of the rest.
+H. *Returning.* The worker is told which of its rounds are over (`Recovered`) and is expected from the next one on. What
+   its predecessor has pushed beyond is pushed again (E): nobody else could, if this server were to die now. If the
+   others have gone on without it, it must neither repeat rounds that are over nor hold the others up until it has
+   caught up: its rounds up to the least `done` of the expected ones (of all, the largest, if none is) then count as
+   over. A key's cells may tell different rounds; the worker goes on after the least, and (A) takes care of the rest.
 I. *Restart of the server, or of a connection.* `state` goes into a snapshot together with the value. In an engine made
    `from_state` all workers are away, until each itself has said how far it was (`Resumed`), or returned, or left. While
    an expected one is away no synchronous round is completed, and nothing is applied or answered for it.
@@ -315,7 +315,7 @@ class Consistency:
         """Step H."""
         self._away.discard(worker)
         self._remembered.discard(worker)
-        return [*self._expect(worker), Recovered(worker, self._last(worker)), *self._settle(worker)]
+        return [*self._expect(worker), Recovered(worker, self._done[worker]), *self._settle(worker)]
 
     def _expect(self, worker: int) -> Instructions:
         instructions: Instructions = []
@@ -324,13 +324,6 @@ class Consistency:
             instructions = self._skip(worker, over)
         self._presence[worker] = Presence.HERE
         return instructions
-
-    def _last(self, worker: int) -> int:
-        """How many of a worker's pushes have come, without a gap."""
-        last = self._done[worker]
-        while last + 1 in self._held[worker]:
-            last += 1
-        return last
 
     def _skip(self, worker: int, over: int) -> Instructions:
         """Rounds up to ``over`` are over for a worker that comes back; what it pushed for them counts (G)."""
@@ -356,7 +349,7 @@ class Consistency:
         if worker in self._remembered:
             self._remembered.discard(worker)
             instructions += self._expect(worker)
-        return [*instructions, Recovered(worker, self._last(worker)), *self._settle(worker)]
+        return [*instructions, Recovered(worker, self._done[worker]), *self._settle(worker)]
 
     def _expire(self, token: Token) -> Instructions:
         """Step K."""

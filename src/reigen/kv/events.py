@@ -178,10 +178,10 @@ class Drop(msgspec.Struct, frozen=True):
 
 
 class Recovered(msgspec.Struct, frozen=True):
-    """The answer to `Returned` and `Resumed`: so many pushes of the worker have come, or count as over.
+    """The answer to `Returned` and `Resumed`: so many rounds of the worker are over.
 
-    The next one of a worker that does not know its number is ``round + 1``. One that waits for the acknowledgement of
-    this or an earlier one sends it again.
+    The next push of a worker that does not know its number is ``round + 1``. One that waits for the acknowledgement of
+    an earlier one sends it again.
     """
 
     worker: int

@@ -61,8 +61,12 @@ class Plan:
     faults: dict[str, int]
     #: how likely each kind of step is
     weights: dict[str, int]
+    #: how likely a fault is at every step
+    pace: float
     #: every how many-th pull is left out
     lazy: int
+    #: pushes are pulls, too
+    together: bool
     #: a worker that is resuming sends what it waits for at once, and not after the answer
     hasty: bool
 
@@ -92,8 +96,10 @@ def make_plan(rng: random.Random) -> Plan:
         policy=rng.choice(list(LossPolicy)),
         snapshots=snapshots,
         faults=faults,
-        weights={kind: rng.choice((1, 2, 6)) for kind in ("deliver", "resend", "snapshot", "fault", "replace", "tell")},
+        weights={kind: rng.choice((1, 2, 6)) for kind in ("deliver", "resend", "snapshot", "replace", "tell")},
+        pace=rng.choice((0.3, 0.1, 0.1, 0.03, 0.03)),
         lazy=rng.choice((0, 0, 0, 2, 3)),
+        together=rng.random() < 0.3,
         hasty=rng.random() < 0.5,
     )
 
@@ -213,16 +219,21 @@ class Server:
             self.happen(Left(worker))
             self.answer(message, "done")
         else:
-            self.tokens += 1
-            token = Request(self.tokens, message)
-            self.open.add(token)
-            if message.kind == "push":
-                self.bodies.add(token)
+            if message.kind != "pull":
+                self.bodies.add(token := self._token(message))
                 self.happen(Pushed(worker, about, token))
-            else:
-                self.happen(PullWanted(worker, about, token))
+            if message.kind != "push":
+                self.happen(PullWanted(worker, about, self._token(message)))
+
+    def _token(self, message: Message) -> Request:
+        self.tokens += 1
+        token = Request(self.tokens, message)
+        self.open.add(token)
+        return token
 
     def _is_back(self, worker: int) -> None:
+        if worker in self.gone:  # the others went on without it
+            self.passed[worker] = max(self.passed[worker], max(round for _, round in [(0, 0), *self.ledger.applied]))
         self.gone.discard(worker)
         self.lost.discard(worker)
 
@@ -282,10 +293,10 @@ class Server:
             case Acknowledge(worker, round, token):
                 assert (worker, round) in ledger.applied
                 assert token not in self.bodies
-                self._finish(token, "done")
+                self._acknowledge(token)
             case Repeat(worker, round, token):
                 self.bodies.discard(token)
-                self._finish(token, "done")
+                self._acknowledge(token)
             case Answer(_, token):
                 self._check_reading(token.message)
                 self._finish(token, "value", ledger.value)
@@ -338,6 +349,12 @@ class Server:
         if self.plan.staleness == 0 and worker not in self.gone and not went_on:
             newest = max((round for _, round in self.ledger.applied), default=0)
             assert newest <= self.simulator.workers[worker].newest[self.cell], "a round that its reader has not pushed"
+
+    def _acknowledge(self, token: Request) -> None:
+        if token.message.kind == "push":
+            self._finish(token, "done")
+        else:
+            self.open.remove(token)  # that is answered as a pull
 
     def _finish(self, token: Request, kind: str, details: Any = None) -> None:
         self.open.remove(token)
@@ -442,8 +459,9 @@ class Simulator:
         if self.plan.snapshots == "sometimes":
             choices["snapshot"] = lambda: self.rng.choice(self.servers).save()
         faults = [kind for kind in ("kill", "suspect", "cut", "crash") if self.left[kind]]
-        if faults:
-            choices["fault"] = lambda: self._fault(self.rng.choice(faults))
+        if faults and self.rng.random() < self.plan.pace:
+            self._fault(self.rng.choice(faults))
+            return True
         kinds = list(choices)
         (kind,) = self.rng.choices(kinds, [self.plan.weights[kind] for kind in kinds])
         choices[kind]()
@@ -512,9 +530,11 @@ class Simulator:
     def _utter(self, worker: Worker, cell: int) -> None:
         strand = worker.strands[cell]
         about = strand.acked + 1 if strand.stage == "push" else strand.acked
-        if strand.stage == "push":
+        kind = strand.stage
+        if kind == "push":
             worker.newest[cell] = max(worker.newest[cell], about)
-        self._say(worker, cell, strand.stage, strand.request, about)
+            kind = "pushpull" if self.plan.together else kind
+        self._say(worker, cell, kind, strand.request, about)
 
     def _resend(self, worker: Worker, cell: int) -> None:
         strand = worker.strands[cell]
@@ -545,7 +565,7 @@ class Simulator:
         if strand.stage == "push":
             strand.acked += 1
             lazy = self.plan.lazy and strand.acked % self.plan.lazy == 0
-            strand.stage = "push" if lazy else "pull"
+            strand.stage = "push" if lazy or self.plan.together else "pull"
         elif strand.stage == "pull":
             strand.stage = "push"
         elif strand.stage == "leave":
