@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING
 from reigen._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from reigen import data as data
+    from reigen import kv as kv
+    from reigen import optim as optim
     from reigen.numpy_face import *  # noqa: F403 - the list is there
     from reigen.runner import run as run
+
+#: What programs use as `reigen.kv.create(...)` after no more than `import reigen`.
+_ROOMS = ("data", "kv", "optim")
 
 
 def __getattr__(name: str) -> object:
     if name == "run":
         return import_module(f"{__name__}.runner").run
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
     is_ours = name == "__all__" or not (name.startswith("_") or find_spec(f"{__name__}.{name}"))
     face = import_module(f"{__name__}.numpy_face") if is_ours else None
     if face is None or name not in (*face.__all__, "__all__"):

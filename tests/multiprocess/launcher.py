@@ -66,11 +66,11 @@ class Launcher:
 
 @contextmanager
 def launched(*arguments: str, **options: object) -> Iterator[Launcher]:
-    """`reigen run ARGUMENTS`; at the end of the block no process of the job may be left."""
+    """`reigen run ARGUMENTS`, or another ``program``; at the end of the block no process of the job may be left."""
     mark = uuid.uuid4().hex
     pipes: dict[str, object] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environ = {**os.environ, MARK: mark, **dict(options.pop("env", {}))}  # type: ignore[call-overload]
-    command = [sys.executable, "-m", "reigen", "run", *arguments]
+    command = [sys.executable, "-m", "reigen", str(options.pop("program", "run")), *arguments]
     process = subprocess.Popen(command, env=environ, **{**pipes, **options})  # type: ignore[call-overload]
     try:
         yield Launcher(process, mark)

@@ -342,6 +342,29 @@ def test_a_residual_can_be_cut_and_put_together_like_the_array() -> None:
     assert data == sent(codec, g, state)
 
 
+@pytest.mark.parametrize("params", [{"type": "2bit"}, {"type": "1bit", "threshold": 0.0}, {"type": "int8"}], ids=named)
+def test_sums_of_many_ranks_do_not_lag_behind(params: dict[str, Any]) -> None:
+    """As on a server: five ranks that always agree; the sum of their codes is coded again."""
+    ranks, codec = 5, from_params(params)
+    answers = codec.for_sums(ranks)
+    g = np.full(64, 0.4, np.float32)
+    states = [codec.begin(64, FLOAT32) for _ in range(ranks)]
+    state, pulled = answers.begin(64, FLOAT32), np.zeros(64)
+    for _ in range(100):
+        total = np.zeros(64, np.float32)
+        for each in states:
+            codec.decode(sent(codec, g, each), total, accumulate=True)
+        pulled += received(answers, sent(answers, total, state), 64)
+    np.testing.assert_allclose(pulled / 100, ranks * g, rtol=0.04)
+
+
+def test_one_bit_with_a_scale() -> None:
+    codec = from_params({"type": "1bit", "threshold": 0.0, "scale": 0.25})
+    state = codec.begin(3, FLOAT32)
+    assert received(codec, sent(codec, np.array([0.5, -1, 0.1], np.float32), state), 3).tolist() == [0.25, -0.25, 0.25]
+    np.testing.assert_allclose(state, [0.25, -0.75, -0.15], atol=1e-6)
+
+
 # ---------------------------------------------------------------- composition
 
 
@@ -395,6 +418,7 @@ def test_chains_that_make_no_sense(parts: tuple[Codec, ...]) -> None:
         ({"type": "1bit", "threshold": math.inf}, "must be a number float32 can hold: inf"),
         ({"type": "1bit", "threshold": 1e300}, "must be a number float32 can hold: 1e"),
         ({"type": "2bit", "threshold": math.nan}, "must be a number float32 can hold: nan"),
+        ({"type": "1bit", "scale": 0}, "the scale of 1bit compression must be above zero, got 0"),
         ({"type": "2bit", "threshold": 10**400}, "must be a number float32 can hold"),
         ({"type": "2bit", "ef": 1}, "must be True or False, got 1"),
         ({"type": "topk"}, 'one of "ratio" and "k"'),

@@ -11,12 +11,14 @@ from reigen.launch.hosts import (
     Host,
     Seats,
     assign,
+    assign_with_servers,
     check_fixed_size,
     is_own_address,
     is_this_host,
     parse_hostfile,
     parse_hosts,
 )
+from reigen.launch.servants import Servers
 
 
 def test_lists():
@@ -83,6 +85,54 @@ def test_the_numbers_agree_for_every_shape():
             having = [other for other, peer in places if peer.local_rank == topology.local_rank]
             assert (topology.cross_rank, topology.cross_size) == (having.index(host), len(having))
             assert topology.local_size == sum(other == host for other, _ in places)
+
+
+def homes(text, num_ranks, servers, here=("here",)):
+    """Who is where: host, and its ranks and servants by name."""
+    seats = assign_with_servers(parse_hosts(text), num_ranks, servers, lambda name: name in here)
+    assert [each.is_here for each in seats] == [each.host in {*here, "localhost"} for each in seats]
+    return {each.host: [*each.ranks, *(servant.name for servant in each.servants)] for each in seats}
+
+
+def test_servers_run_in_turn_on_the_hosts_of_the_ranks_and_the_scheduler_runs_here():
+    assert homes("a:2,here:2,b:2", 6, Servers(4)) == {
+        "a": [0, 1, "server 0", "server 3"],
+        "here": [2, 3, "server 1", "scheduler"],
+        "b": [4, 5, "server 2"],
+    }
+
+
+def test_the_scheduler_runs_here_even_where_nothing_else_does():
+    assert homes("a:2", 2, Servers(1)) == {"a": [0, 1, "server 0"], "localhost": ["scheduler"]}
+
+
+def test_servers_may_have_hosts_of_their_own():
+    assert homes("here:1,a:1", 2, Servers(3, hosts=("b", "c"))) == {
+        "here": [0, "scheduler"],
+        "a": [1],
+        "b": ["server 0", "server 2"],
+        "c": ["server 1"],
+    }
+
+
+def test_workers_are_dealt_to_the_hosts_behind_the_servers_as_mxnet_documents_it():
+    """`launch.py -n 3` and five hosts: servers on the first three, workers on the fourth, the fifth and the first."""
+    assert homes("h1,h2,h3,h4,h5", 3, Servers(3, deals_workers=True), ("h1",)) == {
+        "h4": [0],
+        "h5": [1],
+        "h1": [2, "server 0", "scheduler"],
+        "h2": ["server 1"],
+        "h3": ["server 2"],
+    }
+
+
+def test_the_places_of_dealt_workers_agree():
+    seats = assign_with_servers(parse_hosts("a,b"), 5, Servers(1, deals_workers=True), lambda _: False)
+    places = {topology.rank: (each.host, topology) for each in seats for topology in each.topologies}
+    assert [places[rank][0] for rank in range(5)] == ["b", "a", "b", "a", "b"]
+    assert places[2][1] == Topology(2, 5, 1, 3, 0, 2)
+    assert places[4][1] == Topology(4, 5, 2, 3, 0, 1)
+    assert places[3][1] == Topology(3, 5, 1, 2, 1, 2)
 
 
 def test_this_host_by_any_of_its_names_is_one_host():

@@ -15,6 +15,7 @@ from reigen.launch.job import (
     Kill,
     Orphaned,
     Phase,
+    Restart,
     SignalReceived,
     StartGrace,
     Sweep,
@@ -154,26 +155,162 @@ def test_nothing_happens_after_the_end():
     assert job.handle(SignalReceived(SIGINT, 1.0)) == job.handle(GraceOver()) == job.handle(Orphaned()) == []
 
 
+# ---------------------------------------------------------------- servants: 2 and 3 are servers, 4 is the scheduler
+
+
+def job_with_servers(num_restarts=0):
+    return Job(2, {2: num_restarts, 3: num_restarts, 4: 3})
+
+
+def test_servants_end_after_the_last_rank():
+    job = job_with_servers()
+    assert job.handle(Exited(1, 0)) == []
+    assert job.handle(Exited(0, 0)) == [StartGrace()]
+    assert job.phase is Phase.ENDING
+    assert job.handle(Exited(4, 0)) == []
+    assert job.handle(Exited(2, 0)) == []
+    assert job.handle(Exited(3, 0)) == END
+    assert job.handle(Swept()) == [Finish(0, None, None)]
+
+
+def test_servants_that_do_not_end_are_asked_and_then_killed():
+    job = job_with_servers()
+    job.handle(Exited(1, 0))
+    job.handle(Exited(0, 0))
+    job.handle(Exited(4, 0))
+    assert job.handle(GraceOver()) == [Terminate((2, 3)), StartGrace()]
+    job.handle(Exited(2, -SIGTERM))
+    assert job.handle(GraceOver()) == [Kill((3,)), StartGrace()]
+    assert job.handle(Exited(3, -SIGKILL)) == END
+    assert job.handle(Swept()) == [Finish(0, None, None)]
+
+
+def test_how_servants_exit_after_the_last_rank_does_not_matter():
+    job = job_with_servers(num_restarts=1)
+    job.handle(Exited(1, 0))
+    job.handle(Exited(0, 0))
+    assert [job.handle(Exited(number, 1)) for number in (2, 3, 4)] == [[], [], END]
+    assert job.handle(Swept()) == [Finish(0, None, None)]
+
+
+def test_a_servant_that_ends_early_with_success_ends_nothing():
+    job = job_with_servers()
+    assert [job.handle(Exited(number, 0)) for number in (2, 3, 4)] == [[], [], []]
+    assert job.phase is Phase.RUNNING
+    job.handle(Exited(0, 0))
+    assert job.handle(Exited(1, 0)) == END
+
+
+def test_a_server_that_may_not_be_started_again_ends_the_job():
+    job = job_with_servers()
+    assert job.handle(Exited(3, -SIGKILL)) == [Terminate((0, 1, 2, 4)), StartGrace()]
+    for number in (0, 1, 2):
+        job.handle(Exited(number, -SIGTERM))
+    assert job.handle(Exited(4, 1)) == END
+    assert job.handle(Swept()) == [Finish(137, Failure(3, -SIGKILL, num_stopped=2), None)]
+
+
+def test_a_servant_is_started_again_so_many_times_and_no_more():
+    job = job_with_servers(num_restarts=2)
+    assert job.handle(Exited(2, -SIGKILL)) == [Restart(2, 1, -SIGKILL)]
+    assert job.handle(Exited(4, 1)) == [Restart(4, 1, 1)]
+    assert job.handle(Exited(2, 1)) == [Restart(2, 2, 1)]
+    assert job.running == {0, 1, 2, 3, 4}
+    assert job.handle(Exited(2, 1)) == [Terminate((0, 1, 3, 4)), StartGrace()]
+    assert job.failure == Failure(2, 1, num_stopped=2, num_restarts=2)
+
+
+def test_nothing_is_started_again_once_the_job_ends():
+    for event in (Exited(0, 7), SignalReceived(SIGTERM, 0.0)):
+        job = job_with_servers(num_restarts=2)
+        job.handle(event)
+        assert job.handle(Exited(2, 1)) == []
+
+
+def test_the_first_rank_that_fails_decides_although_servants_fail_because_of_it():
+    job = job_with_servers()
+    assert job.handle(Exited(1, 5)) == [Terminate((0, 2, 3, 4)), StartGrace()]
+    for number in (2, 3, 4):
+        job.handle(Exited(number, 1))
+    assert job.handle(Exited(0, 1)) == END
+    assert job.handle(Swept()) == [Finish(5, Failure(1, 5, num_stopped=1), None)]
+
+
+def test_a_lost_host_with_a_server_ends_the_job_although_servers_may_be_started_again():
+    job = job_with_servers(num_restarts=2)
+    assert job.handle(HostLost((2,), "unplugged")) == [Terminate((0, 1, 3, 4)), StartGrace()]
+    assert job.failure == Failure(2, 255, num_stopped=2, reason="unplugged")
+
+
+def test_a_rank_that_servers_wait_for_is_started_again():
+    job = Job(2, {0: 1, 1: 1, 2: 0, 3: 3})
+    assert job.handle(Exited(1, -SIGKILL)) == [Restart(1, 1, -SIGKILL)]
+    assert job.handle(Exited(1, 1)) == [Terminate((0, 2, 3)), StartGrace()]
+    assert job.failure == Failure(1, 1, num_stopped=1, num_restarts=1)
+
+
+def test_ranks_that_go_on_without_one_that_failed_give_its_exit_code():
+    job = Job(3, {3: 0, 4: 3}, goes_on=True)
+    assert job.handle(Exited(1, 7)) == []
+    assert job.handle(Exited(2, 9)) == []
+    assert job.handle(Exited(0, 0)) == [StartGrace()]
+    assert job.handle(Exited(3, 0)) == []
+    assert job.handle(Exited(4, 0)) == END
+    assert job.handle(Swept()) == [Finish(7, Failure(1, 7, num_stopped=0), None)]
+
+
+def test_without_a_server_no_rank_goes_on():
+    job = Job(3, {3: 0, 4: 3}, goes_on=True)
+    job.handle(Exited(1, 7))
+    assert job.handle(Exited(3, 1)) == [Terminate((0, 2, 4)), StartGrace()]
+    job = Job(3, {3: 0, 4: 3}, goes_on=True)
+    assert job.handle(HostLost((1, 3), "unplugged")) == [Terminate((0, 2, 4)), StartGrace()]
+    assert job.failure == Failure(1, 255, num_stopped=2, reason="unplugged")
+
+
+def test_when_the_last_rank_fails_nobody_goes_on():
+    job = Job(2, {2: 0, 3: 3}, goes_on=True)
+    job.handle(Exited(1, 7))
+    assert job.handle(Exited(0, 9)) == [Terminate((2, 3)), StartGrace()]
+    assert job.failure == Failure(1, 7, num_stopped=0)
+
+
+def test_a_signal_after_the_last_rank_hurries_the_servants_and_fails_nothing():
+    job = job_with_servers()
+    job.handle(Exited(0, 0))
+    job.handle(Exited(1, 0))
+    assert job.handle(SignalReceived(SIGINT, 10.0)) == [Terminate((2, 3, 4)), StartGrace()]
+    assert job.handle(SignalReceived(SIGINT, 11.0)) == [Kill((2, 3, 4)), StartGrace()]
+    for number in (2, 3, 4):
+        job.handle(Exited(number, -SIGKILL))
+    assert job.handle(Swept()) == [Finish(0, None, None)]
+
+
 def test_whatever_happens_every_job_ends_with_one_exit_code():
     """Random schedules; the exit code is found a second time from the history of events."""
     for seed in range(3000):
         rng = random.Random(seed)
         num_ranks = rng.randint(1, 5)
-        history, finishes = run_schedule(num_ranks, rng)
+        num_servants, ranks_return = rng.choice([0, 0, 2, 3]), rng.random() < 0.2
+        numbers = range(0 if ranks_return else num_ranks, num_ranks + num_servants)
+        restarts, goes_on = {number: rng.randint(0, 2) for number in numbers}, rng.random() < 0.2
+        history, finishes = run_schedule(Job(num_ranks, restarts, goes_on=goes_on), num_ranks, rng)
         assert len(finishes) == 1
-        assert finishes[0].exit_code == expected_exit_code(num_ranks, history), f"seed {seed}: {history}"
+        expected = expected_exit_code(num_ranks, restarts, history, goes_on)
+        assert finishes[0].exit_code == expected, f"seed {seed}: {history}"
 
 
-def run_schedule(num_ranks, rng):
-    job, history, finishes = Job(num_ranks), [], []
-    alive, timer_runs = set(range(num_ranks)), False
+def run_schedule(job, num_ranks, rng):
+    history, finishes = [], []
+    alive, timer_runs = set(job.running), False
+    num_processes = len(alive)
     while not finishes:
         choices = [Exited(rank, rng.choice([0, 0, 1, 3, -9])) for rank in alive]
         choices += [SignalReceived(rng.choice([SIGINT, SIGTERM]), float(len(history)))] if rng.random() < 0.2 else []
         choices += [GraceOver()] if timer_runs else []
         choices += [Orphaned()] if rng.random() < 0.02 else []
         choices += [] if alive else [Swept()]
-        choices += [HostLost(tuple(rng.sample(range(num_ranks), 1)), "cut")] if rng.random() < 0.1 else []
+        choices += [HostLost((rng.randrange(num_processes),), "cut")] if rng.random() < 0.1 else []
         event = rng.choice(choices)
         if isinstance(event, Exited):
             alive.discard(event.rank)
@@ -183,24 +320,36 @@ def run_schedule(num_ranks, rng):
         for instruction in job.handle(event):
             timer_runs |= isinstance(instruction, StartGrace)
             finishes += [instruction] if isinstance(instruction, Finish) else []
+            if isinstance(instruction, Restart):
+                alive.add(instruction.number)
         job.validate()
         assert job.running == alive
         assert len(history) < 200
     return history, finishes
 
 
-def expected_exit_code(num_ranks, history):
-    running = set(range(num_ranks))
+def expected_exit_code(num_ranks, restarts, history, goes_on):
+    running, restarts, codes = {*range(num_ranks), *restarts}, dict(restarts), []
     for event in history:
+        if not any(number < num_ranks for number in running):
+            break
         match event:
-            case Exited(_, code) if code != 0:
-                return code if code > 0 else 128 - code
-            case Exited(rank, _):
-                running.discard(rank)
-            case HostLost(ranks, _) if running.intersection(ranks):
-                return 255
-            case SignalReceived(signum, _) if running:
-                return 128 + signum
-            case Orphaned() if running:
-                return 137
-    return 0
+            case Exited(number, code) if code != 0 and restarts.get(number, 0):
+                restarts[number] -= 1
+            case Exited(number, code):
+                running.discard(number)
+                codes += [code if code > 0 else 128 - code] if code != 0 else []
+                if codes and not (goes_on and number < num_ranks):
+                    break
+            case HostLost(numbers, _) if running.intersection(numbers):
+                running.difference_update(numbers)
+                codes.append(255)
+                if not (goes_on and max(numbers) < num_ranks):
+                    break
+            case SignalReceived(signum, _):
+                codes.append(128 + signum)
+                break
+            case Orphaned():
+                codes.append(137)
+                break
+    return codes[0] if codes else 0

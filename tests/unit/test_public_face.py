@@ -61,6 +61,11 @@ def test_the_face_of_reigen_is_the_list_of_numpy_face() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_stores_optimizers_and_shards_need_no_import_of_their_own() -> None:
+    code = "import reigen; assert reigen.kv.create and reigen.optim.create('sgd') and reigen.data.SplitSampler"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_looking_for_a_submodule_does_not_load_the_functions() -> None:
     code = "import sys; from reigen import errors; assert 'reigen.numpy_face' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

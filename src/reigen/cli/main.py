@@ -13,6 +13,7 @@ from reigen._version import __version__
 #: is asked for: `reigen run` must start fast.
 COMMANDS = {
     "run": "start a job: the same command in several processes",
+    "launch": "the same with parameter servers, and with the options of MXNet's launch.py",
     "server": "be a parameter server of the job that the environment tells of",
     "scheduler": "bring the workers and servers of that job together",
     "check": "say what is installed here, whether jobs can run, and how",

@@ -12,10 +12,11 @@ from reigen.cli.run_options import parser, ssh_of
 from reigen.compat import as_horovod
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.horovodrun import Translation, by_mpirun, translate
-from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host
+from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host, parse_hosts
 from reigen.launch.mpi import run_mpi
 from reigen.launch.network import Network
 from reigen.launch.options import Options, complain
+from reigen.launch.servants import Servers
 from reigen.launch.supervise import run_job
 from reigen.launch.travel import exported
 
@@ -71,7 +72,17 @@ def _options(
         sync_directory=chosen.sync_dst_dir,
         mpi_args=_words("--mpi-args", wishes.get("mpi_args", "")),
         binding_args=_words("--binding-args", wishes.get("binding_args", "")),
+        servers=_servers(chosen),
     )
+
+
+def _servers(chosen: argparse.Namespace) -> Servers | None:
+    if chosen.num_servers is None:
+        if chosen.server_hosts is not None:
+            raise ConfigError("--server-hosts needs -s: how many servers?")
+        return None
+    hosts = () if chosen.server_hosts is None else tuple(host.name for host in parse_hosts(chosen.server_hosts))
+    return Servers(chosen.num_servers, hosts, num_restarts=chosen.server_restarts)
 
 
 def _words(option: str, text: str) -> tuple[str, ...]:
@@ -83,7 +94,8 @@ def _words(option: str, text: str) -> tuple[str, ...]:
 
 def _hosts(chosen: argparse.Namespace) -> tuple[Host, ...]:
     hosts = hosts_of(chosen.hosts, chosen.hostfile, chosen.num_ranks)
-    strangers = [host.name for host in hosts if not is_this_host(host.name)] if chosen.launcher == "local" else []
+    names = [host.name for host in (*hosts, *parse_hosts(chosen.server_hosts or "localhost"))]
+    strangers = [name for name in names if not is_this_host(name)] if chosen.launcher == "local" else []
     if strangers:
         raise ConfigError(f"--launcher local: {', '.join(strangers)} cannot be reached without ssh")
     return tuple(hosts)

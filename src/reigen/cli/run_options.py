@@ -23,6 +23,8 @@ Other hosts are reached by ssh, which must work without a password; its configur
 They need the same Reigen. The ranks there have the environment of this shell, but for what belongs to a host or a
 login, and the same working directory, or a copy of it (--sync-dst-dir). Nothing starts unless all hosts are ready.
 
+With -s, parameter servers run beside the ranks, which are their workers (`reigen.kv`); they end with the job.
+
 Options win over the environment, and the environment over the configuration file. All other options of horovodrun are
 accepted, too; where they can have no effect, `reigen run` says so.
 
@@ -53,8 +55,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_general(made.add_argument)
-    _add_output(made.add_argument_group("output").add_argument)
+    add_output(made.add_argument_group("output").add_argument)
     _add_hosts(made)
+    _add_servers(made.add_argument_group("parameter servers").add_argument)
     others = made.add_argument_group("other hosts").add_argument
     add_login(others)
     _add_journey(others)
@@ -77,6 +80,27 @@ def _add_general(add: Add) -> None:
         choices=BINDINGS,
         help="bind ranks to processors, or do not (default: where there is at least one for each rank)",
     )
+
+
+def _add_servers(add: Add) -> None:
+    add("-s", "--num-servers", dest="num_servers", type=int, metavar="N", help="how many (default: none)")
+    add("--server-hosts", metavar="HOSTS", help="hosts where they run, in turn: h1,h2 (default: those of the ranks)")
+    add_restarts(add)
+
+
+def add_restarts(add: Add) -> None:
+    """The option that says how often a server is started again."""
+    add(
+        "--server-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="how often the scheduler, or a server that keeps snapshots, may be started again (default: 3)",
+    )
+
+
+def add_output(add: Add) -> None:
+    """The options that say what is printed, how, and how long processes may take to stop."""
     add(
         "--grace-seconds",
         type=float,
@@ -84,9 +108,6 @@ def _add_general(add: Add) -> None:
         metavar="S",
         help="time between asking a process to stop and killing it (default: 5)",
     )
-
-
-def _add_output(add: Add) -> None:
     add("--verbose", action="store_true", help="say what is started, where, and why there")
     add("--no-prefix", dest="prefix", action="store_false", help="print lines without their rank")
     add(

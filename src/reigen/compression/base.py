@@ -64,6 +64,14 @@ class Codec(ABC):
             WireError: it stands for nothing.
         """
 
+    def for_sums(self, num_arrays: int) -> Codec:
+        """The codec for sums of so many arrays that have been coded by this one, as servers send them back.
+
+        What is sent of an element is limited where the codec has a threshold; a sum is so many times as large, and
+        would lag behind for ever.
+        """
+        return self
+
     def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: Scratch) -> None:
         """``target = how(target, what data stands for)``; ``how`` leaves alone what it combines with zero."""
         values = scratch.take("unpacked", len(target), np.float32)

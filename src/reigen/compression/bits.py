@@ -28,9 +28,7 @@ class Ternary(Codec):
     _table: Floats = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_number("2bit", self.threshold)
-        if not np.float32(self.threshold) > 0:
-            raise ArgumentError(f"the threshold of 2bit compression must be above zero, got {self.threshold!r}")
+        _check_number("2bit", "threshold", self.threshold, positive=True)
         object.__setattr__(self, "_table", quantize.ternary_table(np.float32(self.threshold)))
 
     @property
@@ -41,6 +39,10 @@ class Ternary(Codec):
     def params(self) -> Params:
         """See `Codec.params`."""
         return {"type": self.name, "threshold": self.threshold, "ef": False}
+
+    def for_sums(self, num_arrays: int) -> Ternary:
+        """See `Codec.for_sums`."""
+        return Ternary(self.threshold * num_arrays)
 
     def max_bytes(self, num_elements: int) -> int:
         """See `Codec.max_bytes`."""
@@ -57,19 +59,22 @@ class Ternary(Codec):
 
 @dataclass(frozen=True)
 class Signs(Codec):
-    """What is above ``threshold`` becomes 1, all else -1: a 32nd of float32.
+    """What is above ``threshold`` becomes ``scale``, all else ``-scale``: a 32nd of float32.
 
     Attributes:
         threshold: where the cut is, not what is sent; rounded to float32.
+        scale: above zero; rounded to float32. MXNet's is 1.
     """
 
     threshold: float = 0.5
+    scale: float = 1.0
     grain = 32
     _table: Floats = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_number("1bit", self.threshold)
-        object.__setattr__(self, "_table", quantize.sign_table())
+        _check_number("1bit", "threshold", self.threshold)
+        _check_number("1bit", "scale", self.scale, positive=True)
+        object.__setattr__(self, "_table", quantize.sign_table(np.float32(self.scale)))
 
     @property
     def name(self) -> str:
@@ -78,7 +83,11 @@ class Signs(Codec):
 
     def params(self) -> Params:
         """See `Codec.params`."""
-        return {"type": self.name, "threshold": self.threshold, "ef": False}
+        return {"type": self.name, "threshold": self.threshold, "scale": self.scale, "ef": False}
+
+    def for_sums(self, num_arrays: int) -> Signs:
+        """See `Codec.for_sums`."""
+        return Signs(self.threshold * num_arrays, self.scale * num_arrays)
 
     def max_bytes(self, num_elements: int) -> int:
         """See `Codec.max_bytes`."""
@@ -93,7 +102,9 @@ class Signs(Codec):
         quantize.unpack(data, self._table, out)
 
 
-def _check_number(what: str, threshold: Any) -> None:
-    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-    if not is_number or not -_LARGEST <= threshold <= _LARGEST:
-        raise ArgumentError(f"the threshold of {what} compression must be a number float32 can hold: {threshold!r}")
+def _check_number(codec: str, what: str, value: Any, positive: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -_LARGEST <= value <= _LARGEST:
+        raise ArgumentError(f"the {what} of {codec} compression must be a number float32 can hold: {value!r}")
+    if positive and not np.float32(value) > 0:
+        raise ArgumentError(f"the {what} of {codec} compression must be above zero, got {value!r}")

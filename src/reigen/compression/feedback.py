@@ -68,6 +68,10 @@ class ErrorFeedback(Codec):
         """See `Codec.unpack`."""
         self.codec.unpack(data, out)
 
+    def for_sums(self, num_arrays: int) -> ErrorFeedback:
+        """See `Codec.for_sums`."""
+        return ErrorFeedback(self.codec.for_sums(num_arrays))
+
     def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: Scratch) -> None:
         """See `Codec.combine`."""
         self.codec.combine(data, target, how, scratch)

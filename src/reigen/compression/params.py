@@ -33,7 +33,7 @@ def _topk(values: object = "fp32", **how_many: Any) -> Codec:
 
 
 _TYPES: dict[str, _Type] = {
-    "1bit": _Type(Signs, ("threshold",), feedback=True),
+    "1bit": _Type(Signs, ("threshold", "scale"), feedback=True),
     "2bit": _Type(Ternary, ("threshold",), feedback=True),
     "bf16": _Type(lambda: Cast("bf16")),
     "fp16": _Type(lambda: Cast("fp16")),
@@ -48,9 +48,9 @@ def from_params(params: Mapping[str, Any]) -> Codec:
 
     Args:
         params: ``type``: one of ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``, ``topk`` (``fp32`` changes nothing);
-            ``threshold`` of 2bit and 1bit (0.5 where it is missing); ``ratio`` or ``k``, and ``values`` (``fp32``,
-            ``fp16``, ``bf16`` or ``int8``) of topk; ``ef``: whether with error feedback, which 2bit, 1bit and topk have
-            unless it is false.
+            ``threshold`` of 2bit and 1bit (0.5 where it is missing), and ``scale`` of 1bit (1); ``ratio`` or ``k``, and
+            ``values`` (``fp32``, ``fp16``, ``bf16`` or ``int8``) of topk; ``ef``: whether with error feedback, which
+            2bit, 1bit and topk have unless it is false.
 
     Raises:
         ArgumentError: the type or a parameter is unknown, or a value makes no sense.

@@ -87,10 +87,10 @@ def pack_signs(values: Floats, threshold: np.float32, out: Bytes, scratch: Scrat
     out[len(packed) :] = 0
 
 
-def sign_table() -> Floats:
-    """(256, 8): the eight numbers, 1 or -1, that each byte of `pack_signs` stands for."""
+def sign_table(scale: np.float32) -> Floats:
+    """(256, 8): the eight numbers, ``scale`` or ``-scale``, that each byte of `pack_signs` stands for."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)
-    return bits.astype(np.float32) * 2 - 1
+    return np.where(bits, scale, -scale)
 
 
 def unpack(codes: Bytes, table: Floats, out: Floats) -> None:

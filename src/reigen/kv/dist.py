@@ -13,7 +13,7 @@ import numpy as np
 from reigen import optim
 from reigen.compression import from_params
 from reigen.config import Config
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, WireError
 from reigen.frontends.adapter import Array
 from reigen.kv import checkpoints, residuals
 from reigen.kv.base import Group, KVStore, Pending, check_optimizer
@@ -88,9 +88,9 @@ class DistStore(KVStore):
         self._check()
         states = optim.States(())
         if self._messages.codec is None or self._optimizer is not None:
-            optimizer = self._optimizing()
+            self._optimizing()
             collected = checkpoints.collect(self._worker, self._holdings.values())
-            states = optim.States(collected.pieces, optimizer if dump_optimizer else None, collected.facts)
+            states = optim.States(collected.pieces, self._optimizer_now() if dump_optimizer else None, collected.facts)
         left: residuals.Residuals = {}
         for held in self._holdings.values():
             left.update(residuals_of(held, self._whose))
@@ -243,6 +243,13 @@ class DistStore(KVStore):
         if self._optimizer is None:
             raise ArgumentError("this store has no optimizer; call set_optimizer() before")
         return self._optimizer
+
+    def _optimizer_now(self) -> optim.Optimizer:
+        """As the servers have it: any worker may have changed its learning rate."""
+        (spec,) = self._worker.command("get_optimizer", {}, [0])
+        if not isinstance(spec, dict):
+            raise WireError("server 0 has no optimizer, and took one before")
+        return optim.from_spec(spec)
 
     def _put_together(self, holdings: list[Holding]) -> None:
         """Have keys that were cut lie in one piece: declare them anew, with the values that they have."""

@@ -97,7 +97,7 @@ class Messages:
     def compress(self, params: Mapping[str, object], num_workers: int) -> None:
         """Encode from now on; both ends know the codecs from the same words."""
         self.codec = from_params(params)
-        self.answer_codec = answer_codec(params, num_workers)
+        self.answer_codec = self.codec.for_sums(num_workers)
 
     def push(self, operation: Operation, held: Holding, elements: Array, priority: int, into: Array | None) -> None:
         """Push dense elements.
@@ -208,18 +208,6 @@ class Messages:
         request.block = self._worker.memory(nbytes)
         request.body = request.block.array
         np.concatenate(parts, out=request.block.array)
-
-
-def answer_codec(params: Mapping[str, object], num_workers: int) -> Codec:
-    """What servers encode sums with, for workers that push codes of ``params``.
-
-    A sum of n codes of +-threshold is n times as large: by the same threshold it would lag behind.
-    """
-    if params.get("type") != "2bit":
-        return from_params(params)
-    threshold = params.get("threshold", 0.5)
-    assert isinstance(threshold, (int, float)), "from_params() has looked"
-    return from_params({**params, "threshold": threshold * num_workers})
 
 
 def residuals_of(held: Holding, whose: str) -> Residuals:

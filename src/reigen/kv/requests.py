@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from reigen.kv.cells import Cell
 
 _log = logging.getLogger(__name__)
+# as plain numbers, since this is done for every request
 _IN_MEMORY, _ANSWER_IN_MEMORY = int(Flag.IN_MEMORY), int(Flag.ANSWER_IN_MEMORY)
+_ENCODE_ANSWER = int(Flag.ENCODE_ANSWER)
 
 
 @dataclass(eq=False, slots=True)
@@ -52,7 +54,7 @@ class Request:
     @property
     def wants_codes(self) -> bool:
         """Whether the answer may be encoded."""
-        return bool(self.header.flags & Flag.ENCODE_ANSWER)
+        return bool(self.header.flags & _ENCODE_ANSWER)
 
     def used(self, buffers: Buffers) -> None:
         """Its body is not needed any more."""

@@ -1,4 +1,4 @@
-"""Being a server or a scheduler: what a process does whose part in the job is not to run the user's program."""
+"""Taking one's part in a job with parameter servers: workers join it, servers and the scheduler serve until its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from reigen import log
 from reigen.cluster.environ import PREFIXED_VARIABLE
-from reigen.config import LOG_LEVELS, Config
+from reigen.config import LOG_LEVELS, Config, load
 from reigen.errors import ConfigError, ReigenError
 from reigen.kv import scheduler
 from reigen.kv.access import own_host
@@ -20,23 +20,33 @@ from reigen.kv.roles import Role, Settings, find
 _log = logging.getLogger(__name__)
 
 
-def take_part(environ: Mapping[str, str], config: Config) -> Settings:
-    """What this process is, if it is a worker. A server or a scheduler serves, and then exits: this does not return.
+def become_worker(environ: Mapping[str, str], knobs: Mapping[str, object]) -> Member:
+    """Join the job as a worker. A server or a scheduler serves instead, and then exits: this does not return.
+
+    Args:
+        environ: environment variables.
+        knobs: by the names of `reigen.config.Config`; they win over ``environ``.
 
     Raises:
-        ConfigError: the environment does not say what it is, or contradicts itself.
+        ConfigError: the environment does not say what this process is, or contradicts itself.
         SystemExit: of a server or a scheduler, when the job is over, or if it cannot serve.
+        AuthenticationError, DeadlineError: see `Member.join`.
     """
     try:
-        settings = find(environ, config)
+        settings = find(environ, load(environ, knobs))
     except ConfigError as error:
         if environ.get("DMLC_ROLE", "").lower() in {"server", "scheduler"}:
             raise SystemExit(f"reigen: {error}") from None
         raise
     show_messages(settings, environ)
-    if settings.role == "worker":
-        return settings
-    raise SystemExit(_serve(settings, environ))
+    if settings.role != "worker":
+        code = 1
+        try:
+            code = _serve(settings, environ)
+        except Exception:  # noqa: BLE001  a program that catches it would run on in this process
+            _log.critical("this %s has failed", settings.name, exc_info=True)
+        raise SystemExit(code)
+    return _joined(settings, None, environ)
 
 
 def main(environ: Mapping[str, str], config: Config, role: Role) -> int:
@@ -62,7 +72,7 @@ def _serve(settings: Settings, environ: Mapping[str, str]) -> int:
     """Serve until the job is over; returns the exit code."""
     try:
         return scheduler.run(settings) if settings.role == "scheduler" else _be_server(settings, environ)
-    except (ReigenError, OSError) as error:  # told here: a program that catches it must not run on in this process
+    except (ReigenError, OSError) as error:
         _log.critical("%s", error)
         return 1
 
@@ -74,8 +84,14 @@ def _be_server(settings: Settings, environ: Mapping[str, str]) -> int:
     listener, address = listen(host)
     with contextlib.closing(listener):
         _log.info("this server listens at %s: %s", address, why)
-        deadline = time.monotonic() + settings.config.start_timeout_seconds
-        with contextlib.closing(Member.join(settings, address, deadline)) as member:
-            show_messages(dataclasses.replace(settings, number=member.number), environ)
-            with contextlib.closing(Server(member, settings.config, listener)) as server:
-                return server.serve()
+        with (
+            contextlib.closing(_joined(settings, address, environ)) as member,
+            contextlib.closing(Server(member, settings.config, listener)) as server,
+        ):
+            return server.serve()
+
+
+def _joined(settings: Settings, address: str | None, environ: Mapping[str, str]) -> Member:
+    member = Member.join(settings, address, time.monotonic() + settings.config.start_timeout_seconds)
+    show_messages(dataclasses.replace(settings, number=member.number), environ)
+    return member

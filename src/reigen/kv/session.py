@@ -9,16 +9,14 @@ import os
 import select
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.config import VARIABLES, Config, load
 from reigen.errors import ArgumentError, ReigenError
 from reigen.kv.dist import DistStore
-from reigen.kv.member import Member
 from reigen.kv.nodes import Event, Membership, Peer, Role
-from reigen.kv.serving import take_part
+from reigen.kv.serving import become_worker
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.wire.tls import Tls
@@ -167,14 +165,11 @@ def join(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
     global _session  # noqa: PLW0603  # a process is one worker, however many stores it makes
     if unknown := set(knobs) - set(VARIABLES):
         raise ArgumentError(f"there is no knob {', '.join(sorted(unknown))}; reigen.config.Config lists them")
-    config = load(os.environ, dict(knobs))
     with _lock:
         if _session is None:
-            settings = take_part(os.environ, config)
-            member = Member.join(settings, None, time.monotonic() + config.start_timeout_seconds)
-            _session = Session(member)
+            _session = Session(become_worker(os.environ, knobs))
             atexit.register(_at_exit)
-        return _session.store(kind, staleness, config)
+        return _session.store(kind, staleness, load(os.environ, knobs))
 
 
 def leave() -> None:

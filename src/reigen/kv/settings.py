@@ -147,11 +147,7 @@ class Settings:
             self._host.use(self.optimizer)
             return
         self.codec = from_params(argument) if argument else None
-        self.encoder = None
-        if argument:
-            # A sum of n codes of +-threshold is n times as large: coded by the same threshold it would lag behind.
-            wider = {"threshold": argument.get("threshold", 0.5) * self._num_workers}
-            self.encoder = from_params({**argument, **wider} if argument["type"] == "2bit" else argument)
+        self.encoder = None if self.codec is None else self.codec.for_sums(self._num_workers)
 
     def _set_learning_rate(self, rate: Any) -> None:
         if self.optimizer is None:

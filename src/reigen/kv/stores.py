@@ -280,40 +280,45 @@ class Store:
                 return
 
     def _carry_out(self, cell: Cell, instruction: Instruction | ConsistencyState | Callable[[], None]) -> None:
-        match instruction:
+        match instruction:  # the most frequent ones first
+            case Acknowledge(_, _, token) | Repeat(_, _, token):
+                self._acknowledge(token)
+            case Answer(_, token):
+                self._answer(cell, token.request if isinstance(token, Reading) else token)
             case Combine(round, _, tokens, scale):
                 parts = [token.contribution for token in tokens if isinstance(token, Request) and token.contribution]
                 applied = msgspec.structs.replace(cell.applied, done=(round,) * self.around.num_workers)
                 self._change(cell, ValueUpdate(parts, scale), applied)
             case Apply(worker, round, token):
-                assert isinstance(token, Request)
-                parts = [token.contribution] if token.contribution else []
-                done = tuple(round if one == worker else n for one, n in enumerate(cell.applied.done))
-                begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
-                applied = msgspec.structs.replace(cell.applied, done=done)
-                self._change(cell, ValueUpdate(parts, 1.0, round + begin), applied)
-            case Acknowledge(_, _, token) | Repeat(_, _, token):
-                self._acknowledge(token)
-            case Answer(_, token):
-                self._answer(cell, token.request if isinstance(token, Reading) else token)
+                self._apply(cell, worker, round, token)
+            case ConsistencyState():
+                cell.is_dirty = cell.is_dirty or cell.applied != instruction
+                cell.applied = instruction
             case Fail(token):
                 self._fail(cell, instruction, token)
             case Drop(token):
                 if isinstance(token, Request):
                     token.used(self.around.buffers)
-            case Forgotten(first, last, worker):
-                whose = "" if worker is None else f" of worker {worker}"
-                _log.warning(
-                    "key %r, cell %d: rounds %d to %d%s were acknowledged before this server was restarted and are in "
-                    "no snapshot: they are lost", cell.facts.name, cell.place.index, first, last, whose,
-                )  # fmt: skip
-            case ConsistencyState():
-                cell.is_dirty = cell.is_dirty or cell.applied != instruction
-                cell.applied = instruction
+            case Forgotten():
+                self._tell_forgotten(cell, instruction)
             case Recovered():
                 pass  # whoever asked has read it
             case _:
                 instruction()
+
+    def _apply(self, cell: Cell, worker: int, round: int, token: Token) -> None:
+        assert isinstance(token, Request)
+        parts = [token.contribution] if token.contribution else []
+        done = tuple(round if one == worker else n for one, n in enumerate(cell.applied.done))
+        begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
+        self._change(cell, ValueUpdate(parts, 1.0, round + begin), msgspec.structs.replace(cell.applied, done=done))
+
+    def _tell_forgotten(self, cell: Cell, what: Forgotten) -> None:
+        whose = "" if what.worker is None else f" of worker {what.worker}"
+        _log.warning(
+            "key %r, cell %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
+            "snapshot: they are lost", cell.facts.name, cell.place.index, what.first, what.last, whose,
+        )  # fmt: skip
 
     def _acknowledge(self, token: Token) -> None:
         assert isinstance(token, Request)

@@ -12,6 +12,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from shutil import which
@@ -25,7 +26,7 @@ from reigen.launch.facts import facts_here
 from reigen.launch.forwarding import Post
 from reigen.launch.frames import Pipes
 from reigen.launch.guard import guarded
-from reigen.launch.local import Services, cores_here, describe, plan
+from reigen.launch.local import Place, Services, command_of, cores_here, describe, plan, plan_servants
 from reigen.launch.loop import Loop
 from reigen.launch.orders import ANSWERS, BEAT_SECONDS, ORDERS, WINDOW_BYTES, Answer, Order
 from reigen.launch.processes import signal_name
@@ -65,6 +66,8 @@ class Agent:
         self._silence_seconds = _FIRST_SILENCE_SECONDS
         #: What may still be sent of each stream.
         self._credit = dict.fromkeys(STREAMS, WINDOW_BYTES)
+        #: At which address the others reach this host.
+        self._address = ""
         self._is_swept = False
         self._exit_code: int | None = None
         self._stack = ExitStack()
@@ -105,12 +108,8 @@ class Agent:
                 self._answer(order)
             case orders.Start():
                 self._start(order)
-            case orders.Terminate(ranks):
-                self._crew.terminate(ranks)
-            case orders.Kill(ranks):
-                self._crew.kill(ranks)
-            case orders.Sweep():
-                self._crew.sweep()
+            case orders.Restart() | orders.Terminate() | orders.Kill() | orders.Sweep():
+                self._obey(order)
             case orders.Credit(stream, num_bytes):
                 self._credit[stream] += num_bytes
                 if self._credit[stream] > 0:
@@ -123,6 +122,18 @@ class Agent:
                 self._pipes.send(orders.Pong(time.time()))
             case orders.Beat():
                 pass
+
+    def _obey(self, order: orders.Restart | orders.Terminate | orders.Kill | orders.Sweep) -> None:
+        """Do what ``launch.job`` has decided."""
+        match order:
+            case orders.Restart(number, attempt):
+                self._restart(number, attempt)
+            case orders.Terminate(ranks):
+                self._crew.terminate(ranks)
+            case orders.Kill(ranks):
+                self._crew.kill(ranks)
+            case orders.Sweep():
+                self._crew.sweep()
 
     def _answer(self, order: orders.Prepare) -> None:
         self._silence_seconds = order.silence_seconds
@@ -146,6 +157,7 @@ class Agent:
         address = _reach(order.launcher, min(_REACH_SECONDS, order.silence_seconds / 2))
         if order.interfaces:
             address, _ = choose_address(order.interfaces, address)
+        self._address = address
         return orders.Ready(address, self._stack.enter_context(hold_port()).getsockname()[1])
 
     def _take(self, piece: orders.Piece) -> None:
@@ -155,24 +167,37 @@ class Agent:
             self._pipes.send(orders.Refused(str(error)))
 
     def _start(self, order: orders.Start) -> None:
-        services = Services(order.rendezvous, order.secret, order.master_port, order.master_address)
         environ = arriving(os.environ, order.environ, order.package)
         try:
-            places, reason = plan(
-                [Topology(*numbers) for numbers in order.topologies],
-                services,
-                environ,
-                cores_here(),
-                bind=order.bind,
-                start_timeout_seconds=order.start_timeout_seconds,
-            )
+            places, reason = self._plan(order, environ)
             for place in places:
-                self._crew.start(order.command, place, self._post.luggage, stdin=0)
+                command = command_of(place, order.command, order.servant_command)
+                self._crew.start(command, place, self._post.luggage, stdin=0)
         except (LaunchError, ConfigError) as error:
             self._pipes.send(orders.Refused(str(error), _code(error)))
             return
         pids = tuple(self._crew.pids.values())
         self._pipes.send(orders.Started(pids, tuple(describe(places, reason))))
+
+    def _plan(self, order: orders.Start, environ: Mapping[str, str]) -> tuple[list[Place], str]:
+        services = Services(
+            order.rendezvous, order.secret, order.master_port, order.master_address, order.household, self._address
+        )
+        ranks, reason = plan(
+            [Topology(*numbers) for numbers in order.topologies],
+            services,
+            {**environ, **order.rank_environ},
+            cores_here(),
+            bind=order.bind,
+            start_timeout_seconds=order.start_timeout_seconds,
+        )
+        return ranks + plan_servants(order.servants, services, environ, order.server_environ), reason
+
+    def _restart(self, number: int, attempt: int) -> None:
+        try:
+            self._crew.restart(number, attempt)
+        except LaunchError as error:
+            self._pipes.send(orders.Refused(str(error), error.exit_code))
 
     def _on_end(self, reason: str) -> None:
         if self._is_swept or not self._crew.pids:

@@ -1,4 +1,4 @@
-"""The ranks of one machine, from their start until nothing of them is left. `LocalCrew` has them below this process."""
+"""A machine's processes of a job, until nothing of them is left. `LocalCrew` has them below this one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Protocol
 
 from reigen.errors import LaunchError
@@ -15,6 +15,7 @@ from reigen.launch.local import Place
 from reigen.launch.loop import Loop
 from reigen.launch.luggage import Luggage
 from reigen.launch.processes import below, reap_strangers, signal_all_below
+from reigen.launch.servants import ATTEMPT_VARIABLE
 from reigen.launch.spawn import spawn
 
 STDOUT, STDERR = 0, 1
@@ -26,7 +27,10 @@ _SWEEP_SECONDS = 0.02
 
 
 class Crew(Protocol):
-    """The ranks of one machine, wherever it is."""
+    """The processes of one machine, wherever it is: ranks, and servants under the numbers behind them."""
+
+    def restart(self, number: int, attempt: int) -> None:
+        """Start a process again that has ended."""
 
     def terminate(self, ranks: Sequence[int]) -> None:
         """Ask these ranks, and what they started, to stop."""
@@ -73,7 +77,7 @@ class _Pipe:
 
 
 class LocalCrew:
-    """Ranks that are children of this process, which is a subreaper.
+    """Processes that are children of this one, which is a subreaper.
 
     Args:
         loop: waits for their output and their ends.
@@ -83,6 +87,8 @@ class LocalCrew:
     def __init__(self, loop: Loop, audience: Audience) -> None:
         self._loop, self._audience = loop, audience
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        #: By number: what they run, where, and what they read.
+        self._started: dict[int, tuple[Sequence[str], Place, int | None]] = {}
         #: Pipes that are open.
         self._pipes: list[_Pipe] = []
         self._paused: set[int] = set()
@@ -92,31 +98,32 @@ class LocalCrew:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by rank."""
+        """Process ids by number."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def start(
         self, command: Sequence[str], place: Place, luggage: Luggage | None = None, stdin: int | None = None
     ) -> None:
-        """Start a rank.
+        """Start a process.
 
         Args:
             command: the program and its arguments.
-            place: which rank, and where.
+            place: which one, and where.
             luggage: what it brings along.
             stdin: what rank 0 reads, None for what this process does.
 
         Raises:
             LaunchError: it cannot be started; those that were are the guard's to end.
         """
-        rank = place.topology.rank
+        rank = place.number
+        self._started[rank] = command, place, stdin
         descriptors = () if luggage is None else luggage.descriptors
         process = spawn(command if luggage is None else luggage.addressed(command), place, descriptors, stdin)
         self._processes[rank] = process
         try:
             handle = os.pidfd_open(process.pid)
         except OSError as error:
-            raise LaunchError(f"cannot watch the process of rank {rank}: {error.strerror}") from error
+            raise LaunchError(f"cannot watch the process of {place.name}: {error.strerror}") from error
         self._loop.watch(handle, lambda: self._on_exit(rank, handle))
         for stream, file in ((STDOUT, process.stdout), (STDERR, process.stderr)):
             assert file is not None, "spawn asks for pipes"
@@ -125,6 +132,15 @@ class LocalCrew:
             self._pipes.append(pipe)
             if stream not in self._paused:
                 self._loop.watch(file, self._reader(pipe))
+
+    def restart(self, number: int, attempt: int) -> None:
+        """Start it again, without luggage.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        command, place, stdin = self._started[number]
+        self.start(command, replace(place, environ={**place.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
 
     def terminate(self, ranks: Sequence[int]) -> None:
         """Send SIGTERM to these ranks and to what is in their sessions."""
@@ -185,6 +201,8 @@ class LocalCrew:
     def _on_exit(self, rank: int, handle: int) -> None:
         self._loop.unwatch(handle)
         os.close(handle)
+        if self._started[rank][1].has_successor:  # what it has started must not stand in the way of that one
+            self._signal_groups([rank], signal.SIGKILL)
         self._audience.exited(rank, self._processes[rank].wait())
 
     def _of(self, stream: int) -> list[_Pipe]:

@@ -11,12 +11,13 @@ from reigen.launch.loop import WRITE, Loop
 from reigen.launch.options import Options
 from reigen.launch.outlet import Outlet, outlets
 from reigen.launch.output import Lines
-from reigen.launch.record import Record
+from reigen.launch.record import Record, folder_of
+from reigen.launch.servants import names_of
 
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
-    """One stream of one rank."""
+    """One stream of one process."""
 
     lines: Lines
     outlet: Outlet
@@ -24,7 +25,7 @@ class _Stream:
 
 
 class Display:
-    """All streams of all ranks.
+    """All streams of all processes.
 
     Args:
         options: of the job.
@@ -40,16 +41,19 @@ class Display:
         self, options: Options, loop: Loop, crews: Callable[[], Iterable[Crew]], complain: Callable[[str], None]
     ) -> None:
         self._loop, self._crews = loop, crews
-        self._outlets = outlets(prefix=options.prefix, timestamps=options.timestamps)
+        num_ranks = options.num_ranks
+        names = names_of(num_ranks, options.servers)
+        self._outlets = outlets(prefix=options.prefix, timestamps=options.timestamps, names=names)
         self._streams: dict[tuple[int, int], _Stream] = {}
         #: Outlets that wait for their reader: the loop has them.
         self._waiting: set[Outlet] = set()
-        directory, num_ranks = options.output_directory, options.num_ranks
-        for rank in range(num_ranks):
+        directory = options.output_directory
+        for number in [*range(num_ranks), *names]:
+            folder = folder_of(number, num_ranks, names.get(number, ""))
             for stream in STREAMS:
                 outlet = self._outlets[stream]
-                record = None if directory is None else Record(directory, rank, num_ranks, stream, complain)
-                self._streams[rank, stream] = _Stream(Lines(outlet.screen, (rank, stream)), outlet, record)
+                record = None if directory is None else Record(directory / folder, stream, complain)
+                self._streams[number, stream] = _Stream(Lines(outlet.screen, (number, stream)), outlet, record)
 
     @property
     def has_lost_reader(self) -> bool:
@@ -57,7 +61,7 @@ class Display:
         return self._outlets[STDOUT].broken
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """A rank has printed this."""
+        """A process has printed this."""
         to = self._streams[rank, stream]
         if to.record is not None:
             to.record.write(data)
@@ -71,7 +75,7 @@ class Display:
             to.record.close()
 
     def tail(self, rank: int) -> list[bytes]:
-        """The last lines of a rank's stderr."""
+        """The last lines of a process's stderr."""
         return list(self._streams[rank, STDERR].lines.tail)
 
     def say(self, words: bytes) -> None:

@@ -9,11 +9,12 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
+from reigen.launch.servants import Role, Servant, Servers, servants_of
 
 #: Names that mean this host everywhere.
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -119,22 +120,29 @@ def check_slots(hosts: Sequence[Host], num_ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """The ranks of one host.
+    """The processes of one host.
 
     Attributes:
         host: its name.
         is_here: it is this one: no ssh is needed.
         topologies: of its ranks, ascending.
+        servants: its servers, and the scheduler if it is here.
     """
 
     host: str
     is_here: bool
     topologies: tuple[Topology, ...]
+    servants: tuple[Servant, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Their numbers."""
+        """The numbers of its ranks."""
         return tuple(topology.rank for topology in self.topologies)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of all its processes, in the order in which they are started."""
+        return self.ranks + tuple(servant.number for servant in self.servants)
 
 
 def assign(hosts: Sequence[Host], num_ranks: int, is_here: Callable[[str], bool]) -> list[Seats]:
@@ -151,27 +159,74 @@ def assign(hosts: Sequence[Host], num_ranks: int, is_here: Callable[[str], bool]
         ConfigError: too few slots.
     """
     slots: dict[str, int] = {}
-    here = next((host.name for host in hosts if is_here(host.name)), "")
+    here = _first_here([host.name for host in hosts], is_here)
     for host in hosts:
         name = here if is_here(host.name) else host.name
         slots[name] = slots.get(name, 0) + host.slots
     check_slots(hosts, num_ranks)
-    counts: dict[str, int] = {}
-    for name, num in slots.items():
-        counts[name] = min(num, num_ranks - sum(counts.values()))
-    used = {name: count for name, count in counts.items() if count}
+    homes = [name for name, num in slots.items() for _ in range(min(num, num_ranks))]
+    return _seats(homes[:num_ranks], here)
+
+
+def assign_with_servers(
+    hosts: Sequence[Host], num_ranks: int, servers: Servers, is_here: Callable[[str], bool]
+) -> list[Seats]:
+    """Which ranks and which servers each host gets; the scheduler's is this one, whether it has ranks or not.
+
+    Server i runs on host i of those that it may run on, and again from the first one when they are through. So do
+    ranks, behind the last server's host, if they are to be dealt out; otherwise they are placed as by `assign`.
+
+    Args:
+        hosts: what was asked for.
+        num_ranks: how many ranks.
+        servers: the servers.
+        is_here: whether a name is this host's.
+
+    Raises:
+        ConfigError: too few slots.
+    """
+    names = [host.name for host in hosts]
+    here = _first_here([*names, *servers.hosts], is_here) or "localhost"
+
+    def home(listed: Sequence[str], index: int) -> str:
+        name = listed[index % len(listed)]
+        return here if is_here(name) else name
+
+    if servers.deals_workers:
+        seats = _seats([home(names, servers.num + rank) for rank in range(num_ranks)], here)
+    else:
+        seats = assign(hosts, num_ranks, is_here)
+    allowed = servers.hosts or names
+    found = {each.host: each for each in seats}
+    for servant in servants_of(num_ranks, servers):
+        name = here if servant.role is Role.SCHEDULER else home(allowed, servant.index)
+        before = found.get(name, Seats(name, name == here, ()))
+        found[name] = replace(before, servants=(*before.servants, servant))
+    return list(found.values())
+
+
+def _first_here(names: Sequence[str], is_here: Callable[[str], bool]) -> str:
+    """By which of its names this host is called; empty if it is not."""
+    return next((name for name in names if is_here(name)), "")
+
+
+def _seats(homes: Sequence[str], here: str) -> list[Seats]:
+    """The hosts, in the order of their first rank, where rank r runs on ``homes[r]``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, name in enumerate(homes):
+        ranks.setdefault(name, []).append(rank)
+    counts = [len(each) for each in ranks.values()]
     return [
-        Seats(name, bool(here) and name == here, tuple(_topologies(index, list(used.values()))))
-        for index, name in enumerate(used)
+        Seats(name, bool(here) and name == here, tuple(_topologies(index, each, counts)))
+        for index, (name, each) in enumerate(ranks.items())
     ]
 
 
-def _topologies(index: int, counts: Sequence[int]) -> Iterator[Topology]:
+def _topologies(index: int, ranks: Sequence[int], counts: Sequence[int]) -> Iterator[Topology]:
     """The ranks of the host at ``index``, where the hosts have so many each."""
-    first = sum(counts[:index])
-    for local in range(counts[index]):
+    for local, rank in enumerate(ranks):
         having = [other for other, count in enumerate(counts) if count > local]
-        yield Topology(first + local, sum(counts), local, counts[index], having.index(index), len(having))
+        yield Topology(rank, sum(counts), local, len(ranks), having.index(index), len(having))
 
 
 def is_this_host(name: str) -> bool:

@@ -2,30 +2,38 @@
 
 The life of a job:
 
-a. RUNNING: ranks run. A rank that exits with 0 has done its part, the others go on.
+a. RUNNING: ranks run, and perhaps *servants*: parameter servers and their scheduler, whose numbers come behind those of
+   the ranks. A process that exits with 0 has done its part, the others go on.
 b. A rank fails, or a signal asks the launcher to stop: the rest are asked to stop (Terminate), a timer starts:
    STOPPING.
-c. The timer ends, or Ctrl-C is pressed again: what is left is killed (Kill), and the timer starts again.
-d. The last rank has exited: processes that ranks left behind are asked to stop (Sweep), and killed when the timer ends:
+c. A servant fails: it is started again (Restart), if it may be; else it ends the job as a rank would. Ranks may be
+   started again, too, or the job may go on without those that fail, if the user wants it so: the parameter server's
+   policies for lost workers. A failure that stops nobody still gives the exit code.
+d. The last rank has exited, and servants still run: they are about to end by themselves, a timer starts: ENDING. They
+   are asked to stop when it ends, or when a signal comes: STOPPING. How they exit does not matter any more.
+e. The timer ends in STOPPING, or Ctrl-C is pressed again: what is left is killed (Kill), and the timer starts again.
+f. The last process has exited: what they left behind is asked to stop (Sweep), and killed when the timer ends:
    SWEEPING.
-e. A host is lost (HostLost): its agent ends what runs there; here its ranks count as failed.
-f. Nothing is left (Swept): Finish, with the exit code and the failure that ended the job: DONE. So too when the timer
+g. A host is lost (HostLost): its agent ends what runs there; here its processes count as failed. None of them can be
+   started again.
+h. Nothing is left (Swept): Finish, with the exit code and the failure that ended the job: DONE. So too when the timer
    ends a second time after a Kill: what SIGKILL does not end is stuck in the kernel, and waiting does not help.
 
 The exit code is that of the first failing process, 128 + n where a signal n ended it, 255 where it was lost with its
-host, 128 + n when a signal n stopped the launcher, else 0. Ranks that were asked to stop do not fail. When the process
-that watches over the launcher has gone (Orphaned), everything is killed at once.
+host, 128 + n when a signal n stopped the launcher, else 0. Processes that were asked to stop do not fail. When the
+process that watches over the launcher has gone (Orphaned), everything is killed at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from signal import SIGINT, Signals
 
 #: A terminal, or a tool like `timeout`, may send one request to stop twice; a second Ctrl-C comes later than this.
 SAME_REQUEST_SECONDS = 0.2
-#: What a rank that was lost with its host counts as having exited with: ssh's own code for a connection that failed.
+#: What a process that was lost with its host counts as having exited with: ssh's own code for a connection that failed.
 LOST = 255
 
 
@@ -34,21 +42,23 @@ class Failure:
     """The first thing that went wrong.
 
     Attributes:
-        rank: whose process.
+        rank: whose process: a rank, or a servant's number.
         exit_code: what it exited with; negative: minus the signal that ended it.
         num_stopped: how many other ranks were running and are stopped because of it.
-        reason: why the rank counts as failed although nobody saw its process end; else empty.
+        reason: why it counts as failed although nobody saw its process end; else empty.
+        num_restarts: how often it had been started again before.
     """
 
     rank: int
     exit_code: int
     num_stopped: int
     reason: str = ""
+    num_restarts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A rank's process has ended; ``exit_code`` as in ``Failure``."""
+    """The process of a rank, or of a servant, has ended; ``exit_code`` as in ``Failure``."""
 
     rank: int
     exit_code: int
@@ -56,7 +66,7 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """Nothing more will be heard of these ranks: their host cannot be reached any more, for this ``reason``."""
+    """Nothing more will be heard of these processes: their host cannot be reached any more, for this ``reason``."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -82,19 +92,28 @@ class Orphaned:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Nothing that the ranks started runs any more."""
+    """Nothing that the job's processes started runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start this process again, for the ``attempt``-th time, since it has ended with this ``exit_code``."""
+
+    number: int
+    attempt: int
+    exit_code: int
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Send SIGTERM to these ranks and what they started."""
+    """Send SIGTERM to these processes and what they started."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Send SIGKILL to these ranks and to every process below the launcher."""
+    """Send SIGKILL to these processes and to every process below the launcher."""
 
     ranks: tuple[int, ...]
 
@@ -115,7 +134,7 @@ class Finish:
 
     Attributes:
         exit_code: 0 to 255.
-        failure: what ended the job, None where no rank failed by itself.
+        failure: what ended the job, None where nothing failed by itself.
         signum: the signal that stopped the launcher, or None.
     """
 
@@ -125,26 +144,39 @@ class Finish:
 
 
 Event = Exited | HostLost | SignalReceived | GraceOver | Orphaned | Swept
-Instruction = Terminate | Kill | StartGrace | Sweep | Finish
+Instruction = Restart | Terminate | Kill | StartGrace | Sweep | Finish
 
 
 class Phase(Enum):
     """Where the job is in its life."""
 
     RUNNING = auto()
+    ENDING = auto()
     STOPPING = auto()
     SWEEPING = auto()
     DONE = auto()
 
 
 class Job:
-    """The state of one job. ``handle`` takes one event at a time."""
+    """The state of one job. ``handle`` takes one event at a time.
 
-    def __init__(self, num_ranks: int) -> None:
+    Args:
+        num_ranks: how many ranks there are, from 0.
+        restarts: how often each servant may be started again, by its number; the numbers follow those of the ranks. Of
+            ranks, only those are in it that may be started again.
+        goes_on: a rank that fails does not stop the others.
+    """
+
+    def __init__(self, num_ranks: int, restarts: Mapping[int, int] | None = None, *, goes_on: bool = False) -> None:
+        self._num_ranks = num_ranks
+        self._goes_on = goes_on
+        self._allowed = dict(restarts or {})
+        #: How often each of them has been started again.
+        self._restarted = dict.fromkeys(self._allowed, 0)
         self.phase = Phase.RUNNING
-        #: Ranks whose process has not ended.
-        self.running = set(range(num_ranks))
-        #: Set once, in RUNNING, by the first rank that fails.
+        #: Ranks and servants whose process has not ended.
+        self.running = {*range(num_ranks), *self._allowed}
+        #: Set once, in RUNNING, by the first process that fails. Stops the others, unless the job goes on.
         self.failure: Failure | None = None
         #: Set once, in RUNNING, by the first signal.
         self.signum: int | None = None
@@ -157,10 +189,10 @@ class Job:
         match event:
             case _ if self.phase is Phase.DONE:
                 return []
-            case Exited(rank, exit_code):
-                return self._exited(rank, exit_code)
-            case HostLost(ranks, reason):
-                return self._lost(ranks, reason)
+            case Exited(number, exit_code):
+                return self._exited(number, exit_code)
+            case HostLost(numbers, reason):
+                return self._lost(numbers, reason)
             case SignalReceived(signum, seconds):
                 return self._signalled(signum, seconds)
             case GraceOver():
@@ -173,31 +205,57 @@ class Job:
     def validate(self) -> None:
         """Assert what must hold between two events."""
         assert self.phase is Phase.DONE or bool(self.running) == (self.phase is not Phase.SWEEPING)
-        assert self.phase is not Phase.RUNNING or (self.failure is None and self.signum is None)
-        assert self.phase is not Phase.STOPPING or self.failure is not None or self.signum is not None
+        assert self.phase is not Phase.RUNNING or self.signum is None
+        assert self.phase is not Phase.RUNNING or self.failure is None or self._goes_on
+        assert self.phase is not Phase.RUNNING or self._num_running
+        assert self.phase is not Phase.ENDING or not self._num_running
+        assert self.phase is not Phase.STOPPING or self._has_reason
+        assert all(self._restarted[number] <= allowed for number, allowed in self._allowed.items())
 
-    def _exited(self, rank: int, exit_code: int) -> list[Instruction]:
-        return self._gone({rank}, Failure(rank, exit_code, 0) if exit_code != 0 else None)
+    @property
+    def _num_running(self) -> int:
+        """How many ranks run."""
+        return sum(number < self._num_ranks for number in self.running)
 
-    def _lost(self, ranks: tuple[int, ...], reason: str) -> list[Instruction]:
-        gone = self.running.intersection(ranks)
+    @property
+    def _has_reason(self) -> bool:
+        return self.failure is not None or self.signum is not None or not self._num_running
+
+    def _exited(self, number: int, exit_code: int) -> list[Instruction]:
+        if exit_code == 0:
+            return self._gone({number}, None)
+        times = self._restarted.get(number, 0)
+        if self.phase is Phase.RUNNING and times < self._allowed.get(number, 0):
+            self._restarted[number] = times + 1
+            return [Restart(number, times + 1, exit_code)]
+        return self._gone({number}, Failure(number, exit_code, 0, num_restarts=times))
+
+    def _lost(self, numbers: Iterable[int], reason: str) -> list[Instruction]:
+        gone = self.running.intersection(numbers)
         return self._gone(gone, Failure(min(gone), LOST, 0, reason)) if gone else []
 
-    def _gone(self, ranks: set[int], failure: Failure | None) -> list[Instruction]:
-        self.running -= ranks
+    def _gone(self, numbers: set[int], failure: Failure | None) -> list[Instruction]:
+        self.running -= numbers
         instructions: list[Instruction] = []
         if failure is not None and self.phase is Phase.RUNNING:
-            self.failure = replace(failure, num_stopped=len(self.running))
-            if self.running:
+            is_alone = self._goes_on and max(numbers) < self._num_ranks and self._num_running > 0
+            num_stopped = 0 if is_alone else self._num_running
+            self.failure = self.failure or replace(failure, num_stopped=num_stopped)
+            if self.running and not is_alone:
                 instructions = self._stop()
-        if not self.running and self.phase in {Phase.RUNNING, Phase.STOPPING}:
+        elif self.phase is Phase.RUNNING and self.running and not self._num_running:
+            self.phase = Phase.ENDING
+            instructions = [StartGrace()]
+        if not self.running and self.phase in {Phase.RUNNING, Phase.ENDING, Phase.STOPPING}:
             self.phase, self._killed = Phase.SWEEPING, False
             instructions += [Sweep(), StartGrace()]
         return instructions
 
     def _signalled(self, signum: int, seconds: float) -> list[Instruction]:
         if self.phase is Phase.RUNNING:
-            self.signum, self._stopped_at = signum, seconds
+            self.signum = signum
+        if self.phase in {Phase.RUNNING, Phase.ENDING}:
+            self._stopped_at = seconds
             return self._stop()
         if signum == SIGINT and seconds - self._stopped_at > SAME_REQUEST_SECONDS:
             return self._kill()
@@ -214,11 +272,15 @@ class Job:
     def _grace_over(self) -> list[Instruction]:
         if self.phase is Phase.RUNNING:
             return []
+        if self.phase is Phase.ENDING:
+            return self._stop()
         return self._finish() if self._killed else self._kill()
 
     def _orphaned(self) -> list[Instruction]:
         if self.phase is Phase.RUNNING:
-            self.phase, self.signum = Phase.STOPPING, Signals.SIGKILL
+            self.signum = Signals.SIGKILL
+        if self.phase in {Phase.RUNNING, Phase.ENDING}:
+            self.phase = Phase.STOPPING
         return self._kill()
 
     def _finish(self) -> list[Instruction]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import pairwise
@@ -11,6 +12,7 @@ from pathlib import Path
 from reigen.cluster.environ import PLACE_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
+from reigen.launch.servants import WORKER_LOSS_VARIABLE, Household, Role, Servant
 
 #: What `--bind` takes.
 BINDINGS = ("cores", "none")
@@ -18,21 +20,50 @@ BINDINGS = ("cores", "none")
 #: its line with a carriage return.
 TERMINAL_VARIABLE = "REIGEN_TERMINAL"
 START_TIMEOUT_VARIABLE = "REIGEN_START_TIMEOUT"
+#: What only a rank is given.
+OF_A_RANK = frozenset(
+    {
+        *PLACE_VARIABLES,
+        *(name.replace("REIGEN_", "HOROVOD_") for name in PLACE_VARIABLES),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank, before it is started.
+    """One process, before it is started.
 
     Attributes:
-        topology: its place in the job.
+        topology: a rank's place in the job; None for a servant.
         cpus: the logical processors it is bound to; empty: not bound.
         environ: its whole environment. Not shown in ``repr``: the job's secret is in it.
+        servant: what it is if it is no rank.
     """
 
-    topology: Topology
+    topology: Topology | None
     cpus: tuple[int, ...]
     environ: Mapping[str, str] = field(repr=False)
+    servant: Servant | None = None
+
+    @property
+    def number(self) -> int:
+        """Its number in the job: a rank's is its rank."""
+        if self.servant is not None:
+            return self.servant.number
+        assert self.topology is not None, "a process is a rank or a servant"
+        return self.topology.rank
+
+    @property
+    def has_successor(self) -> bool:
+        """Whether another process may be started in its place: nothing of this one may then be left."""
+        of_a_worker = "DMLC_ROLE" in self.environ and self.environ.get(WORKER_LOSS_VARIABLE) == "wait"
+        return self.servant is not None or of_a_worker
+
+    @property
+    def name(self) -> str:
+        """As the user is told."""
+        return f"rank {self.number}" if self.servant is None else self.servant.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +75,16 @@ class Services:
         secret: the job's 32 bytes.
         master_port: a port that is held for rank 0's own server.
         master_address: where that is: rank 0's host.
+        household: what there is of parameter servers; None: nothing.
+        node_host: the address at which other hosts reach this one.
     """
 
     rendezvous: str
     secret: bytes = field(repr=False)
     master_port: int
     master_address: str = "127.0.0.1"
+    household: Household | None = None
+    node_host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +122,7 @@ def plan(
     """Places of the ranks on this host, and why their processors were chosen so.
 
     Args:
-        topologies: the ranks that this host has, at least one.
+        topologies: the ranks that this host has.
         services: what they are told of the launcher.
         environ: what they inherit.
         cores: the processors there are.
@@ -97,6 +132,8 @@ def plan(
     Raises:
         ConfigError: no such binding.
     """
+    if not topologies:
+        return [], "no ranks here"
     shares, reason = share_cores(len(topologies), cores.cpus, bind)
     common = dict(environ)
     # Block buffering would hold back what a rank prints until it ends; a terminal would not, and a pipe should not.
@@ -108,6 +145,45 @@ def plan(
     for topology, cpus in zip(topologies, shares, strict=True):
         places.append(Place(topology, cpus, {**common, **_variables(topology, services)}))
     return places, reason
+
+
+def plan_servants(
+    servants: Sequence[Servant], services: Services, environ: Mapping[str, str], of_servers: Mapping[str, str]
+) -> list[Place]:
+    """Places of the servants on this host. They are not bound: they run when ranks wait.
+
+    Args:
+        servants: what this host has of them.
+        services: what they are told of the launcher.
+        environ: what they inherit.
+        of_servers: variables of the servers alone.
+    """
+    common = {name: text for name, text in environ.items() if name not in OF_A_RANK}
+    common.setdefault("PYTHONUNBUFFERED", "1")
+    common.setdefault("OMP_NUM_THREADS", "1")
+    common |= {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
+    places = []
+    for servant in servants:
+        made = {**common, **(of_servers if servant.role is Role.SERVER else {})}
+        places.append(Place(None, (), made | _kv_variables(servant.role, servant.index, services), servant))
+    return places
+
+
+def own_command(role: Role) -> tuple[str, ...]:
+    """What a servant runs where nobody says anything else: Reigen's own, of the Python that runs this."""
+    # -P: a module of the working directory is nobody's joke
+    return sys.executable, "-P", "-m", "reigen", role
+
+
+def command_of(place: Place, of_ranks: Sequence[str], of_servants: Sequence[str]) -> Sequence[str]:
+    """What a process runs.
+
+    Args:
+        place: which one.
+        of_ranks: what ranks run.
+        of_servants: what servants run; empty: Reigen's own.
+    """
+    return of_ranks if place.servant is None else of_servants or own_command(place.servant.role)
 
 
 def describe(places: Sequence[Place], reason: str) -> list[str]:
@@ -145,7 +221,12 @@ def _variables(topology: Topology, services: Services) -> dict[str, str]:
     variables |= {name.replace("REIGEN_", "HOROVOD_"): variables[name] for name in PLACE_VARIABLES}
     variables |= dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), texts, strict=False))
     variables |= {"MASTER_ADDR": services.master_address, "MASTER_PORT": str(services.master_port)}
+    variables |= _kv_variables(Role.WORKER, topology.rank, services)
     return variables | {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
+
+
+def _kv_variables(role: Role, index: int, services: Services) -> dict[str, str]:
+    return {} if services.household is None else services.household.variables(role, index, services.node_host)
 
 
 def cores_here(root: Path = Path("/sys")) -> Cores:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -19,28 +20,28 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 
-from reigen.cluster.environ import PLACE_VARIABLES, PREFIXED_VARIABLE, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.environ import PREFIXED_VARIABLE, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.guard import STOP_SIGNALS, guarded
 from reigen.launch.hosts import Host, Seats, is_this_host
 from reigen.launch.job import Finish
-from reigen.launch.local import START_TIMEOUT_VARIABLE, TERMINAL_VARIABLE, Place, cores_here
+from reigen.launch.local import OF_A_RANK, START_TIMEOUT_VARIABLE, TERMINAL_VARIABLE, Place, cores_here
+from reigen.launch.mpi_servers import calls
+from reigen.launch.muster import own_address
 from reigen.launch.options import Listener, Options, complain
 from reigen.launch.processes import signal_name
+from reigen.launch.servants import servants_of
+from reigen.launch.spawn import hold_port
 from reigen.launch.supervise import Supervisor
 from reigen.launch.travel import leaving
+from reigen.wire.auth import SECRET_BYTES
 
 _VERSION_SECONDS = 20.0
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: Variables of launchers: those of this one are the ranks' business, others would be another job's.
 _OF_LAUNCHERS = re.compile(r"(OMPI|OPAL|PMIX?|PRTE|HYDI?|MPI_LOCAL)[A-Z_]*_.*|PMI_.*")
-_OF_A_RANK = (
-    *PLACE_VARIABLES,
-    *(name.replace("REIGEN_", "HOROVOD_") for name in PLACE_VARIABLES),
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *(RENDEZVOUS_VARIABLE, SECRET_VARIABLE, TERMINAL_VARIABLE, PREFIXED_VARIABLE),
-)
+_OF_A_JOB = OF_A_RANK | {RENDEZVOUS_VARIABLE, SECRET_VARIABLE, TERMINAL_VARIABLE, PREFIXED_VARIABLE}
 
 
 class Kind(Enum):
@@ -168,7 +169,7 @@ def environ_of(
     kind: Kind, options: Options, environ: Mapping[str, str], *, is_terminal: bool, num_cores: int
 ) -> dict[str, str]:
     """The environment of `mpirun`, which the ranks of this host inherit."""
-    made = {name: text for name, text in environ.items() if name not in _OF_A_RANK}
+    made = {name: text for name, text in environ.items() if name not in _OF_A_JOB}
     if kind is Kind.HYDRA:  # Open MPI gives its ranks a terminal, so that Python writes line by line
         made.setdefault("PYTHONUNBUFFERED", "1")
         made["HYDRA_LAUNCHER_EXTRA_ARGS"] = _words(options.ssh.base()[1:])
@@ -240,29 +241,68 @@ def run_mpi(options: Options, environ: Mapping[str, str], listener: Listener | N
         ConfigError: it cannot do what is asked for.
     """
     mpirun = find_mpirun(environ)
+    told = listener or Listener()
+    if told.finished is None:
+        told = replace(told, finished=partial(_report, mpirun.kind))
+    plain = replace(options, prefix=False, timestamps=False, verbose=False, output_directory=None)
+    try:
+        with hold_port() as holder:  # for the scheduler, if there is one
+            processes = _processes(mpirun, options, environ, holder.getsockname()[1])
+            # mpirun ends all that it has started when one of them dies: a server cannot be started again
+            servers = None if options.servers is None else replace(options.servers, num=1, environ={})
+            alone = replace(plain, num_ranks=1, servers=servers)
+            return guarded(partial(_keep, alone, processes, told), told.complain)
+    except OSError as error:
+        raise LaunchError(f"cannot start: {error}") from error
+
+
+def _processes(
+    mpirun: Mpirun, options: Options, environ: Mapping[str, str], port: int
+) -> list[tuple[Sequence[str], Place]]:
+    """What this host starts: command and place of mpirun, or of two of them and the scheduler."""
+    topology = Topology.alone()
+    if options.servers is None:
+        command, variables = _command(mpirun, options, environ)
+        return [(command, Place(topology, (), variables))]
+    names = [*(host.name for host in options.hosts), *options.servers.hosts]
+    stranger = next((name for name in names if not is_this_host(name)), None)
+    address = "127.0.0.1" if stranger is None else own_address(options.network.interfaces, stranger, ())[0]
+    secret = secrets.token_bytes(SECRET_BYTES)
+    (workers, servers), scheduler = calls(options, environ, (address, port), secret, is_this_host)
+    processes: list[tuple[Sequence[str], Place]] = []
+    for call, servant in ((workers, None), (servers, servants_of(1, options.servers)[0])):
+        command, variables = _command(mpirun, call.options, call.environ, (SECRET_VARIABLE,))
+        processes.append((command, Place(topology if servant is None else None, (), variables, servant)))
+    return [*processes, scheduler]
+
+
+def _command(
+    mpirun: Mpirun, options: Options, environ: Mapping[str, str], kept: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of one mpirun, and its environment.
+
+    Args:
+        mpirun: the program.
+        options: what it is to start.
+        environ: what that inherits.
+        kept: variables that it inherits although they are usually another job's.
+    """
     num_cores = max(1, cores_here().num_usable)
     variables = environ_of(mpirun.kind, options, environ, is_terminal=sys.stdout.isatty(), num_cores=num_cores)
+    variables |= {name: environ[name] for name in kept}
     strangers = any(not is_this_host(host.name) for host in options.hosts)
     names = travelling(variables, options.exports) if strangers else ()
     command = command_of(mpirun, options, Circumstances(os.geteuid() == 0, num_cores, strangers, names))
     if options.verbose:
         complain(f"{mpirun.reason}: {' '.join(command)}")
-    told = listener or Listener()
-    if told.finished is None:
-        told = replace(told, finished=partial(_report, mpirun.kind))
-    place = Place(Topology.alone(), (), variables)
-    plain = replace(options, prefix=False, timestamps=False, verbose=False, output_directory=None)
-    alone = replace(plain, command=tuple(command), num_ranks=1)
-    try:
-        return guarded(partial(_keep, alone, place, told), told.complain)
-    except OSError as error:
-        raise LaunchError(f"cannot start: {error}") from error
+    return command, variables
 
 
-def _keep(options: Options, place: Place, listener: Listener, lifeline: int) -> int:
-    seats = [Seats("localhost", True, (place.topology,))]
-    with Supervisor(options, seats, lifeline, listener) as supervisor:
-        supervisor.start([place], "")
+def _keep(options: Options, processes: Sequence[tuple[Sequence[str], Place]], listener: Listener, lifeline: int) -> int:
+    servants = tuple(place.servant for _, place in processes if place.servant is not None)
+    seats = [Seats("localhost", True, (Topology.alone(),), servants)]
+    with Supervisor(options, seats, lifeline, listener, {}) as supervisor:
+        supervisor.start_all(processes)
         supervisor.is_mustering = False
         return supervisor.run()
 
@@ -272,6 +312,7 @@ def _report(kind: Kind, finish: Finish) -> None:
     if finish.failure is not None:
         code = finish.failure.exit_code
         how = f"with exit code {code}" if code > 0 else f"by {signal_name(-code)}"
-        complain(f"mpirun ({kind.value}) ended {how}")
+        who = (f"mpirun ({kind.value})", f"mpirun ({kind.value}) of the servers", "the scheduler")[finish.failure.rank]
+        complain(f"{who} ended {how}")
     elif finish.signum in STOP_SIGNALS:
         complain(f"stopped by {signal_name(signal.Signals(finish.signum))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -25,6 +26,8 @@ from reigen.wire.interfaces import choose_address
 #: How long a host may take to log in, to start Python, and to answer: at least this.
 _CALL_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
+#: Options of Python behind which no script follows: -c and -m, also as the last of several (-Sc).
+_NO_SCRIPT = re.compile(r"-[^-XW]*[cm]")
 
 
 class Caller(Waiter, Protocol):
@@ -85,9 +88,12 @@ class Muster:
         Raises:
             LaunchError: hosts cannot take part: a table of them.
         """
-        command = self._options.command
         directory = self._sync() or str(Path.cwd())
-        for outpost in self._caller.outposts.values():
+        for seats in self._seats:
+            outpost = self._caller.outposts.get(seats.host)
+            if outpost is None:
+                continue
+            command = self._command(seats)
             outpost.send(
                 orders.Prepare(
                     directory=directory,
@@ -100,9 +106,16 @@ class Muster:
                 )
             )
         self._gather(Step.READY, _PREPARE_SECONDS)
-        first = self._caller.outposts.get(self._seats[0].host)
+        first = self._caller.outposts.get(next(seats.host for seats in self._seats if 0 in seats.ranks))
         if first is not None and first.ready is not None:
             self.master = first.ready.address, first.ready.port
+
+    def _command(self, seats: Seats) -> tuple[str, ...]:
+        """What a host must be able to run."""
+        servers = self._options.servers
+        if seats.ranks or servers is None:
+            return self._options.command
+        return servers.command or (self._options.ssh.python,)
 
     def deliver(self) -> None:
         """Bring the hosts what their ranks bring along, as fast as each of them takes it.
@@ -126,8 +139,9 @@ class Muster:
         self._gather(Step.READY, 0.0)
 
     def start(self, services: Services) -> None:
-        """Have the ranks started. What comes of it is the caller's to hear."""
+        """Have the processes started. What comes of it is the caller's to hear."""
         environ = leaving(self._environ, self._options.exports)
+        servers = self._options.servers
         for seats in self._seats:
             outpost = self._caller.outposts.get(seats.host)
             if outpost is not None:
@@ -143,6 +157,11 @@ class Muster:
                         master_port=services.master_port,
                         bind=self._options.bind,
                         start_timeout_seconds=self._options.start_timeout_seconds,
+                        household=services.household,
+                        servants=seats.servants,
+                        servant_command=() if servers is None else servers.command,
+                        rank_environ={} if servers is None else dict(servers.worker_environ),
+                        server_environ={} if servers is None else dict(servers.environ),
                     )
                 )
 
@@ -208,15 +227,15 @@ def scripts(command: Sequence[str]) -> tuple[str, ...]:
     Example:
         >>> scripts(["python", "-u", "train.py", "--epochs", "3"])
         ('train.py',)
-        >>> scripts(["python", "-m", "train"])
-        ()
+        >>> scripts(["python", "-m", "train"]), scripts(["python", "-Sc", "print('no file')"])
+        ((), ())
     """
     if not Path(command[0]).name.startswith("python"):
         return ()
     for word in command[1:]:
         if not word.startswith("-"):
             return (word,) if Path(word).exists() else ()
-        if word in {"-m", "-c", "-", "-X", "-W"}:
+        if word in {"-", "-X", "-W"} or _NO_SCRIPT.match(word):
             return ()
     return ()
 

@@ -13,6 +13,7 @@ from reigen.launch.hosts import Host
 from reigen.launch.job import Finish
 from reigen.launch.luggage import Luggage
 from reigen.launch.network import Network
+from reigen.launch.servants import Servers
 from reigen.launch.ssh import Ssh
 
 
@@ -39,6 +40,7 @@ class Options:
             the same directory as here.
         mpi_args: further options of mpirun, where that starts the ranks.
         binding_args: its options that place and bind ranks, instead of those that ``bind`` comes to.
+        servers: parameter servers that run beside the ranks; None: none.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -61,6 +63,7 @@ class Options:
     sync_directory: str | None = None
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
+    servers: Servers | None = None
 
     def __post_init__(self) -> None:
         if not self.command:

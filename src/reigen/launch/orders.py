@@ -14,7 +14,8 @@ f. A stream may have WINDOW_BYTES under way: the agent reads no more of it until
 g. A parcel for the ranks (``launch.luggage``) comes before Start, in Pieces. A Letter of a rank is followed by the
    Pieces of its parcel, and what happens to the rank afterwards is told after those.
 h. `reigen check` asks for no job, but for Facts (Ask), and for the time there (Ping, Pong).
-i. When the agent's stdin ends, it kills whatever it started and exits: after Swept there is nothing.
+i. A process that has ended is started again by Restart; the agent refuses if it cannot be.
+j. When the agent's stdin ends, it kills whatever it started and exits: after Swept there is nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import msgspec
 
 from reigen._version import __version__
 from reigen.errors import WireError
+from reigen.launch.servants import Household, Servant
 from reigen.wire.codec import Codec
 
 #: An environment and a command line are bounded by the kernel, at 2 MiB together unless somebody raised it.
@@ -106,12 +108,12 @@ class Prepare(_Frame, tag=2, frozen=True):
 
 
 class Start(_Frame, tag=3, frozen=True):
-    """Start the ranks.
+    """Start the ranks and the servants.
 
     Attributes:
         command: the program and its arguments.
         topologies: of each rank there, as the fields of ``cluster.topology.Topology``.
-        environ: what the ranks' environment gets from the launcher's.
+        environ: what the processes' environment gets from the launcher's.
         package: where Reigen is installed on the launcher's host.
         rendezvous: see ``launch.local.Services``, and so the next three.
         secret: the job's.
@@ -119,6 +121,11 @@ class Start(_Frame, tag=3, frozen=True):
         master_port: a port there.
         bind: see ``launch.local.plan``.
         start_timeout_seconds: the same.
+        household: see ``launch.local.Services``.
+        servants: those of the host.
+        servant_command: what they run; empty: Reigen's own.
+        rank_environ: variables of the ranks alone.
+        server_environ: those of the servers alone.
     """
 
     command: tuple[str, ...]
@@ -131,10 +138,15 @@ class Start(_Frame, tag=3, frozen=True):
     master_port: int
     bind: str | None
     start_timeout_seconds: float | None
+    household: Household | None = None
+    servants: tuple[Servant, ...] = ()
+    servant_command: tuple[str, ...] = ()
+    rank_environ: dict[str, str] = {}
+    server_environ: dict[str, str] = {}
 
     def __repr__(self) -> str:
         """Without the secret, and without the environment, where others may be."""
-        return f"Start({self.command}, {len(self.topologies)} ranks)"
+        return f"Start({self.command}, {len(self.topologies)} ranks, {len(self.servants)} servants)"
 
 
 class Terminate(_Frame, tag=4, frozen=True):
@@ -199,10 +211,10 @@ class Refused(_Frame, tag=11, frozen=True):
 
 
 class Started(_Frame, tag=12, frozen=True):
-    """The ranks run.
+    """The ranks, and the servants, run.
 
     Attributes:
-        pids: their processes, in the order of ``Start.topologies``.
+        pids: their processes, in the order of ``Start.topologies``, and of ``Start.servants`` behind them.
         notes: where they were placed, a line each.
     """
 
@@ -283,7 +295,14 @@ class Letter(_Frame, tag=22, frozen=True):
     num_bytes: int | None
 
 
-Order = Beat | Prepare | Start | Terminate | Kill | Sweep | Credit | Ask | Ping | Piece
+class Restart(_Frame, tag=23, frozen=True):
+    """As in ``launch.job``."""
+
+    number: int
+    attempt: int
+
+
+Order = Restart | Beat | Prepare | Start | Terminate | Kill | Sweep | Credit | Ask | Ping | Piece
 Answer = Beat | Hello | Ready | Refused | Started | Printed | Closed | Exited | Swept | Facts | Pong | Piece | Letter
 
 ORDERS: Codec[Order] = Codec(Order, MAX_FRAME_BYTES)

@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from typing import TextIO
 
-from reigen.launch.output import Clock, Log, Screen, Terminal
+from reigen.launch.output import Clock, Log, Names, Screen, Terminal
 
 #: A pipe that is ready takes this much without blocking (PIPE_BUF).
 _WRITE_BYTES = 4096
@@ -61,23 +61,29 @@ class Outlet:
         del self.pending[:written]
 
 
-def outlets(*, prefix: bool, timestamps: bool) -> tuple[Outlet, Outlet]:
-    """The launcher's stdout and stderr. Where both are one terminal, one outlet: its last line must be known."""
+def outlets(*, prefix: bool, timestamps: bool, names: Names) -> tuple[Outlet, Outlet]:
+    """The launcher's stdout and stderr. Where both are one terminal, one outlet: its last line must be known.
+
+    Args:
+        prefix: lines begin with their rank.
+        timestamps: lines begin with the time.
+        names: of processes that are no ranks.
+    """
     clock = _now if timestamps else None
-    out = _outlet(sys.stdout, prefix, clock)
+    out = _outlet(sys.stdout, prefix, clock, names)
     if isinstance(out.screen, Terminal) and _same_terminal(sys.stdout, sys.stderr):
         return out, out
-    return out, _outlet(sys.stderr, prefix, clock)
+    return out, _outlet(sys.stderr, prefix, clock, names)
 
 
-def _outlet(stream: TextIO, prefix: bool, clock: Clock | None) -> Outlet:
+def _outlet(stream: TextIO, prefix: bool, clock: Clock | None, names: Names) -> Outlet:
     fd = stream.fileno()
     if not os.isatty(fd):
-        return Outlet(fd, Log(prefix=prefix, clock=clock))
+        return Outlet(fd, Log(prefix=prefix, clock=clock, names=names))
     num_columns = 0
     with suppress(OSError):
         num_columns = os.get_terminal_size(fd).columns
-    return Outlet(fd, Terminal(prefix=prefix, num_columns=num_columns or 80, clock=clock))
+    return Outlet(fd, Terminal(prefix=prefix, num_columns=num_columns or 80, clock=clock, names=names))
 
 
 def _now() -> bytes:

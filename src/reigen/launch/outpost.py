@@ -126,6 +126,10 @@ class Outpost:
         """Whether something that was sent has not left yet."""
         return self._pipes.has_pending
 
+    def restart(self, number: int, attempt: int) -> None:
+        """As ``Crew``."""
+        self._pipes.send(orders.Restart(number, attempt))
+
     def terminate(self, ranks: Sequence[int]) -> None:
         """As ``Crew``."""
         self._pipes.send(orders.Terminate(tuple(ranks)))

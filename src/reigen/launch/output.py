@@ -7,7 +7,8 @@ at the bottom, drawn again below every line that another rank prints. Elsewhere 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 #: A longer line comes out in pieces, so that memory stays bounded.
@@ -15,6 +16,8 @@ MAX_LINE_BYTES = 1 << 16
 
 #: Gives the time as it stands before a line.
 Clock = Callable[[], bytes]
+#: What processes are called that are no ranks, by number.
+Names = Mapping[int, str]
 
 _ERASE = b"\r\x1b[K"
 
@@ -70,14 +73,15 @@ class Log:
     Args:
         prefix: whether lines begin with their rank.
         clock: what they begin with before it: the time.
+        names: of processes that are no ranks.
     """
 
-    def __init__(self, *, prefix: bool, clock: Clock | None = None) -> None:
-        self._prefix, self._clock = prefix, clock
+    def __init__(self, *, prefix: bool, clock: Clock | None = None, names: Names | None = None) -> None:
+        self._head = _Head(prefix, clock, names or {})
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
         """The lines, whole."""
-        head = _head(source[0], self._prefix, self._clock)
+        head = self._head.of(source[0])
         return b"".join([head + line + b"\n" for line in lines])
 
     def collapse(self, rest: bytes) -> bytes:
@@ -92,17 +96,20 @@ class Terminal:
         prefix: whether lines begin with their rank.
         num_columns: how wide it is.
         clock: what lines begin with before their rank: the time.
+        names: of processes that are no ranks.
     """
 
-    def __init__(self, *, prefix: bool, num_columns: int, clock: Clock | None = None) -> None:
-        self._prefix, self._clock = prefix, clock
+    def __init__(
+        self, *, prefix: bool, num_columns: int, clock: Clock | None = None, names: Names | None = None
+    ) -> None:
+        self._head = _Head(prefix, clock, names or {})
         self._num_columns = num_columns
         #: The unfinished line that is drawn, and whose it is.
         self._drawn, self._owner = b"", (0, 0)
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
         """The lines, above the unfinished line of rank 0."""
-        head = _head(source[0], self._prefix, self._clock)
+        head = self._head.of(source[0])
         out = [_ERASE] if self._drawn and lines else []
         out += [head + visible(line) + b"\n" for line in lines]
         before = self._drawn
@@ -126,13 +133,18 @@ class Terminal:
         return text[: self._num_columns - 1].encode(errors="surrogateescape")
 
 
-def _head(rank: int, prefix: bool, clock: Clock | None) -> bytes:
-    return (b"" if clock is None else clock()) + (prefix_of(rank) if prefix else b"")
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What stands before each line."""
 
+    prefix: bool
+    clock: Clock | None
+    names: Names
 
-def prefix_of(rank: int) -> bytes:
-    """What stands before each line of a rank."""
-    return b"[%d] " % rank
+    def of(self, number: int) -> bytes:
+        """That of a process."""
+        name = f"[{self.names.get(number, number)}] ".encode() if self.prefix else b""
+        return (b"" if self.clock is None else self.clock()) + name
 
 
 def visible(line: bytes) -> bytes:

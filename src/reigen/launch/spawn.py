@@ -1,4 +1,4 @@
-"""Starting the process of a rank."""
+"""Starting a process of a job."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from reigen.launch.processes import dies_with_parent
 def spawn(
     command: Sequence[str], place: Place, descriptors: Sequence[int] = (), stdin: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start one rank: no shell, a session of its own, pipes for its output.
+    """Start one process: no shell, a session of its own, pipes for its output.
 
     Rank 0 reads ``stdin``, by default that of this process; the others read nothing.
 
     It inherits ``descriptors`` under the numbers that they have here, and nothing else that is open.
-    To be called from the main thread while it is the only one: Python code runs between fork and exec.
+    To be called from the main thread: Python code runs between fork and exec. It takes no lock that another thread may
+    hold, for a servant may be started again when the launcher's service has its thread.
 
     Raises:
         LaunchError: the command does not exist (exit code 127) or cannot be executed (126).
@@ -30,7 +31,7 @@ def spawn(
     try:
         return subprocess.Popen(
             command,
-            stdin=stdin if place.topology.rank == 0 else subprocess.DEVNULL,
+            stdin=stdin if place.number == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
@@ -80,4 +81,4 @@ def _explained(name: str, place: Place, error: OSError | ValueError) -> LaunchEr
     if isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
         reason = "it is not a program" if error.errno == errno.ENOEXEC else "permission denied"
         return LaunchError(f"cannot execute {name}: {reason}", 126)
-    return LaunchError(f"cannot start rank {place.topology.rank}: {error.strerror}")
+    return LaunchError(f"cannot start {place.name}: {error.strerror}")

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Self
 
 from reigen.cluster.environ import PREFIXED_VARIABLE
@@ -17,12 +18,11 @@ from reigen.cluster.rendezvous import RendezvousServer, split_address
 from reigen.errors import LaunchError
 from reigen.launch.crew import Crew, LocalCrew
 from reigen.launch.display import Display
-from reigen.launch.guard import STOP_SIGNALS, guarded
-from reigen.launch.hosts import Host, Seats, assign, is_this_host
+from reigen.launch.guard import guarded
+from reigen.launch.hosts import Host, Seats, assign, assign_with_servers, is_this_host
 from reigen.launch.job import (
     Event,
     Exited,
-    Failure,
     Finish,
     GraceOver,
     HostLost,
@@ -30,19 +30,30 @@ from reigen.launch.job import (
     Job,
     Kill,
     Orphaned,
+    Restart,
     SignalReceived,
     StartGrace,
     Sweep,
     Swept,
     Terminate,
 )
-from reigen.launch.local import TERMINAL_VARIABLE, Place, Services, cores_here, describe, plan
+from reigen.launch.local import (
+    TERMINAL_VARIABLE,
+    Place,
+    Services,
+    command_of,
+    cores_here,
+    describe,
+    plan,
+    plan_servants,
+)
 from reigen.launch.loop import Loop
 from reigen.launch.muster import Muster
 from reigen.launch.options import Listener, Options, complain
 from reigen.launch.outpost import Outpost, Step
-from reigen.launch.output import visible
 from reigen.launch.processes import signal_name
+from reigen.launch.report import Whereabouts, ended, report
+from reigen.launch.servants import NODE_HOST_VARIABLE, Household, leniency, names_of
 from reigen.launch.spawn import hold_port
 from reigen.launch.ssh import explain
 from reigen.wire.auth import SECRET_BYTES
@@ -64,7 +75,10 @@ def run_job(options: Options, environ: Mapping[str, str], listener: Listener | N
     """
     told = listener or Listener()
     hosts = options.hosts or (Host("localhost", options.num_ranks),)
-    seats = assign(hosts, options.num_ranks, is_this_host)
+    if options.servers is None:
+        seats = assign(hosts, options.num_ranks, is_this_host)
+    else:
+        seats = assign_with_servers(hosts, options.num_ranks, options.servers, is_this_host)
     try:
         return guarded(lambda lifeline: _run_supervised(options, seats, environ, lifeline, told), told.complain)
     except OSError as error:
@@ -76,9 +90,8 @@ def _run_supervised(
 ) -> int:
     secret = secrets.token_bytes(SECRET_BYTES)
     told = _told(environ, prefix=options.prefix)
-    here = [topology for each in seats if each.is_here for topology in each.topologies]
     with ExitStack() as stack:
-        supervisor = stack.enter_context(Supervisor(options, seats, lifeline, listener))
+        supervisor = stack.enter_context(Supervisor(options, seats, lifeline, listener, told))
         muster = Muster(options, seats, told, supervisor)
         network = options.network
         server = RendezvousServer(
@@ -94,11 +107,8 @@ def _run_supervised(
         muster.deliver()
         address, port = muster.master or (split_address(server.address)[0], 0)
         port = port or stack.enter_context(hold_port()).getsockname()[1]
-        services = Services(server.address, secret, port, address)
-        if here:
-            timeout = options.start_timeout_seconds
-            places, reason = plan(here, services, told, cores_here(), bind=options.bind, start_timeout_seconds=timeout)
-            supervisor.start(places, reason)
+        services = _with_servers(Services(server.address, secret, port, address), options, told, stack)
+        supervisor.start(services)
         muster.start(services)
         supervisor.is_mustering = False
         server.start()
@@ -112,6 +122,16 @@ def _told(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
     return others | {name: "1" for name, holds in facts.items() if holds}
 
 
+def _with_servers(services: Services, options: Options, environ: Mapping[str, str], stack: ExitStack) -> Services:
+    """What there is, with a scheduler at a port of this host, if there is to be one."""
+    if options.servers is None:
+        return services
+    address, port = split_address(services.rendezvous)[0], stack.enter_context(hold_port()).getsockname()[1]
+    # which address is this host's, nobody says better than the user; that is true of one host
+    own = environ.get(NODE_HOST_VARIABLE, address) if address == _LOOPBACK else address
+    return replace(services, household=Household(address, port, options.num_ranks, options.servers.num), node_host=own)
+
+
 class Supervisor:
     """A job, from the start of its ranks to the launcher's exit code. A context manager.
 
@@ -119,9 +139,10 @@ class Supervisor:
 
     Args:
         options: of the job.
-        seats: which ranks are where.
+        seats: which processes are where.
         lifeline: see ``launch.guard``.
         listener: who is told what happens.
+        environ: what processes inherit.
 
     Attributes:
         loop: waits for everything.
@@ -129,11 +150,16 @@ class Supervisor:
         is_mustering: the agents are still being called; the job has not begun.
     """
 
-    def __init__(self, options: Options, seats: Sequence[Seats], lifeline: int, listener: Listener) -> None:
-        self._options, self._listener = options, listener
-        self._hosts = {rank: each.host for each in seats for rank in each.ranks}
-        self._ranks = {each.host: each.ranks for each in seats}
-        self._job = Job(options.num_ranks)
+    def __init__(
+        self, options: Options, seats: Sequence[Seats], lifeline: int, listener: Listener, environ: Mapping[str, str]
+    ) -> None:
+        self._options, self._listener, self._environ = options, listener, environ
+        self._seats = seats
+        self._hosts = {number: each.host for each in seats for number in each.numbers}
+        self._numbers = {each.host: each.numbers for each in seats}
+        self._names = names_of(options.num_ranks, options.servers)
+        lenient = leniency(options.num_ranks, options.servers, environ)
+        self._job = Job(options.num_ranks, lenient.restarts, goes_on=lenient.goes_on)
         self.loop = Loop(lifeline, self._on_signal, self._on_orphaned)
         self.outposts: dict[str, Outpost] = {}
         self.is_mustering = True
@@ -165,15 +191,38 @@ class Supervisor:
     def _crews(self) -> list[Crew]:
         return [self._local, *self.outposts.values()]
 
-    def start(self, places: Sequence[Place], reason: str) -> None:
-        """Start the ranks of this host.
+    def start(self, services: Services) -> None:
+        """Start the processes of this host.
+
+        Args:
+            services: what they are told of the launcher.
 
         Raises:
             LaunchError: one cannot be started; those that were are the guard's to end.
         """
-        for place in places:
-            self._local.start(self._options.command, place, self._options.luggage)
+        here = next((each for each in self._seats if each.is_here), None)
+        if here is None:
+            return
+        options, servers = self._options, self._options.servers
+        environ = self._environ if servers is None else {**self._environ, **servers.worker_environ}
+        timeout = options.start_timeout_seconds
+        ranks, reason = plan(
+            here.topologies, services, environ, cores_here(), bind=options.bind, start_timeout_seconds=timeout
+        )
+        servants = [] if servers is None else plan_servants(here.servants, services, self._environ, servers.environ)
+        places = ranks + servants
+        of_servants = () if servers is None else servers.command
+        self.start_all([(command_of(place, options.command, of_servants), place) for place in places])
         self._tell(list(self._local.pids.items()), describe(places, reason))
+
+    def start_all(self, processes: Sequence[tuple[Sequence[str], Place]]) -> None:
+        """Start processes of this host: what they run, and their places.
+
+        Raises:
+            LaunchError: one cannot be started; those that were are the guard's to end.
+        """
+        for command, place in processes:
+            self._local.start(command, place, self._options.luggage)
 
     def call(self, host: str, command: Sequence[str]) -> Outpost:
         """Have an agent started on another host.
@@ -197,7 +246,10 @@ class Supervisor:
         self._local.drain()
         self._dismiss()
         if self._listener.finished is None:
-            self._display.say(self._report(self._finish))
+            failure = self._finish.failure
+            tail = [] if failure is None else self._display.tail(failure.rank)
+            hosts = self._hosts if self.outposts else {}
+            self._display.say(report(self._finish, tail, Whereabouts(hosts, self._names, self._losses)))
         patience = None if self._finish.signum is None else self._options.grace_seconds
         self._display.write_all(patience, lambda: self._is_hurried)
         if self._listener.finished is not None:
@@ -232,6 +284,10 @@ class Supervisor:
 
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
+            case Restart(number, attempt, exit_code):
+                words = f"reigen run: {self._called(number)}: {ended(exit_code)}; it is started again\n"
+                self._display.say(words.encode())
+                next(crew for crew in self._crews if self._of(crew, [number])).restart(number, attempt)
             case Terminate(ranks):
                 for crew in self._crews:
                     crew.terminate(self._of(crew, ranks))
@@ -250,7 +306,7 @@ class Supervisor:
     def _of(self, crew: Crew, ranks: Sequence[int]) -> list[int]:
         """Those of ``ranks`` that are a crew's."""
         if isinstance(crew, Outpost):
-            return [rank for rank in ranks if rank in self._ranks[crew.host]]
+            return [rank for rank in ranks if rank in self._numbers[crew.host]]
         return [rank for rank in ranks if self._hosts[rank] not in self.outposts]
 
     def _dismiss(self) -> None:
@@ -275,7 +331,8 @@ class Supervisor:
 
     def exited(self, rank: int, exit_code: int) -> None:
         """See ``Audience``."""
-        self._listener.exited(rank, exit_code)
+        if rank not in self._names:
+            self._listener.exited(rank, exit_code)
         self._happened(Exited(rank, exit_code))
 
     def swept(self, crew: Crew) -> None:
@@ -287,8 +344,8 @@ class Supervisor:
     def stepped(self, outpost: Outpost) -> None:
         """See ``Principal``."""
         if outpost.started is not None and outpost.step is Step.RUNNING:
-            ranks = self._ranks[outpost.host]
-            self._tell(list(zip(ranks, outpost.started.pids, strict=True)), list(outpost.started.notes))
+            numbers = self._numbers[outpost.host]
+            self._tell(list(zip(numbers, outpost.started.pids, strict=True)), list(outpost.started.notes))
         if self.is_mustering or outpost.refused is None:
             return  # the muster looks for itself
         if outpost.step is not Step.GONE:
@@ -307,17 +364,23 @@ class Supervisor:
 
     def _lost(self, host: str, reason: str) -> None:
         self._losses[host] = reason
-        ranks = self._ranks[host]
-        self._listener.lost([rank for rank in ranks if rank in self._job.running], f"host {host} was lost: {reason}")
-        self._happened(HostLost(ranks, reason))
+        numbers = self._numbers[host]
+        ranks = [number for number in numbers if number in self._job.running and number not in self._names]
+        self._listener.lost(ranks, f"host {host} was lost: {reason}")
+        self._happened(HostLost(numbers, reason))
 
     def _tell(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
-        if not self._options.verbose:
+        if not self._options.verbose or not pids:
             return
         where = f"host {self._hosts[pids[0][0]]}: " if self.outposts else ""
         complain(where + notes[0])
         for (rank, pid), note in zip(pids, notes[1:], strict=True):
-            complain(f"{where}rank {rank}: process {pid}, {note}")
+            complain(f"{where}{self._names.get(rank, f'rank {rank}')}: process {pid}, {note}")
+
+    def _called(self, number: int) -> str:
+        """A process, for the user, with its host where there are several."""
+        where = f" (host {self._hosts[number]})" if self.outposts else ""
+        return self._names.get(number, f"rank {number}") + where
 
     def _on_orphaned(self) -> None:
         self._is_hurried = True
@@ -330,45 +393,3 @@ class Supervisor:
             raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
         self._is_hurried = self._finish is not None
         self._happened(SignalReceived(signum, time.monotonic()))
-
-    # ---------------------------------------------------------------- the last words
-
-    def _report(self, finish: Finish) -> bytes:
-        """What to say at the end."""
-        if finish.failure is not None:
-            rank = finish.failure.rank
-            host = self._hosts[rank] if self.outposts else ""
-            lost = self._ranks[self._hosts[rank]] if finish.failure.reason else ()
-            words = last_words(finish.failure, self._display.tail(rank), host, lost)
-            others = [each for each in self._losses.items() if not lost or each[0] != host]
-            return words + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in others)
-        if finish.signum in STOP_SIGNALS:
-            return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
-        return b""
-
-
-def last_words(failure: Failure, tail: Sequence[bytes], host: str = "", lost: Sequence[int] = ()) -> bytes:
-    """The block that is printed last: which rank failed first, how, and its last words.
-
-    Args:
-        failure: what happened.
-        tail: the last lines of that rank's stderr.
-        host: where the rank was, if there are several.
-        lost: the ranks that were lost with their host, if they were.
-    """
-    code = failure.exit_code
-    if lost:
-        ranks = f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}"
-        block = [f"reigen run: host {host} was lost, with {ranks}: {failure.reason}".encode()]
-    else:
-        how = f"exit code {code}" if code > 0 else f"killed by {signal_name(-code)}"
-        where = f" (host {host})" if host else ""
-        block = [f"reigen run: rank {failure.rank}{where} failed first: {how}".encode()]
-        if tail:
-            block += [b"  the last lines of its stderr:", *(b"    " + visible(line) for line in tail)]
-        else:
-            block.append(b"  it wrote nothing to stderr")
-    if failure.num_stopped:
-        others = "1 other rank was" if failure.num_stopped == 1 else f"{failure.num_stopped} other ranks were"
-        block.append(f"  {others} stopped because of it".encode())
-    return b"\n".join(block) + b"\n"

@@ -66,7 +66,6 @@ class Piece:
         rate: learning rate of the latest update, or None.
         arrays: name -> array of ``end - begin`` elements (bfloat16 as uint16). Beside states there may be others: the
             weight, the residual of a compression.
-        worker_counts: updates by each worker, where a store applies them one by one (`Optimizer.step`, ``num_update``).
     """
 
     key: Key
@@ -77,7 +76,6 @@ class Piece:
     count: int
     rate: float | None
     arrays: Mapping[str, NDArray[Any]]
-    worker_counts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.begin <= self.end <= self.num_elements:
@@ -109,7 +107,6 @@ class _PieceHeader(msgspec.Struct, array_like=True, frozen=True):
     count: int
     rate: float | None
     arrays: list[_ArrayHeader]
-    worker_counts: tuple[int, ...] = ()
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -222,7 +219,6 @@ class States:
                 piece.count,
                 piece.rate,
                 [_ArrayHeader(name, array.dtype.name, next(following)) for name, array in piece.arrays.items()],
-                piece.worker_counts,
             )
             for piece in self.pieces
         ]

@@ -60,6 +60,7 @@ from reigen.torch.optimizer import DistributedOptimizer
 from reigen.torch.sparse import sparse_allreduce_async
 from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 from reigen.torch.sync_batch_norm import SyncBatchNorm
+from reigen.torch.trainer import Trainer
 from reigen.torch.uneven import uneven_data
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "Trainer",
     "add_process_set",
     "allgather",
     "allgather_async",

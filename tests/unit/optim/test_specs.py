@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tests.unit.optim.mxnet_numbers import MXNET_SCHEDULES
 
 from reigen.errors import ArgumentError, ConfigError
@@ -167,3 +169,29 @@ def test_code_is_no_optimizer() -> None:
         SGD().replace(momentun=0.9)
     with pytest.raises(ConfigError, match="list of ends"):
         LARS(skip=[""])
+
+
+_PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "a", "linear", "factor", "poly"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["name", "step", "a"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+_PARAMETERS = sorted({item.name for kind in (*OPTIMIZERS.values(), *SCHEDULES.values()) for item in fields(kind)})
+_SPECS = st.dictionaries(st.sampled_from(_PARAMETERS), _PLAIN, max_size=3)
+
+
+@given(st.sampled_from(sorted(OPTIMIZERS)), _SPECS, st.none() | st.tuples(st.sampled_from(sorted(SCHEDULES)), _SPECS))
+def test_any_plain_values_make_an_optimizer_that_works_or_a_named_error(
+    name: str, spec: dict[str, Any], schedule: tuple[str, dict[str, Any]] | None
+) -> None:
+    """What another process says may make no sense; it must not surprise the server."""
+    if schedule is not None:
+        spec = {**spec, "lr_scheduler": {**schedule[1], "name": schedule[0]}}
+    try:
+        optimizer = from_spec({**spec, "name": name})
+    except ConfigError:
+        return
+    assert from_spec(optimizer.to_spec()) == optimizer
+    optimizer.update(np.ones(2), np.ones(2), [np.zeros(2)] * optimizer.num_states, optimizer.begin_num_update + 1)

@@ -74,7 +74,7 @@ def test_bytes_are_read_as_they_were_written() -> None:
         "d": np.array([True, False]),
     }
     pieces = [
-        Piece(2**63 - 1, 9, 3, 5, "bfloat16", 12, None, arrays, (3, 9)),
+        Piece(2**63 - 1, 9, 3, 5, "bfloat16", 12, None, arrays),
         Piece("ü", 0, 0, 0, "float32", 0, 1e-300, {"empty": np.empty(0)}),
         Piece(-4, 5, 0, 5, "float64", 1, 0.5, {}),
     ]

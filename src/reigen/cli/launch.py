@@ -1,0 +1,136 @@
+"""`reigen launch -n N -s M -H HOSTFILE COMMAND ...`: MXNet's launch.py, under the same options.
+
+Every process runs the command, servers and scheduler, too: there `reigen.kv.create` serves, and never returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from reigen.cli.run_options import add_login, add_output, add_restarts, ssh_of
+from reigen.errors import ConfigError, LaunchError
+from reigen.launch.hosts import hosts_of
+from reigen.launch.mpi import run_mpi
+from reigen.launch.network import Network
+from reigen.launch.options import Options, complain
+from reigen.launch.servants import Servers
+from reigen.launch.supervise import run_job
+from reigen.launch.travel import exported
+
+_EPILOG = """\
+Options stand before the command, which is passed on as it is, without a shell. Every process runs it, and finds its
+place in DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_TASK_ID. The
+scheduler runs on this machine, servers and workers on the hosts in turn, servers first.
+
+example: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
+"""
+#: What `--launcher` takes; those that are not possible yet are known by name.
+_LAUNCHERS = ("local", "ssh", "mpi")
+_NOT_YET = ("sge", "yarn")
+_P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a job; returns the exit code."""
+    made = _parser()
+    chosen = made.parse_args(arguments)
+    try:
+        exports = exported(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
+        environ = {**os.environ, **exports}
+        launch = run_mpi if chosen.launcher == "mpi" else run_job
+        return launch(_options(chosen, Network.of(environ), tuple(exports)), environ)
+    except ConfigError as error:
+        made.error(str(error))
+    except LaunchError as error:
+        complain(str(error))
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="reigen launch",
+        description="Start workers, parameter servers and their scheduler, as MXNet's launch.py does.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="reigen launch -n N [-s M] [-H HOSTFILE] [options] command ...",
+        allow_abbrev=False,
+    )
+    add = made.add_argument
+    add("-n", "--num-workers", type=int, required=True, metavar="N", help="how many workers")
+    add("-s", "--num-servers", type=int, metavar="M", help="how many servers (default: as many as workers)")
+    add("-H", "--hostfile", metavar="FILE", help="hosts, a line each; needed unless --launcher is local")
+    add(
+        "--launcher",
+        default="ssh",
+        choices=(*_LAUNCHERS, *_NOT_YET),
+        help="how processes are started: on this machine alone, on others by ssh (the default), or by mpirun",
+    )
+    add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
+    for role in ("server", "worker"):
+        add(
+            f"--env-{role}",
+            action="append",
+            default=[],
+            metavar="NAME:VALUE",
+            help=f"set a variable for all {role}s alone; may be repeated",
+        )
+    add(
+        "--env",
+        dest="exports",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="let a variable travel that belongs to the host (HOME, TMPDIR ...); all others do anyway",
+    )
+    add("--p3", action="store_true", help="set DMLC_PS_VAN_TYPE=p3, for MXNet; Reigen respects priorities anyway")
+    add_restarts(add)
+    add_output(made.add_argument_group("output").add_argument)
+    add_login(made.add_argument_group("other hosts").add_argument)
+    add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what every process runs")
+    return made
+
+
+def _options(chosen: argparse.Namespace, network: Network, exports: tuple[str, ...]) -> Options:
+    if chosen.launcher in _NOT_YET:
+        raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are {', '.join(_LAUNCHERS)}")
+    if chosen.launcher == "local" and chosen.hostfile is not None:
+        raise ConfigError("--hostfile: --launcher local starts everything on this machine; leave one of the two out")
+    if chosen.launcher == "ssh" and chosen.hostfile is None:
+        raise ConfigError("--launcher ssh needs a --hostfile; on this machine alone, say --launcher local")
+    command = tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
+    servers = Servers(
+        chosen.num_workers if chosen.num_servers is None else chosen.num_servers,
+        command=command,
+        environ=_pairs("--env-server", chosen.env_server),
+        worker_environ=_pairs("--env-worker", chosen.env_worker),
+        deals_workers=True,
+        num_restarts=chosen.server_restarts,
+    )
+    return Options(
+        command=command,
+        num_ranks=chosen.num_workers,
+        grace_seconds=chosen.grace_seconds,
+        prefix=chosen.prefix,
+        timestamps=chosen.timestamps,
+        verbose=chosen.verbose,
+        output_directory=chosen.output_directory,
+        hosts=tuple(hosts_of(None, chosen.hostfile, chosen.num_workers)),
+        ssh=ssh_of(chosen),
+        network=network,
+        exports=exports,
+        sync_directory=chosen.sync_dst_dir,
+        servers=servers,
+    )
+
+
+def _pairs(option: str, wishes: Sequence[str]) -> dict[str, str]:
+    """What ``NAME:VALUE`` asks for."""
+    found = {}
+    for wish in wishes:
+        name, is_given, value = wish.partition(":")
+        if not is_given or not name.isidentifier():
+            raise ConfigError(f"{option} {wish}: it is not of the form NAME:VALUE")
+        found[name] = value
+    return found

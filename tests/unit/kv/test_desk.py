@@ -1,0 +1,223 @@
+"""Whatever a worker that knows the secret sends: a store answers, or ends that worker's connection, and stays sound."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reigen.config import WORKER_LOSS_POLICIES
+from reigen.errors import WireError
+from reigen.kv.cells import KeyFacts
+from reigen.kv.desk import Desk
+from reigen.kv.events import LossPolicy
+from reigen.kv.keys import key_id
+from reigen.kv.memory import Buffers, Memory
+from reigen.kv.protocol import (
+    COMMAND_CODEC,
+    CONTROL_KINDS,
+    DECLARE_CODEC,
+    Command,
+    Declare,
+    Flag,
+    Header,
+    Hello,
+    Kind,
+    Place,
+    pack_counts,
+    unpack_header,
+)
+from reigen.kv.requests import Connection
+from reigen.kv.stores import Store, Surroundings
+from reigen.kv.work import Workers
+from reigen.optim import SGD
+
+pytestmark = pytest.mark.slow
+
+DENSE, ROWS = key_id("dense"), key_id("rows")
+
+
+class Line:
+    """Keeps what is sent."""
+
+    def __init__(self, name):
+        self.name, self.sent = name, []
+
+    def send(self, header, body=b"", *, priority=0, on_sent=None):
+        assert unpack_header(header.pack()) == header, "a message that nobody would take"
+        assert header.body_bytes == len(body)
+        self.sent.append(header)
+
+    def close(self):
+        pass
+
+
+class Scene:
+    """A store with two keys and two workers, without sockets."""
+
+    def __init__(self, staleness=0.0, policy="abort", has_optimizer=False):
+        self.workers = Workers(1)
+        around = Surroundings(0, 2, Memory(None), Buffers(), self.workers, policy=LossPolicy(policy), acknowledges=True)
+        self.store = Store(0, staleness, around)
+        self.desk = Desk(self.store)
+        self.connections = [self.connect(number) for number in range(2)]
+        for key, facts in [
+            (DENSE, KeyFacts("dense", (4,), "float32", "default", 0)),
+            (ROWS, KeyFacts("rows", (3, 2), "float32", "row_sparse", 0)),
+        ]:
+            size = int(np.prod(facts.shape))
+            self.store.laid_out(key, facts, (Place(0, 0, size, 0), Place(1, size, size, 1)))
+            header = Header(Kind.INIT, 1 << 40 | len(self.store.cells), key, body_bytes=4 * size)
+            self.desk.arrived(self.connections[0], header, np.zeros(4 * size, np.uint8))
+        if has_optimizer:
+            body = COMMAND_CODEC.encode(Command("set_optimizer", {"spec": SGD(learning_rate=0.5).to_spec()}))
+            for connection in self.connections:
+                self.desk.arrived(connection, Header(Kind.COMMAND, 1 << 41, body_bytes=len(body)), _bytes(body))
+        self.num_rounds = 0
+
+    def push(self):
+        """Worker 0 does as it should."""
+        self.num_rounds += 1
+        for key, size in ((DENSE, 4), (ROWS, 6)):
+            request = (1 << 42) + 2 * self.num_rounds + (key == ROWS)
+            header = Header(Kind.PUSHPULL, request, key, 0, self.num_rounds, body_bytes=4 * size)
+            self.desk.arrived(self.connections[0], header, np.ones(4 * size, np.uint8))
+
+    def connect(self, number, incarnation=1):
+        connection = Connection(Hello(number, incarnation, "host"), 0, Line(f"worker {number}"), Memory(None))
+        self.store.connected(connection)
+        return connection
+
+    def close(self):
+        self.workers.close()
+
+    def check(self):
+        for cell in self.store.cells.values():
+            cell.engine.validate()
+            assert not cell.queue
+        assert self.store.broken is None
+
+
+def _bytes(body):
+    return np.frombuffer(body, np.uint8)
+
+
+BODIES = st.one_of(
+    st.binary(max_size=64),
+    st.sampled_from([0, 4, 8, 16, 24, 48]).map(bytes),
+    st.lists(st.integers(-2, 4), max_size=3).map(
+        lambda rows: np.array(rows, np.int64).tobytes() + bytes(8 * len(rows))
+    ),
+    st.builds(
+        lambda name, shape, dtype, stype, generation, ready: DECLARE_CODEC.encode(
+            Declare(name, shape, dtype, stype, (Place(0, 0, 4, 0),), ready, "", generation)
+        ),
+        st.sampled_from(["dense", "rows", "new", 5]),
+        st.sampled_from([(4,), (3, 2), ()]),
+        st.sampled_from(["float32", "float16", "rubbish"]),
+        st.sampled_from(["default", "row_sparse"]),
+        st.integers(0, 2),
+        st.booleans(),
+    ),
+    st.sampled_from(
+        [
+            ("set_optimizer", {"spec": SGD(learning_rate=0.5).to_spec()}),
+            ("set_optimizer", {"spec": {"name": "sgd", "momentum": "much"}}),
+            ("set_optimizer", {}),
+            ("set_gradient_compression", {"params": {"type": "2bit"}}),
+            ("set_gradient_compression", {"params": {"type": "2bit", "threshold": "low"}}),
+            ("set_learning_rate", {"learning_rate": 2}),
+            ("set_learning_rate", {"learning_rate": "fast"}),
+            ("rubbish", {}),
+        ]
+    ).map(lambda command: COMMAND_CODEC.encode(Command(*command))),
+    st.lists(
+        st.tuples(st.sampled_from([DENSE, ROWS, 5]), st.integers(0, 1), st.sampled_from([0, 1, 3, 2**64 - 1]))
+    ).map(pack_counts),
+)
+MESSAGES = st.builds(
+    lambda kind, request, key, cell, round_, flags, dtype, about, body, where: (
+        Header(kind, request, key, cell, round_, flags, dtype, about, 0, 0, len(body), *where),
+        body,
+    ),
+    st.sampled_from(list(Kind)),
+    st.integers(0, 6),
+    st.sampled_from([DENSE, ROWS, key_id("new"), 5]),
+    st.integers(0, 1),
+    st.sampled_from([0, 1, 2, 3, 4, 200, 2**64 - 1]),
+    st.sampled_from([0, Flag.HOME, Flag.ENCODED, Flag.ENCODE_ANSWER, Flag.ANSWER_IN_MEMORY, Flag.RESENT, 127 & ~1]),
+    st.sampled_from([0, 0, 0, 4, 5, 6]),
+    st.sampled_from([0, *Kind]),
+    BODIES,
+    st.sampled_from([(0, 0), (0, 8), (1 << 60, 1 << 60)]),
+)
+#: what is nearly right
+PUSHES = st.builds(
+    lambda kind, request, key, round_, flags, body: (
+        Header(kind, request, key, 0, round_, flags, body_bytes=len(body)),
+        body,
+    ),
+    st.sampled_from([Kind.PUSH, Kind.PUSHPULL, Kind.ROW_PUSH]),
+    st.integers(7, 100),
+    st.sampled_from([DENSE, ROWS]),
+    st.integers(1, 4),
+    st.sampled_from([0, 0, 0, Flag.ENCODED, Flag.ENCODE_ANSWER]),
+    st.one_of(
+        st.sampled_from([0, 4, 8, 12, 16, 20, 24]).map(bytes),
+        st.lists(st.integers(-1, 3), max_size=3).map(
+            lambda rows: np.array(rows, np.int64).tobytes() + bytes(8 * len(rows))
+        ),
+    ),
+)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("send"), st.one_of(MESSAGES, PUSHES, PUSHES)),
+        st.tuples(st.sampled_from(["push", "push", "again", "lose", "return"]), st.none()),
+    ),
+    max_size=25,
+)
+
+
+@pytest.mark.parametrize("staleness", [0.0, 2.0, float("inf")])
+@pytest.mark.parametrize("policy", WORKER_LOSS_POLICIES)
+@settings(max_examples=40, deadline=None)
+@given(steps=STEPS, has_optimizer=st.booleans())
+def test_nothing_that_a_worker_sends_harms_a_store(staleness, policy, steps, has_optimizer):
+    scene = Scene(staleness, policy, has_optimizer)
+    try:
+        for what, message in steps:
+            connection = scene.connections[1]
+            if what == "send":
+                header, body = message
+                try:
+                    unpack_header(header.pack())
+                    place = scene.desk.place(header)
+                    assert len(place) == header.body_bytes
+                    place[:] = _bytes(body)
+                    scene.desk.arrived(connection, header, place)
+                except WireError:
+                    scene.store.disconnected(connection)
+                    scene.connections[1] = scene.connect(1)
+            elif what == "push":
+                scene.push()
+            elif what == "again":
+                scene.connections[1] = scene.connect(1)
+            elif what == "lose":
+                scene.store.lost(1, "host", "the test wants it")
+            else:
+                scene.store.returned(1, "host")
+            scene.check()
+        scene.store.expire()
+    finally:
+        scene.close()
+
+
+def test_all_that_is_no_request_of_a_worker_ends_the_connection():
+    scene = Scene()
+    try:
+        for kind in Kind:
+            if kind >= Kind.WELCOME or kind == Kind.HELLO:
+                with pytest.raises(WireError, match="which no worker sends"):
+                    scene.desk.arrived(scene.connections[0], Header(kind, 1), np.empty(0, np.uint8))
+        assert all(kind in CONTROL_KINDS for kind in (Kind.RELEASE, Kind.RESUME, Kind.COMMAND, Kind.DECLARE))
+    finally:
+        scene.close()
