@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -84,10 +85,15 @@ class Updater:
         """
         if not weight.ndim or not weight.flags.c_contiguous:
             raise ArgumentError(f"{key!r}: a weight that is updated by rows must have rows and be contiguous")
+        if grad.shape != (len(rows), *weight.shape[1:]):
+            raise ArgumentError(f"{key!r}: {len(rows)} rows of shape {weight.shape[1:]} and a gradient {grad.shape}")
         slot = self._slot(key, weight.reshape(-1), dtype or dtype_named(weight.dtype.name))
-        by_rows = weight.reshape(len(weight), -1)
+        row_length = math.prod(weight.shape[1:])  # given, and not -1: there may be no rows to guess it from
+        by_rows = weight.reshape(len(weight), row_length)
         grad_type = dtype or dtype_named(grad.dtype.name)
-        slot.update_rows(self.optimizer, by_rows, rows, grad.reshape(len(rows), -1), key=key, grad_type=grad_type)
+        slot.update_rows(
+            self.optimizer, by_rows, rows, grad.reshape(len(rows), row_length), key=key, grad_type=grad_type
+        )
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
         """Go on with other numbers: another learning rate, for example.

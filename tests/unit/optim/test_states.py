@@ -236,6 +236,10 @@ def test_weights_of_any_shape_are_updated_where_they_are() -> None:
     deep = np.zeros((4, 2, 2))
     updater.update_rows("deep", np.array([1, 3]), np.ones((2, 2, 2)), deep)
     assert deep.sum(axis=(1, 2)).tolist() == [0, -4, 0, -4]
+    updater.update_rows("deep", np.array([], np.int64), np.ones((0, 2, 2)), deep)
+    assert deep.sum() == -8
+    updater.update_rows("flat", np.array([2]), np.ones(1), flat := np.zeros(3))
+    assert flat.tolist() == [0, 0, -1]
 
 
 def test_the_rate_can_change_and_the_states_stay() -> None:
@@ -268,5 +272,7 @@ def test_what_does_not_fit_is_refused() -> None:
         updater("i", np.ones(4, np.int64), np.ones(4, np.int64))
     with pytest.raises(ConfigError, match="lack mean, variance of adam"):
         Updater(create("adam")).set_states(updater.get_states())
+    with pytest.raises(ArgumentError, match=r"1 rows of shape \(3,\) and a gradient \(1, 2\)"):
+        updater.update_rows("r", np.array([0]), np.ones((1, 2)), np.ones((4, 3)))
     with pytest.raises(ArgumentError, match="must have rows"):
         updater.update_rows("s", np.array([0]), np.ones(1), np.array(1.0))
