@@ -31,6 +31,7 @@ from reigen.optim import Optimizer
 Keys: TypeAlias = "Key | Sequence[Key]"
 #: A tensor, a list with one for each device, or for several keys a list of these.
 Values: TypeAlias = Any
+_KEY_TYPES = frozenset({int, str})
 #: A key and its tensors.
 Group: TypeAlias = tuple[Key, list[Any]]
 
@@ -390,10 +391,16 @@ class KVStore(ABC):
 
     def _tensors(self, keys: Keys, values: Values, what: str = "value") -> list[Group]:
         """A user's arguments as keys that exist, and tensors that are like what those hold."""
-        groups = [(key, [as_value(each) for each in several]) for key, several in grouped(keys, values, what)]
-        for key, tensors in groups:
-            spec = self._known(key)
+        if type(keys) in _KEY_TYPES and keys in self._specs and not isinstance(values, (list, tuple)):
+            named: list[Group] = [(keys, [values])]  # type: ignore[list-item]  # the usual case, and the one that is timed
+        else:
+            named = grouped(keys, values, what)
+        groups = []
+        for key, several in named:
+            spec = self._specs.get(key) or self._known(key)
+            tensors = [as_value(each) for each in several]
             check_specs(key, spec, tensors, can_be_sparse=spec.stype == ROW_SPARSE)
+            groups.append((key, tensors))
         return groups
 
     @staticmethod

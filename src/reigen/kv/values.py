@@ -109,7 +109,7 @@ def as_value(value: object, *, writable: bool = False) -> Any:
     """
     if isinstance(value, RowSparse):
         return value
-    if getattr(value, "is_sparse", False) is True:
+    if not isinstance(value, np.ndarray) and getattr(value, "is_sparse", False) is True:
         return _of_torch_sparse(value)
     return adapter_of(value).given(value, writable=writable)
 
