@@ -1,6 +1,6 @@
 """A user's script with a distributed store, started for all roles: a worker does what it is told, a line of stdin each.
 
-    begin [RATE DTYPE SIZE ...] | step N | push N | pull | rounds | barrier | dead | fail | close
+    begin [RATE DTYPE SIZE ...] | step N | push N | pull | rounds | barrier | dead | fail | fork | close
 
 Each is answered with a line of JSON. Without `close`, the store is closed by the end of the script.
 """
@@ -81,6 +81,13 @@ class Program:
 
     def fail(self) -> None:
         raise RuntimeError("the script has a bug")
+
+    def fork(self) -> str:
+        """A child that outlives this process, as those of data loaders may."""
+        if not os.fork():
+            sys.stdin.read()
+            os._exit(0)
+        return "done"
 
     def close(self) -> str:
         self.store.close()

@@ -124,8 +124,6 @@ def test_others_continue_without_a_lost_worker_if_they_are_told_to() -> None:
 
 
 def test_a_replacement_goes_on_where_the_lost_worker_was() -> None:
-    gone = threading.Event()
-
     def work(store: DistStore) -> Any:
         out = np.empty(SIZE, np.float32)
         begin(store)
@@ -146,9 +144,33 @@ def test_a_replacement_goes_on_where_the_lost_worker_was() -> None:
             step(second, out, 5 - second.rounds("fc.weight"))
             return set(out.tolist())
 
-    del gone
     with job(2, 2, **CUT, kv_on_worker_loss="wait") as made:
         assert made.run(work) == [{5 * 3.0}] * 2
+
+
+def test_a_replacement_finds_keys_that_were_declared_anew() -> None:
+    def begin(store: DistStore) -> None:
+        store.init("fc.weight", np.ones(SIZE, np.float32))
+        store.set_optimizer(optim.create("lars", learning_rate=0.1))
+
+    def work(store: DistStore) -> Any:
+        out = np.empty(SIZE, np.float32)
+        begin(store)
+        step(store, out)
+        store.barrier()
+        if store.rank == 0:
+            step(store, out)
+            return out.tolist()
+        made.lose_worker(store)
+        with made.store(1, is_recovery=True, incarnation=2) as second:
+            begin(second)
+            assert second.rounds("fc.weight") == 1
+            step(second, out)
+            return out.tolist()
+
+    with job(2, 2, **CUT, kv_on_worker_loss="wait") as made:
+        first, second = made.run(work)
+    assert first == second
 
 
 def test_the_end_of_the_job_ends_every_wait() -> None:

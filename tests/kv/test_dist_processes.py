@@ -101,12 +101,14 @@ def test_a_killed_worker_is_named_on_all_others() -> None:
         scheduler, servers, workers = start_all(job)
         ask(workers, "begin")
         ask(workers, "step 1")
+        workers[2].ask("fork")
         workers[2].kill()
         for told in ask(workers[:2], "step 1"):
             assert told["error"] == "PeerLostError", told
             assert told["ranks"] == [2]
             assert "worker 2 on host" in told["text"]
             assert "was lost in round 2" in told["text"]
+            assert "its process ended" in told["text"], "its child does not keep it alive"
         assert scheduler is not None
         assert len(servers) == 2
 

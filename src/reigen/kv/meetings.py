@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from reigen.errors import ArgumentError, DeadlineError, MismatchError, WireError
 from reigen.kv.agreement import Agreement
 from reigen.kv.cells import KeyFacts
@@ -134,6 +136,9 @@ class Declarations:
             self._answer(request, declare.places or (), was_initialised=False)
             return
         record = self._records.get(key)
+        if record is not None and record.is_initialised:
+            # a worker that takes another's place does not know how often it was declared anew
+            facts = msgspec.structs.replace(facts, generation=max(facts.generation, record.generation))
         if record is None or declare.generation > record.generation:
             if record is not None and self._host.has_pushes(key):
                 raise ArgumentError(f"the key {facts.name!r} was pushed; it cannot be declared anew")

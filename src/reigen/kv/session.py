@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import math
 import os
 import select
@@ -149,6 +150,18 @@ _lock = threading.Lock()
 _session: Session | None = None
 
 
+def _after_fork() -> None:
+    """In the child: it is no worker. Locks and the place in the job stay with the parent."""
+    global _lock, _session
+    _lock, _session = threading.Lock(), None
+    atexit.unregister(_at_exit)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
 def join(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
     """A store of this process's job. The first one joins the job; the end of the process leaves it, or `leave`.
 
@@ -169,6 +182,7 @@ def join(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
         if _session is None:
             _session = Session(become_worker(os.environ, knobs))
             atexit.register(_at_exit)
+            _watch_forks()
         return _session.store(kind, staleness, load(os.environ, knobs))
 
 

@@ -220,6 +220,11 @@ class Upstream:
         """Close the connection for good. May be called twice."""
         self.lose(ConnectionAbortedError("closed by this worker"))
 
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.forks`."""
+        if self._line is not None:
+            self._line.close()
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from msgspec import structs
 
+from reigen.cluster.forks import not_in_children
 from reigen.cluster.layout import this_host
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
@@ -79,6 +80,8 @@ class Worker:
         #: the connections are the caller's alone
         self._driving = Turnstile()
         self._failure: ReigenError | None = None
+        #: this process was forked from the one that made the connections
+        self._is_inherited = False
         #: operations that have failed, about which nobody has been told yet
         self._failed: deque[Operation] = deque()
         self._num_outstanding = 0
@@ -101,6 +104,7 @@ class Worker:
             self.close()
             raise
         self._thread.start()
+        not_in_children(self)
 
     @property
     def has_failed(self) -> bool:
@@ -227,6 +231,8 @@ class Worker:
 
     def close(self) -> None:
         """End all connections; what is pending fails. May be called twice."""
+        if self._is_inherited:
+            return
         self._closing.set()
         self._signal.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
@@ -240,6 +246,16 @@ class Worker:
             self._watched.clear()
             self._by_descriptor.clear()
             self._arena.close()
+        self._driving.close()
+
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.forks`. Locks stay as they were when the process was forked: nothing else is touched."""
+        self._is_inherited = True
+        self._failure = CollectiveError(
+            "this process was forked from a worker, and is none: let the worker itself call its store, or fork before"
+        )
+        for upstream in self._upstreams:
+            upstream.close_descriptors()
         self._driving.close()
 
     # -- what the connections tell ------------------------------------------------------------------------------------
