@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from tests.kv.jobs import SCHEDULER, Job, Process
+from tests.kv.jobs import SCHEDULER, Job, Process, free_port
 
 pytestmark = pytest.mark.slow
 
@@ -57,61 +57,21 @@ def test_servers_may_run_without_the_program() -> None:
         assert [said(other) for other in others] == [(0, [])] * 2
 
 
-@pytest.mark.parametrize("role", ["server", "scheduler"])
-@pytest.mark.parametrize(
-    "variables",
-    [
+def test_servers_and_schedulers_that_cannot_serve_do_not_run_the_program_either() -> None:
+    wrong = [
         {"DMLC_NUM_WORKER": ""},
         {"PS_VERBOSE": "loudly"},
         {"DMLC_PS_ROOT_URI": "192.0.2.7"},
-        {"REIGEN_START_TIMEOUT": "0.2", "REIGEN_DEADLINE": "0.2"},
-    ],
-    ids=["variables", "knobs", "host", "nobody"],
-)
-def test_a_server_that_cannot_serve_does_not_run_the_program_either(role: str, variables: dict[str, str]) -> None:
+        {"REIGEN_START_TIMEOUT": "0.2", "REIGEN_DEADLINE": "0.2"},  # nobody comes
+    ]
     with Job(1, 1) as job:
-        process = job.start(PROGRAM, DMLC_ROLE=role, **variables)
-        assert said(process) == (1, [])
-        assert process.errors()
-
-
-#: A round for each line of stdin: what it then holds.
-ROUNDS = """
-import json, os, sys
-import numpy as np
-import reigen.kv
-kv = reigen.kv.create("dist_sync")
-kv.init(7, np.zeros(5, np.float32))
-kv.set_optimizer(reigen.optim.create("test", rescale_grad=1.0))
-out = np.empty(5, np.float32)
-os.write(1, b"[]\\n")
-for line in sys.stdin:
-    if line.split() == ["barrier"]:
-        kv.barrier()
-    kv.pushpull(7, np.full(5, kv.rank + 1, np.float32), out=out)
-    os.write(1, (json.dumps(out.tolist()) + "\\n").encode())
-kv.close()
-"""
-
-
-def test_a_job_outlives_its_scheduler() -> None:
-    with Job(2, 1) as job:
-        program = (sys.executable, "-c", ROUNDS)
-        scheduler, server = job.start(program, DMLC_ROLE="scheduler"), job.start(program, DMLC_ROLE="server")
-        workers = [job.start(program, DMLC_ROLE="worker", DMLC_TASK_ID=str(rank)) for rank in range(2)]
-        assert [worker.hear() for worker in workers] == [[], []]
-
-        def round_of_all(command: str, number: int) -> None:
-            for worker in workers:
-                worker.tell(command)
-            assert [worker.hear() for worker in workers] == [[3.0 * number] * 5] * 2
-
-        round_of_all("round", 1)
-        scheduler.kill()
-        round_of_all("round", 2)  # nobody needs it
-        scheduler = job.start(program, DMLC_ROLE="scheduler")
-        round_of_all("barrier", 3)  # but for this
-        assert [process.end() for process in (*workers, server, scheduler)] == [0] * 4
+        processes = [
+            job.start(PROGRAM, **{"DMLC_ROLE": role, "DMLC_PS_ROOT_PORT": str(free_port()), **variables})
+            for variables in wrong
+            for role in ("server", "scheduler")
+        ]
+        assert [said(process) for process in processes] == [(1, [])] * 8
+        assert all(process.errors() for process in processes)
 
 
 def test_without_servers_it_is_said_how_to_have_them() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kv.test_by_hand import PROGRAM
 from tests.network.conftest import MakeHosts
 from tests.network.test_hosts import wait_for
 
@@ -36,6 +37,9 @@ class ByHand:
 
     def scheduler(self, host: Host, **variables: str) -> HostProcess:
         return host.start(SCHEDULER, env={**self._environ, **variables})
+
+    def program(self, host: Host, role: str) -> HostProcess:
+        return host.start(PROGRAM, env={**self._environ, "DMLC_ROLE": role})
 
     def node(self, host: Host, role: str, number: int, *commands: str, **variables: str) -> HostProcess:
         environ = {**self._environ, "DMLC_ROLE": role, "DMLC_TASK_ID": str(number), **variables}
@@ -87,6 +91,17 @@ def test_ipv6_and_tls(make_hosts: MakeHosts) -> None:
         f"[{one.address6}]",
         f"[{two.address6}]",
     ]
+
+
+def test_one_program_in_all_roles_on_three_machines(make_hosts: MakeHosts) -> None:
+    one, two, three = make_hosts(3)
+    job = ByHand("h1", REIGEN_SECRET=SECRET, REIGEN_TLS="1", REIGEN_KV_BIGARRAY_BOUND="1000")
+    places = [(two, "server"), (one, "worker"), (three, "server"), (one, "scheduler"), (three, "worker")]
+    processes = [job.program(host, role) for host, role in places]
+    assert [process.wait(60) for process in processes] == [0] * 5, [process.output() for process in processes]
+    lines = [process.output()[0].splitlines() for process in processes]
+    assert [lines[0], lines[2], lines[3]] == [[]] * 3
+    assert sorted(json.loads(*lines[index]) for index in (1, 4)) == [["worker", rank, 2, [3.0]] for rank in range(2)]
 
 
 def test_a_machine_that_crashes_is_told_by_its_name(make_hosts: MakeHosts) -> None:

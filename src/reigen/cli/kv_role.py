@@ -25,7 +25,7 @@ comes and goes. `reigen run -s` sets all that, and starts all processes, itself.
 
 
 def serve(role: Literal["server", "scheduler"], description: str, arguments: Sequence[str]) -> int:
-    """Serve until the job is over; returns the exit code: 2 where the environment is not in order."""
+    """Serve until the job is over; returns the exit code: 2 where the environment is not in order, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog=f"reigen {role}",
         description=description,
@@ -39,3 +39,5 @@ def serve(role: Literal["server", "scheduler"], description: str, arguments: Seq
     except ConfigError as error:
         print(f"reigen {role}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130

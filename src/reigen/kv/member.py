@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -53,8 +54,9 @@ _log = logging.getLogger(__name__)
 _AGAIN_SECONDS = 0.1
 #: One attempt to reach the scheduler may take that long.
 _TRY_SECONDS = 1.0
-#: Whoever answers in the scheduler's place and cannot prove to be it may be about to go, for that long.
-_DOUBT_SECONDS = 1.0
+#: Whoever answers in the scheduler's place and cannot prove to be it may be about to go, for that long; and a scheduler
+#: that hangs up, because more connect than it can listen to at once, may do so for that long.
+_DOUBT_SECONDS, _BUSY_SECONDS = 1.0, 5.0
 #: How long the scheduler may take to answer a question, or to take a last word.
 _ANSWER_SECONDS = 2.0
 _THE_START: Entry = ("", 0)
@@ -283,16 +285,17 @@ class Member:
 
     def _connect(self, until: float) -> tuple[socket.socket, Conversation]:
         """Reach the scheduler, wherever it is now."""
-        problem, doubt_until = "", until
+        problem, doubted = "", math.inf
         while not self._is_over:
             try:
                 found = self._reach_one()
             except (AuthenticationError, WireError, PeerLostError, OSError) as error:
-                problem = str(error)
+                problem, now = str(error), time.monotonic()
+                doubted = min(doubted, now)
+                patience = _BUSY_SECONDS if isinstance(error.__context__, ConnectionError) else _DOUBT_SECONDS
                 is_refused = isinstance(error, AuthenticationError) and not self._standing.is_assigned
-                if is_refused and time.monotonic() >= doubt_until:
+                if is_refused and now >= doubted + patience:
                     raise
-                doubt_until = min(doubt_until, time.monotonic() + _DOUBT_SECONDS)
             else:
                 if not isinstance(found, str):
                     return found
