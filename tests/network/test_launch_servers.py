@@ -14,7 +14,7 @@ from tests.network.conftest import MakeHosts
 from tests.network.test_ssh import SOURCE, Job, jobs_of
 from tests.network.waiting import wait_for
 
-from reigen.testing.hosts import Host
+from reigen.testing.hosts import Host, Hosts
 
 pytestmark = pytest.mark.slow
 LAUNCH = (sys.executable, "-m", "reigen", "launch", "-n", "2", "-s", "2")
@@ -161,3 +161,36 @@ def test_a_failure_under_mpirun_ends_everything(start: Start, tmp_path: Path) ->
     ).finish(60.0)
     assert code == 7
     assert err.splitlines()[-1] == "reigen run: mpirun (Open MPI 5) ended with exit code 7"
+
+
+#: Reigen's own servers, and a program that uses them.
+PROGRAM = (sys.executable, str(SOURCE / "tests/kv/train.py"))
+DONE = ["[0] 0 of 2: {10.0}", "[1] 1 of 2: {10.0}"]
+
+
+def real(hosts: Hosts, *arguments: str, **environ: str) -> Job:
+    variables = {"PYTHONPATH": str(SOURCE / "src"), "REIGEN_KV_BIGARRAY_BOUND": "1000", **environ}
+    line = (sys.executable, "-m", "reigen", "run", "-np", "2", "-H", "h1:1,h2:1", "-s", "2", *arguments)
+    return Job(hosts, hosts[0].start(line, env=variables, cwd=SOURCE))
+
+
+@pytest.mark.parametrize("where", [(), ("--server-hosts", "h3")])
+def test_real_servers(make_hosts: MakeHosts, where: tuple[str, ...]) -> None:
+    code, out, err = real(make_hosts(3, ssh_port=22), *where, "--verbose", *PROGRAM).finish()
+    assert (code, sorted(out.splitlines())) == (0, DONE), err
+    assert f"host {'h3' if where else 'h2'}: server 1: process " in err
+
+
+def test_a_real_server_elsewhere_goes_on_from_its_snapshot(make_hosts: MakeHosts) -> None:
+    hosts = make_hosts(2, ssh_port=22)
+    for host in hosts:
+        (host.root / "tmp/rest").touch()
+    keeps = {"REIGEN_KV_SNAPSHOT_DIR": "/tmp/snapshots", "REIGEN_KV_SNAPSHOT_SECONDS": "0"}
+    job = real(hosts, *PROGRAM, "/tmp/rest", **keeps)
+    wait_for(lambda: job.output().count("[0] resting") + job.output().count("[1] resting") == 2, "workers rest")
+    os.kill(process_of(hosts[1], "server"), signal.SIGKILL)
+    for host in hosts:
+        (host.root / "tmp/rest").unlink()
+    code, out, err = job.finish()
+    assert (code, sorted(out.splitlines())[::2]) == (0, DONE), out + err
+    assert "reigen run: server 1 (host h2): killed by SIGKILL; it is started again\n" in err

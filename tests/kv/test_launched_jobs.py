@@ -1,0 +1,90 @@
+"""Jobs with parameter servers as users start them: the closed form holds, whatever dies on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from tests.mpirun import PYPI, find
+from tests.multiprocess.launcher import Launcher, launched, run, until
+
+pytestmark = pytest.mark.slow
+PROGRAM = (sys.executable, str(Path(__file__).with_name("train.py")))
+#: 1 + rate * rounds * n * (n + 1) / 2, for a rate of 0.5, 6 rounds, and 2 workers.
+VALUE = "10.0"
+DONE = [f"[{rank}] {rank} of 2: {{{VALUE}}}" for rank in range(2)]
+BOUND = {"REIGEN_KV_BIGARRAY_BOUND": "1000"}
+JOB = ("-np", "2", "-s", "2")
+
+
+@pytest.fixture
+def rest(tmp_path: Path) -> Path:
+    """While it exists, workers rest in the middle."""
+    file = tmp_path / "rest"
+    file.touch()
+    return file
+
+
+def process_of(job: Launcher, role: str, number: int) -> int:
+    """The process that is this server, or the scheduler."""
+    wanted = {f"DMLC_ROLE={role}".encode(), f"DMLC_TASK_ID={number}".encode()}
+    found = [pid for pid in job.processes() if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))]
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "options"), [("run", JOB), ("launch", ("-n", "2", "-s", "2", "--launcher", "local"))]
+)
+def test_servers_beside_the_workers_and_a_program_in_all_roles(program: str, options: tuple[str, ...]) -> None:
+    status, out, err = run(*options, *PROGRAM, program=program, env=BOUND)
+    assert (status, err) == (0, "")
+    assert sorted(out.splitlines()) == DONE
+
+
+@pytest.mark.parametrize("program", ["run", "launch"])
+def test_by_mpirun(program: str, tmp_path: Path) -> None:
+    if isinstance(reason := find(PYPI, tmp_path), str):
+        pytest.skip(reason)
+    options = ("--launcher", "mpi", "-np" if program == "run" else "-n", "2", "-s", "2")
+    status, out, err = run(*options, *PROGRAM, program=program, env={**BOUND, "PYTHONUNBUFFERED": ""})
+    assert status == 0, out + err
+    assert sorted(line.partition(": ")[2] for line in out.splitlines()) == [line[4:] for line in DONE]
+
+
+def test_a_killed_worker_that_servers_wait_for_is_started_again(rest: Path) -> None:
+    environ = {**BOUND, "REIGEN_KV_ON_WORKER_LOSS": "wait"}
+    with launched(*JOB, *PROGRAM, str(rest), "1", env=environ) as job:
+        assert sorted(job.lines(3)) == ["[0] resting", "[1] resting", "[1] resting"]
+        rest.unlink()
+        status, out, err = job.finish()
+    assert (status, sorted(out.splitlines())) == (0, DONE)
+    assert "reigen run: rank 1: killed by SIGKILL; it is started again\n" in err
+
+
+@pytest.mark.parametrize(("role", "name"), [("server", "server 1"), ("scheduler", "scheduler")])
+def test_a_killed_server_with_snapshots_and_a_killed_scheduler_are_started_again(
+    role: str, name: str, rest: Path, tmp_path: Path
+) -> None:
+    keeps = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "REIGEN_KV_SNAPSHOT_SECONDS": "0"}
+    with launched(*JOB, *PROGRAM, str(rest), env={**BOUND, **(keeps if role == "server" else {})}) as job:
+        assert sorted(job.lines(2)) == ["[0] resting", "[1] resting"]
+        first = process_of(job, role, int(role == "server"))
+        os.kill(first, signal.SIGKILL)
+        until(lambda: first not in job.processes())
+        rest.unlink()
+        status, out, err = job.finish()
+    assert (status, sorted(out.splitlines())) == (0, DONE), err
+    assert f"reigen run: {name}: killed by SIGKILL; it is started again\n" in err
+
+
+def test_a_killed_server_without_snapshots_ends_the_job_by_name(rest: Path) -> None:
+    with launched(*JOB, *PROGRAM, str(rest), env=BOUND) as job:
+        job.lines(2)
+        os.kill(process_of(job, "server", 1), signal.SIGKILL)
+        status, _, err = job.finish()
+    assert status == 137
+    assert "reigen run: server 1 failed first: killed by SIGKILL\n" in err
