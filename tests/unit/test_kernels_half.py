@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reigen.kernels.half import converters, narrow_bfloat16, widen_bfloat16
+from reigen.kernels.half import converters, narrow_bfloat16, narrow_float16, widen_bfloat16
 
 
 def bfloat16_value(bits: int) -> float:
@@ -90,6 +90,24 @@ def test_nan_stays_nan_among_numbers(bits: int) -> None:
     narrow_bfloat16(source, target)
     assert math.isnan(bfloat16_value(int(target[1])))
     assert (target[0], target[2]) == (0x3F80, 0xBF80)
+
+
+def test_narrowing_float16_is_numpys_cast_bit_for_bit() -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    every = every[np.isfinite(every)]
+    between = (np.sort(every)[1:] + np.sort(every)[:-1]) / 2  # ties
+    beside = [np.nextafter(values, np.float32(end)) for values in (every, between) for end in (-np.inf, np.inf)]
+    ends = np.array([65519.996, 65520, 65536, 1e30, np.inf, 2.9802322e-8, 2.98023259e-8, 1e-45, 0, np.nan], np.float32)
+    random = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32).view(np.float32)
+    source = np.concatenate([every, between, *beside, ends, -ends, random])
+    before, target = source.copy(), np.empty(len(source), np.float16)
+    narrow_float16(source, target)
+    with np.errstate(all="ignore"):
+        expected = source.astype(np.float16)
+    is_nan = np.isnan(source)
+    np.testing.assert_array_equal(np.isnan(target), is_nan)
+    np.testing.assert_array_equal(target.view(np.uint16)[~is_nan], expected.view(np.uint16)[~is_nan])
+    np.testing.assert_array_equal(source.view(np.uint32), before.view(np.uint32))
 
 
 def test_no_elements() -> None:

@@ -159,10 +159,11 @@ class Codec(ABC):
             self.combine(data, values, np.add, scratch)
         else:
             self.unpack(data, values)
-        if out.dtype == np.uint16:
-            half.narrow_bfloat16(values, out)
+        if out.dtype == np.float64:
+            np.copyto(out, values)
         else:
-            np.copyto(out, values, casting="same_kind")
+            _, narrow = half.converters("bfloat16" if out.dtype == np.uint16 else "float16")
+            narrow(values, out)
 
 
 def pieces(length: int, grain: int | None) -> Iterator[tuple[int, int]]:

@@ -48,6 +48,8 @@ class Cast(Codec):
             copy = scratch.take("to narrow", len(values), np.float32)  # narrowing uses it up
             np.copyto(copy, values)
             half.narrow_bfloat16(copy, target)
+        elif self.to == "fp16":
+            half.narrow_float16(values, target)
         else:
             np.copyto(target, values, casting="same_kind")
 

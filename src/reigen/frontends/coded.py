@@ -73,10 +73,11 @@ class CodedBuckets:
         bucket = self._buckets[number]
         if bucket.residual is not None:
             self._codec.decode(bucket.codes, bucket.residual, accumulate=True)
-            if bucket.array.dtype == np.uint16:
-                half.narrow_bfloat16(bucket.residual, bucket.array)
+            if bucket.array.itemsize > 2:
+                np.copyto(bucket.array, bucket.residual)
             else:
-                np.copyto(bucket.array, bucket.residual, casting="same_kind")
+                _, narrow = half.converters("bfloat16" if bucket.array.dtype == np.uint16 else "float16")
+                narrow(bucket.residual, bucket.array)
             bucket.residual[:] = 0.0
 
     def _make(self, array: NDArray[Any], dtype: DType) -> _Bucket:
