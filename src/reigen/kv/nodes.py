@@ -40,6 +40,7 @@ class NodeLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbid_
     Attributes:
         reason: how that was noticed, for people: "its process ended", "nothing was heard of it for 20 s".
         will_return: somebody is expected to take its place: the wait is for that.
+        incarnation: of the process that is gone, 0 where it is not known: another one may be there already.
     """
 
     role: Role
@@ -47,6 +48,7 @@ class NodeLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbid_
     host: str
     reason: str
     will_return: bool = False
+    incarnation: int = 0
 
     def __str__(self) -> str:
         return f"{self.role} {self.number} on host {self.host} is lost: {self.reason}"

@@ -360,7 +360,7 @@ class Roster:
 
     def _tell_loss(self, node: Node, reason: str, will_return: bool) -> None:
         will_return = will_return or (node.role == "worker" and self.terms.policy is LossPolicy.WAIT)
-        node.loss = NodeLost(node.role, node.number, node.host, reason, will_return)
+        node.loss = NodeLost(node.role, node.number, node.host, reason, will_return, node.incarnation)
         node.until = self._now + self.terms.return_seconds if will_return and node.role == "server" else _NEVER
         self._announce(node.loss)
 

@@ -28,7 +28,7 @@ from reigen.kv.desk import Desk
 from reigen.kv.events import LossPolicy
 from reigen.kv.line import Drops, Line
 from reigen.kv.memory import Buffers, Memory
-from reigen.kv.nodes import Membership, NodeLost, NodeReturned, Stop
+from reigen.kv.nodes import Membership, NodeLeft, NodeLost, NodeReturned, Stop
 from reigen.kv.protocol import HELLO_CODEC, NOTICE_CODEC, PURPOSE, Header, Hello, Kind, Notice, Problem
 from reigen.kv.requests import Connection
 from reigen.kv.snapshots import Snapshots
@@ -358,12 +358,15 @@ class Server:
             elif isinstance(event, NodeLost) and event.role == "worker":
                 self._lost[event.number] = event
                 for store in self._stores.values():
-                    store.lost(event.number, event.host, event.reason)
+                    store.lost(event.number, event.host, event.reason, event.incarnation)
             elif isinstance(event, NodeReturned) and event.role == "worker":
                 self._lost.pop(event.number, None)
                 for store in self._stores.values():
                     if store.incarnations.get(event.number) == event.incarnation:
-                        store.returned(event.number, event.host)
+                        store.found(event.number, event.host)
+            elif isinstance(event, NodeLeft) and event.role == "worker":
+                for store in self._stores.values():
+                    store.has_left(event.number, event.host)
 
     # ---- stores
 

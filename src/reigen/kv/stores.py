@@ -31,6 +31,7 @@ from reigen.kv.events import (
     Expired,
     Fail,
     Forgotten,
+    Found,
     Instruction,
     Left,
     LossPolicy,
@@ -158,15 +159,20 @@ class Store:
     def said_goodbye(self, request: Request) -> None:
         """A worker has nothing more to push."""
         connection = request.connection
-        self.left.add(connection.worker)
-        self._all(Left(connection.worker))
-        self._settle()
+        self.has_left(connection.worker, connection.hello.host)
         connection.answer(request, Kind.DONE)
-        self._notify(Notice("left", connection.worker, connection.hello.host, f"worker {connection.worker} has left"))
 
-    def lost(self, worker: int, host: str, reason: str) -> None:
-        """The scheduler has given a worker up."""
-        if worker in self.left:
+    def has_left(self, worker: int, host: str) -> None:
+        """A worker is not waited for any more; it may have told the process that this server was before."""
+        if worker not in self.left:
+            self.left.add(worker)
+            self._all(Left(worker))
+            self._settle()
+            self._notify(Notice("left", worker, host, f"worker {worker} has left"))
+
+    def lost(self, worker: int, host: str, reason: str, incarnation: int = 0) -> None:
+        """The scheduler has given a worker's process up; it may have been replaced meanwhile."""
+        if worker in self.left or (incarnation and self.incarnations.get(worker, incarnation) != incarnation):
             return
         self.losses[worker] = Loss(host, reason)
         what = f"worker {worker} on host {host} is lost: {reason}"
@@ -180,8 +186,15 @@ class Store:
         self._settle()
         self._notify(Notice("lost", worker, host, problem.reason if problem else what, problem))
 
+    def found(self, worker: int, host: str) -> None:
+        """A worker that was lost is there again: it was silent."""
+        if self.losses.pop(worker, None) is not None:
+            self._all(Found(worker))
+            self.must_save = True
+            self._notify(Notice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
+
     def returned(self, worker: int, host: str) -> None:
-        """A worker that was lost is there again, or another process in its place."""
+        """Another process is there in place of a worker that was lost."""
         was_gone = self.losses.pop(worker, None) is not None or worker in self.left
         self.left.discard(worker)
         self._all(Returned(worker))

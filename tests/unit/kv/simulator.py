@@ -233,7 +233,8 @@ class Server:
 
     def _is_back(self, worker: int) -> None:
         if worker in self.gone:  # the others went on without it
-            self.passed[worker] = max(self.passed[worker], max(round for _, round in [(0, 0), *self.ledger.applied]))
+            newest = max((round for _, round in self.ledger.applied), default=0)
+            self.passed[worker] = max(self.passed[worker], newest)
         self.gone.discard(worker)
         self.lost.discard(worker)
 

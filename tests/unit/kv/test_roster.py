@@ -166,7 +166,7 @@ def test_workers_have_longer_to_come() -> None:
 def test_a_connection_that_ends_is_a_loss_that_all_are_told() -> None:
     job = started()
     assert job.end("w1") == {}
-    loss = NodeLost("worker", 1, "h1", "its process ended", False)
+    loss = NodeLost("worker", 1, "h1", "its process ended", False, 1)
     assert job.wait(GRACE_SECONDS) == {"s0": [loss], "w0": [loss]}
     (refused,) = job.come("w1'")["w1'"]
     assert refused == Refused("worker 1 on host h1 is lost: its process ended; this job does not go on without it")
@@ -187,7 +187,7 @@ def test_a_connection_may_be_made_again() -> None:
 def test_a_process_that_comes_for_a_lost_workers_number_takes_its_place(terms: Terms) -> None:
     job = started(terms)
     job.end("w1")
-    loss = NodeLost("worker", 1, "h1", "its process ended", terms is WAIT)
+    loss = NodeLost("worker", 1, "h1", "its process ended", terms is WAIT, 1)
     back = NodeReturned("worker", 1, "h1", 2)
     assert job.come("w1'") == {  # its predecessor cannot be there any more
         "s0": [loss, back],
@@ -208,7 +208,7 @@ def test_a_process_without_a_number_takes_a_lost_ones_place() -> None:
 def test_silence_is_a_loss_and_whoever_was_silent_may_be_there_again() -> None:
     job = started(WAIT)
     told = job.beat(21, "w0", "s0")
-    loss = NodeLost("worker", 1, "h1", "nothing was heard of it for 20 s", True)
+    loss = NodeLost("worker", 1, "h1", "nothing was heard of it for 20 s", True, 1)
     assert told == {"w0": [loss], "s0": [loss], "w1": [loss]}
     back = NodeReturned("worker", 1, "h1", 1)
     assert job.say("w1", Heartbeat()) == {"w0": [back], "s0": [back], "w1": [back]}
@@ -230,7 +230,7 @@ def test_while_the_first_may_be_alive_another_process_waits_for_its_place() -> N
     assert told["w1''"][:1] == [Assigned(1, True)]
     assert told["w1"][-1] == Refused("another process has become worker 1")
     assert told["w0"] == [
-        NodeLost("worker", 1, "h1", "nothing was heard of it for 20 s", True),
+        NodeLost("worker", 1, "h1", "nothing was heard of it for 20 s", True, 1),
         NodeReturned("worker", 1, "h1", 3),
     ]
 
@@ -265,7 +265,7 @@ def test_time_in_which_the_scheduler_did_not_run_is_nobodys_silence() -> None:
 def test_a_server_that_is_started_again_is_found_where_it_is_now() -> None:
     job = started(replace(TERMS, servers_return=True))
     job.end("s0")
-    loss = NodeLost("server", 0, "h0", "its process ended", True)
+    loss = NodeLost("server", 0, "h0", "its process ended", True, 1)
     assert job.wait(1) == {"w0": [loss], "w1": [loss]}
     moved = ServerMoved(peer("s0'"))
     told = job.come("s0'")
@@ -277,7 +277,7 @@ def test_a_server_that_nobody_starts_again_is_lost_for_good() -> None:
     job = started(replace(TERMS, servers_return=True))
     job.end("s0")
     told = job.beat(32, "w0", "w1")
-    assert told["w0"][1] == NodeLost("server", 0, "h0", "nobody came in its place within 30 s", False)
+    assert told["w0"][1] == NodeLost("server", 0, "h0", "nobody came in its place within 30 s", False, 1)
     assert isinstance(job.come("s0'")["s0'"][0], Refused)
     job.say("w0", Leave())
     assert job.say("w1", Leave())["w1"][-1] == Stop(
