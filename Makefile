@@ -10,6 +10,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 2
+# Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
+TEST_JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
@@ -42,10 +45,10 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/python tools/size_report.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -m "not slow" -q
+	$(PYTEST) -m "not slow" -q
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)

@@ -40,8 +40,13 @@ def check(name: str, size: int, native: str, directory: Path, *, trimmed: bool, 
         assert not different, f"rank {rank} and rank 0 got different results: {', '.join(different)}"
 
 
-@pytest.mark.parametrize("native", ["ordered", pytest.param("native", marks=slow)])
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=slow) for size in (3, 4, 5))])
+@pytest.mark.parametrize(
+    ("size", "native"),
+    [
+        (2, "ordered"),
+        *(pytest.param(*case, marks=slow) for case in ((2, "native"), (3, "ordered"), (4, "native"), (5, "ordered"))),
+    ],
+)
 def test_sizes(size: int, native: str, tmp_path: Path) -> None:
     check(PYPI, size, native, tmp_path, trimmed=False)
 
@@ -59,7 +64,10 @@ def test_other_mpis(name: str, native: str, tmp_path: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize("native", ["ordered", "native"])
-@pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [2, 3]], [[0, 2, 3], [1, 4]]], ids=str)
+@pytest.mark.parametrize(
+    ("groups", "native"),
+    [([[0, 1], [2]], "ordered"), ([[0, 1], [2, 3]], "native"), ([[0, 2, 3], [1, 4]], "ordered")],
+    ids=str,
+)
 def test_machines_of_several_ranks(groups: Groups, native: str, tmp_path: Path) -> None:
     check(PYPI, sum(map(len, groups)), native, tmp_path, trimmed=True, groups=groups)

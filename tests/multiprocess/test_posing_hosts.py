@@ -137,7 +137,7 @@ def wait_for_who_stops(hosts: Sequence[int], victim: int) -> tuple[int, ...]:
 def test_a_stopped_rank_is_named_at_the_deadline(victim: int) -> None:
     hosts = (0, 0, 1)
     with pytest.raises(RankError) as caught:
-        run_ranks(wait_for_who_stops, 3, hosts, victim, env={"REIGEN_DEADLINE": "2"}, timeout=15.0)
+        run_ranks(wait_for_who_stops, 3, hosts, victim, env={"REIGEN_DEADLINE": "2"}, timeout=9.0)
     assert {rank: ranks for rank, ranks in caught.value.results.items() if rank != victim} == {
         rank: (victim,) for rank in range(3) if rank != victim
     }

@@ -120,7 +120,7 @@ def test_a_child_that_lives_on_does_not_hide_its_parent_s_death() -> None:
 @pytest.mark.parametrize("algorithm", ["direct", "ring"])
 def test_a_rank_that_is_stopped_is_named_at_the_deadline(algorithm: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(end_in_the_middle, 4, 2, algorithm, "stop", timeout=10)
+        run_ranks(end_in_the_middle, 4, 2, algorithm, "stop", timeout=7)
     assert [(f.rank, f.kind) for f in caught.value.failures] == [(2, "late")], str(caught.value)
     for kind, ranks, seconds, text in caught.value.results.values():
         assert (kind, ranks) == ("DeadlineError", (2,)), text
