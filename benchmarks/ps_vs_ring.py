@@ -1,0 +1,269 @@
+"""Parameter servers and the ring, on hosts whose network is the bottleneck (needs root; stand-in machines).
+
+    python benchmarks/ps_vs_ring.py                              about 8 minutes
+    python benchmarks/ps_vs_ring.py --hosts 2,4 --picture out.svg
+
+One worker on each host trains the same network on real images (scikit-learn's digits) through `reigen.torch.Trainer`,
+and only the store differs: one server, as many servers as workers, twice as many, each on a worker's host; or the ring.
+All hosts share this machine's processors, which says nothing about hosts. So a worker's own part of a step takes a
+fixed time: it computes the gradients, and sleeps for the rest. What is left to differ is what goes over the wires.
+
+Efficiency is samples a second, divided by the number of workers and by what a worker alone does in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from reigen.testing.hosts import HostProcess, Hosts, MachineError, Unavailable
+from reigen.wire.auth import SECRET_BYTES
+
+ONE, EQUAL, DOUBLE, RING = "one server", "servers = workers", "servers = 2 x workers", "ring"
+MODES = (ONE, EQUAL, DOUBLE, RING)
+_PORT = 9200
+_BATCH = 32
+_WIDTH = 1024
+_SKIPPED_STEPS = 2
+_PATIENCE_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        rate_bits: bits a second of each host's connection, in each direction.
+        compute_seconds: of a worker's own part of a step.
+        num_steps: that are measured.
+        rounds: jobs of each kind, by turns.
+    """
+
+    rate_bits: float
+    compute_seconds: float
+    num_steps: int
+    rounds: int
+
+
+def num_servers(mode: str, num_hosts: int) -> int:
+    """How many servers a mode has."""
+    return {ONE: 1, EQUAL: num_hosts, DOUBLE: 2 * num_hosts, RING: 0}[mode]
+
+
+# -- the controller ---------------------------------------------------------------------------------------------------
+
+
+class Job:
+    """The processes of one job on stand-in machines, by hand: MXNet's variables for servers, torchrun's for the ring."""
+
+    def __init__(self, hosts: Hosts, mode: str, settings: Settings, stack: ExitStack) -> None:
+        self._hosts, self._stack = hosts, stack
+        self._common = {"REIGEN_SECRET": secrets.token_bytes(SECRET_BYTES).hex(), "OMP_NUM_THREADS": "1"}
+        servers = num_servers(mode, len(hosts))
+        if servers:
+            self._common |= {"DMLC_PS_ROOT_URI": hosts[0].address, "DMLC_PS_ROOT_PORT": str(_PORT)}
+            self._common |= {"DMLC_NUM_WORKER": str(len(hosts)), "DMLC_NUM_SERVER": str(servers)}
+            self._start(0, [sys.executable, "-m", "reigen", "scheduler"], {})
+            for number in range(servers):
+                self._start(number, [sys.executable, "-m", "reigen", "server"], {"DMLC_TASK_ID": str(number)})
+        else:
+            self._common |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(_PORT), "WORLD_SIZE": str(len(hosts))}
+        worker = [sys.executable, Path(__file__).resolve(), "--worker", "dist_sync" if servers else "ring"]
+        worker += [str(settings.compute_seconds), str(settings.num_steps)]
+        self._workers = [self._start(rank, worker, self._place(rank, bool(servers))) for rank in range(len(hosts))]
+
+    @staticmethod
+    def _place(rank: int, has_servers: bool) -> dict[str, str]:
+        if has_servers:
+            return {"DMLC_ROLE": "worker", "DMLC_TASK_ID": str(rank)}
+        return {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
+
+    def _start(self, number: int, command: Sequence[str | Path], variables: dict[str, str]) -> HostProcess:
+        host = self._hosts[number % len(self._hosts)]
+        local = {"DMLC_NODE_HOST": host.address} if "DMLC_NUM_SERVER" in self._common else {}
+        process = host.start(command, env={**self._common, **local, **variables}, cwd=Path.cwd())
+        self._stack.callback(process.close)
+        return process
+
+    def result(self) -> dict[str, Any]:
+        """What worker 0 has measured; all workers have ended.
+
+        Raises:
+            MachineError: one failed, or has not ended in time.
+        """
+        for rank, worker in enumerate(self._workers):
+            if worker.wait(_PATIENCE_SECONDS) != 0:
+                raise MachineError(f"worker {rank} failed:\n{worker.output()[1][-3000:]}")
+        found: dict[str, Any] = json.loads(self._workers[0].output()[0].splitlines()[-1])
+        return found
+
+
+def measure(hosts: Hosts, mode: str, settings: Settings) -> tuple[float, float]:
+    """Median seconds of a step, and MiB that the busiest host sends in one."""
+    before = [host.counters for host in hosts]
+    with ExitStack() as stack:
+        found = Job(hosts, mode, settings, stack).result()
+    sent = max((host.counters - earlier).sent_bytes for host, earlier in zip(hosts, before, strict=True))
+    return statistics.median(found["seconds"]), sent / found["num_steps"] / 2**20
+
+
+@contextmanager
+def machines(num_hosts: int, settings: Settings) -> Iterator[Hosts]:
+    """Hosts in a network of that rate."""
+    with Hosts(num_hosts, same_uptime=True) as hosts:
+        for host in hosts:
+            host.shape(settings.rate_bits)
+        yield hosts
+
+
+def run(num_hosts: Sequence[int], settings: Settings) -> list[dict[str, Any]]:
+    """A row for each number of hosts and mode."""
+    rows: list[dict[str, Any]] = []
+    for count in num_hosts:
+        steps: dict[str, list[float]] = {mode: [] for mode in MODES}
+        sent: dict[str, float] = {}
+        with machines(count, settings) as hosts:
+            for turn in range(settings.rounds):
+                for mode in MODES:
+                    print(f"{count} workers, {mode}: round {turn + 1} of {settings.rounds}", file=sys.stderr)
+                    seconds, sent[mode] = measure(hosts, mode, settings)
+                    steps[mode].append(seconds)
+        for mode in MODES:
+            seconds = statistics.median(steps[mode])
+            rows.append(
+                {
+                    "workers": count,
+                    "mode": mode,
+                    "servers": num_servers(mode, count),
+                    "step_seconds": seconds,
+                    "samples_per_second": count * _BATCH / seconds,
+                    "efficiency": settings.compute_seconds / seconds,
+                    "busiest_host_sends_mib": sent[mode],
+                }
+            )
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]], settings: Settings, command: str) -> None:
+    """The table."""
+    title = f"{settings.rate_bits / 1e6:g} Mbit/s for each host, {1e3 * settings.compute_seconds:g} ms to compute"
+    table = Table(title=title, caption=command)
+    for name in ("workers", "store", "servers", "step", "samples/s", "efficiency", "busiest host sends a step"):
+        table.add_column(name, justify="left" if name == "store" else "right")
+    previous = None
+    for row in rows:
+        if previous not in {None, row["workers"]}:
+            table.add_section()
+        previous = row["workers"]
+        cells = (f"{row['step_seconds'] * 1e3:.0f} ms", f"{row['samples_per_second']:.0f}", f"{row['efficiency']:.0%}")
+        sends = f"{row['busiest_host_sends_mib']:.1f} MiB"
+        table.add_row(str(row["workers"]), row["mode"], str(row["servers"]), *cells, sends)
+    Console(width=120).print(table)
+
+
+def draw(rows: Sequence[dict[str, Any]], settings: Settings, file: Path) -> None:
+    """The picture: columns are samples a second, lines the efficiency of scaling."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.hashsalt"] = "reigen"  # the same picture for the same figures
+    from matplotlib import pyplot as plt
+
+    counts = sorted({row["workers"] for row in rows})
+    figure, left = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    right = left.twinx()
+    width = 0.8 / len(MODES)
+    for index, mode in enumerate(MODES):
+        of_mode = [next(row for row in rows if row["mode"] == mode and row["workers"] == count) for count in counts]
+        places = [place + (index - (len(MODES) - 1) / 2) * width for place in range(len(counts))]
+        columns = left.bar(places, [row["samples_per_second"] for row in of_mode], width, label=mode, alpha=0.75)
+        color = columns.patches[0].get_facecolor()[:3]
+        right.plot(places, [100 * row["efficiency"] for row in of_mode], "o-", color=color, markeredgecolor="black")
+    left.set_xticks(range(len(counts)), [f"{count} workers" for count in counts])
+    left.set_ylabel("samples a second (columns)")
+    right.set_ylabel("scaling efficiency, % (lines)")
+    right.set_ylim(0, 100)
+    left.set_title(f"{settings.rate_bits / 1e6:g} Mbit/s a host; a worker alone: {settings.compute_seconds:g} s a step")
+    left.legend(loc="upper left")
+    figure.savefig(file, metadata={"Date": None})
+
+
+# -- a worker ---------------------------------------------------------------------------------------------------------
+
+
+def work(store: str, compute_seconds: float, num_steps: int) -> None:
+    """One worker: trains, and tells how long its steps took."""
+    import torch
+    from sklearn.datasets import load_digits
+    from torch import nn
+
+    from reigen.torch import Trainer
+
+    torch.manual_seed(20)
+    torch.set_num_threads(1)
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
+    model = nn.Sequential(nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10))
+    optimizer = {"learning_rate": 0.05, "momentum": 0.9}
+    with Trainer(model.named_parameters(), "sgd", optimizer, kvstore=store) as trainer:
+        mine = torch.randperm(len(labels), generator=torch.Generator().manual_seed(7))[trainer.rank :: trainer.num_workers]
+        seconds = []
+        for step in range(_SKIPPED_STEPS + num_steps):
+            begin = time.perf_counter()
+            batch = mine[[(step * _BATCH + i) % len(mine) for i in range(_BATCH)]]
+            trainer.zero_grad()
+            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            time.sleep(max(0.0, begin + compute_seconds - time.perf_counter()))
+            trainer.step(trainer.num_workers)
+            seconds.append(time.perf_counter() - begin)
+        with torch.no_grad():
+            loss = float(nn.functional.cross_entropy(model(images), labels))
+    told = {"seconds": seconds[_SKIPPED_STEPS:], "num_steps": len(seconds), "loss": loss}
+    print(json.dumps(told), flush=True)
+
+
+def main(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["--worker"]:
+        work(arguments[1], float(arguments[2]), int(arguments[3]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", default="2,4,6", metavar="N,M", help="how many workers (2,4,6)")
+    parser.add_argument("--rate", type=float, default=200.0, metavar="R", help="Mbit/s of each host (200)")
+    parser.add_argument("--compute", type=float, default=0.5, metavar="S", help="seconds of a worker's own part (0.5)")
+    parser.add_argument("--steps", type=int, default=10, metavar="K", help="steps of each job (10)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="K", help="jobs of each kind (2)")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw it, too (needs matplotlib)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    chosen = parser.parse_args(arguments)
+    settings = Settings(1e6 * chosen.rate, chosen.compute, chosen.steps, chosen.rounds)
+    command = shlex.join(["python", "benchmarks/ps_vs_ring.py", *arguments])
+    try:
+        rows = run([int(count) for count in chosen.hosts.split(",")], settings)
+    except Unavailable as error:
+        print(f"there can be no stand-in machines here: {error}", file=sys.stderr)
+        return 1
+    show(rows, settings, command)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps({"command": command, "cores": os.cpu_count(), "rows": rows}, indent=1))
+    if chosen.picture is not None:
+        draw(rows, settings, chosen.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
