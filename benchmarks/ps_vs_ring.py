@@ -221,7 +221,9 @@ def work(store: str, compute_seconds: float, num_steps: int) -> None:
     model = nn.Sequential(nn.Linear(64, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 10))
     optimizer = {"learning_rate": 0.05, "momentum": 0.9}
     with Trainer(model.named_parameters(), "sgd", optimizer, kvstore=store) as trainer:
-        mine = torch.randperm(len(labels), generator=torch.Generator().manual_seed(7))[trainer.rank :: trainer.num_workers]
+        mine = torch.randperm(len(labels), generator=torch.Generator().manual_seed(7))[
+            trainer.rank :: trainer.num_workers
+        ]
         seconds = []
         for step in range(_SKIPPED_STEPS + num_steps):
             begin = time.perf_counter()
