@@ -68,7 +68,7 @@ def num_servers(mode: str, num_hosts: int) -> int:
 
 
 class Job:
-    """The processes of one job on stand-in machines, by hand: MXNet's variables for servers, torchrun's for the ring."""
+    """The processes of one job on stand-in machines, by MXNet's variables, or torchrun's for the ring."""
 
     def __init__(self, hosts: Hosts, mode: str, settings: Settings, stack: ExitStack) -> None:
         self._hosts, self._stack = hosts, stack
