@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from reigen.compression import Cast, Codec, ErrorFeedback, Int8, Residual, TopK, chain, from_params
+from reigen.compression import Cast, Codec, ErrorFeedback, Int8, Residual, TopK, add_up, chain, from_params
 from reigen.compression import base as codecs
 from reigen.errors import ArgumentError, UnsupportedTypeError, WireError
 from reigen.types import DTYPES
@@ -104,19 +104,19 @@ def test_the_vectors_of_mxnets_tests(params: dict[str, Any], steps: list[tuple[s
 
 
 @pytest.mark.parametrize("rule", ["2bit", "1bit"])
-@pytest.mark.parametrize("length", [1, 3, 4, 15, 16, 17, 31, 32, 33, 127, 1000])
 @pytest.mark.parametrize("threshold", [0.5, 0.1, 1e-3])
-def test_every_byte_and_every_residual_is_that_of_mxnets_rule(rule: str, length: int, threshold: float) -> None:
+def test_every_byte_and_every_residual_is_that_of_mxnets_rule(rule: str, threshold: float) -> None:
     codec = from_params({"type": rule, "threshold": threshold})
-    state, expected = codec.begin(length, FLOAT32), np.zeros(length, np.float32)
-    assert state is not None
-    for step in range(4):
-        g = gradient(length, seed=step)
-        truth = (two_bits if rule == "2bit" else one_bit)(g, expected, np.float32(threshold))
-        data = sent(codec, g, state)
-        assert data == truth
-        np.testing.assert_array_equal(state.view(np.uint32), expected.view(np.uint32))
-        assert len(data) == 4 * math.ceil(length / (16 if rule == "2bit" else 32))
+    for length in (1, 3, 4, 15, 16, 17, 31, 32, 33, 127, 300):
+        state, expected = codec.begin(length, FLOAT32), np.zeros(length, np.float32)
+        assert state is not None
+        for step in range(4):
+            g = gradient(length, seed=step)
+            truth = (two_bits if rule == "2bit" else one_bit)(g, expected, np.float32(threshold))
+            data = sent(codec, g, state)
+            assert data == truth
+            np.testing.assert_array_equal(state.view(np.uint32), expected.view(np.uint32))
+            assert len(data) == 4 * math.ceil(length / (16 if rule == "2bit" else 32))
 
 
 @pytest.mark.parametrize("values", [[0.5, -0.5, np.nextafter(np.float32(0.5), np.float32(0)), -0.0, 0.0]])
@@ -135,14 +135,14 @@ def test_what_is_exactly_at_the_threshold(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize("params", EVERY, ids=named)
-@pytest.mark.parametrize("length", [0, 1, 2, 255, 256, 257, 1000])
-def test_the_size_of_codes_depends_on_the_length_alone(params: dict[str, Any], length: int) -> None:
+def test_the_size_of_codes_depends_on_the_length_alone(params: dict[str, Any]) -> None:
     codec = from_params(params)
-    for values in (np.zeros(length, np.float32), gradient(length), np.full(length, np.nan, np.float32)):
-        out = bytearray(b"\xaa" * (codec.max_bytes(length) + 9))
-        assert codec.encode(values, codec.begin(length, FLOAT32), out) == codec.max_bytes(length)
-        assert out[codec.max_bytes(length) :] == b"\xaa" * 9
-        received(codec, bytes(out[: codec.max_bytes(length)]), length)
+    for length in (0, 1, 2, 255, 256, 257, 1000):
+        for values in (np.zeros(length, np.float32), gradient(length), np.full(length, np.nan, np.float32)):
+            out = bytearray(b"\xaa" * (codec.max_bytes(length) + 9))
+            assert codec.encode(values, codec.begin(length, FLOAT32), out) == codec.max_bytes(length)
+            assert out[codec.max_bytes(length) :] == b"\xaa" * 9
+            received(codec, bytes(out[: codec.max_bytes(length)]), length)
 
 
 @pytest.mark.parametrize("params", [p for p in EVERY if p["type"] != "topk"], ids=named)
@@ -365,6 +365,33 @@ def test_one_bit_with_a_scale() -> None:
     np.testing.assert_allclose(state, [0.25, -0.75, -0.15], atol=1e-6)
 
 
+# ---------------------------------------------------------------- sums of ranks
+
+
+@pytest.mark.parametrize("params", EVERY, ids=named)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+def test_codes_of_ranks_are_added_up_in_their_order(params: dict[str, Any], dtype: str) -> None:
+    codec = from_params(params)
+    codes = [sent(codec, gradient(700, seed=rank), codec.begin(700, FLOAT32)) for rank in range(3)]
+    numbers = [received(codec, data, 700) for data in codes]
+    if dtype == "float64":
+        truth = ((numbers[0].astype(np.float64) + numbers[1]) + numbers[2]) * 0.25
+    else:
+        truth = ((numbers[0] + numbers[1]) + numbers[2]) * np.float32(0.25)
+    out: NDArray[Any] = np.full(700, 9, DTYPES[dtype].storage)
+    add_up(codec, [np.frombuffer(data, np.uint8) for data in codes], out, factor=0.25)
+    if dtype == "bfloat16":
+        wide = (out.astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_allclose(wide, truth, rtol=2.0**-8)
+    else:
+        np.testing.assert_array_equal(out, truth.astype(dtype))
+
+
+def test_a_rank_whose_codes_are_too_short() -> None:
+    with pytest.raises(WireError, match="8 bytes of 2bit codes for 40 elements, which take 12"):
+        add_up(from_params({"type": "2bit"}), [np.zeros(12, np.uint8), np.zeros(8, np.uint8)], np.zeros(40, np.float32))
+
+
 # ---------------------------------------------------------------- composition
 
 
@@ -484,3 +511,19 @@ def test_positions_that_a_liar_sends(positions: list[int], accumulate: bool) -> 
     data = np.array(positions, "<u4").tobytes() + bytes(8)
     with pytest.raises(WireError, match="not ascending, or not below 40"):
         TopK(k=2).decode(data, np.zeros(40, np.float32), accumulate)
+
+
+@pytest.mark.parametrize("params", EVERY, ids=named)
+@given(data=st.data())
+@settings(max_examples=15, deadline=None)
+def test_whatever_bytes_come_are_numbers_or_an_error(params: dict[str, Any], data: st.DataObject) -> None:
+    codec = from_params(params)
+    length = data.draw(st.integers(0, 600))
+    nbytes = codec.max_bytes(length)
+    codes = data.draw(st.binary(min_size=nbytes, max_size=nbytes))
+    around = np.zeros(length + 2, np.float32)
+    try:
+        codec.decode(codes, around[1:-1], accumulate=data.draw(st.booleans()))
+    except WireError:
+        assert params["type"] == "topk"
+    assert around[0] == around[-1] == 0
