@@ -93,6 +93,9 @@ class Cell:
         num_changes: how often the value has changed.
         is_dirty: it differs from the latest snapshot.
         must_save: a snapshot is due.
+        dtype: of its elements.
+        length: how many elements it has.
+        num_bytes: how many bytes its value has.
     """
 
     key: int
@@ -111,9 +114,13 @@ class Cell:
     #: the sum of the latest round as codes, for the number of changes that it belongs to
     _encoded: tuple[int, bytes] = (-1, b"")
     dtype: DType = field(init=False)
+    length: int = field(init=False)
+    num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.dtype = dtype_named(self.facts.dtype)
+        self.length = self.place.end - self.place.begin
+        self.num_bytes = self.length * self.dtype.itemsize
         self.applied = self.engine.state()
 
     @property
@@ -122,19 +129,9 @@ class Cell:
         return self.key, self.place.index
 
     @property
-    def length(self) -> int:
-        """How many elements it has."""
-        return self.place.end - self.place.begin
-
-    @property
     def is_whole(self) -> bool:
         """Whether it is all of its key."""
         return self.length == math.prod(self.facts.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        """How many bytes its value has."""
-        return self.length * self.dtype.itemsize
 
     @property
     def row_length(self) -> int:

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import SharedMemoryError
+from reigen.kernels.reduce import Reducer, Reduction
 from reigen.kv.arena import Arena, Block
+from reigen.types import DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 #: Received bodies whose memory is kept for the next ones, and how much that may be in all.
@@ -109,10 +111,12 @@ class Buffers:
 
 
 class Scratch:
-    """Arrays for intermediate results, used again. For one thread."""
+    """What one thread computes with, used again: arrays for intermediate results, and what adds up."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[Any]] = {}
+        #: by element type and number of inputs
+        self._reducers: dict[tuple[str, int], Reducer] = {}
 
     def take(self, slot: str, length: int, dtype: Any) -> NDArray[Any]:
         """``length`` elements with undefined content; a slot is overwritten by its next use."""
@@ -120,3 +124,13 @@ class Scratch:
         if array is None or len(array) < length or array.dtype != dtype:
             array = self._arrays[slot] = np.empty(length, dtype)
         return array[:length]
+
+    def reducer(self, dtype: DType, num_inputs: int, scale: float) -> Reducer:
+        """Adds up so many arrays of a type, and multiplies with a factor."""
+        if scale != 1.0:
+            return Reducer(Reduction(dtype, ReduceOp.SUM, num_inputs, postscale=scale))
+        reducer = self._reducers.get((dtype.name, num_inputs))
+        if reducer is None:
+            reducer = Reducer(Reduction(dtype, ReduceOp.SUM, num_inputs))
+            self._reducers[dtype.name, num_inputs] = reducer
+        return reducer

@@ -52,7 +52,7 @@ from reigen.optim import Optimizer
 from reigen.types import dtype_named
 
 #: Work on fewer bytes is done at once: handing it to a thread would take longer.
-_SMALL_BYTES = 128 << 10
+_SMALL_BYTES = 512 << 10
 _log = logging.getLogger(__name__)
 
 

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from reigen.compression import Codec
 from reigen.kernels import half
-from reigen.kernels.reduce import Reducer, Reduction
 from reigen.kv.memory import Scratch
-from reigen.types import DType, ReduceOp, dtype_named
+from reigen.types import DType, dtype_named
 
 #: Elements that are worked on at a time, so that they stay in the core's cache.
 BLOCK = 1 << 16
@@ -63,7 +62,7 @@ class Sum:
         self._sum_type = summed_type(dtype)
         #: the whole sum where contributions are encoded
         self._whole = self._decoded() if any(part.codec is not None for part in parts) else None
-        self._reducer = Reducer(Reduction(dtype, ReduceOp.SUM, len(parts), postscale=scale))
+        self._reducer = scratch.reducer(dtype, len(parts), scale)
 
     def into(self, out: NDArray[Any]) -> None:
         """Write the sum into ``out``, in the type of the cell, apart from all contributions."""

@@ -204,7 +204,7 @@ def test_nothing_that_a_worker_sends_harms_a_store(staleness, policy, steps, has
             elif what == "lose":
                 scene.store.lost(1, "host", "the test wants it")
             else:
-                scene.store.returned(1, "host")
+                scene.store.found(1, "host")
             scene.check()
         scene.store.expire()
     finally:

@@ -3,7 +3,7 @@
 import struct
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reigen.errors import ArgumentError, ConfigError, DuplicateNameError, MismatchError, PeerLostError, WireError
@@ -25,6 +25,7 @@ from reigen.kv.protocol import (
 U64 = st.integers(0, 2**64 - 1)
 
 
+@settings(deadline=None)
 @given(U64, U64, st.integers(0, 2**32 - 1), U64, st.integers(-(2**31), 2**31 - 1), U64, st.integers(0, 2**16 - 1))
 def test_a_header_comes_out_as_it_went_in(request, key, cell, round_, priority, nbytes, store):
     header = Header(
@@ -76,6 +77,7 @@ def test_control_messages_are_small_and_bodies_are_in_one_place():
         unpack_header(bytes(63))
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=HEADER_BYTES, max_size=HEADER_BYTES))
 def test_no_bytes_lead_to_anything_but_a_header_or_a_wire_error(data):
     try:

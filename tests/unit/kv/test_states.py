@@ -4,7 +4,7 @@ import hashlib
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reigen.errors import WireError
@@ -29,6 +29,7 @@ def test_what_goes_in_comes_out():
         assert (arrays[name] == array).all()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 255))
 def test_a_byte_that_changed_is_found(place, by):
     parcel = pack({"a": 1}, ARRAYS)
@@ -37,6 +38,7 @@ def test_a_byte_that_changed_is_found(place, by):
         unpack(parcel)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_other_bytes_are_refused(data):
     for parcel in (data, bytes(pack(None, {}))[:16] + data):
