@@ -12,6 +12,7 @@ import torch
 from tests.frontends.thread_store import Servers, ThreadStore
 from torch import nn
 
+import reigen.torch as hvd
 from reigen import optim
 from reigen.errors import ArgumentError, ConfigError, StepOrderError
 from reigen.testing import run_threads
@@ -392,6 +393,30 @@ def test_one_that_takes_a_lost_workers_place_goes_on_in_the_middle_of_its_step()
         trainer.step(1)
     assert servers.applied == {"first": 1, "second": 2}
     assert (first.item(), second.item()) == (1.0, 2.0)
+
+
+def trains_on_the_ring(on_store):
+    rank = hvd.rank()
+    torch.manual_seed(rank)
+    moving, table = weight(1.0 - rank, 2.0), nn.Embedding(4, 1, sparse=True)
+    nn.init.ones_(table.weight)
+    parameters = {"moving": moving, "table": table.weight}
+    with Trainer(parameters, "sgd", {"learning_rate": 0.5}, kvstore="ring", update_on_kvstore=on_store) as trainer:
+        assert (trainer.rank, trainer.num_workers) == (rank, 2)
+        for step in range(3):
+            trainer.zero_grad()
+            moving.grad = torch.tensor([1.0, step]) * (rank + 1)
+            table(torch.tensor([rank, 3])).sum().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # the embedding's gradient is made dense
+                trainer.step(4 if step < 2 else 2)
+    return moving.tolist(), table.weight[:, 0].tolist()
+
+
+@pytest.mark.parametrize("on_store", [None, True])
+def test_without_servers_on_the_ring(rank_pool, on_store):
+    found = rank_pool(2).run(trains_on_the_ring, on_store, init=True)
+    assert found == [([-0.5, 0.125], [0.5, 0.5, 1.0, 0.0])] * 2
 
 
 # ---------------------------------------------------------------- sparse gradients

@@ -1,0 +1,82 @@
+"""Handwritten digits through a key-value store: two workers, and two servers that hold the weights.
+
+    reigen run -np 2 -s 2 python examples/torch_kvstore.py --kvstore dist_sync
+
+Without servers: `reigen run -np 2 python examples/torch_kvstore.py --kvstore ring`; alone: `--kvstore local`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from reigen import kv
+from reigen.data import ShuffleSplitSampler
+from reigen.torch import Trainer
+
+EPOCHS = 15
+BATCH = 16  # images per step and worker
+GOAL = 0.96  # of the test images
+
+
+def load() -> tuple[TensorDataset, torch.Tensor, torch.Tensor]:
+    """1,797 images of 8 x 8 pixels that come with scikit-learn: 1,437 to train on, 360 to test."""
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+    labels = torch.tensor(digits.target)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    train, test = order[360:], order[:360]
+    return TensorDataset(images[train], labels[train]), images[test], labels[test]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kvstore", default="dist_sync", help="dist_sync, dist_async, dist_ssp, ring, local")
+    parser.add_argument("--staleness", type=int, default=2, help="dist_ssp: how many steps a worker may be ahead")
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--compression", choices=["2bit", "1bit", "fp16", "int8"], help="of the gradients")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)  # the model is small
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    compression = {"type": options.compression} if options.compression else None
+    sgd = {"learning_rate": options.lr, "momentum": 0.9}
+    staleness = {"staleness": options.staleness} if options.kvstore == "dist_ssp" else {}
+    with kv.create(options.kvstore, **staleness) as store:
+        trainer = Trainer(model.named_parameters(), "sgd", sgd, kvstore=store, compression_params=compression)
+        rank, num_workers = store.rank, store.num_workers
+        train, test_images, test_labels = load()
+        # Every worker has as many batches as the others, and no image is used twice in an epoch.
+        sampler = ShuffleSplitSampler(len(train), num_parts=num_workers, part_index=rank, seed=1)
+        loader = DataLoader(train, batch_size=BATCH, sampler=sampler)
+
+        start = time.perf_counter()
+        for epoch in range(1, EPOCHS + 1):
+            for images, labels in loader:
+                trainer.zero_grad()
+                cross_entropy(model(images), labels, reduction="sum").backward()
+                trainer.step(len(labels) * num_workers)  # the gradients of all workers are added up
+            if epoch == 10:
+                trainer.set_learning_rate(options.lr / 10)  # the servers', too
+            with torch.no_grad():
+                accuracy = (model(test_images).argmax(1) == test_labels).float().mean().item()
+            if rank == 0:
+                print(f"epoch {epoch:2}/{EPOCHS}  accuracy {accuracy:.4f}", flush=True)
+        seconds = time.perf_counter() - start
+    if rank == 0:
+        print(
+            f"{options.kvstore}, {num_workers} worker(s), {seconds:.1f} s: test accuracy {accuracy:.4f}, wanted {GOAL}"
+        )
+    return 0 if accuracy >= GOAL else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
