@@ -1,0 +1,67 @@
+"""Reigen's dist_sync for `benchmarks/kv.py`: one worker."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reigen import __version__, kv, optim
+from reigen.bench.sizes import element_counts
+from reigen.bench.work import Case, WrongResultError
+
+
+class PushPull:
+    """A `Work`: worker r pushes arrays of r + 1, and pulls what the servers then hold."""
+
+    def __init__(self, store: kv.KVStore, keys: list[int], counts: list[int], *, exact: bool) -> None:
+        self._store, self._keys, self._exact = store, keys, exact
+        self._pushed = [np.zeros(count, np.float32) for count in counts]
+        self._pulled = [np.zeros(count, np.float32) for count in counts]
+        store.init(keys, self._pulled)
+
+    def prepare(self) -> None:
+        for array in self._pushed:
+            array.fill(self._store.rank + 1)
+
+    def operate(self) -> None:
+        pending = [
+            self._store.pushpull(key, pushed, out=pulled, priority=-index, wait=False)
+            for index, (key, pushed, pulled) in enumerate(zip(self._keys, self._pushed, self._pulled, strict=True))
+        ]
+        for each in pending:
+            each.wait()
+
+    def check(self) -> None:
+        expected = self._store.num_workers * (self._store.num_workers + 1) / 2
+        for array in self._pulled:
+            if not (np.ptp(array) == 0 and (not self._exact or array[0] == expected)):
+                raise WrongResultError(f"the servers hold {array[:3]}, not {expected}")
+
+    def close(self) -> None:
+        """The keys stay until the end of the job."""
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.versions = {"reigen": __version__}
+        self._store = kv.create("dist_sync")
+        self._num_keys = 0
+        self._exact = True
+
+    def open(self, case: Case) -> PushPull:
+        counts = element_counts(case)
+        if case.name == "sgd":  # once and for all keys: a store has one optimizer
+            self._store.set_optimizer(optim.create("sgd", learning_rate=1e-6, momentum=0.9))
+            self._exact = False
+        elif case.name in {"2bit", "fp16"}:
+            self._store.set_gradient_compression({"type": case.name})
+            self._exact = False
+        keys = list(range(self._num_keys, self._num_keys + len(counts)))
+        self._num_keys += len(keys)
+        return PushPull(self._store, keys, counts, exact=self._exact)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+def start(rank: int, size: int) -> Worker:
+    return Worker()
