@@ -88,3 +88,18 @@ def test_a_killed_server_without_snapshots_ends_the_job_by_name(rest: Path) -> N
         status, _, err = job.finish()
     assert status == 137
     assert "reigen run: server 1 failed first: killed by SIGKILL\n" in err
+
+
+def test_a_job_whose_workers_are_all_lost_ends_and_says_so_although_servers_keep_snapshots(
+    rest: Path, tmp_path: Path
+) -> None:
+    environ = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "PS_HEARTBEAT_INTERVAL": "0.2", "PS_HEARTBEAT_TIMEOUT": "1"}
+    with launched("-np", "1", "-s", "1", *PROGRAM, str(rest), env=environ) as job:
+        job.lines(1)
+        os.kill(process_of(job, "worker", 0), signal.SIGSTOP)
+        status, _, err = job.finish()
+    assert status == 1
+    assert "it is started again" not in err
+    last = err[err.index(" failed first: ") :]
+    assert "the job is over: worker 0 on host " in last
+    assert " is lost: nothing was heard of it for 1 s\n" in last

@@ -114,15 +114,18 @@ time.sleep(300)
     )
 
 
-@pytest.mark.parametrize("how", ["sys.exit(3)", "os.kill(os.getpid(), 9)"])
-def test_a_server_that_dies_without_snapshots_ends_the_job_by_name(how):
+@pytest.mark.parametrize(
+    ("how", "exit_code", "reason"),
+    [
+        ("sys.exit(3)", 3, "it has ended by itself"),
+        ("os.kill(os.getpid(), 9)", 137, "a server is only where it keeps snapshots (REIGEN_KV_SNAPSHOT_DIR)"),
+    ],
+)
+def test_a_server_that_dies_without_snapshots_ends_the_job_by_name(how, exit_code, reason):
     code = f"if role == 'server' and number == 1: print('oh', file=sys.stderr); {how}\ntime.sleep(300)"
     status, _, err = launch(*LOCAL, *command(code))
-    assert status == (3 if "exit" in how else 137)
-    assert err.endswith(
-        "    oh\n  it was not started again: a server is only where it keeps snapshots (REIGEN_KV_SNAPSHOT_DIR)\n"
-        "  2 ranks were stopped because of it\n"
-    )
+    assert status == exit_code
+    assert err.endswith(f"    oh\n  it was not started again: {reason}\n  2 ranks were stopped because of it\n")
     assert "reigen run: server 1 failed first: " in err
 
 
@@ -188,12 +191,12 @@ wait_for_the_end()
 
 
 def test_a_server_is_not_started_again_for_ever(tmp_path):
-    code = "if role == 'server' and number == 1: sys.exit(4)\ntime.sleep(300)"
+    code = "if role == 'server' and number == 1: os.kill(os.getpid(), 9)\ntime.sleep(300)"
     environ = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path)}
     status, _, err = launch(*LOCAL, "--server-restarts", "2", *command(code), env=environ)
-    assert status == 4
-    assert err.count("server 1: exit code 4; it is started again\n") == 2
-    assert "reigen run: server 1 failed first: exit code 4\n" in err
+    assert status == 137
+    assert err.count("server 1: killed by SIGKILL; it is started again\n") == 2
+    assert "reigen run: server 1 failed first: killed by SIGKILL\n" in err
     assert "  it had been started again 2 times before\n" in err
 
 

@@ -213,11 +213,17 @@ def test_a_server_that_may_not_be_started_again_ends_the_job():
 def test_a_servant_is_started_again_so_many_times_and_no_more():
     job = job_with_servers(num_restarts=2)
     assert job.handle(Exited(2, -SIGKILL)) == [Restart(2, 1, -SIGKILL)]
-    assert job.handle(Exited(4, 1)) == [Restart(4, 1, 1)]
-    assert job.handle(Exited(2, 1)) == [Restart(2, 2, 1)]
+    assert job.handle(Exited(4, 137)) == [Restart(4, 1, 137)]
+    assert job.handle(Exited(2, -SIGSEGV)) == [Restart(2, 2, -SIGSEGV)]
     assert job.running == {0, 1, 2, 3, 4}
-    assert job.handle(Exited(2, 1)) == [Terminate((0, 1, 3, 4)), StartGrace()]
-    assert job.failure == Failure(2, 1, num_stopped=2, num_restarts=2)
+    assert job.handle(Exited(2, -SIGKILL)) == [Terminate((0, 1, 3, 4)), StartGrace()]
+    assert job.failure == Failure(2, -SIGKILL, num_stopped=2, num_restarts=2)
+
+
+def test_a_servant_that_ends_by_itself_with_an_error_has_a_reason():
+    job = job_with_servers(num_restarts=2)
+    assert job.handle(Exited(4, 1)) == [Terminate((0, 1, 2, 3)), StartGrace()]
+    assert job.failure == Failure(4, 1, num_stopped=2)
 
 
 def test_nothing_is_started_again_once_the_job_ends():
@@ -334,7 +340,7 @@ def expected_exit_code(num_ranks, restarts, history, goes_on):
         if not any(number < num_ranks for number in running):
             break
         match event:
-            case Exited(number, code) if code != 0 and restarts.get(number, 0):
+            case Exited(number, code) if code != 0 and restarts.get(number, 0) and (number < num_ranks or code < 0):
                 restarts[number] -= 1
             case Exited(number, code):
                 running.discard(number)

@@ -123,13 +123,19 @@ def test_a_server_that_failed_is_named_with_what_to_do():
 
 
 def test_a_server_that_was_started_again_in_vain():
-    lines = said(Failure(2, 1, 1, num_restarts=3), Whereabouts(names=WHERE.names), tail=())
+    lines = said(Failure(2, -9, 1, num_restarts=3), Whereabouts(names=WHERE.names), tail=())
     assert lines == [
-        "reigen run: server 0 failed first: exit code 1",
+        "reigen run: server 0 failed first: killed by SIGKILL",
         "  it wrote nothing to stderr",
         "  it had been started again 3 times before",
         "  1 rank was stopped because of it",
     ]
+
+
+def test_a_server_that_ended_by_itself():
+    assert said(Failure(2, 1, 0), Whereabouts(names=WHERE.names))[-1] == (
+        "  it was not started again: it has ended by itself"
+    )
 
 
 def test_a_host_that_was_lost_with_everything_on_it():

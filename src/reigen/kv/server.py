@@ -352,7 +352,8 @@ class Server:
     def _hear(self) -> None:
         """What has happened to others."""
         for event in self._member.events():
-            _log.info("the scheduler says: %s", event)
+            is_failure = isinstance(event, Stop) and event.exit_code != 0
+            _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
             if isinstance(event, Stop):
                 self._exit_code = event.exit_code
             elif isinstance(event, NodeLost) and event.role == "worker":

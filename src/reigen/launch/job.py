@@ -6,7 +6,8 @@ a. RUNNING: ranks run, and perhaps *servants*: parameter servers and their sched
    the ranks. A process that exits with 0 has done its part, the others go on.
 b. A rank fails, or a signal asks the launcher to stop: the rest are asked to stop (Terminate), a timer starts:
    STOPPING.
-c. A servant fails: it is started again (Restart), if it may be; else it ends the job as a rank would. Ranks may be
+c. A servant is killed: it is started again (Restart), if it may be; else it ends the job as a rank would. One that ends
+   by itself with an error ends the job in any case: it has a reason, such as that the others are lost. Ranks may be
    started again, too, or the job may go on without those that fail, if the user wants it so: the parameter server's
    policies for lost workers. A failure that stops nobody still gives the exit code.
 d. The last rank has exited, and servants still run: they are about to end by themselves, a timer starts: ENDING. They
@@ -147,6 +148,16 @@ Event = Exited | HostLost | SignalReceived | GraceOver | Orphaned | Swept
 Instruction = Restart | Terminate | Kill | StartGrace | Sweep | Finish
 
 
+def was_killed(exit_code: int) -> bool:
+    """Whether a process ended because of a signal, or, if it is a shell, what it ran.
+
+    Example:
+        >>> was_killed(-9), was_killed(137), was_killed(1)
+        (True, True, False)
+    """
+    return exit_code < 0 or exit_code > 128
+
+
 class Phase(Enum):
     """Where the job is in its life."""
 
@@ -225,7 +236,8 @@ class Job:
         if exit_code == 0:
             return self._gone({number}, None)
         times = self._restarted.get(number, 0)
-        if self.phase is Phase.RUNNING and times < self._allowed.get(number, 0):
+        may_return = number < self._num_ranks or was_killed(exit_code)
+        if self.phase is Phase.RUNNING and may_return and times < self._allowed.get(number, 0):
             self._restarted[number] = times + 1
             return [Restart(number, times + 1, exit_code)]
         return self._gone({number}, Failure(number, exit_code, 0, num_restarts=times))

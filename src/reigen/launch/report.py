@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reigen.launch.guard import STOP_SIGNALS
-from reigen.launch.job import Failure, Finish
+from reigen.launch.job import Failure, Finish, was_killed
 from reigen.launch.output import Names, visible
 from reigen.launch.processes import signal_name
 from reigen.launch.servants import SNAPSHOT_VARIABLE
@@ -77,7 +77,7 @@ def last_words(failure: Failure, tail: Sequence[bytes], whereabouts: Whereabouts
         else:
             block.append(b"  it wrote nothing to stderr")
         if failure.num_restarts or number in names:
-            block.append(b"  " + _of_restarts(name, failure.num_restarts).encode())
+            block.append(b"  " + _of_restarts(name, failure).encode())
     if failure.num_stopped:
         others = "rank was" if failure.num_stopped == 1 else "ranks were"
         other = "" if number in names else "other "
@@ -85,9 +85,11 @@ def last_words(failure: Failure, tail: Sequence[bytes], whereabouts: Whereabouts
     return b"\n".join(block) + b"\n"
 
 
-def _of_restarts(name: str, num_restarts: int) -> str:
-    if num_restarts:
-        return f"it had been started again {num_restarts} time{'s' if num_restarts > 1 else ''} before"
+def _of_restarts(name: str, failure: Failure) -> str:
+    if failure.num_restarts:
+        return f"it had been started again {failure.num_restarts} time{'s' if failure.num_restarts > 1 else ''} before"
+    if not was_killed(failure.exit_code):
+        return "it was not started again: it has ended by itself"
     if name.startswith("server"):
         return f"it was not started again: a server is only where it keeps snapshots ({SNAPSHOT_VARIABLE})"
     return "it was not started again"

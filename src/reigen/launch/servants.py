@@ -152,7 +152,7 @@ class Leniency:
 def leniency(num_ranks: int, servers: Servers | None, environ: Mapping[str, str]) -> Leniency:
     """What may fail in a job whose processes inherit ``environ``.
 
-    A server is started again only where it keeps snapshots: one that had forgotten everything would be worse than none.
+    A server is started again only where it keeps snapshots: one that has forgotten everything is worse than none.
     The scheduler learns everything anew from those that it looks after. A worker is where the servers wait for another.
     """
     if servers is None:
