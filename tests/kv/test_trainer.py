@@ -18,10 +18,11 @@ JOB = Path(__file__).with_name("trainer_job.py")
 SECONDS = 90
 
 
-def run(directory: Path, num_servers: int, *cases: str) -> list[dict[str, Any]]:
+def run(directory: Path, num_servers: int, *cases: str, **variables: str) -> list[dict[str, Any]]:
     """What each of two workers found."""
     command = [sys.executable, "-m", "reigen", "run", "-np", "2", "-s", str(num_servers), sys.executable, str(JOB)]
     environ = {**os.environ, "REIGEN_KV_BIGARRAY_BOUND": "1000", "OMP_NUM_THREADS": "1", "REIGEN_DEADLINE": "30"}
+    environ.update(variables)
     done = subprocess.run(
         [*command, str(directory), *cases], env=environ, capture_output=True, text=True, timeout=SECONDS, check=False
     )
@@ -84,6 +85,12 @@ def test_states_are_loaded_by_another_number_of_servers(tmp_path):
     after = run(tmp_path, 1, "states_after")
     assert both(through, "states_through") == both(after, "states_after")
     assert both(through, "states_before") != both(after, "states_after")
+
+
+def test_a_worker_that_takes_a_lost_ones_place_goes_on_with_its_next_step(tmp_path):
+    found = run(tmp_path, 2, "replaced", REIGEN_KV_ON_WORKER_LOSS="wait")
+    # five steps of 0.5 * (1 + 2), none of them lost, none twice
+    assert [found[worker]["replaced"] for worker in range(2)] == [[0, *[7.5] * 4], [2, *[7.5] * 4]]
 
 
 def test_the_example():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -233,6 +235,24 @@ def states_after() -> list[str]:
     return states_run(range(3, 6), load="half")
 
 
+def replaced() -> list[object]:
+    """Worker 1 kills itself in its first life, in step 2: the first parameter's round is complete, the second's not."""
+    store = kv.create("dist_sync")
+    dies = store.rank == 1 and not store.is_recovery
+    parameters = {"first": nn.Parameter(torch.zeros(SMALL)), "second": nn.Parameter(torch.zeros(LARGE))}
+    trainer = Trainer(parameters, "test", {"rescale_grad": 0.5}, kvstore=store)
+    begun = trainer.num_steps
+    for step in range(begun, 5):
+        if step == 2 and dies:
+            store.pushpull("first", torch.full((SMALL,), 2.0), out=torch.empty(SMALL))
+            os.kill(os.getpid(), signal.SIGKILL)
+        for parameter in parameters.values():
+            parameter.grad = torch.full((len(parameter),), store.rank + 1.0)
+        trainer.step(1)
+    store.close()
+    return [begun, *(value for each in parameters.values() for value in (min(each.tolist()), max(each.tolist())))]
+
+
 def mismatch() -> str:
     parameter = nn.Parameter(torch.zeros(3 + kv_rank()))
     try:
@@ -246,8 +266,7 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     found = {case: globals()[case]() for case in sys.argv[2:]}
-    with kv.create("dist_sync") as store:
-        rank = store.rank
+    rank = int(os.environ["REIGEN_RANK"])
     (DIRECTORY / f"{rank}.json").write_text(json.dumps(found))
 
 
