@@ -164,6 +164,13 @@ def test_what_compression_may_be() -> None:
         choose_compressor({"type": "2bit"})
 
 
+@pytest.mark.parametrize("call", [hvd.allreduce, hvd.reducescatter, hvd.grouped_allreduce, hvd.grouped_reducescatter])
+def test_single_tensors_do_not_travel_as_codes(call):
+    tensor = torch.zeros(3)
+    with pytest.raises(ArgumentError, match=r"Compression\.none, \.fp16 or \.bf16 here.*got \{'type': '2bit'\}"):
+        call([tensor] if "grouped" in call.__name__ else tensor, compression={"type": "2bit"})
+
+
 def among_themselves() -> None:
     members = hvd.add_process_set([0, 2])
     p = nn.Parameter(torch.zeros(33))
