@@ -583,6 +583,25 @@ def test_a_worker_that_connects_again_sends_again_what_was_not_answered():
         again.close()
 
 
+def test_a_worker_may_connect_again_before_its_old_connection_has_ended():
+    with job() as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        push(zero, "w", 1, [5])
+        zero.pull("w", 0)
+        strangers = [socket.socket() for _ in range(4)]
+        again = serving.worker(0)
+        host, _, port = serving.address.rpartition(":")
+        for each in strangers:  # their connections are given the descriptor that is free now
+            each.connect((host, int(port)))
+        with pytest.raises(ConnectionError):
+            zero.until(lambda: False)
+        asked = push(again, "w", 1, [5], Kind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [7], Kind.PUSHPULL))) == [12]
+        assert list(again.value(asked)) == [12]
+        for each in [again, *strangers]:
+            each.close()
+
+
 def test_who_is_missing_when_the_deadline_is_over():
     with job(3, Config(deadline_seconds=0.2)) as (_, (zero, one, two)):
         start([zero, one, two], "w", np.zeros(1, np.float32))

@@ -107,6 +107,11 @@ class _Visitor:
         self.desk: Desk | None = None
         self.events = selectors.EVENT_READ
 
+    def is_of(self, connection: Connection) -> bool:
+        """Whether this is of the same worker, in the same store."""
+        known = self.connection
+        return known is not None and (known.worker, known.store) == (connection.worker, connection.store)
+
     def place(self, line: Line, header: Header) -> memoryview:
         """See `reigen.kv.line.Receiver`."""
         if self.desk is None:
@@ -216,6 +221,8 @@ class Server:
         _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
                   header.store, reason)  # fmt: skip
         connection = Connection(hello, header.store, visitor.line, self._around.memory, peer)
+        for other in [one for one in self._visitors if one.is_of(connection)]:
+            self._drop(other)  # its end has not been noticed yet
         visitor.connection, visitor.desk = connection, self._desks[header.store]
         store.connected(connection)
         welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
