@@ -55,6 +55,18 @@ def test_by_mpirun(program: str, tmp_path: Path) -> None:
     assert sorted(line.partition(": ")[2] for line in out.splitlines()) == [line[4:] for line in DONE]
 
 
+@pytest.mark.parametrize(("kind", "workers"), [("local", "0 of 1 0 of 1"), ("ring", "0 of 2 1 of 2")])
+def test_servers_of_a_program_that_needs_none_do_not_run_it_either(kind: str, workers: str) -> None:
+    code = f"from reigen import kv; s = kv.create({kind!r}); print(f'{{s.rank}} of {{s.num_workers}}')"
+    options = ("-n", "2", "-s", "2", "--launcher", "local", "--grace-seconds", "20")
+    status, out, err = run(*options, sys.executable, "-c", code, program="launch")
+    assert (status, " ".join(sorted(line[4:] for line in out.splitlines()))) == (0, workers), err
+    assert sorted(err.splitlines()) == [
+        f"[{name}] a store of type {kind!r} needs no {name.split()[0]}: this process ends"
+        for name in ("scheduler", "server 0", "server 1")
+    ]
+
+
 def test_a_killed_worker_that_servers_wait_for_is_started_again(rest: Path) -> None:
     environ = {**BOUND, "REIGEN_KV_ON_WORKER_LOSS": "wait"}
     with launched(*JOB, *PROGRAM, str(rest), "1", env=environ) as job:

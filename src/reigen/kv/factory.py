@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 
 from reigen.errors import ArgumentError, UnsupportedTypeError
 from reigen.kv.base import KVStore
 from reigen.kv.local import LocalStore
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ def create(name: str = "local", *, staleness: float | None = None, **knobs: obje
     """Make a store.
 
     In a process whose role is server or scheduler (DMLC_ROLE, `reigen server`), a distributed type serves until the job
-    is over and then ends the process: it does not return.
+    is over and then ends the process: it does not return. Another type, which has no servers, ends it at once.
 
     Args:
         name: its type, in any case: ``local``, ``device``, ``dist_sync``, ``dist_async``, ``dist_ssp``, ``ring``, or
@@ -77,6 +82,8 @@ def create(name: str = "local", *, staleness: float | None = None, **knobs: obje
     staleness = _staleness(kind, meant, staleness)
     if meant.where != "dist" and knobs:
         raise ArgumentError(f"a store of type {kind!r} has no knobs, got {', '.join(sorted(knobs))}")
+    if meant.where != "dist":
+        _only_workers(kind, os.environ)
     if meant.where == "local":
         return LocalStore(kind)
     # the others are loaded when they are asked for: servers and launchers do without them
@@ -87,6 +94,18 @@ def create(name: str = "local", *, staleness: float | None = None, **knobs: obje
     from reigen.kv.session import join
 
     return join(kind, staleness, knobs)
+
+
+def _only_workers(kind: str, environ: Mapping[str, str]) -> None:
+    """End a server or a scheduler that runs a program whose store has none.
+
+    Raises:
+        SystemExit: with 0: this is one.
+    """
+    role = environ.get("DMLC_ROLE", "").lower()
+    if role in {"server", "scheduler"}:
+        _log.warning("a store of type %r needs no %s: this process ends", kind, role)
+        raise SystemExit(0)
 
 
 def _staleness(kind: str, meant: _Type, given: float | None) -> float:
