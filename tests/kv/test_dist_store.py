@@ -20,7 +20,10 @@ from reigen.errors import (
     PeerLostError,
     UnsupportedError,
 )
+from reigen.kv.desk import Desk
 from reigen.kv.dist import DistStore
+from reigen.kv.protocol import Header, Kind
+from reigen.kv.upstream import Upstream
 
 pytestmark = pytest.mark.slow
 
@@ -141,6 +144,32 @@ def test_asynchronous_calls_and_their_order() -> None:
     with job(2, 2, **CUT) as made:
         expected = [(2.0 * k, 2.0 * k) for k in range(1, 41)]
         assert made.results(work) == [expected, expected]
+
+
+def test_the_urgent_overtakes_what_was_begun_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[int] = []
+    take = Desk.arrived
+
+    def noting(desk: Desk, connection: Any, header: Header, body: Any) -> None:
+        if header.kind == Kind.PUSHPULL:
+            arrived.append(header.key)
+        take(desk, connection, header, body)
+
+    monkeypatch.setattr(Desk, "arrived", noting)
+
+    def work(store: DistStore) -> None:
+        values = [np.ones(size, np.float32) for size in (200_000, 200_000, 4)]
+        store.init([0, 1, 2], values)
+        with monkeypatch.context() as full:  # as if the kernel took nothing
+            full.setattr(Upstream, "flush", lambda _: None)
+            pending = [store.pushpull(key, values[key], priority=key, wait=False) for key in (0, 1, 2)]
+        for each in pending:
+            each.wait()
+
+    with job(1, **CUT, kv_shared_memory=False) as made:
+        made.results(work)
+    assert arrived == sorted(arrived, reverse=True)
+    assert len(arrived) > 300, "the large ones are cut"
 
 
 def test_row_sparse_values_are_spread_and_updated_by_row() -> None:

@@ -392,7 +392,7 @@ class KVStore(ABC):
     def _tensors(self, keys: Keys, values: Values, what: str = "value") -> list[Group]:
         """A user's arguments as keys that exist, and tensors that are like what those hold."""
         if type(keys) in _KEY_TYPES and keys in self._specs and not isinstance(values, (list, tuple)):
-            named: list[Group] = [(keys, [values])]  # type: ignore[list-item]  # the usual case, and the one that is timed
+            named: list[Group] = [(keys, [values])]  # the usual case, and the one that is timed
         else:
             named = grouped(keys, values, what)
         groups = []

@@ -195,8 +195,7 @@ class Messages:
             codec.encode(part, held.residuals[place.index], codes)
             request.body = bytes(codes)
         else:
-            request.block = self._worker.memory(nbytes)
-            request.body = request.block.array
+            request.body, request.block = self._worker.memory(nbytes)
             codec.encode(part, held.residuals[place.index], request.body)
         request.flags |= int(Flag.ENCODED)
 
@@ -205,9 +204,9 @@ class Messages:
         if nbytes < INLINE_BYTES:
             request.body = b"".join(part.tobytes() for part in parts)
             return
-        request.block = self._worker.memory(nbytes)
-        request.body = request.block.array
-        np.concatenate(parts, out=request.block.array)
+        body, request.block = self._worker.memory(nbytes)
+        request.body = body
+        np.concatenate(parts, out=body)
 
 
 def residuals_of(held: Holding, whose: str) -> Residuals:

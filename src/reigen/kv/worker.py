@@ -25,7 +25,7 @@ from msgspec import structs
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.layout import this_host
 from reigen.config import Config
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError, SharedMemoryError
 from reigen.frontends.adapter import Array
 from reigen.kv.arena import Arena, Block
 from reigen.kv.nodes import Membership, NodeLost, ServerMoved, Stop
@@ -94,6 +94,8 @@ class Worker:
         self._watched: dict[Upstream, tuple[int, int]] = {}
         self._by_descriptor: dict[int, Upstream] = {}
         self._upstreams: list[Upstream] = []
+        #: servers that are lost, and will be started again: the scheduler says if they are not
+        self._awaited: set[int] = set()
         #: while something is to be driven by the thread
         self._signal = threading.Event()
         self._closing = threading.Event()
@@ -132,13 +134,18 @@ class Worker:
         """A private copy of an array, to be sent, and where it lies in the arena; small ones do not."""
         if elements.nbytes < INLINE_BYTES:
             return elements.tobytes(), None
-        block = self.memory(elements.nbytes)
-        block.array[:] = elements.view(np.uint8)
-        return block.array, block
+        body, block = self.memory(elements.nbytes)
+        body[:] = elements.view(np.uint8)
+        return body, block
 
-    def memory(self, nbytes: int) -> Block:
-        """Memory for the body of a request, which gives it back."""
-        return self._arena.allocate(nbytes)
+    def memory(self, nbytes: int) -> tuple[Bytes, Block | None]:
+        """Memory for the body of a request, which gives it back; outside the arena, where that cannot grow."""
+        try:
+            block = self._arena.allocate(nbytes)
+        except SharedMemoryError as error:
+            _log.warning("%s; this value travels through sockets", error)
+            return np.empty(nbytes, np.uint8), None
+        return block.array, block
 
     def submit(self, requests: Sequence[Request], track: Track | None = None) -> None:
         """Begin requests of one operation, all or some. They leave when there are many bytes of them, or by `flush`.
@@ -389,7 +396,8 @@ class Worker:
         self._watched[upstream] = now
 
     def _reconnect(self, upstream: Upstream, now: float) -> None:
-        patience = self._config.peer_timeout_seconds
+        is_awaited = upstream.peer.number in self._awaited
+        patience = self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
         if upstream.lost_since is not None and now - upstream.lost_since > patience:
             raise PeerLostError(f"{upstream.name} is lost: no connection for {patience:g} s ({upstream.last_error})")
         upstream.connect(now + patience)
@@ -400,10 +408,12 @@ class Worker:
             if isinstance(event, Stop):
                 raise PeerLostError(f"the job is over: {event.reason}")
             if isinstance(event, ServerMoved):
+                self._awaited.discard(event.server.number)
                 self._upstreams[event.server.number].moved(event.server)
             elif isinstance(event, NodeLost) and event.role == "server":
                 if not event.will_return:
                     raise PeerLostError(f"{event}")
+                self._awaited.add(event.number)
                 _log.warning("%s; it will be started again", event)
 
     def _run(self) -> None:
