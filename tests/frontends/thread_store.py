@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from typing import Any
@@ -37,6 +38,7 @@ class ThreadStore(KVStore):
     def __init__(self, servers: Servers, rank: int, kind: str = "dist_sync") -> None:
         super().__init__(kind)
         self.servers, self.rank, self.num_workers = servers, rank, servers.num_workers
+        self.staleness = math.inf if "async" in kind else 0
         self.closed = False
 
     def _init(self, pairs):

@@ -81,6 +81,8 @@ class KVStore(ABC):
         rank: this worker's number.
         num_workers: how many workers share the store.
         is_recovery: this worker takes the place of one that was lost; `rounds` tells where that one had come to.
+        staleness: by how many rounds a worker may be ahead of the slowest one; math.inf: by any number. 0 where the
+            values are in this process.
     """
 
     OPTIMIZER: ClassVar[str] = "optimizer"
@@ -88,6 +90,7 @@ class KVStore(ABC):
     rank: int = 0
     num_workers: int = 1
     is_recovery: bool = False
+    staleness: float = 0
 
     def __init__(self, kind: str) -> None:
         self.type = kind

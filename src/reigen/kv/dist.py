@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -51,6 +52,7 @@ class DistStore(KVStore):
     ) -> None:
         super().__init__(kind)
         self.rank, self.num_workers, self.is_recovery = member.number, member.num_workers, member.is_recovery
+        self.staleness = math.inf if staleness is None else staleness
         self._member, self._config, self._number, self._on_close = member, config, number, on_close
         self._holdings: dict[Key, Holding] = {}
         self._is_closed = self._has_left = False

@@ -62,7 +62,7 @@ _STORE = UpdatePlace(needs_store=True, on_store=True)
 
 
 def kind_of(store: object | None) -> StoreKind:
-    """What a store is, by its type; staleness 0 is synchronous.
+    """What a store is: with staleness 0, ``dist_ssp`` is synchronous.
 
     Example:
         >>> kind_of(None)
@@ -72,9 +72,9 @@ def kind_of(store: object | None) -> StoreKind:
         return StoreKind.NONE
     if not isinstance(store, KVStore):
         return StoreKind.CUSTOM
-    if "async" in store.type or ("ssp" in store.type and getattr(store, "staleness", None) != 0):
+    if store.staleness:
         return StoreKind.ASYNCHRONOUS
-    if "dist" in store.type:
+    if "dist" in store.type or store.type == "byteps":
         return StoreKind.SYNCHRONOUS
     return StoreKind.ALLREDUCE if store.type in {"ring", "horovod"} else StoreKind.LOCAL
 

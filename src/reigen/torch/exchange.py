@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +43,7 @@ class Exchange:
     @property
     def counts_workers(self) -> bool:
         """Whether somebody waits for this worker's part of a round."""
-        return not (self.on_store and "async" in self.store.type)
+        return not (self.on_store and getattr(self.store, "staleness", 0) == math.inf)
 
     def begin(self) -> None:
         """Collective: put every parameter that has a shape by now into the store, and take worker 0's weights."""

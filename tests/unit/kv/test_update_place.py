@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from reigen.errors import ArgumentError
-from reigen.kv.update_place import Question, StoreKind, UpdatePlace, choose
+from reigen.kv.local import LocalStore
+from reigen.kv.update_place import Question, StoreKind, UpdatePlace, choose, kind_of
 
 STORE = UpdatePlace(needs_store=True, on_store=True)
 WORKER = UpdatePlace(needs_store=True, on_store=False)
@@ -74,6 +77,33 @@ def test_the_table(line, default):
 def test_errors_say_why(facts, words):
     with pytest.raises(ArgumentError, match=words):
         choose(Question(**facts))
+
+
+@pytest.mark.parametrize(
+    ("kind", "staleness", "expected"),
+    [
+        ("local", 0, LOCAL),
+        ("device", 0, LOCAL),
+        ("dist", 0, SYNC),
+        ("dist_device_sync", 0, SYNC),
+        ("byteps", 0, SYNC),
+        ("dist_ssp", 0, SYNC),
+        ("dist_ssp", 2, ASYNC),
+        ("dist_ssp", math.inf, ASYNC),
+        ("dist_async_device", math.inf, ASYNC),
+        ("ring", 0, RING),
+        ("horovod", 0, RING),
+    ],
+)
+def test_what_a_store_is(kind, staleness, expected):
+    store = LocalStore(kind)
+    store.staleness = staleness
+    assert kind_of(store) is expected
+
+
+def test_stores_of_nobody_and_of_somebody_else():
+    assert kind_of(None) is NONE
+    assert kind_of(object()) is CUSTOM
 
 
 def test_the_reason_names_what_decided():
