@@ -17,6 +17,7 @@ from reigen.launch.hosts import (
     is_this_host,
     parse_hostfile,
     parse_hosts,
+    parse_mxnet_hostfile,
 )
 from reigen.launch.servants import Servers
 
@@ -85,6 +86,18 @@ def test_the_numbers_agree_for_every_shape():
             having = [other for other, peer in places if peer.local_rank == topology.local_rank]
             assert (topology.cross_rank, topology.cross_size) == (having.index(host), len(having))
             assert topology.local_size == sum(other == host for other, _ in places)
+
+
+def test_a_hostfile_of_mxnets_launcher():
+    one = [Host("h1", 1), Host("h2", 1)]
+    assert parse_mxnet_hostfile("h1\n\nh2 # the other one\n") == (one, None)
+    assert parse_mxnet_hostfile("h1 slots=4\nh2 slots=2") == (one, None)
+    assert parse_mxnet_hostfile("h1:2222\nh2:2222") == (one, 2222)
+    assert parse_mxnet_hostfile("h1:22\nh2") == (one, 22)
+    assert parse_mxnet_hostfile("h1:4\nh2:4") == (one, None)
+    for text, message in (("h1:22\nh2:2222", "different ports, 22, 2222"), ("", "names no host"), ("h1 h2", "line 1")):
+        with pytest.raises(ConfigError, match=message):
+            parse_mxnet_hostfile(text)
 
 
 def homes(text, num_ranks, servers, here=("here",)):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from reigen.cli.run_options import add_login, add_output, add_restarts, ssh_of
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.hosts import hosts_of
+from reigen.launch.hosts import Host, parse_mxnet_hostfile
 from reigen.launch.mpi import run_mpi
 from reigen.launch.network import Network
 from reigen.launch.options import Options, complain
@@ -99,6 +101,8 @@ def _options(chosen: argparse.Namespace, network: Network, exports: tuple[str, .
         raise ConfigError("--hostfile: --launcher local starts everything on this machine; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:
         raise ConfigError("--launcher ssh needs a --hostfile; on this machine alone, say --launcher local")
+    hosts, port = _hosts(chosen.hostfile)
+    ssh = ssh_of(chosen)
     command = tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
     servers = Servers(
         chosen.num_workers if chosen.num_servers is None else chosen.num_servers,
@@ -116,13 +120,23 @@ def _options(chosen: argparse.Namespace, network: Network, exports: tuple[str, .
         timestamps=chosen.timestamps,
         verbose=chosen.verbose,
         output_directory=chosen.output_directory,
-        hosts=tuple(hosts_of(None, chosen.hostfile, chosen.num_workers)),
-        ssh=ssh_of(chosen),
+        hosts=tuple(hosts) or (Host("localhost", chosen.num_workers),),
+        ssh=ssh if ssh.port is not None or port is None else replace(ssh, port=port),
         network=network,
         exports=exports,
         sync_directory=chosen.sync_dst_dir,
         servers=servers,
     )
+
+
+def _hosts(file: str | None) -> tuple[list[Host], int | None]:
+    """The hosts, and their ssh port if the file says so; none where there is no file."""
+    if file is None:
+        return [], None
+    try:
+        return parse_mxnet_hostfile(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"hostfile {file!r} cannot be read: {error}") from error
 
 
 def _pairs(option: str, wishes: Sequence[str]) -> dict[str, str]:

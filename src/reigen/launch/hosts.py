@@ -19,6 +19,7 @@ from reigen.launch.servants import Role, Servant, Servers, servants_of
 #: Names that mean this host everywhere.
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 _FIRST_UNPRIVILEGED_PORT = 1024
+_SSH_PORT = 22
 #: An address of IPv6 stands in brackets, for its colons; that of this host may also stand without.
 _NAME = r"(?P<name>[^\s:,=\[\]]+|\[[\w:.%]+\]|::1)"
 _ENTRY = re.compile(rf"{_NAME}(?::(?P<slots>[1-9]\d*))?")
@@ -78,7 +79,7 @@ def parse_hostfile(text: str, num_ranks: int = 1) -> list[Host]:
             )
         hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or match["colon"] or 1)))
         numbers.append(match["slots"] or match["colon"])
-        if match["colon"] == "22" or int(match["colon"] or 0) >= _FIRST_UNPRIVILEGED_PORT:
+        if int(match["colon"] or 0) == _SSH_PORT or int(match["colon"] or 0) >= _FIRST_UNPRIVILEGED_PORT:
             raise ConfigError(
                 f"line {number} of the host file is {line.strip()!r}: behind the colon is a number of ranks, no port; "
                 f"say {match['name']} slots=n, and the port with --ssh-port"
@@ -105,6 +106,37 @@ def hosts_of(listed: str | None, file: str | os.PathLike[str] | None, num_ranks:
         return parse_hostfile(Path(file).read_text(encoding="utf-8"), num_ranks)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
+
+
+def parse_mxnet_hostfile(text: str) -> tuple[list[Host], int | None]:
+    r"""The hosts of a file of MXNet's launcher, and where their sshd listens, if they say so.
+
+    A line each, ``name``, ``name:port`` or ``name slots=n``. Processes are dealt out in turn, so that slots count for
+    nothing; a number that is no port is taken for one of those.
+
+    Raises:
+        ConfigError: a line has another form, there is none, or the hosts have different ports.
+
+    Example:
+        >>> parse_mxnet_hostfile("h1:22\nh2 slots=4")
+        ([Host(name='h1', slots=1), Host(name='h2', slots=1)], 22)
+    """
+    ports: set[int] = set()
+    lines = []
+    for line in text.splitlines():
+        match = _LINE.fullmatch(line.partition("#")[0].strip())
+        number = int(match["colon"] or 0) if match is not None else 0
+        if match is not None and (number == _SSH_PORT or number >= _FIRST_UNPRIVILEGED_PORT):
+            ports.add(number)
+            line = match["name"]  # noqa: PLW2901  what is left of it
+        lines.append(line)
+    if len(ports) > 1:
+        raise ConfigError(
+            f"the hosts of the host file have different ports, {', '.join(map(str, sorted(ports)))}: say them in "
+            "ssh's configuration (Host, Port), and names alone in the file"
+        )
+    hosts = parse_hostfile("\n".join(lines))
+    return [Host(host.name, 1) for host in hosts], next(iter(ports), None)
 
 
 def check_slots(hosts: Sequence[Host], num_ranks: int) -> None:
