@@ -31,7 +31,7 @@ from reigen.kv.protocol import (
     pack_counts,
     unpack_counts,
 )
-from reigen.optim import LARS, SGD, Adam, Test
+from reigen.optim import LARS, SGD, Adam, FactorScheduler, Test
 
 pytestmark = pytest.mark.slow
 
@@ -402,6 +402,26 @@ def test_asynchronous_pushes_are_applied_at_once():
         for round_ in (1, 2, 3):
             workers[0].end(push(workers[0], "w", round_, [1, 2]), Kind.DONE)
         assert list(workers[1].pull("w", 0)) == [3, 6]
+
+
+def test_a_schedule_does_not_run_faster_because_there_are_more_workers():
+    schedule = FactorScheduler(step=2, factor=0.5, base_lr=1.0)
+    with job(staleness=None) as (_, workers):
+        start(workers, "w", np.zeros(1, np.float32))
+        set_optimizer(workers, SGD(lr_scheduler=schedule))
+        for round_ in (1, 2, 3):
+            for worker in workers:
+                worker.end(push(worker, "w", round_, [-1]), Kind.DONE)
+        assert list(workers[0].pull("w", 3)) == [2 * (1 + 1 + 0.5)]
+        parcel = workers[0].ask(Kind.GET_STATES, key="w")[1]
+    with job(staleness=None) as (_, workers):  # training goes on
+        start(workers, "w", np.zeros(1, np.float32))
+        set_optimizer(workers, SGD(lr_scheduler=schedule))
+        workers[0].ask(Kind.PUT_STATES, key="w", body=parcel)
+        for round_ in (1, 2):
+            for worker in workers:
+                worker.end(push(worker, "w", round_, [-1]), Kind.DONE)
+        assert list(workers[0].pull("w", 2)) == [2 * (0.5 + 0.25)]
 
 
 def test_a_stale_worker_is_waited_for_in_the_end():

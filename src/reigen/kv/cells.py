@@ -51,6 +51,7 @@ class CellSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
 
     Attributes:
         applied: the state of its engine.
+        num_earlier: see `Cell`.
     """
 
     key: int
@@ -58,6 +59,7 @@ class CellSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     place: Place
     applied: ConsistencyState
     states: states.CellFacts
+    num_earlier: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Cell:
         is_busy: a thread works on it.
         applied: the state of the engine that belongs to ``value``.
         num_changes: how often the value has changed.
+        num_earlier: updates of each worker before its first round here, where workers are not synchronous: of the job
+            whose states were loaded.
         is_dirty: it differs from the latest snapshot.
         must_save: a snapshot is due.
         dtype: of its elements.
@@ -108,6 +112,7 @@ class Cell:
     is_busy: bool = False
     applied: ConsistencyState = field(init=False)
     num_changes: int = 0
+    num_earlier: int = 0
     is_dirty: bool = True
     must_save: bool = False
     _residual: NDArray[np.float32] | None = None
@@ -269,13 +274,17 @@ class Cell:
                 f"these are states of the optimizer {facts.optimizer or 'none'!r}, the store uses {optimizer.name!r}"
             )
         self.use(optimizer)
-        assert self.slot is not None
         self._restore_slot(facts, arrays)
+        num_updates = facts.updates - optimizer.begin_num_update
+        self.num_earlier = num_updates // self.engine.num_workers - max(self.applied.done)
+        self.is_dirty = True
 
     def _restore_slot(self, facts: states.CellFacts, arrays: dict[str, NDArray[Any]]) -> None:
         assert self.slot is not None
         wanted = {name: (array.dtype, len(array)) for name, array in self.slot.arrays.items()}
         given = {name: (array.dtype, len(array)) for name, array in arrays.items()}
+        if facts.updates < 0 or not math.isfinite(facts.rate or 0.0):
+            raise ArgumentError(f"states after {facts.updates} updates, at a learning rate of {facts.rate}")
         if wanted != given:
             raise ArgumentError(f"the states are {_listed(given)}, the store's optimizer keeps {_listed(wanted)}")
         for name, array in arrays.items():
@@ -290,7 +299,8 @@ class Cell:
         arrays["value"] = self.array
         if self._residual is not None:
             arrays["residual"] = self._residual
-        about = CellSnapshot(self.key, self.facts, self.place, self.applied, self.state_facts(optimizer))
+        facts = self.state_facts(optimizer)
+        about = CellSnapshot(self.key, self.facts, self.place, self.applied, facts, self.num_earlier)
         return states.pack(about, arrays)
 
     def restore(self, snapshot: CellSnapshot, arrays: dict[str, NDArray[Any]], optimizer: Optimizer | None) -> None:
@@ -303,6 +313,7 @@ class Cell:
         if value is None or value.nbytes != self.num_bytes:
             raise WireError("a snapshot without the value of its cell")
         self.write(value.reshape(-1).view(np.uint8))
+        self.num_earlier = snapshot.num_earlier
         residual = arrays.get("residual")
         if residual is not None:
             self._residual = np.array(residual, np.float32)

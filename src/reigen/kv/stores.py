@@ -324,7 +324,8 @@ class Store:
         parts = [token.contribution] if token.contribution else []
         done = tuple(round if one == worker else n for one, n in enumerate(cell.applied.done))
         begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
-        self._change(cell, ValueUpdate(parts, 1.0, round + begin), msgspec.structs.replace(cell.applied, done=done))
+        num_update = cell.num_earlier + begin + round
+        self._change(cell, ValueUpdate(parts, 1.0, num_update), msgspec.structs.replace(cell.applied, done=done))
 
     def _tell_forgotten(self, cell: Cell, what: Forgotten) -> None:
         whose = "" if what.worker is None else f" of worker {what.worker}"
