@@ -47,6 +47,7 @@ from reigen.kv.protocol import DTYPE_NUMBERS, NOTICE_CODEC, Header, Kind, Notice
 from reigen.kv.requests import Connection, Reading, Request
 from reigen.kv.settings import Settings
 from reigen.kv.snapshots import Snapshots, StoreSnapshot
+from reigen.kv.sums import Contribution
 from reigen.kv.work import Task, Workers
 from reigen.optim import Optimizer
 from reigen.types import dtype_named
@@ -299,7 +300,7 @@ class Store:
             case Answer(_, token):
                 self._answer(cell, token.request if isinstance(token, Reading) else token)
             case Combine(round, _, tokens, scale):
-                parts = [token.contribution for token in tokens if isinstance(token, Request) and token.contribution]
+                parts = [_part_of(token) for token in tokens]
                 applied = msgspec.structs.replace(cell.applied, done=(round,) * self.around.num_workers)
                 self._change(cell, ValueUpdate(parts, scale), applied)
             case Apply(worker, round, token):
@@ -320,12 +321,11 @@ class Store:
                 instruction()
 
     def _apply(self, cell: Cell, worker: int, round: int, token: Token) -> None:
-        assert isinstance(token, Request)
-        parts = [token.contribution] if token.contribution else []
         done = tuple(round if one == worker else n for one, n in enumerate(cell.applied.done))
         begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
         num_update = cell.num_earlier + begin + round
-        self._change(cell, ValueUpdate(parts, 1.0, num_update), msgspec.structs.replace(cell.applied, done=done))
+        applied = msgspec.structs.replace(cell.applied, done=done)
+        self._change(cell, ValueUpdate([_part_of(token)], 1.0, num_update), applied)
 
     def _tell_forgotten(self, cell: Cell, what: Forgotten) -> None:
         whose = "" if what.worker is None else f" of worker {what.worker}"
@@ -362,8 +362,6 @@ class Store:
     # ---- what takes time
 
     def _change(self, cell: Cell, update: ValueUpdate, applied: ConsistencyState) -> None:
-        if not update.parts:
-            return  # a failure came in between
         memory, optimizer = self.around.memory, self.settings.optimizer
         target = memory.target(cell.value)
 
@@ -497,3 +495,10 @@ class Store:
             cell.restore(snapshot, arrays, self.settings.optimizer)
             self.cells[cell.id] = cell
             self.declarations.remember(cell.key, cell.facts)
+
+
+def _part_of(token: Token) -> Contribution:
+    """What a push gives to its cell."""
+    assert isinstance(token, Request)
+    assert token.contribution is not None, "a push is used once, and not before its instruction is carried out"
+    return token.contribution
