@@ -17,7 +17,7 @@ PROGRAM = (sys.executable, str(Path(__file__).with_name("train.py")))
 VALUE = "10.0"
 DONE = [f"[{rank}] {rank} of 2: {{{VALUE}}}" for rank in range(2)]
 BOUND = {"REIGEN_KV_BIGARRAY_BOUND": "1000"}
-JOB = ("-np", "2", "-s", "2")
+JOB = ("-np", "2", "-s", "2", "--grace-seconds", "2")
 
 
 @pytest.fixture

@@ -84,16 +84,18 @@ def test_servers_that_end_when_the_last_worker_has_ended(flag):
     assert launch(*LOCAL, "--grace-seconds", "20", *command(code), env=environ) == (0, "", "")
 
 
-def test_servers_that_do_not_end_are_asked_to():
+def test_servers_that_do_not_end_are_asked_to(tmp_path):
     code = """
 def asked(*_): print('asked', flush=True); sys.exit(3)
-signal.signal(signal.SIGTERM, asked)
-if role != 'worker': print('ready', flush=True); time.sleep(300)
+if role != 'worker':
+    signal.signal(signal.SIGTERM, asked)
+    open(f'{sys.argv[1]}/{role}{number}', 'w').close()
+    time.sleep(300)
+while len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)
 """
-    status, out, err = launch(*LOCAL, "--grace-seconds", "1", *command(code))
+    status, out, err = launch(*LOCAL, "--grace-seconds", "1", *command(code), str(tmp_path))
     assert (status, err) == (0, "")
-    ready = {line for line in out.splitlines() if line.endswith("asked")}
-    assert ready == {f"[{name}] asked" for name in ("server 0", "server 1", "scheduler")}
+    assert sorted(out.splitlines()) == [f"[{name}] asked" for name in ("scheduler", "server 0", "server 1")]
 
 
 def test_servers_that_do_not_even_hear_are_killed():
