@@ -56,14 +56,14 @@ def end(*processes: Process) -> None:
     ids=["reliable", "unreliable", "async by sockets"],
 )
 def test_the_closed_form_holds(dtype: str, variables: dict[str, str]) -> None:
-    with Job(3, 2, **CUT, **variables) as job:
+    with Job(2, 2, **CUT, **variables) as job:
         scheduler, servers, workers = start_all(job)
-        assert ask(workers, f"begin 0.5 {dtype}") == ["done"] * 3
+        assert ask(workers, f"begin 0.5 {dtype}") == ["done"] * 2
         ask(workers, "push 2")
         ask(workers, "step 2")
         ask(workers, "barrier")
-        assert ask(workers, "pull") == [[1 + 0.5 * 4 * 6]] * 3
-        assert ask(workers, "rounds") == [4] * 3
+        assert ask(workers, "pull") == [[1 + 0.5 * 4 * 3]] * 2
+        assert ask(workers, "rounds") == [4] * 2
         end(*workers, *servers, scheduler)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -59,10 +60,15 @@ class Holding:
             self.round = min(self.done, default=self.round)
         return self.round
 
-    def next_round(self) -> int:
-        """The number of the next push, which is the last one now."""
+    @contextlib.contextmanager
+    def pushing(self) -> Iterator[int]:
+        """The number of a push, which is the last one now; if it cannot be begun, it does not count."""
         self.round = self.last_round() + 1
-        return self.round
+        try:
+            yield self.round
+        except BaseException:
+            self._has_failed = True
+            raise
 
     def note(self, request: Request) -> None:
         """A push of a cell has been answered."""
@@ -109,52 +115,50 @@ class Messages:
             priority: higher first.
             into: flat memory that receives what is stored afterwards: PUSHPULL; None: PUSH.
         """
-        round_number = held.next_round()
         kind = Kind.PUSH if into is None else Kind.PUSHPULL
         codec = self.codec if held.spec.dtype.is_floating else None
-        for place in held.places:
-            request = self._request(kind, operation, held, place, priority)
-            request.round = round_number
-            part = elements[place.begin : place.end]
-            if codec is None:
-                request.body, request.block = self._worker.body_of(part)
-            else:
-                self._encode(request, codec, held, place, part)
-            if into is not None:
-                self._expect(request, held, into[place.begin : place.end])
-            # one by one: servers begin with the first while the next is copied
-            self._worker.submit([request], held.track)
+        with held.pushing() as round_number:
+            for place in held.places:
+                request = self._request(kind, operation, held, place, priority, round_number)
+                part = elements[place.begin : place.end]
+                if codec is None:
+                    request.body, request.block = self._worker.body_of(part)
+                else:
+                    self._encode(request, codec, held, place, part)
+                if into is not None:
+                    self._expect(request, held, into[place.begin : place.end])
+                # one by one: servers begin with the first while the next is copied
+                self._worker.submit([request], held.track)
 
     def push_rows(self, operation: Operation, held: Holding, indices: Array, rows: Array, priority: int) -> None:
         """Push some rows: of every cell, if only none."""
-        round_number = held.next_round()
         requests = []
-        for place, first, last in held.row_ranges():
-            low, high = np.searchsorted(indices, (first, last))
-            request = self._request(Kind.ROW_PUSH, operation, held, place, priority)
-            request.round = round_number
-            numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
-            self._put(request, numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8))
-            requests.append(request)
-        self._worker.submit(requests, held.track)
+        with held.pushing() as round_number:
+            for place, first, last in held.row_ranges():
+                low, high = np.searchsorted(indices, (first, last))
+                request = self._request(Kind.ROW_PUSH, operation, held, place, priority, round_number)
+                numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
+                self._put(request, numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8))
+                requests.append(request)
+            self._worker.submit(requests, held.track)
 
     def pull(self, operation: Operation, held: Holding, into: Array, priority: int) -> None:
         """Pull all elements into flat memory."""
-        requests = []
+        requests, round_number = [], held.last_round()
         for place in held.places:
-            request = self._request(Kind.PULL, operation, held, place, priority)
+            request = self._request(Kind.PULL, operation, held, place, priority, round_number)
             self._expect(request, held, into[place.begin : place.end])
             requests.append(request)
         self._worker.submit(requests, held.track)
 
     def pull_rows(self, operation: Operation, held: Holding, wanted: Array, into: Array, priority: int) -> None:
         """Pull rows ``wanted`` (ascending) into ``into``, (number of rows, elements of a row)."""
-        requests = []
+        requests, round_number = [], held.last_round()
         for place, first, last in held.row_ranges():
             low, high = np.searchsorted(wanted, (first, last))
             if low == high:
                 continue
-            request = self._request(Kind.ROW_PULL, operation, held, place, priority)
+            request = self._request(Kind.ROW_PULL, operation, held, place, priority, round_number)
             request.body = (wanted[low:high] - first).astype(_ROW_NUMBER).tobytes()
             request.into = into[low:high].reshape(-1)
             requests.append(request)
@@ -163,18 +167,20 @@ class Messages:
 
     def put(self, kind: Kind, operation: Operation, held: Holding, place: Place, body: Array) -> Request:
         """A request that gives a cell bytes: INIT and PUT_STATES."""
-        request = self._request(kind, operation, held, place, 0)
+        request = self._request(kind, operation, held, place, 0, 0)
         request.body, request.block = self._worker.body_of(body)
         return request
 
-    def _request(self, kind: Kind, operation: Operation, held: Holding, place: Place, priority: int) -> Request:
+    def _request(
+        self, kind: Kind, operation: Operation, held: Holding, place: Place, priority: int, round_number: int
+    ) -> Request:
         return Request(
             kind,
             place.server,
             operation,
             held.id,
             place.index,
-            held.last_round(),
+            round_number,
             DTYPE_NUMBERS[held.spec.dtype.name],
             priority=priority,
             on_done=held.note if kind in WRITING else None,
