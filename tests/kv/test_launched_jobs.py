@@ -67,6 +67,12 @@ def test_servers_of_a_program_that_needs_none_do_not_run_it_either(kind: str, wo
     ]
 
 
+def test_a_program_may_take_longer_than_the_deadline_until_it_makes_a_store() -> None:
+    code = f"import runpy, time; time.sleep(2.5); runpy.run_path({PROGRAM[1]!r}, run_name='__main__')"
+    status, out, err = run(*JOB, sys.executable, "-c", code, env={**BOUND, "REIGEN_DEADLINE": "2"})
+    assert (status, sorted(out.splitlines())) == (0, DONE), err
+
+
 def test_a_killed_worker_that_servers_wait_for_is_started_again(rest: Path) -> None:
     environ = {**BOUND, "REIGEN_KV_ON_WORKER_LOSS": "wait"}
     with launched(*JOB, *PROGRAM, str(rest), "1", env=environ) as job:

@@ -66,6 +66,10 @@ def test_everybody_is_told_the_same_in_mxnets_words():
     assert {environ["DMLC_NUM_ATTEMPT"] for environ in everybody} == {"0"}
 
 
+def test_the_scheduler_has_patience_with_workers_that_take_their_time():
+    assert [place.environ["REIGEN_DEADLINE"] for place in places({"REIGEN_DEADLINE": "3"})] == ["3"] * 3 + ["1209600"]
+
+
 def test_without_servers_nobody_is_told_of_any():
     services = Services("127.0.0.1:4242", SECRET, 31999)
     ranks, _ = plan([Topology.alone()], services, {}, Cores((0,)))

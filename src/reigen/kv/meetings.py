@@ -83,7 +83,10 @@ class Meeting:
         """Give up if somebody has waited since ``before``."""
         if any(request.since < before for request in self.waiting.values()):
             missing = self.agreement.missing(expected)
-            error = DeadlineError(f"{self.agreement.what}: not all workers have said it", ranks=missing)
+            names = ", ".join(f"worker {number}" for number in sorted(missing))
+            error = DeadlineError(
+                f"{self.agreement.what}: not all workers have said it; missing: {names}", ranks=missing
+            )
             self.fail(Problem.of(error))
 
 

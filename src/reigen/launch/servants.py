@@ -17,6 +17,11 @@ from reigen.errors import ConfigError
 SNAPSHOT_VARIABLE = "REIGEN_KV_SNAPSHOT_DIR"
 #: What becomes of the job when a worker is lost: abort (the default), continue, or wait for another one.
 WORKER_LOSS_VARIABLE = "REIGEN_KV_ON_WORKER_LOSS"
+DEADLINE_VARIABLE = "REIGEN_DEADLINE"
+#: How long the scheduler of a launched job waits for workers: two weeks, in seconds. The launcher knows when they end,
+#: and one that waits for others has a deadline itself; a program that takes its time until it makes a store does
+#: nothing wrong.
+_PATIENCE = "1209600"
 NODE_HOST_VARIABLE = "DMLC_NODE_HOST"
 #: How often a process has been started before.
 ATTEMPT_VARIABLE = "DMLC_NUM_ATTEMPT"
@@ -111,7 +116,8 @@ class Household:
             index: its number among those of its role.
             node_host: the address at which the others reach its host.
         """
-        return {
+        patience = {DEADLINE_VARIABLE: _PATIENCE} if role is Role.SCHEDULER else {}
+        return patience | {
             "DMLC_ROLE": role,
             "DMLC_PS_ROOT_URI": self.scheduler_host,
             "DMLC_PS_ROOT_PORT": str(self.scheduler_port),
