@@ -77,6 +77,16 @@ def test_who_does_not_start_is_named_to_all() -> None:
         assert "server 0" in server.ask("events")[-1]
 
 
+def test_workers_are_waited_for_longer_but_it_is_said_who_is_missing() -> None:
+    with Job(2, 1, REIGEN_START_TIMEOUT="3") as job:
+        scheduler, server, worker = job.scheduler(), job.node("server"), job.node("worker", 0)
+        scheduler.wait_for("missing 3 s after the first process came: worker 1.")
+        late = job.node("worker", 1)
+        assert late.hear()["joined"] == 1
+        worker.hear(), server.hear()
+        leave(scheduler, [server], [worker, late])
+
+
 def test_without_a_scheduler_it_is_missed_by_the_deadline() -> None:
     with Job(1, 1, REIGEN_START_TIMEOUT="0.5") as job:
         text = ended(job.node("worker").hear(), "DeadlineError")

@@ -428,10 +428,14 @@ class Roster:
             if owner is not None:
                 self._say(owner, BarrierDone(name, sequence))
 
-    def _missing(self, message: WhoIsMissing) -> Missing:
+    def absent(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Workers and servers that have not come yet, or are lost."""
         absent = [node for node in self._nodes.values() if node.state in {State.ABSENT, State.LOST}]
         workers = tuple(node.number for node in absent if node.role == "worker")
-        servers = tuple(node.number for node in absent if node.role == "server")
+        return workers, tuple(node.number for node in absent if node.role == "server")
+
+    def _missing(self, message: WhoIsMissing) -> Missing:
+        workers, servers = self.absent()
         if message.barrier:
             workers, servers = self._barriers.missing(message.barrier, message.sequence, self._needed()), ()
         return Missing(message.barrier, message.sequence, workers, servers)

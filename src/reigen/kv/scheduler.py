@@ -19,7 +19,7 @@ from reigen.errors import ConfigError
 from reigen.kv import access
 from reigen.kv.events import LossPolicy
 from reigen.kv.nodes import Event, NodeLost, Stop
-from reigen.kv.registry import ANSWERS, CALLS, MAX_MESSAGE_BYTES, SCHEDULER, Answer, News, Refused, Register
+from reigen.kv.registry import ANSWERS, CALLS, MAX_MESSAGE_BYTES, SCHEDULER, Answer, News, Refused, Register, name_nodes
 from reigen.kv.roles import Settings
 from reigen.kv.roster import Roster, Terms
 
@@ -50,8 +50,9 @@ class Scheduler:
         config = settings.config
         self._settings = settings
         self._roster = Roster(_terms(settings))
-        #: somebody has come
+        #: whether somebody has come; and when to look who has not
         self._has_begun = False
+        self._alarm: float | None = time.monotonic() + config.deadline_seconds
         secret = access.scheduler_secret(settings)
         self._reception = self._listen(secret, tls)
         self.address = self._reception.address
@@ -71,28 +72,35 @@ class Scheduler:
         )
 
     def serve(self) -> int:
-        """Serve until the job is over, or `stop` is called; returns the exit code: 0 if all workers left in order."""
-        nobody_until = time.monotonic() + self._settings.config.deadline_seconds
+        """Serve until the job is over; returns the exit code: 0 if all workers left in good order."""
         while self._roster.stop is None:
-            due = self._roster.due() if self._has_begun else nobody_until
-            if not self._reception.turn(due):
-                return 1
-            self._say(self._roster.tick(time.monotonic()))
-            if not self._has_begun and time.monotonic() >= nobody_until:
-                waited = self._settings.config.deadline_seconds
-                _log.error("no worker and no server came within %g s (REIGEN_DEADLINE)", waited)
+            due = [at for at in (self._roster.due(), self._alarm) if at is not None]
+            self._reception.turn(min(due, default=None))
+            now = time.monotonic()
+            self._say(self._roster.tick(now))
+            if self._alarm is not None and now >= self._alarm and not self._look_for_the_missing():
                 return 1
         stop = self._roster.stop
         _log.log(logging.ERROR if stop.exit_code else logging.INFO, "the job is over: %s", stop.reason)
         until = time.monotonic() + _LINGER_SECONDS
         while self._reception.num_guests and time.monotonic() < until:
-            if not self._reception.turn(until):
-                break
+            self._reception.turn(until)
         return stop.exit_code
 
-    def stop(self) -> None:
-        """Have `serve` return without a word to anybody, from any thread."""
-        self._reception.end()
+    def _look_for_the_missing(self) -> bool:
+        """The start takes long: say whom it waits for; False if it is for everybody."""
+        self._alarm, config = None, self._settings.config
+        if not self._has_begun:
+            _log.error("no worker and no server came within %g s (REIGEN_DEADLINE)", config.deadline_seconds)
+            return False
+        if missing := name_nodes(*self._roster.absent()):
+            _log.warning(
+                "missing %g s after the first process came: %s. Workers are waited for %g s in all (REIGEN_DEADLINE)",
+                config.start_timeout_seconds,
+                missing,
+                config.deadline_seconds,
+            )
+        return True
 
     def close(self) -> None:
         """Stop listening. May be called twice."""
@@ -124,6 +132,8 @@ class Scheduler:
     def _receive(self, guest: Guest, payload: bytes) -> None:
         message = CALLS.decode(payload)
         if isinstance(message, Register):
+            if not self._has_begun:
+                self._alarm = time.monotonic() + self._settings.config.start_timeout_seconds
             self._has_begun = True
             which = "" if message.number < 0 else f" {message.number}"
             where = f", which listens at {message.address}" if message.address else ""
