@@ -156,6 +156,8 @@ class Roster:
         #: somebody has been here (B); all servers have (B); some node had been told its number before (H)
         self._is_begun = self._is_open = self._is_restarted = False
         self._barriers = Barriers()
+        #: incarnations of processes to which this scheduler, and none before it, has given their places
+        self._seated: set[int] = set()
         #: since all workers have left or are lost, some of them awaited: until when
         self._awaited_until = _NEVER
         self._now = -_NEVER
@@ -214,7 +216,7 @@ class Roster:
         if node is None:
             self._say(owner, Refused(problem))
             return
-        if message.is_known:
+        if message.is_known and message.incarnation not in self._seated:
             self._learn(message)
         if node.state is State.ABSENT or (message.is_known and not node.incarnation):
             recovers = message.is_recovery if message.is_known else self._is_restarted
@@ -281,6 +283,8 @@ class Roster:
             self._say(node.owner, Refused(f"another process has become {node.name}"))
         node.state, node.loss, node.is_recovery = State.HERE, None, is_recovery
         node.incarnation = message.incarnation
+        if not message.is_known:
+            self._seated.add(message.incarnation)
         barriers = () if message.is_known or not is_recovery else self._barriers.done()
         self._place(owner, node, message, barriers)
         if is_news:

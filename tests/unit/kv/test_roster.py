@@ -262,6 +262,17 @@ def test_time_in_which_the_scheduler_did_not_run_is_nobodys_silence() -> None:
     assert job.beat(60, "w0", "w1", "s0") == {}
 
 
+def test_a_connection_that_is_made_again_is_no_restart_of_the_scheduler() -> None:
+    job = Job(Terms(3, 1), "w0", "s0")
+    job.end("w0")
+    job.come("w0", known=True)
+    assert job.come("w1")["w1"][0] == Assigned(1, False)
+    early = Job(TERMS, "w0")
+    early.end("w0")  # before the start: forgotten
+    assert early.come("w0", known=True) == {"w0": [Assigned(0, False)]}
+    assert early.come("w1")["w1"][0] == Assigned(1, False)
+
+
 def test_a_server_that_is_started_again_is_found_where_it_is_now() -> None:
     job = started(replace(TERMS, servers_return=True))
     job.end("s0")
