@@ -18,6 +18,9 @@ class Barriers:
         self._done: dict[str, int] = {}
         #: by name and worker: for which of its times it waits for an answer; no empty ones
         self._waiting: dict[str, dict[int, set[int]]] = {}
+        #: names for which something has changed since the last `complete`, and who was needed then
+        self._changed: set[str] = set()
+        self._needed: frozenset[int] = frozenset()
 
     def enter(self, name: str, worker: int, sequence: int) -> bool:
         """A worker is there for the ``sequence``-th time; False: there are too many barriers.
@@ -29,12 +32,16 @@ class Barriers:
         entered = self._entered.setdefault(name, {})
         entered[worker] = max(entered.get(worker, 0), sequence)
         self._waiting.setdefault(name, {}).setdefault(worker, set()).add(sequence)
+        self._changed.add(name)
         return True
 
     def complete(self, needed: Collection[int]) -> list[tuple[int, str, int]]:
         """What is done now and was not told: worker, name, and for which time."""
         told = []
-        for name, waiting in list(self._waiting.items()) if needed else ():
+        names = self._changed if self._needed == frozenset(needed) else set(self._waiting)
+        self._changed, self._needed = set(), frozenset(needed)
+        for name in sorted(names & self._waiting.keys()) if needed else ():
+            waiting = self._waiting[name]
             done = max(self._done.get(name, 0), min(self._entered[name].get(worker, 0) for worker in needed))
             self._done[name] = done
             for worker in sorted(waiting):

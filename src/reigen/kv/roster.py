@@ -7,8 +7,8 @@ The protocol
 A. *Numbers.* A node says its number where it was given one (its task number), and gets it; else the lowest that nobody
    has had, in the order of arrival. What makes no sense is refused.
 B. *Start.* When all servers have come for the first time, every node that is there is told where they are, and every
-   one that comes later at once. A process that ends before that is forgotten, as if it had not come. Servers that do
-   not come, and later workers, end the job when the time for it is over.
+   one that comes later at once. A process that is lost (C) before that is forgotten, as if it had not come. Servers
+   that do not come, and later workers, end the job when the time for it is over.
 C. *Loss.* A connection that ends without Leave may be made again; after `GRACE_SECONDS` the node counts as lost, and at
    once if another process comes for its number. A node that says nothing for the heartbeat's timeout counts as lost,
    too, but not for the time in which the scheduler itself did not run. All are told (`NodeLost`).
@@ -25,7 +25,7 @@ G. *End.* When all workers have left, the job is over with exit code 0; when all
 H. *Restart of the scheduler.* Nodes connect again and say what they were told before (`Register.is_known`): their
    numbers, and which workers have left; and how often they have entered which barriers. That is all there is
    to know. Who has not come ``return_seconds`` after the first of them counts as lost. Processes that are not known
-   then take places of lost ones.
+   then take places of lost ones: that one comes for the first time, nobody can tell.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Roster:
         if gone is not None:
             gone.owner = None
             if self.stop is None and gone.state is State.HERE:
-                if gone.claimant is not None or not self._is_open:
+                if gone.claimant is not None:
                     self._lose(gone, "its process ended")
                 else:
                     gone.until = now + GRACE_SECONDS
@@ -218,7 +218,9 @@ class Roster:
             return
         if message.is_known and message.incarnation not in self._seated:
             self._learn(message)
-        if node.state is State.ABSENT or (message.is_known and not node.incarnation):
+        if self._is_final(node) and not node.incarnation:
+            self._say(owner, Refused(f"{node.name} was given up: {node.loss.reason if node.loss else ''}"))
+        elif node.state is State.ABSENT or (message.is_known and not node.incarnation):
             recovers = message.is_recovery if message.is_known else self._is_restarted
             self._seat(owner, node, message, is_recovery=recovers)
         elif node.incarnation == message.incarnation:
@@ -304,7 +306,7 @@ class Roster:
 
     def _place(self, owner: Owner, node: Node, message: Register, barriers: tuple[tuple[str, int], ...]) -> None:
         node.owner, node.host, node.address = owner, message.host, message.address
-        node.until = self._silent_at()
+        node.until = _NEVER if node.state is State.LEFT else self._silent_at()
         self._node_of[owner] = node
         self._say(owner, Assigned(node.number, node.is_recovery, barriers))
 

@@ -368,6 +368,15 @@ def test_the_job_is_over_when_all_workers_have_left() -> None:
     assert job.end("s0") == job.end("w1") == {}
 
 
+def test_a_worker_that_has_left_may_connect_again_and_be_silent() -> None:
+    job = started()
+    job.say("w0", Leave())
+    job.end("w0")
+    assert job.come("w0", known=True)["w0"][0] == Assigned(0, False)
+    assert job.beat(60, "w1", "s0") == {}
+    assert job.say("w1", Leave())["s0"][-1] == Stop(0, "all workers have left")
+
+
 def test_a_job_that_went_on_without_a_worker_ends_well() -> None:
     job = started(CONTINUE)
     job.end("w1")
@@ -414,6 +423,7 @@ def test_whoever_does_not_come_back_to_it_is_lost_but_not_who_had_left() -> None
     told = job.beat(31, "w0", "s0")
     loss = NodeLost("worker", 2, "", "it did not come back within 30 s", False)
     assert told == {"w0": [loss], "s0": [loss]}
+    assert job.come("w2", known=True) == {"w2": [Refused("worker 2 was given up: it did not come back within 30 s")]}
     assert job.say("w0", Leave())["s0"][-1] == Stop(1, str(loss))
 
 

@@ -1,0 +1,376 @@
+"""A job's nodes and its scheduler under random schedules: connections that break, processes that die, stop for a while,
+and are replaced, a scheduler that is started again. `kv.roster` on one side, `kv.standing` on the other are the real
+ones; time is made up. Workers pass barriers, one after the other, and leave.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from reigen.kv.events import LossPolicy
+from reigen.kv.nodes import NodeLeft, NodeLost, Stop
+from reigen.kv.registry import ANSWERS, CALLS, Call, EnterBarrier, Heartbeat, Leave, News, Refused, Register
+from reigen.kv.roster import Roster, Terms
+from reigen.kv.standing import Standing
+
+MOST_STEPS = 20_000
+BEAT_SECONDS = 2.0
+#: No message is on its way for longer, so that a connection is made again before it counts as a loss.
+LONGEST_TRAVEL_SECONDS = 0.3
+RECONNECT_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one seed stands for."""
+
+    terms: Terms
+    #: names of barriers, in the order in which every worker passes them
+    barriers: tuple[str, ...]
+    faults: dict[str, int]
+    pace: float
+    hurry: int
+    #: nodes are told their numbers
+    numbered: bool
+
+
+def make_plan(rng: random.Random) -> Plan:
+    """Draw a schedule's parameters."""
+    terms = Terms(
+        rng.choice((1, 2, 2, 3, 4)),
+        rng.choice((1, 1, 2, 3)),
+        policy=rng.choice(list(LossPolicy)),
+        servers_return=rng.random() < 0.7,
+        deadline_seconds=60.0,
+    )
+    restarts = rng.random() < 0.4
+    faults = {
+        "cut": rng.choice((0, 0, 2, 4)),
+        "freeze": rng.choice((0, 0, 0, 1)),
+        "kill": 0 if restarts else rng.choice((0, 1, 1, 2, 3)),
+        "crash": rng.choice((1, 1, 2)) if restarts else 0,
+    }
+    return Plan(
+        terms,
+        tuple(rng.choice("abc") for _ in range(rng.randint(0, 8))),
+        faults,
+        pace=rng.choice((0.1, 0.03, 0.01)),
+        hurry=rng.choice((1, 5, 20)),
+        numbered=rng.random() < 0.7,
+    )
+
+
+@dataclass
+class Node:
+    """A process, its connection, and what it says on it."""
+
+    standing: Standing
+    #: number of its connection, 0 while there is none
+    link: int = 0
+    alive: bool = True
+    frozen_until: float = 0.0
+    #: when it does what it does next: connects, or says that it lives
+    next: float = 0.0
+    #: what comes next in its program; None: not begun
+    step: int | None = None
+    entry: tuple[str, int] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.standing.failure is not None
+
+
+@dataclass
+class Message:
+    """On its way; ``payload`` None: the connection has ended."""
+
+    at: float
+    payload: bytes | None
+
+
+@dataclass
+class Simulator:
+    """One schedule."""
+
+    seed: int
+    log: list[str] | None = None
+    seen: Counter[str] = field(default_factory=Counter)
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+        self.plan = make_plan(self.rng)
+        self.left = dict(self.plan.faults)
+        self.roster = Roster(self.plan.terms)
+        self.nodes: list[Node] = []
+        #: by connection: to the scheduler, and to the node
+        self.up: dict[int, deque[Message]] = {}
+        self.down: dict[int, deque[Message]] = {}
+        self.owners: dict[int, Node] = {}
+        #: connections that have ended, or will when their last messages have been read
+        self.broken: set[int] = set()
+        self.links = self.incarnations = 0
+        #: (when, role, number): processes that are to be started
+        self.births: list[tuple[float, Any, int]] = []
+        self.lost_workers: set[int] = set()
+        #: nothing has happened from which the job cannot recover
+        self.is_harmless = True
+        terms = self.plan.terms
+        places: list[tuple[Any, int]] = [("worker", n) for n in range(terms.num_workers)]
+        places += [("server", n) for n in range(terms.num_servers)]
+        for role, number in places:
+            told = number if self.plan.numbered else -1
+            self.births.append((self.now + self.rng.random() * 20, role, told))
+
+    def note(self, *parts: object) -> None:
+        if self.log is not None:
+            self.log.append(" ".join([f"{self.now:.2f}", *map(str, parts)]))
+
+    # -- the run
+
+    def run(self) -> None:
+        self.note(self.plan)
+        for _ in range(MOST_STEPS):
+            if self._is_finished():
+                break
+            self._step()
+        else:
+            raise AssertionError("it does not end")
+        self._check_end()
+
+    def _is_finished(self) -> bool:
+        return self.roster.stop is not None and not any(self.up.values()) and not any(self.down.values())
+
+    def _step(self) -> None:
+        faults = [kind for kind, count in self.left.items() if count]
+        if faults and self.rng.random() < self.plan.pace and self.roster.stop is None:
+            self._fault(self.rng.choice(faults))
+            return
+        lines = [(line, False) for line, messages in self.up.items() if messages]
+        lines += [(line, True) for line, messages in self.down.items() if messages and self._reads(line)]
+        oldest = min(((self.down if is_down else self.up)[line][0].at for line, is_down in lines), default=self.now)
+        if lines and (self.rng.randrange(self.plan.hurry + 1) or self.now - oldest > LONGEST_TRAVEL_SECONDS - 0.1):
+            self._deliver(*self.rng.choice(lines))
+        else:
+            self._pass(self.rng.choice((0.01, 0.05, 0.1)) if lines else 0.1)
+
+    def _reads(self, line: int) -> bool:
+        node = self.owners[line]
+        return not (node.alive and node.frozen_until > self.now)
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        due = self.roster.due()
+        if due is not None and due <= self.now:
+            self._carry(self.roster.tick(self.now))
+        for birth in [birth for birth in self.births if birth[0] <= self.now]:
+            self.births.remove(birth)
+            self._start(*birth[1:])
+        for node in self.nodes:
+            if node.alive and not node.is_over and node.next <= self.now and node.frozen_until <= self.now:
+                if not node.link:
+                    self._connect(node)
+                elif node.standing.is_assigned:
+                    self._say(node, Heartbeat())
+                node.next = self.now + BEAT_SECONDS
+
+    def _start(self, role: Any, number: int) -> None:
+        if self.roster.stop is not None:
+            return
+        self.incarnations += 1
+        terms = self.plan.terms
+        address = f"h:{self.incarnations}" if role == "server" else ""
+        me = Register(role, number, "h", address, self.incarnations, terms.num_workers, terms.num_servers)
+        self.nodes.append(Node(Standing(me, is_loss_fatal=terms.policy is LossPolicy.ABORT), next=self.now))
+
+    # -- connections
+
+    def _connect(self, node: Node) -> None:
+        self.links += 1
+        node.link = self.links
+        self.up[node.link], self.down[node.link], self.owners[node.link] = deque(), deque(), node
+        self._say(node, node.standing.registration())
+
+    def _say(self, node: Node, call: Call) -> None:
+        if node.link:
+            self.up[node.link].append(Message(self.now, CALLS.encode(call)))
+
+    def _deliver(self, line: int, is_down: bool) -> None:
+        message = (self.down if is_down else self.up)[line].popleft()
+        node = self.owners[line]
+        if is_down:
+            if node.link == line and node.alive:
+                self._read(node, message)
+            return
+        if message.payload is None:
+            self.note("ended", line, node.standing.name)
+            self._carry(self.roster.ended(line, self.now))
+        else:
+            call = CALLS.decode(message.payload)
+            if not isinstance(call, Heartbeat):
+                self.note(line, call)
+            self._carry(self.roster.handle(line, call, self.now))
+
+    def _carry(self, instructions: Any) -> None:
+        self.roster.validate()
+        for line, answer in instructions:
+            self.note("   ->", line, answer)
+            if isinstance(answer, News):
+                lost = [event for event in answer.events if isinstance(event, NodeLost)]
+                self.lost_workers.update(event.number for event in lost if event.role == "worker")
+            if line in self.down:
+                self.down[line].append(Message(self.now, ANSWERS.encode(answer)))
+                if isinstance(answer, Refused):
+                    self.down[line].append(Message(self.now, None))
+                    self.up[line].clear()
+                    self.up[line].append(Message(self.now, None))
+
+    def _read(self, node: Node, message: Message) -> None:
+        if message.payload is None:
+            node.link, node.next = 0, self.now + RECONNECT_SECONDS
+            return
+        for call in node.standing.take(ANSWERS.decode(message.payload)):
+            self._say(node, call)
+        if node.is_over:
+            self._give_up(node)
+        elif node.standing.servers and node.standing.number >= 0:
+            self._work(node)
+
+    def _give_up(self, node: Node) -> None:
+        """A process raises, or ends with its job; one that found its place taken is started again."""
+        node.alive = False
+        self._hang_up(node)
+        standing = node.standing
+        if not standing.is_assigned and self.roster.stop is None and "there already" in str(standing.failure):
+            role, number = standing.registration().role, standing.number
+            self.births.append((self.now + 1.0, role, number))
+
+    def _hang_up(self, node: Node) -> None:
+        if node.link:
+            self.up[node.link].append(Message(self.now, None))
+            self.down[node.link].clear()
+            node.link = 0
+
+    # -- a worker's program
+
+    def _work(self, node: Node) -> None:
+        standing = node.standing
+        if standing.registration().role != "worker" or standing.has_left:
+            return
+        if standing.fatal_loss() is not None:
+            node.alive = False  # it raises
+            self._hang_up(node)
+            return
+        if node.step is None:  # a replacement goes on where the others are
+            node.step = min(sum(standing._entered.values()), len(self.plan.barriers))
+        if node.entry is not None and standing.is_done(node.entry):
+            self._check_barrier(node, node.entry)
+            standing.forget(node.entry)
+            node.entry = None
+            node.step += 1
+        if node.entry is None and node.step < len(self.plan.barriers):
+            node.entry = standing.enter(self.plan.barriers[node.step])
+            self._say(node, EnterBarrier(*node.entry))
+        elif node.entry is None:
+            standing.has_left = True
+            self._say(node, Leave())
+            if self.rng.random() < 0.5 and node.link not in self.broken:  # else nobody would hear it
+                node.alive = False
+                self._hang_up(node)
+
+    def _check_barrier(self, node: Node, entry: tuple[str, int]) -> None:
+        """All workers have come as far, or have left; or the others go on without them."""
+        self.seen["barrier"] += 1
+        for number in range(self.plan.terms.num_workers):
+            lives = [
+                n for n in self.nodes if n.standing.registration().role == "worker" and n.standing.number == number
+            ]
+            came = any(n.standing._entered[entry[0]] >= entry[1] or n.standing.has_left for n in lives)
+            missed = self.plan.terms.policy is LossPolicy.CONTINUE and number in self.lost_workers
+            assert came or missed, f"{node.standing.name} passes {entry} without worker {number}"
+
+    # -- faults
+
+    def _fault(self, kind: str) -> None:
+        self.left[kind] -= 1
+        nodes = [node for node in self.nodes if node.alive and node.link and not node.is_over]
+        if kind == "crash":
+            self._crash()
+        elif nodes:
+            node = self.rng.choice(nodes)
+            self.note(kind, node.standing.name, node.link)
+            if kind == "cut":
+                self.broken.add(node.link)
+                self.up[node.link].append(Message(self.now, None))
+                self.down[node.link].append(Message(self.now, None))
+            elif kind == "freeze":
+                node.frozen_until = self.now + self.rng.choice((5.0, 25.0, 40.0))
+            else:
+                self._kill(node)
+        self.seen[kind] += 1
+        self.is_harmless = self.is_harmless and kind in {"cut", "crash"}
+
+    def _kill(self, node: Node) -> None:
+        node.alive = False
+        self._hang_up(node)
+        role, number = node.standing.registration().role, node.standing.number
+        is_awaited = role == "worker" and self.plan.terms.policy is LossPolicy.WAIT
+        if (is_awaited or self.rng.random() < 0.8) and not node.standing.has_left:
+            told = number if self.plan.numbered else -1
+            self.births.append((self.now + self.rng.choice((0.1, 1.0, 5.0, 28.0)), role, told))
+
+    def _crash(self) -> None:
+        self.note("crash")
+        here = [node for node in self.nodes if node.standing.servers and (node.alive or node.standing.has_left)]
+        if self.roster.stop is not None or len(here) < self.plan.terms.num_workers + self.plan.terms.num_servers:
+            return  # another could not tell who comes for the first time
+        self.roster = Roster(self.plan.terms)
+        for line, node in self.owners.items():
+            if any(message.payload for message in self.up[line]) and not node.alive:
+                self.is_harmless = False  # it has left, and nobody will ever know
+            for message in self.down[line]:
+                answer = None if message.payload is None else ANSWERS.decode(message.payload)
+                if isinstance(answer, News) and any(isinstance(event, NodeLeft) for event in answer.events):
+                    self.is_harmless = False  # nor may they know of this one
+            self.up[line].clear()
+            self.down[line].clear()
+            if node.link == line:
+                self.down[line].append(Message(self.now, None))
+
+    # -- what must be true in the end
+
+    def _check_end(self) -> None:
+        stop, faults = self.roster.stop, self.plan.faults
+        assert stop is not None
+        if self.is_harmless:
+            assert stop.exit_code == 0, stop
+        if stop.exit_code == 0:
+            self.seen["good end"] += 1
+            workers = [node for node in self.nodes if node.standing.registration().role == "worker"]
+            left = {node.standing.number for node in workers if node.standing.has_left}
+            missing = set(range(self.plan.terms.num_workers)) - left
+            assert not missing or self.plan.terms.policy is LossPolicy.CONTINUE, missing
+        else:
+            self.seen["bad end"] += 1
+        for node in self.nodes:
+            told = [event for event in node.standing.events if isinstance(event, Stop)]
+            assert told or not node.alive or faults["freeze"] or faults["crash"] or not node.link, node
+
+
+def play(seed: int) -> Simulator:
+    """Run the schedule of a seed; an AssertionError tells its story."""
+    simulator = Simulator(seed)
+    try:
+        simulator.run()
+    except AssertionError as error:
+        again = Simulator(seed, log=[])
+        try:
+            again.run()
+        except AssertionError:
+            story = "\n".join(again.log or [])
+            raise AssertionError(f"seed {seed}: {error}\n{story[-20_000:]}") from error
+        raise
+    return simulator

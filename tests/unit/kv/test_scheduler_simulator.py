@@ -1,0 +1,40 @@
+"""Nodes and their scheduler under thousands of random schedules. REIGEN_SIM_SEED=<seed> replays one of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import pytest
+from tests.unit.kv.scheduler_simulator import play
+
+_REPLAY = os.environ.get("REIGEN_SIM_SEED")
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of nodes have much to say."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def seeds(first: int, count: int) -> Sequence[int]:
+    return range(first, first + count) if _REPLAY is None else [int(_REPLAY)]
+
+
+def test_schedules() -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds(0, 200):
+        seen.update(dict.fromkeys(play(seed).seen, 1))
+    if _REPLAY is None:
+        assert min(seen.values()) >= 10, seen
+        assert set(seen) == {"good end", "bad end", "barrier", "cut", "kill", "crash", "freeze"}
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    for seed in seeds(1_000, 2_000):
+        play(seed)
