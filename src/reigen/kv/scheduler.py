@@ -93,13 +93,14 @@ class Scheduler:
         if not self._has_begun:
             _log.error("no worker and no server came within %g s (REIGEN_DEADLINE)", config.deadline_seconds)
             return False
-        if missing := name_nodes(*self._roster.absent()):
-            _log.warning(
-                "missing %g s after the first process came: %s. Workers are waited for %g s in all (REIGEN_DEADLINE)",
-                config.start_timeout_seconds,
-                missing,
-                config.deadline_seconds,
+        workers, servers = self._roster.absent()
+        if missing := name_nodes(workers, servers):
+            # a program may take its time until it makes a store, but then all workers do
+            level = logging.INFO if len(workers) == self._settings.num_workers else logging.WARNING
+            text = (
+                "missing %g s after the first process came: %s. Workers are waited for until REIGEN_DEADLINE (%.10g s)"
             )
+            _log.log(level, text, config.start_timeout_seconds, missing, config.deadline_seconds)
         return True
 
     def close(self) -> None:
