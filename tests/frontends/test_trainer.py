@@ -338,6 +338,21 @@ def test_the_environment_chooses(monkeypatch):
     assert found == [False]
 
 
+def test_a_loop_that_fails_is_no_good_end(monkeypatch):
+    ends = []
+
+    class Watched(ThreadStore):
+        def __exit__(self, kind, error, traceback):
+            ends.append(kind)
+
+    monkeypatch.setattr("reigen.kv.create", lambda name: Watched(Servers(1), 0, name))
+    with pytest.raises(RuntimeError, match="in the loop"), Trainer([weight(0.0)], "sgd"):
+        raise RuntimeError("in the loop")
+    with Trainer([weight(0.0)], "sgd") as trainer:
+        assert trainer.kvstore.type == "dist_sync"
+    assert ends == [RuntimeError, None]
+
+
 def test_parameters_that_get_their_shape_later():
     def train(store):
         torch.manual_seed(store.rank)

@@ -55,8 +55,8 @@ def test_steps_with_two_servers(tmp_path):
     # sums of 3, divided by 4, 4, 2 and 8
     assert both(found, "batches_of_other_sizes") == [-(0.75 + 0.75 + 1.5 + 0.375)] * 5
     first, last = both(found, "first_weights")
-    assert first == [[1.0] * 3, [7.0] * 2, [1.0] * 2, [1.0] * 2]
-    assert last == [[0.5] * 3, [7.0] * 2, [0.5] * 2, [0.5] * 2]  # 256 steps of 2 * 2**-10
+    assert first == [[1.0] * 3, [7.0] * 2, [3], [1.0] * 2, [1.0] * 2]
+    assert last == [[0.5] * 3, [7.0] * 2, [3], [0.5] * 2, [0.5] * 2]  # 256 steps of 2 * 2**-10
     assert both(found, "compressed_to_servers") == [[-1.0, -1.0], [-2.0, -2.0]]
     assert both(found, "compressed_to_workers") == [[-1.0, -1.0], [-2.0, -2.0]]
     sparse = both(found, "sparse_rows")

@@ -82,6 +82,7 @@ def first_weights() -> list[object]:
     parameters = {
         "moving": nn.Parameter(torch.full((3,), 1.0 + rank, dtype=torch.float64)),
         "frozen": nn.Parameter(torch.full((2,), 7.0 + rank), requires_grad=False),
+        "count": nn.Parameter(torch.tensor([3 + rank]), requires_grad=False),
         "half": nn.Parameter(torch.full((2,), 1.0 + rank, dtype=torch.bfloat16)),
         "float16": nn.Parameter(torch.full((2,), 1.0 + rank, dtype=torch.float16)),
     }

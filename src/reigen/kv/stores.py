@@ -235,7 +235,8 @@ class Store:
     def use(self, optimizer: Optimizer) -> None:
         """See `reigen.kv.meetings.Host`."""
         for cell in self.cells.values():
-            cell.use(optimizer)
+            if cell.dtype.is_floating:  # numbers of another kind may be stored, too; a push of them is an error
+                cell.use(optimizer)
 
     def new_cell(self, key: int, facts: KeyFacts, place: Place, state: ConsistencyState | None = None) -> Cell:
         """A cell without a value yet. Its engine knows who has gone."""

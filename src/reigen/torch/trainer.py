@@ -298,7 +298,9 @@ class Trainer:
             self.kvstore.barrier()  # or a worker could step before the states are there
         self._optimizer = optimizer.replace(rescale_grad=self._scale)
         counts = [piece.count for piece in states.pieces]
-        self._num_steps = max(counts, default=optimizer.begin_num_update) - optimizer.begin_num_update
+        num_updates = max(counts, default=optimizer.begin_num_update) - optimizer.begin_num_update
+        is_asynchronous = kind_of(self.kvstore) is StoreKind.ASYNCHRONOUS  # where each worker's push is an update
+        self._num_steps = num_updates // self.num_workers if is_asynchronous else num_updates
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
