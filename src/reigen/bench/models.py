@@ -71,7 +71,7 @@ RECIPES = {
     "mlp": Recipe("wide MLP, 25 M parameters, batch 32", _mlp, (32, 1024), 0, 0.05),
     "deep": Recipe("80 layers of 256 x 256, batch 64", _deep, (64, 256), 0, 0.001),
     # Much to compute and much to send, in many tensors of one size: for overlapping the two on a slow network.
-    "stack": Recipe("24 layers of 1024 x 1024, 25 M parameters, batch 512", _stack, (512, 1024), 0, 0.001),
+    "stack": Recipe("24 layers of 1024 x 1024, 25 M parameters, batch 1536", _stack, (1536, 1024), 0, 0.001),
     "cnn": Recipe("2 convolutions, 1.2 M parameters, 28 x 28 images, batch 32", _cnn, (32, 1, 28, 28), 10, 0.01),
 }
 
