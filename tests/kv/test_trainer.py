@@ -42,6 +42,7 @@ def test_steps_with_two_servers(tmp_path):
         2,
         "servers_same_bits",
         "workers_same_bits",
+        "layerwise_same_bits",
         "batches_of_other_sizes",
         "first_weights",
         "compressed_to_servers",
@@ -52,6 +53,7 @@ def test_steps_with_two_servers(tmp_path):
     )
     assert both(found, "servers_same_bits") == {"same": [True, True], "moved": True, "on_store": True}
     assert both(found, "workers_same_bits") == {"same": [True, True], "moved": True, "on_store": False}
+    assert both(found, "layerwise_same_bits") == {"same": [True, True], "moved": True, "on_store": True}
     # sums of 3, divided by 4, 4, 2 and 8
     assert both(found, "batches_of_other_sizes") == [-(0.75 + 0.75 + 1.5 + 0.375)] * 5
     first, last = both(found, "first_weights")

@@ -31,15 +31,17 @@ def gradient(worker: int, step: int, size: int, dtype: torch.dtype = torch.float
     return torch.randn(size, generator=generator).to(dtype)
 
 
-def same_bits_as_one_process(kvstore: str, on_store: bool) -> dict[str, object]:
-    """SGD with momentum on random gradients; beside it, in this process, the same on their float32 sums."""
+MOMENTUM = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
+
+
+def same_bits_as_one_process(on_store: bool, name: str = "sgd", **params: float) -> dict[str, object]:
+    """An optimizer on random gradients; beside it, in this process, the same on their float32 sums."""
     large, small = nn.Parameter(torch.zeros(LARGE)), nn.Parameter(torch.zeros(SMALL))
-    params = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
     with Trainer(
-        {"large": large, "small": small}, "sgd", params, kvstore=kvstore, update_on_kvstore=on_store
+        {"large": large, "small": small}, name, params, kvstore="dist_sync", update_on_kvstore=on_store
     ) as trainer:
         truth = {"large": np.zeros(LARGE, np.float32), "small": np.zeros(SMALL, np.float32)}
-        updater = optim.Updater(optim.SGD(**params, rescale_grad=1 / 6))
+        updater = optim.Updater(optim.create(name, **params, rescale_grad=1 / 6))
         for step in range(4):
             if step == 2:
                 trainer.set_learning_rate(0.05)
@@ -60,11 +62,16 @@ def same_bits_as_one_process(kvstore: str, on_store: bool) -> dict[str, object]:
 
 
 def servers_same_bits() -> dict[str, object]:
-    return same_bits_as_one_process("dist_sync", True)
+    return same_bits_as_one_process(True, **MOMENTUM)
 
 
 def workers_same_bits() -> dict[str, object]:
-    return same_bits_as_one_process("dist_sync", False)
+    return same_bits_as_one_process(False, **MOMENTUM)
+
+
+def layerwise_same_bits() -> dict[str, object]:
+    """The optimizer comes after the key, which was cut: LAMB looks at whole layers."""
+    return same_bits_as_one_process(True, "lamb", learning_rate=0.1, wd=0.01)
 
 
 def batches_of_other_sizes() -> list[float]:
