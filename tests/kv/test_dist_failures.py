@@ -30,8 +30,10 @@ def step(store: DistStore, out: np.ndarray[Any, Any], times: int = 1) -> None:
         store.pushpull("fc.weight", np.full(SIZE, store.rank + 1, np.float32), out)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["always", "never saved in between"])
+@pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["always", "when the key was made"])
 def test_a_server_goes_on_from_its_snapshot(tmp_path: Path, seconds: float) -> None:
+    """What was not in a snapshot is lost, by the server that was lost."""
+
     def work(store: DistStore) -> Any:
         out = np.empty(SIZE, np.float32)
         begin(store)
@@ -44,13 +46,7 @@ def test_a_server_goes_on_from_its_snapshot(tmp_path: Path, seconds: float) -> N
 
     with job(2, 2, **CUT, kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=seconds) as made:
         results = made.run(work)
-    if seconds == 0.0:
-        assert results == [{6 * 3.0}] * 2
-        return
-    # what was not in a snapshot is lost, by the server that was lost: that is said, not guessed
-    for result in results:
-        assert isinstance(result, PeerLostError), results
-        assert "server 1 on host here was started again and holds nothing" in str(result)
+    assert results == [{6 * 3.0} if seconds == 0.0 else {6 * 3.0, 3 * 3.0}] * 2
 
 
 def test_a_server_that_comes_back_empty_is_named() -> None:

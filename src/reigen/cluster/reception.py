@@ -32,6 +32,8 @@ MAX_STRANGERS = 128
 #: What may wait to be sent to one end.
 MAX_UNREAD_BYTES = 8 << 20
 _BACKLOG = 512
+#: epoll counts milliseconds in 31 bits.
+_LONGEST_WAIT_SECONDS = 86_400.0
 #: What the kernel says of a connection whose peer's machine does not answer.
 SILENCE = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET}
@@ -166,7 +168,7 @@ class Reception:
     def _seconds_until(self, due: float | None) -> float | None:
         deadlines = [one.deadline for one in self._strangers()]
         deadlines += [] if due is None else [due]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
+        return min(_LONGEST_WAIT_SECONDS, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
 
     def _accept(self) -> None:
         try:

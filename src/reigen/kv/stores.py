@@ -255,7 +255,7 @@ class Store:
         """A cell that has its value."""
         self.cells[cell.id] = cell
         self.planned.pop(cell.id, None)
-        if self.around.snapshots is not None and self.around.saves_always:
+        if self.around.snapshots is not None:  # from now on another process can take this one's place
             cell.must_save = True
             self._advance(cell)
 
