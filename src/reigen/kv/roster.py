@@ -113,6 +113,7 @@ class Node:
         owner: its connection, None where there is none.
         until: when something follows from its silence, whatever state it is in.
         loss: what was told of it, in state LOST.
+        lost_at: since when it is.
         claimant: another process that has come for the place.
     """
 
@@ -126,6 +127,7 @@ class Node:
     is_recovery: bool = False
     until: float = _NEVER
     loss: NodeLost | None = None
+    lost_at: float = 0.0
     claimant: tuple[Owner, Register] | None = None
 
     @property
@@ -356,7 +358,7 @@ class Roster:
         if node.state is State.HERE and not self._is_open and not self._is_restarted:
             self._forget(node)
         elif node.state is not State.LOST:
-            node.state = State.LOST
+            node.state, node.lost_at = State.LOST, self._now
             self._tell_loss(node, reason, node.role == "server" and self.terms.servers_return)
         if claimant is not None and self._is_final(node):
             self._say(claimant[0], Refused(f"{node.loss}; this job does not go on without it"))
@@ -476,7 +478,8 @@ class Roster:
     def _see_the_end(self) -> None:
         """Step G."""
         states = {node.state for node in self._nodes.values() if node.role == "worker"}
-        losses = [str(node.loss) for node in self._nodes.values() if node.loss is not None]
+        lost = [node for node in self._nodes.values() if node.loss is not None]
+        losses = [str(node.loss) for node in sorted(lost, key=lambda node: node.lost_at)]  # the first is the reason
         final = any(self._is_final(node) for node in self._nodes.values())
         if states - {State.LEFT, State.LOST}:
             self._awaited_until = _NEVER

@@ -394,6 +394,18 @@ def test_a_job_that_has_lost_all_workers_ends_badly() -> None:
     assert "worker 0 on host h0 is lost: its process ended; worker 1 on host h1" in stop.reason
 
 
+def test_the_end_tells_of_the_first_loss_first() -> None:
+    job = started()
+    job.end("s0")
+    job.wait(1)  # the workers see it, and give up
+    job.end("w1")
+    job.end("w0")
+    told = job.wait(1)
+    assert "w0" not in told
+    assert job.roster.stop is not None
+    assert job.roster.stop.reason.startswith("server 0 on host h0 is lost: its process ended; worker 0")
+
+
 def test_nobody_waits_forever_for_replacements_of_all_workers() -> None:
     job = started(WAIT)
     job.say("w0", Leave())
