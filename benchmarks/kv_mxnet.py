@@ -20,7 +20,6 @@ class PushPull:
         self._pushed = [mx.nd.zeros(count) for count in counts]
         self._pulled = [mx.nd.zeros(count) for count in counts]
         kv.init(keys, self._pulled)
-        self._priorities = [-index for index in range(len(keys))]
 
     def prepare(self) -> None:
         for array in self._pushed:
@@ -28,8 +27,7 @@ class PushPull:
         mx.nd.waitall()
 
     def operate(self) -> None:
-        for key, pushed, pulled, priority in zip(self._keys, self._pushed, self._pulled, self._priorities, strict=True):
-            self._kv.pushpull(key, pushed, out=pulled, priority=priority)
+        self._kv.pushpull(self._keys, self._pushed, out=self._pulled)
         for pulled in self._pulled:
             pulled.wait_to_read()
 

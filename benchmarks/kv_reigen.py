@@ -23,12 +23,7 @@ class PushPull:
             array.fill(self._store.rank + 1)
 
     def operate(self) -> None:
-        pending = [
-            self._store.pushpull(key, pushed, out=pulled, priority=-index, wait=False)
-            for index, (key, pushed, pulled) in enumerate(zip(self._keys, self._pushed, self._pulled, strict=True))
-        ]
-        for each in pending:
-            each.wait()
+        self._store.pushpull(self._keys, self._pushed, self._pulled)
 
     def check(self) -> None:
         expected = self._store.num_workers * (self._store.num_workers + 1) / 2

@@ -265,7 +265,7 @@ def test_a_schedule_decides_about_the_rate():
         trainer.set_learning_rate(1.0)
 
 
-def test_earlier_parameters_overtake():
+def test_parameters_travel_in_one_call_in_their_order():
     def train(store):
         parameters = [weight(float(number)) for number in range(3)]
         trainer = Trainer(parameters, "test", kvstore=store)
@@ -274,7 +274,7 @@ def test_earlier_parameters_overtake():
         trainer.step(1)
 
     _, servers = with_workers(train)
-    assert {entry[1:] for entry in servers.log if entry[0] == "priority"} == {(0, 0), (1, -1), (2, -2)}
+    assert [entry[1] for entry in servers.log if entry[0] == "pushpull"] == [[0, 1, 2]] * 2
 
 
 def test_clipping_between_the_halves():

@@ -103,10 +103,9 @@ class ThreadStore(KVStore):
         return Done()
 
     def _pushpull(self, values, outs, priority, blocking):
-        self.servers.log.append(("priority", values[0][0], priority))
+        self.servers.log.append(("pushpull", [key for key, _ in values]))
         groups = [(key, tensors) for key, tensors in values]
         self._push(groups, priority)
-        # The other workers push this key before they wait for the next one.
         return _Later(lambda: self._pull(outs, priority, blocking))
 
     def _pull_rows(self, key, outs, rows, priority):

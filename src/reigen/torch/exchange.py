@@ -22,7 +22,7 @@ class Exchange:
     Args:
         store: a `KVStore`, or something with its ``init``, ``pull`` and ``pushpull``.
         kind: what it is.
-        entries: the parameters; earlier ones, which the next forward pass needs first, overtake later ones.
+        entries: the parameters; those come back first which the next forward pass needs first.
         on_store: the store updates the weights.
     """
 
@@ -82,11 +82,25 @@ class Exchange:
 
     def update(self, gradients: Sequence[tuple[int, torch.Tensor | None]]) -> None:
         """Have the store update the weights, and take them; a parameter without a gradient is only taken."""
-        _wait([self._updated(index, None if self._is_ahead(index) else gradient) for index, gradient in gradients])
+        pending: list[Pending] = []
+        dense: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        for index, gradient in gradients:
+            entry = self._entries[index]
+            given = None if self._is_ahead(index) else gradient
+            if given is not None and not self._is_sparse(entry):
+                dense.append((index, given, entry.parameter))
+                continue
+            if given is not None:
+                self.store.push(entry.key, given, priority=-index)
+            if entry.stype != ROW_SPARSE:
+                pending.append(self.store.pull(entry.key, out=entry.parameter, priority=-index, wait=False))
+        self._pushpull(dense)
+        for each in pending:
+            each.wait()
 
     def sum(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """The gradients become the sums over all workers, in place."""
-        _wait([self._pushpull(index, gradient, gradient) for index, gradient in gradients])
+        self._pushpull([(index, gradient, gradient) for index, gradient in gradients])
 
     def pull_rows(self, entry: Trained, rows: torch.Tensor) -> None:
         """Some rows of a parameter as the store has them now."""
@@ -111,24 +125,14 @@ class Exchange:
             return value
         return RowSparse(torch.arange(len(value)), value, tuple(value.shape))
 
-    def _updated(self, index: int, gradient: torch.Tensor | None) -> Pending | None:
-        entry = self._entries[index]
-        if gradient is not None and not self._is_sparse(entry):
-            return self._pushpull(index, gradient, entry.parameter)
-        if gradient is not None:
-            self.store.push(entry.key, gradient, priority=-index)
-        if entry.stype == ROW_SPARSE:
-            return None
-        pulled: Pending = self.store.pull(entry.key, out=entry.parameter, priority=-index, wait=False)
-        return pulled
-
-    def _pushpull(self, index: int, gradient: torch.Tensor, out: torch.Tensor) -> Pending | None:
-        key = self._entries[index].key
+    def _pushpull(self, several: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """Push, and fill the last of each: in the parameters' order, and in one call, which this thread then drives."""
+        keys = [self._entries[index].key for index, _, _ in several]
         if self.kind is StoreKind.CUSTOM:
-            self.store.pushpull(key, gradient, out=out, priority=-index)
-            return None
-        pending: Pending = self.store.pushpull(key, gradient, out=out, priority=-index, wait=False)
-        return pending
+            for key, (index, gradient, out) in zip(keys, several, strict=True):
+                self.store.pushpull(key, gradient, out=out, priority=-index)
+        elif keys:
+            self.store.pushpull(keys, [gradient for _, gradient, _ in several], [out for _, _, out in several])
 
     def _pull(self, indices: Sequence[int]) -> None:
         pulled = [index for index in indices if self._entries[index].stype != ROW_SPARSE]
@@ -159,9 +163,3 @@ def place_of(store: Any, entries: Sequence[Trained], wanted: bool | None, *, by_
         sparse_weights=any(entry.stype == ROW_SPARSE for entry in entries),
     )
     return choose(question)
-
-
-def _wait(pending: Sequence[Pending | None]) -> None:
-    for each in pending:
-        if each is not None:
-            each.wait()
