@@ -18,6 +18,7 @@ from reigen.errors import (
     MismatchError,
     PeerLostError,
     UnsupportedError,
+    UnsupportedTypeError,
 )
 from reigen.kv import states
 from reigen.kv.nodes import NodeLeft, NodeLost, NodeReturned
@@ -287,6 +288,21 @@ def test_layers_that_are_cut_cannot_be_updated_by_an_optimizer_that_needs_the_wh
         set_optimizer([worker], LARS())
         with pytest.raises(ArgumentError, match="lars needs the whole value, and this key is cut"):
             worker.end(push(worker, "w", 1, np.ones(32), cell=1))
+
+
+@pytest.mark.parametrize("first", ["the optimizer", "the key"])
+def test_whole_numbers_are_stored_beside_what_an_optimizer_updates(first):
+    with job(1) as (_, (worker,)):
+        if first == "the optimizer":
+            set_optimizer([worker], SGD())
+        start([worker], "steps", np.arange(3))
+        start([worker], "w", np.ones(1, np.float32))
+        if first == "the key":
+            set_optimizer([worker], SGD())
+        assert list(worker.pull("steps", 0, np.int64)) == [0, 1, 2]
+        with pytest.raises(UnsupportedTypeError, match="cannot update int64 values"):
+            worker.end(worker.begin(Kind.PUSH, key="steps", round=1, body=np.arange(3)))
+        worker.end(push(worker, "w", 1, [1]), Kind.DONE)
 
 
 def test_an_optimizer_that_does_not_hold_for_all():
@@ -876,6 +892,14 @@ def test_snapshots_of_another_job_are_not_looked_at(tmp_path):
         assert worker.welcome.is_empty
     with job(1, config) as (_, (worker,)):  # the same secret, but nobody's place is taken
         assert worker.welcome.is_empty
+
+
+def test_a_key_is_in_the_snapshot_before_its_init_is_answered(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=1000.0)
+    with job(1, config) as (_, (worker,)):
+        start([worker], "w", np.ones(300_000, np.float32))
+        (path,) = tmp_path.rglob("*.cell")
+        assert (states.unpack(path.read_bytes())[1]["value"] == 1).all()
 
 
 def test_a_damaged_snapshot_is_told(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.errors import ArgumentError, ReigenError, UnsupportedError, WireError
+from reigen.errors import ArgumentError, ReigenError, UnsupportedError, UnsupportedTypeError, WireError
 from reigen.kv.cells import Cell
 from reigen.kv.events import Event, PullWanted, Pushed, Recovered, Resumed, Returned
 from reigen.kv.protocol import (
@@ -167,13 +167,12 @@ class Desk:
                 store.around.memory.retire(cell.value)
                 raise WireError(f"{len(body)} bytes for the first value of a cell of {cell.num_bytes}")
             cell.write(body)
-            if store.settings.optimizer is not None:
-                cell.use(store.settings.optimizer)
             store.add(cell)
         elif cell_id not in store.cells:
             raise ArgumentError(f"cell {header.cell} was never declared on server {store.around.server}")
         request.used(store.around.buffers)
-        request.connection.answer(request, Kind.DONE)
+        # once it is in a snapshot, if there are any
+        store.then(store.cells[cell_id], lambda: request.connection.answer(request, Kind.DONE))
 
     def _goodbye(self, request: Request, _: NDArray[np.uint8]) -> None:
         self.store.said_goodbye(request)
@@ -252,6 +251,8 @@ class Desk:
                 "without an optimizer a push takes the place of what was stored, which makes no sense where workers "
                 "are not synchronous; call set_optimizer() before"
             )
+        if optimizer is not None and not cell.dtype.is_floating:
+            raise UnsupportedTypeError(f"an optimizer cannot update {cell.dtype.name} values; use a floating type")
         if optimizer is not None and not optimizer.is_elementwise and not cell.is_whole:
             raise ArgumentError(
                 f"{optimizer.name} needs the whole value, and this key is cut into cells; call set_optimizer() "

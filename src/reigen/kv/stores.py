@@ -235,8 +235,12 @@ class Store:
     def use(self, optimizer: Optimizer) -> None:
         """See `reigen.kv.meetings.Host`."""
         for cell in self.cells.values():
-            if cell.dtype.is_floating:  # numbers of another kind may be stored, too; a push of them is an error
-                cell.use(optimizer)
+            self._make_use(cell, optimizer)
+
+    @staticmethod
+    def _make_use(cell: Cell, optimizer: Optimizer | None) -> None:
+        if optimizer is not None and cell.dtype.is_floating:  # others may be stored, too; a push of them is an error
+            cell.use(optimizer)
 
     def new_cell(self, key: int, facts: KeyFacts, place: Place, state: ConsistencyState | None = None) -> Cell:
         """A cell without a value yet. Its engine knows who has gone."""
@@ -254,6 +258,7 @@ class Store:
     def add(self, cell: Cell) -> None:
         """A cell that has its value."""
         self.cells[cell.id] = cell
+        self._make_use(cell, self.settings.optimizer)
         self.planned.pop(cell.id, None)
         if self.around.snapshots is not None:  # from now on another process can take this one's place
             cell.must_save = True
