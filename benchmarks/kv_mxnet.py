@@ -16,10 +16,12 @@ class PushPull:
     """A `Work`: worker r pushes arrays of r + 1, and pulls what the servers then hold."""
 
     def __init__(self, kv: mx.kv.KVStore, keys: list[int], counts: list[int], *, updates: bool) -> None:
-        self._kv, self._keys, self._updates = kv, keys, updates
+        self._kv, self._updates = kv, updates
         self._pushed = [mx.nd.zeros(count) for count in counts]
         self._pulled = [mx.nd.zeros(count) for count in counts]
         kv.init(keys, self._pulled)
+        several = (keys, self._pushed, self._pulled)
+        self._arguments = several if len(keys) > 1 else tuple(each[0] for each in several)
 
     def prepare(self) -> None:
         for array in self._pushed:
@@ -27,7 +29,8 @@ class PushPull:
         mx.nd.waitall()
 
     def operate(self) -> None:
-        self._kv.pushpull(self._keys, self._pushed, out=self._pulled)
+        keys, pushed, pulled = self._arguments
+        self._kv.pushpull(keys, pushed, out=pulled)
         for pulled in self._pulled:
             pulled.wait_to_read()
 

@@ -13,17 +13,19 @@ class PushPull:
     """A `Work`: worker r pushes arrays of r + 1, and pulls what the servers then hold."""
 
     def __init__(self, store: kv.KVStore, keys: list[int], counts: list[int], *, exact: bool) -> None:
-        self._store, self._keys, self._exact = store, keys, exact
+        self._store, self._exact = store, exact
         self._pushed = [np.zeros(count, np.float32) for count in counts]
         self._pulled = [np.zeros(count, np.float32) for count in counts]
         store.init(keys, self._pulled)
+        several = (keys, self._pushed, self._pulled)
+        self._arguments = several if len(keys) > 1 else tuple(each[0] for each in several)
 
     def prepare(self) -> None:
         for array in self._pushed:
             array.fill(self._store.rank + 1)
 
     def operate(self) -> None:
-        self._store.pushpull(self._keys, self._pushed, self._pulled)
+        self._store.pushpull(*self._arguments)
 
     def check(self) -> None:
         expected = self._store.num_workers * (self._store.num_workers + 1) / 2
