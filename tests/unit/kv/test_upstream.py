@@ -1,0 +1,305 @@
+"""A worker's connection to a server that says what a test wants: what is sent again, and what is no message."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reigen.errors import ArgumentError, AuthenticationError, WireError
+from reigen.kv.line import Line
+from reigen.kv.nodes import Peer
+from reigen.kv.operations import Operation, Request
+from reigen.kv.protocol import (
+    HELLO_CODEC,
+    NOTICE_CODEC,
+    PROBLEM_CODEC,
+    PURPOSE,
+    Flag,
+    Header,
+    Hello,
+    Kind,
+    Notice,
+    Problem,
+    pack_counts,
+)
+from reigen.kv.upstream import Manner, Upstream
+from reigen.wire.auth import Identity, Role
+from reigen.wire.link import Link
+from reigen.wire.stream import accept
+
+SECONDS = 10.0
+SECRET = b"u" * 32
+
+
+class Server:
+    """The other end, one connection at a time, by hand."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.line: Line | None = None
+        self.heard: list[tuple[Header, bytes]] = []
+
+    def meet(self, upstream: Upstream, secret: bytes = SECRET) -> None:
+        """Let the worker connect."""
+        if self.line is not None:
+            self.line.close()
+
+        def answer() -> None:
+            connection, _ = self.listener.accept()
+            try:
+                me = Identity(Role.RANK, 0, PURPOSE)
+                stream = accept(connection, secret, me, 1 << 12, time.monotonic() + SECONDS)
+            except AuthenticationError:
+                return
+            self.line = Line(Link(*stream.detach()), self, "worker")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            upstream.connect(time.monotonic() + SECONDS)
+        finally:
+            thread.join(SECONDS)
+
+    def welcome(self, upstream: Upstream, **facts: Any) -> None:
+        hello = HELLO_CODEC.encode(Hello(**{"number": 3, "incarnation": 1, "host": "h", **facts}))
+        self.say(Header(Kind.WELCOME, body_bytes=len(hello)), hello)
+        upstream.receive()
+
+    def place(self, line: Line, header: Header) -> memoryview:
+        return memoryview(bytearray(header.body_bytes))
+
+    def arrived(self, line: Line, header: Header, body: memoryview) -> None:
+        self.heard.append((header, bytes(body)))
+
+    def hear(self, number: int) -> list[tuple[Header, bytes]]:
+        """The next messages; these and no more."""
+        assert self.line is not None
+        deadline = time.monotonic() + SECONDS
+        while len(self.heard) < number:
+            assert time.monotonic() < deadline
+            self.line.receive()
+        self.line.receive()
+        heard, self.heard = self.heard, []
+        assert len(heard) == number
+        return heard
+
+    def say(self, header: Header, body: bytes = b"") -> None:
+        assert self.line is not None
+        self.line.send(header, body)
+        self.line.advance_sends()
+
+    def close(self) -> None:
+        self.listener.close()
+        if self.line is not None:
+            self.line.close()
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.ended: list[Request] = []
+        self.notices: list[Notice] = []
+        self.known = [(7, 0, 2)]
+        self.num_empty = 0
+
+    def over(self, request: Request) -> None:
+        self.ended.append(request)
+        request.operation.num_left -= 1
+
+    def heed(self, notice: Notice) -> None:
+        self.notices.append(notice)
+
+    def counts(self, server: int) -> list[tuple[int, int, int]]:
+        return self.known
+
+    def found_empty(self, upstream: Upstream) -> None:
+        self.num_empty += 1
+
+
+class Bench:
+    """A worker's end that is ready, and the server's."""
+
+    def __init__(self, *, resend_seconds: float | None = None) -> None:
+        self.server, self.owner = Server(), Owner()
+        manner = Manner(
+            Identity(Role.RANK, 1, PURPOSE), SECRET, None, Hello(1, 9, "w"), 5, resend_seconds, 20.0, 0.0, False
+        )
+        self.upstream = Upstream(Peer(3, self.server.address, 1, "h"), manner, self.owner)
+
+    def begin(self, kind: Kind = Kind.PUSH, **facts: Any) -> Request:
+        operation = Operation(None, "a test")  # type: ignore[arg-type]  # nobody waits
+        operation.num_left = 1
+        request = Request(kind, 3, operation, key=7, round=3, **facts)
+        self.upstream.submit(request)
+        self.upstream.flush()
+        return request
+
+    def answer(self, request: Request, kind: Kind, body: bytes = b"", flags: int = 0, **facts: Any) -> None:
+        self.server.say(Header(kind, request.request, flags=flags, store=5, body_bytes=len(body), **facts), body)
+        self.upstream.receive()
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        one = Bench(**options)
+        made.append(one)
+        one.server.meet(one.upstream)
+        assert one.server.hear(1)[0][0].kind == Kind.HELLO
+        one.server.welcome(one.upstream)
+        assert one.upstream.is_ready
+        return one
+
+    yield make
+    for one in made:
+        one.upstream.close()
+        one.server.close()
+
+
+Make = Callable[..., Bench]
+
+
+def test_requests_leave_and_answers_come_back(bench: Make) -> None:
+    one = bench()
+    request = one.begin(body=b"abcd")
+    header, body = one.server.hear(1)[0]
+    assert (header.kind, header.key, header.round, header.store, body) == (Kind.PUSH, 7, 3, 5, b"abcd")
+    assert not header.flags
+    one.answer(request, Kind.DONE)
+    assert one.owner.ended == [request]
+    assert not one.upstream.outstanding
+
+
+def test_values_land_where_they_belong(bench: Make) -> None:
+    one = bench()
+    into = np.zeros(3, np.float32)
+    request = one.begin(Kind.PULL, into=into)
+    one.answer(request, Kind.VALUE, np.arange(3, dtype=np.float32).tobytes())
+    assert into.tolist() == [0, 1, 2]
+    one.answer(request, Kind.VALUE, np.ones(3, np.float32).tobytes())
+    assert into.tolist() == [0, 1, 2], "an answer that comes twice goes nowhere"
+    asked = one.begin(Kind.GET_STATES)
+    one.answer(asked, Kind.VALUE, b"states")
+    assert asked.answer == b"states"
+
+
+def test_errors_are_those_of_the_server(bench: Make) -> None:
+    one = bench()
+    request = one.begin()
+    one.answer(request, Kind.ERROR, PROBLEM_CODEC.encode(Problem("ArgumentError", "it is wrong", "w")))
+    assert isinstance(request.operation.error, ArgumentError)
+    assert str(request.operation.error) == "key 'w': it is wrong"
+    body = NOTICE_CODEC.encode(Notice("lost", 2, "h", "its process ended"))
+    one.server.say(Header(Kind.NOTICE, store=5, body_bytes=len(body)), body)
+    one.upstream.receive()
+    assert [notice.worker for notice in one.owner.notices] == [2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "flags", "text"),
+    [
+        (Kind.VALUE, b"abcd", 0, "4 bytes where 12 were asked for"),
+        (Kind.VALUE, b"", Flag.IN_MEMORY, "refers to memory that is not shared"),
+        (Kind.VALUE, b"abcd", Flag.ENCODED, "an encoded value that nobody asked for"),
+        (Kind.PUSH, b"", 0, "sent a PUSH, which only workers send"),
+        (Kind.ERROR, b"\xff", 0, "not a message of this protocol"),
+    ],
+)
+def test_what_no_server_says_ends_the_connection(bench: Make, kind: Kind, body: bytes, flags: int, text: str) -> None:
+    one = bench()
+    request = one.begin(Kind.PULL, into=np.zeros(3, np.float32))
+    with pytest.raises(WireError, match=text):
+        one.answer(request, kind, body, int(flags))
+    assert one.upstream.fileno() == -1
+
+
+def test_another_server_at_the_address_is_noticed() -> None:
+    one = Bench()
+    try:
+        one.server.meet(one.upstream)
+        with pytest.raises(WireError, match="is server 4, not server 3"):
+            one.server.welcome(one.upstream, number=4)
+    finally:
+        one.upstream.close()
+        one.server.close()
+
+
+def test_a_stranger_at_the_address_is_refused_once_that_is_certain() -> None:
+    one = Bench()
+
+    def insist() -> None:
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            one.upstream._retry_at = 0.0
+            one.server.meet(one.upstream, secret=b"x" * 32)
+
+    try:
+        with pytest.raises(AuthenticationError):
+            insist()
+        assert isinstance(one.upstream.last_error, AuthenticationError)
+    finally:
+        one.upstream.close()
+        one.server.close()
+
+
+def test_what_was_not_answered_is_sent_again_after_a_reconnection(bench: Make) -> None:
+    one = bench()
+    first, second, third = one.begin(body=b"1"), one.begin(body=b"2"), one.begin(body=b"3")
+    one.server.hear(3)
+    one.answer(second, Kind.DONE)
+    assert one.server.line is not None
+    one.server.line.close()
+    one.upstream.receive()
+    assert one.upstream.lost_since is not None
+    fourth = one.begin(body=b"4")
+    one.server.meet(one.upstream)
+    one.server.hear(1)
+    one.server.welcome(one.upstream, is_empty=False)
+    one.upstream.flush()
+    header, counts = one.server.hear(1)[0]
+    assert header.kind == Kind.RESUME
+    assert counts == pack_counts(one.owner.known)
+    one.server.say(Header(Kind.DONE, header.request, store=5))
+    one.upstream.receive()
+    one.upstream.flush()
+    again = one.server.hear(3)
+    assert [header.request for header, _ in again] == [first.request, third.request, fourth.request]
+    assert [bool(header.flags & Flag.RESENT) for header, _ in again] == [True, True, False]
+    assert one.owner.num_empty == 0
+
+
+def test_a_server_that_has_lost_everything_is_noticed(bench: Make) -> None:
+    one = bench()
+    one.upstream.lose(ConnectionResetError("the test wants it"))
+    one.server.meet(one.upstream)
+    one.server.welcome(one.upstream, is_empty=True)
+    assert one.owner.num_empty == 1
+
+
+def test_with_resending_what_nothing_is_heard_of_is_sent_again(bench: Make) -> None:
+    one = bench(resend_seconds=1.0)
+    silent, known, unknown = one.begin(body=b"1"), one.begin(body=b"2"), one.begin(body=b"3")
+    one.server.hear(3)
+    one.answer(known, Kind.RECEIVED)
+    one.answer(unknown, Kind.RECEIVED)
+    assert one.upstream.resend(silent.sent_at) is not None
+    assert not one.upstream.wants_to_send
+    one.upstream.resend(unknown.sent_at + 1.5)
+    one.upstream.flush()
+    heard = {header.request: (header, body) for header, body in one.server.hear(3)}
+    assert heard[silent.request][1] == b"1"
+    assert heard[silent.request][0].flags & Flag.RESENT
+    for request in (known, unknown):
+        assert (heard[request.request][0].kind, heard[request.request][0].about) == (Kind.QUERY, Kind.PUSH)
+    one.answer(unknown, Kind.RECEIVED, flags=int(Flag.UNKNOWN))
+    one.upstream.flush()
+    header, body = one.server.hear(1)[0]
+    assert (header.kind, header.request, body) == (Kind.PUSH, unknown.request, b"3")
