@@ -137,6 +137,7 @@ class Request:
         track: the order that it is part of (`reigen.kv.worker`).
         request: its id at the server, 0 before it was submitted.
         sent_at: when it was handed to the line last; 0.0 before.
+        num_reminders: how often it was sent again, or asked about, since.
         is_received: the server has said that it has it.
         is_over: it was answered, or given up.
         answer: the body of the answer, where it is not a value that belongs somewhere.
@@ -160,6 +161,7 @@ class Request:
     track: Track | None = None
     request: int = field(default=0, init=False)
     sent_at: float = field(default=0.0, init=False)
+    num_reminders: int = field(default=0, init=False)
     is_received: bool = field(default=False, init=False)
     is_over: bool = field(default=False, init=False)
     answer: bytes | bytearray | None = field(default=None, init=False)

@@ -8,7 +8,10 @@ import threading
 
 
 class Turnstile:
-    """A lock with a bell. Who holds it waits for `fileno` to be readable, too, and leaves soon when it is.
+    """A lock with a bell. Who holds it waits for `fileno` to be readable, too, and leaves soon when it `is_wanted`.
+
+    The lock is not fair, and who comes back at once may be faster than who has rung: so it is looked at who waits, and
+    the bell is only for those who sleep.
 
     Attributes:
         num_passed: how often it was left.
@@ -17,12 +20,27 @@ class Turnstile:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._counting = threading.Lock()
+        self._num_waiting = 0
         self.num_passed = 0
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
+            with self._counting:
+                self._num_waiting += 1
             self.ring()
             self._lock.acquire()
+            with self._counting:
+                self._num_waiting -= 1
+
+    def try_to_enter(self) -> bool:
+        """Come in if nobody is there, and ask nobody to leave; whether that was so."""
+        return self._lock.acquire(blocking=False)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits to come in."""
+        return self._num_waiting > 0
 
     def __exit__(self, *_: object) -> None:
         self.num_passed += 1
@@ -36,11 +54,10 @@ class Turnstile:
         """Ask who holds it to leave."""
         os.eventfd_write(self._bell, 1)
 
-    def heed(self) -> bool:
-        """Whether somebody has rung since the last time."""
+    def heed(self) -> None:
+        """The bell was heard."""
         with contextlib.suppress(BlockingIOError):
-            return os.eventfd_read(self._bell) > 0
-        return False
+            os.eventfd_read(self._bell)
 
     def close(self) -> None:
         """Give up the descriptor. May be called twice; nobody comes any more."""

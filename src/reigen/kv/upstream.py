@@ -50,6 +50,8 @@ _log = logging.getLogger(__name__)
 #: One connection attempt; a host that does not answer at all holds up the others for so long.
 _CONNECT_SECONDS = 2.0
 _BETWEEN_ATTEMPTS_SECONDS = 0.1
+#: The time after which a request is sent again doubles so many times.
+_MOST_DOUBLINGS = 4
 #: Whoever cannot prove to be the server may be one that is about to go, for that long.
 _DOUBT_SECONDS = 1.0
 #: The largest answer that nobody waits for any more, which has to be read all the same.
@@ -133,8 +135,9 @@ class Upstream:
         self._is_read = False
         self._num_requests = 0
         self._was_ready = False
-        #: the id of a RESUME that is not answered
+        #: the id of a RESUME that is not answered, and when it was sent
         self._resuming = 0
+        self._resume_sent_at = 0.0
         #: answers that lay in the server's arena and have been copied out
         self._copied: list[int] = []
         self._retry_at = 0.0
@@ -257,15 +260,22 @@ class Upstream:
             When to call this again; None: not at all for what is asked now.
         """
         patience = self._manner.resend_seconds
-        if patience is None or not self.is_ready:
+        if patience is None:
             return None
+        if self._resuming:
+            if self._resume_sent_at + patience <= now:
+                self._ask_where_it_is()
+            return self._resume_sent_at + patience
         due: float | None = None
         for request in self.outstanding.values():
-            if not request.sent_at:
+            if not (request.sent_at and self.is_ready):
                 continue
-            if request.sent_at + patience <= now:
+            # a server that is slow is not made faster by questions
+            if request.sent_at + patience * (1 << min(request.num_reminders, _MOST_DOUBLINGS)) <= now:
+                request.num_reminders += 1
                 self._remind(request, now)
-            due = min(due or np.inf, request.sent_at + patience)
+            when = request.sent_at + patience * (1 << min(request.num_reminders, _MOST_DOUBLINGS))
+            due = min(due or when, when)
         return due
 
     def _remind(self, request: Request, now: float) -> None:
@@ -329,12 +339,16 @@ class Upstream:
             return
         if hello.is_empty:
             self._owner.found_empty(self)
-        counts = pack_counts(self._owner.counts(self.peer.number))
         self._num_requests += 1
         self._resuming = self._num_requests
-        assert self._line is not None, "something arrived on it"
+        self._ask_where_it_is()
+
+    def _ask_where_it_is(self) -> None:
+        counts = pack_counts(self._owner.counts(self.peer.number))
         header = Header(int(Kind.RESUME), self._resuming, store=self._manner.store, body_bytes=len(counts))
-        self._line.send(header, counts)
+        self._resume_sent_at = time.monotonic()
+        if self._line is not None:
+            self._line.send(header, counts)
 
     def _resumed(self, header: Header, body: memoryview) -> None:
         if header.kind == _RECEIVED:

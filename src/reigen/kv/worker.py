@@ -344,6 +344,9 @@ class Worker:
         Raises:
             DeadlineError: it is not done by ``until`` (None: by the deadline of the job).
         """
+        self._signal.clear()
+        if self._closing.is_set():
+            self._signal.set()
         factor, more = _GRACE
         deadline = time.monotonic() + self._config.deadline_seconds * factor + more if until is None else until
         while not is_done() and self._failure is None:
@@ -356,7 +359,8 @@ class Worker:
 
     def _turn(self, timeout: float) -> bool:
         """Do what can be done now; if there is nothing, wait for it. Returns whether somebody else wants to come in."""
-        is_woken = False
+        if self._driving.is_wanted:
+            timeout = 0.0
         try:
             now = time.monotonic()
             due = now + timeout
@@ -370,7 +374,7 @@ class Worker:
                 self._watch(upstream)
             for fd, _ in self._poll.poll(max(0.0, due - now) * 1000):
                 if fd == self._driving.fileno():
-                    is_woken = self._driving.heed()
+                    self._driving.heed()
                 elif fd in self._by_descriptor:
                     self._by_descriptor[fd].receive()
                 else:
@@ -379,7 +383,7 @@ class Worker:
                 upstream.flush()
         except ReigenError as error:
             self._fail(error)
-        return is_woken
+        return self._driving.is_wanted
 
     def _watch(self, upstream: Upstream) -> None:
         """Have the poll wait for what the connection needs now."""
@@ -425,13 +429,20 @@ class Worker:
                 return
             if num_calls != self._driving.num_passed:
                 continue
-            with self._driving:
-                self._signal.clear()
-                is_woken = False
-                while self._num_outstanding and not is_woken and not self._closing.is_set():
-                    is_woken = self._turn(_LONGEST_TURN_SECONDS)
-                if self._num_outstanding:
-                    self._signal.set()
+            if self._driving.try_to_enter():
+                try:
+                    self._drive_alone()
+                finally:
+                    self._driving.__exit__()
+
+    def _drive_alone(self) -> None:
+        """Take turns until nothing is pending, or somebody comes."""
+        self._signal.clear()
+        is_wanted = False
+        while self._num_outstanding and not is_wanted and not self._closing.is_set():
+            is_wanted = self._turn(_LONGEST_TURN_SECONDS)
+        if self._num_outstanding:
+            self._signal.set()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

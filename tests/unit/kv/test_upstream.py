@@ -276,6 +276,41 @@ def test_what_was_not_answered_is_sent_again_after_a_reconnection(bench: Make) -
     assert one.owner.num_empty == 0
 
 
+def test_the_question_where_the_server_is_may_be_lost(bench: Make) -> None:
+    one = bench(resend_seconds=1.0)
+    request = one.begin(body=b"1")
+    one.server.hear(1)
+    one.upstream.lose(ConnectionResetError("the test wants it"))
+    one.server.meet(one.upstream)
+    one.server.hear(1)
+    one.server.welcome(one.upstream, is_empty=False)
+    one.upstream.flush()
+    first = one.server.hear(1)[0]
+    due = one.upstream.resend(time.monotonic())
+    assert due is not None
+    one.upstream.resend(due)
+    one.upstream.flush()
+    assert one.server.hear(1)[0] == first
+    one.server.say(Header(Kind.DONE, first[0].request, store=5))
+    one.upstream.receive()
+    one.upstream.flush()
+    assert one.server.hear(1)[0][0].request == request.request
+
+
+def test_a_server_that_is_slow_is_asked_less_and_less_often(bench: Make) -> None:
+    one = bench(resend_seconds=1.0)
+    request = one.begin(body=b"1")
+    one.server.hear(1)
+    waited = []
+    for _ in range(7):
+        due = one.upstream.resend(request.sent_at)
+        assert due is not None
+        waited.append(round(due - request.sent_at))
+        request.sent_at -= due - request.sent_at
+        one.upstream.resend(time.monotonic())
+    assert waited == [1, 2, 4, 8, 16, 16, 16]
+
+
 def test_a_server_that_has_lost_everything_is_noticed(bench: Make) -> None:
     one = bench()
     one.upstream.lose(ConnectionResetError("the test wants it"))
