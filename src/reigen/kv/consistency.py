@@ -255,7 +255,7 @@ class Consistency:
         """Step G: whether a request fails whatever it asks for."""
         if self._failure is not None:
             return Fail(token, *self._failure)
-        if self._presence[worker] in {Presence.MISSED, Presence.AWAITED}:
+        if self._presence[worker] in (Presence.MISSED, Presence.AWAITED):
             return Fail(token, f"worker {worker} was given up as lost; it must return before it goes on", (worker,))
         return None
 
@@ -380,7 +380,7 @@ class Consistency:
 
     def _is_complete(self, round: int) -> bool:
         """Step B."""
-        if not self._away.isdisjoint(self._expected()):
+        if self._away and not self._away.isdisjoint(self._expected()):
             return False
         contributed = [round in held for held in self._held]
         return any(contributed) and all(contributed[worker] for worker in self._expected())
