@@ -97,6 +97,10 @@ class Presence(Enum):
     AWAITED = "awaited"
 
 
+#: Workers whose contributions rounds wait for.
+_EXPECTED = (Presence.HERE, Presence.AWAITED)
+
+
 class ConsistencyState(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """What a snapshot keeps of an engine; MessagePack and JSON can say it.
 
@@ -382,8 +386,13 @@ class Consistency:
         """Step B."""
         if self._away and not self._away.isdisjoint(self._expected()):
             return False
-        contributed = [round in held for held in self._held]
-        return any(contributed) and all(contributed[worker] for worker in self._expected())
+        is_there = False
+        for held, presence in zip(self._held, self._presence, strict=True):
+            if round in held:
+                is_there = True
+            elif presence in _EXPECTED:
+                return False
+        return is_there
 
     def _combine(self, round: int) -> Instructions:
         workers = tuple(worker for worker, held in enumerate(self._held) if round in held)
@@ -413,10 +422,15 @@ class Consistency:
         """Pulls that may read now."""
         if not self._pulls:
             return []
-        ready = [pull for pull in self._pulls if self._may_read(pull)]
-        if ready:
-            self._pulls = [pull for pull in self._pulls if pull not in ready]
-        return [Answer(pull.worker, pull.token) for pull in ready]
+        ready: Instructions = []
+        waiting = []
+        for pull in self._pulls:
+            if self._may_read(pull):
+                ready.append(Answer(pull.worker, pull.token))
+            else:
+                waiting.append(pull)
+        self._pulls = waiting
+        return ready
 
     def _may_read(self, pull: PullWanted) -> bool:
         """Step D."""
@@ -431,8 +445,7 @@ class Consistency:
 
     def _expected(self) -> Iterable[int]:
         """Workers whose contributions rounds wait for, ascending."""
-        here = (Presence.HERE, Presence.AWAITED)
-        return (worker for worker, presence in enumerate(self._presence) if presence in here)
+        return (worker for worker, presence in enumerate(self._presence) if presence in _EXPECTED)
 
     # -- for whom ------------------------------------------------------------------------------------------------------
 
