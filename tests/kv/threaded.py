@@ -111,7 +111,8 @@ class Job:
     def lose_worker(self, store: DistStore) -> None:
         """A worker dies; everybody hears of it."""
         store.abandon()
-        self.tell(NodeLost("worker", store.rank, "there", "its process ended"))
+        incarnation = max(member.incarnation for member in self.members if member.number == store.rank)
+        self.tell(NodeLost("worker", store.rank, "there", "its process ended", incarnation=incarnation))
 
     def stop_job(self, reason: str) -> None:
         """The scheduler tells everybody that the job is over."""
