@@ -592,6 +592,17 @@ def test_a_server_hears_of_a_worker_that_has_left_from_the_scheduler_too():
         assert list(zero.value(asked)) == [1]
 
 
+@pytest.mark.parametrize("policy", ["continue", "wait"])
+def test_a_worker_that_leaves_while_it_is_thought_to_be_lost_is_not_waited_for(policy):
+    with job(2, Config(kv_on_worker_loss=policy)) as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s", True, 1))
+        one.ask(Kind.GOODBYE)
+        serving.member.tell(NodeReturned("worker", 1, "there", 1))
+        assert list(zero.value(push(zero, "w", 1, [1], Kind.PUSHPULL))) == [1]
+        assert list(zero.value(push(zero, "w", 2, [2], Kind.PUSHPULL))) == [2]
+
+
 def test_a_worker_that_has_left_is_not_waited_for():
     with job(3) as (serving, (zero, one, two)):
         start([zero, one, two], "w", np.zeros(1, np.float32))

@@ -264,9 +264,7 @@ class Consistency:
         return None
 
     def _leave(self, worker: int) -> Instructions:
-        """Step F."""
-        if self._presence[worker] is Presence.MISSED:
-            return []
+        """Step F. Also of a worker that was given up: it was silent, and nobody is to wait for it once it is found."""
         self._presence[worker] = Presence.LEFT
         self._away.discard(worker)
         self._remembered.discard(worker)

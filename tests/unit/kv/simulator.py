@@ -214,9 +214,8 @@ class Server:
             self.remembered.discard(worker)
             self.happen(event, message)
         elif message.kind == "leave":
-            self.gone.add(worker)
             self.remembered.discard(worker)
-            self.happen(Left(worker))
+            self._leave(worker)
             self.answer(message, "done")
         else:
             if message.kind != "pull":
@@ -261,8 +260,12 @@ class Server:
                 self.happen(Found(worker))
                 self._pass(worker, self.engine.done(worker))
         else:
-            self.gone.add(worker)
-            self.happen(Left(worker))
+            self._leave(worker)
+
+    def _leave(self, worker: int) -> None:
+        self.gone.add(worker)
+        self.lost.discard(worker)  # if it was: to be found does not bring it back
+        self.happen(Left(worker))
 
     def cut(self, worker: int) -> None:
         """A worker's connection has ended."""

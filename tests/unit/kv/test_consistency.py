@@ -393,3 +393,12 @@ def test_a_round_out_of_bounds_fails(round: int) -> None:
 def test_there_is_no_such_worker() -> None:
     with pytest.raises(ValueError, match="no worker 2 among 2"):
         Cell(2)(Pushed(2, 1, "x"))
+
+
+@pytest.mark.parametrize("policy", [CONTINUE, WAIT])
+def test_a_worker_that_leaves_while_it_is_thought_to_be_lost_is_not_waited_for_once_it_is_found(
+    policy: LossPolicy,
+) -> None:
+    cell = Cell(2)
+    cell(Lost(1, policy), Left(1), Found(1))
+    assert cell(push("a1")) == [Combine(1, (0,), ("a1",), 1.0), Acknowledge(0, 1, "a1")]
