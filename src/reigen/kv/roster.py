@@ -155,6 +155,8 @@ class Roster:
             (role, number): Node(role, number) for role in ("worker", "server") for number in range(terms.count(role))
         }
         self._node_of: dict[Owner, Node] = {}
+        #: other connections of processes that have made several
+        self._spare: dict[Owner, Node] = {}
         #: somebody has been here (B); all servers have (B); some node had been told its number before (H)
         self._is_begun = self._is_open = self._is_restarted = False
         self._barriers = Barriers()
@@ -176,8 +178,11 @@ class Roster:
         self._pass(now)
         if isinstance(message, Register):
             self._register(owner, message)
-        elif owner in self._node_of and self.stop is None:
-            self._hear(owner, message)
+        elif self.stop is None:
+            if owner in self._spare:
+                self._go_over_to(owner)
+            if owner in self._node_of:
+                self._hear(owner, message)
         return self._settle()
 
     def ended(self, owner: Owner, now: float) -> Instructions:
@@ -186,10 +191,14 @@ class Roster:
         for node in self._nodes.values():
             if node.claimant is not None and node.claimant[0] == owner:
                 node.claimant = None
+        self._spare.pop(owner, None)
         gone = self._node_of.pop(owner, None)
         if gone is not None:
             gone.owner = None
-            if self.stop is None and gone.state is State.HERE:
+            spare = next((other for other, node in reversed(self._spare.items()) if node is gone), None)
+            if spare is not None and self.stop is None:
+                self._go_over_to(spare)
+            elif self.stop is None and gone.state is State.HERE:
                 if gone.claimant is not None:
                     self._lose(gone, "its process ended")
                 else:
@@ -287,6 +296,7 @@ class Roster:
             self._say(node.owner, Refused(f"another process has become {node.name}"))
         node.state, node.loss, node.is_recovery = State.HERE, None, is_recovery
         node.incarnation = message.incarnation
+        self._spare = {other: each for other, each in self._spare.items() if each is not node}
         if not message.is_known:
             self._seated.add(message.incarnation)
         barriers = () if message.is_known or not is_recovery else self._barriers.done()
@@ -301,9 +311,19 @@ class Roster:
             self._say(owner, Refused(f"it was given up: {node.loss.reason if node.loss else ''}"))
             return
         if node.owner is not None:
-            self._node_of.pop(node.owner)
+            self._spare[node.owner] = self._node_of.pop(node.owner)
         self._place(owner, node, message, ())
         self._revive(node)
+        self._introduce(owner)
+
+    def _go_over_to(self, owner: Owner) -> None:
+        """Another connection of a process turns out to be the one that it uses: what it said on two came disordered."""
+        node = self._spare.pop(owner)
+        if node.owner is not None:
+            self._spare[node.owner] = self._node_of.pop(node.owner)
+        node.owner = owner
+        self._node_of[owner] = node
+        self._say(owner, Assigned(node.number, node.is_recovery))  # so that it says again what it waits for
         self._introduce(owner)
 
     def _place(self, owner: Owner, node: Node, message: Register, barriers: tuple[tuple[str, int], ...]) -> None:
@@ -525,3 +545,4 @@ class Roster:
             assert node.claimant is None or (node.state is State.HERE and node.owner is not None)
             assert node.state is not State.ABSENT or node.owner is None
         assert not self._said
+        assert not self._spare.keys() & self._node_of.keys()

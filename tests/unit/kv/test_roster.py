@@ -273,6 +273,15 @@ def test_a_connection_that_is_made_again_is_no_restart_of_the_scheduler() -> Non
     assert early.come("w1")["w1"][0] == Assigned(1, False)
 
 
+def test_connections_of_one_process_may_be_heard_in_another_order() -> None:
+    job = started()
+    job.say("newer", register("w1", known=True))
+    job.say("older", register("w1", known=True))
+    assert job.end("older")["newer"][0] == Assigned(1, False)
+    assert job.end("w1") == {}
+    assert job.beat(60, "w0", "newer", "s0") == {}
+
+
 def test_a_server_that_is_started_again_is_found_where_it_is_now() -> None:
     job = started(replace(TERMS, servers_return=True))
     job.end("s0")
