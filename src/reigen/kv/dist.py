@@ -179,7 +179,7 @@ class DistStore(KVStore):
 
     def _push(self, groups: list[Group], priority: int) -> Pending:
         self._check(pushes=True)
-        operation = Operation(self._worker, f"push of {_named(groups)}")
+        operation = Operation(self._worker, "push", None, [key for key, _ in groups])
         for key, tensors in groups:
             held = self._holdings[key]
             if any(isinstance(tensor, RowSparse) for tensor in tensors):
@@ -192,7 +192,7 @@ class DistStore(KVStore):
     def _pull(self, groups: list[Group], priority: int, blocking: bool) -> Pending:
         self._check()
         places = _Landings(outs for _, outs in groups)
-        operation = Operation(self._worker, f"pull of {_named(groups)}", places.finish)
+        operation = Operation(self._worker, "pull", places.finish, [key for key, _ in groups])
         for (key, _), place in zip(groups, places, strict=True):
             self._messages.pull(operation, self._holdings[key], place.elements, priority)
         if not blocking:
@@ -200,11 +200,12 @@ class DistStore(KVStore):
         return operation
 
     def _pushpull(self, values: list[Group], outs: list[Group], priority: int, blocking: bool) -> Pending:
-        if [key for key, _ in values] != [key for key, _ in outs]:
+        keys = [key for key, _ in values]
+        if outs is not values and keys != [key for key, _ in outs]:
             raise ArgumentError("pushpull() needs an out for each key that it is given a value for")
         self._check(pushes=True)
         places = _Landings(several for _, several in outs)
-        operation = Operation(self._worker, f"pushpull of {_named(values)}", places.finish)
+        operation = Operation(self._worker, "pushpull", places.finish, keys)
         for (key, tensors), place in zip(values, places, strict=True):
             held = self._holdings[key]
             self._messages.push(operation, held, total(tensors, held.spec)[0], priority, place.elements)
@@ -299,8 +300,3 @@ class _Landings(list[_Landing]):
         """All elements are there."""
         for each in self:
             each.finish()
-
-
-def _named(groups: list[Group]) -> str:
-    keys = [repr(key) for key, _ in groups[:3]]
-    return ("key " if len(groups) == 1 else "keys ") + ", ".join(keys) + (" ..." if len(groups) > 3 else "")

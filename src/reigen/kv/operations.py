@@ -74,25 +74,35 @@ class Operation:
 
     Args:
         driver: waits.
-        what: in words, for errors: "push of key 'w'".
+        what: in words, for errors: "push".
         finish: run once by whoever waits, when all that was asked for is there.
+        keys: of what.
 
     Attributes:
-        what: see above.
         num_left: requests that are not answered.
         error: what the first of them that failed led to.
         is_told: somebody has been told of the error, or was told that there is none.
     """
 
-    __slots__ = ("_driver", "_finish", "error", "is_told", "num_left", "what")
+    __slots__ = ("_driver", "_finish", "_keys", "_what", "error", "is_told", "num_left")
 
-    def __init__(self, driver: Driver, what: str, finish: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, driver: Driver, what: str, finish: Callable[[], None] | None = None, keys: Sequence[int | str] = ()
+    ) -> None:
         self._driver = driver
-        self.what = what
+        self._what, self._keys = what, keys
         self._finish = finish
         self.num_left = 0
         self.error: ReigenError | None = None
         self.is_told = False
+
+    @property
+    def what(self) -> str:
+        """In words, for errors: "push of key 'w'"."""
+        if not self._keys:
+            return self._what
+        names = ", ".join(map(repr, self._keys[:3])) + (" ..." if len(self._keys) > 3 else "")
+        return f"{self._what} of key{'' if len(self._keys) == 1 else 's'} {names}"
 
     def wait(self, timeout: float | None = None) -> None:
         """See `reigen.kv.base.Pending.wait`."""

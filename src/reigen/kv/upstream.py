@@ -246,7 +246,8 @@ class Upstream:
             body = np.array(self._copied, "<u8").tobytes()
             self._copied.clear()
             self._line.send(Header(int(Kind.RELEASE), store=self._manner.store, body_bytes=len(body)), body)
-        self._guarded(self._line.advance_sends)
+        if self._line.wants_to_send:
+            self._guarded(self._line.advance_sends)
 
     def receive(self) -> None:
         """Take what is there."""

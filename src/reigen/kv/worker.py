@@ -160,7 +160,7 @@ class Worker:
                 operation.fail(self._failure)
                 return
             if track is not None and requests[0].kind in WRITING:
-                self._drive(operation.what, lambda: track.num_pushes < track.most_pushes, None)
+                self._drive(operation, lambda: track.num_pushes < track.most_pushes, None)
                 track.num_pushes += len(requests)
             operation.num_left += len(requests)
             self._num_outstanding += len(requests)
@@ -216,7 +216,7 @@ class Worker:
         """See `reigen.kv.operations.Driver.wait_for`."""
         while operation.num_left:
             with self._driving:
-                is_woken = self._drive(operation.what, lambda: not operation.num_left, until, operation)
+                is_woken = self._drive(operation, lambda: not operation.num_left, until)
             if is_woken:
                 self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
         self._leave_to_thread()
@@ -333,9 +333,7 @@ class Worker:
         if self._num_outstanding and not self._signal.is_set():
             self._signal.set()
 
-    def _drive(
-        self, what: str, is_done: Callable[[], bool], until: float | None, operation: Operation | None = None
-    ) -> bool:
+    def _drive(self, what: Operation | str, is_done: Callable[[], bool], until: float | None) -> bool:
         """Take turns until something is done; with the lock.
 
         Returns:
@@ -352,7 +350,7 @@ class Worker:
         while not is_done() and self._failure is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise self._late(what, operation, is_final=until is None)
+                raise self._late(what, is_final=until is None)
             if self._turn(min(left, _LONGEST_TURN_SECONDS)):
                 return not is_done()
         return False
@@ -483,11 +481,13 @@ class Worker:
             for each in track.held.popleft():
                 self._give_up(each, error)
 
-    def _late(self, what: str, operation: Operation | None, *, is_final: bool) -> DeadlineError:
+    def _late(self, what: Operation | str, *, is_final: bool) -> DeadlineError:
         """The error of what did not happen in time; one that is final has the operation's results go nowhere."""
+        operation = what if isinstance(what, Operation) else None
+        words = operation.what if operation is not None else what
         owing = [each for each in self._upstreams if not each.is_ready or self._owes(each, operation)]
         names = ", ".join(each.name for each in owing) or "servers"
-        error = DeadlineError(f"{what}: no answer from {names} in time (REIGEN_DEADLINE sets how long to wait)")
+        error = DeadlineError(f"{words}: no answer from {names} in time (REIGEN_DEADLINE sets how long to wait)")
         if is_final and operation is not None:
             for upstream in owing:
                 for request in upstream.outstanding.values():
