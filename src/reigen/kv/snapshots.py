@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from reigen.errors import ConfigError, WireError
 from reigen.kv.cells import CellId, CellSnapshot, KeyFacts
 from reigen.kv.protocol import Place
-from reigen.kv.states import pack, unpack, write_file
+from reigen.kv.states import pack, unpack
+from reigen.optim import write_atomically
 
 _CELL = re.compile(r"store-(\d+)-([0-9a-f]{16})-(\d+)\.cell")
 _STORE = re.compile(r"store-(\d+)\.store")
@@ -77,7 +78,7 @@ class Snapshots:
         Raises:
             OSError: it cannot be written.
         """
-        write_file(self.directory / f"store-{store}.store", pack(facts, {}))
+        write_atomically(self.directory / f"store-{store}.store", [pack(facts, {})], mode=0o600)
 
     def save_cell(self, store: int, cell: CellId, parcel: bytearray) -> None:
         """Replace what is kept of a cell.
@@ -85,7 +86,7 @@ class Snapshots:
         Raises:
             OSError: it cannot be written.
         """
-        write_file(self._cell(store, cell), parcel)
+        write_atomically(self._cell(store, cell), [parcel], mode=0o600)
 
     def forget_cell(self, store: int, cell: CellId) -> None:
         """A cell is not there any more."""

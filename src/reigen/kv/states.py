@@ -7,13 +7,9 @@ it is code. Reading one checks every length before it is used.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import struct
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -106,30 +102,6 @@ def _arrays(described: _Description, content: memoryview, begin: int) -> dict[st
     if begin != len(content):
         raise WireError("values or states of a parameter server have more bytes than they should")
     return arrays
-
-
-def write_file(path: Path, parcel: bytes | bytearray) -> None:
-    """Replace a file as a whole: after a crash it is the old one or the new one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(parcel)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 # ---------------------------------------------------------------- states of cells

@@ -50,7 +50,7 @@ _STORAGES = {dtype.storage.name: dtype.storage for dtype in DTYPES.values()}
 
 #: What a file may say beside pieces: plain values.
 Fact = int | float | str | bool | None
-Buffer = bytes | memoryview
+Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +308,13 @@ def slot_of(piece: Piece, optimizer: Optimizer, weight: NDArray[Any]) -> Slot:
     return slot
 
 
-def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer]) -> None:
+def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *, mode: int = 0o666) -> None:
     """Write a file so that there is, at any moment and after a power failure, the old one or the new one.
+
+    Args:
+        path: of the file.
+        buffers: its contents, one after the other.
+        mode: who may do what with it, less what the umask forbids.
 
     Raises:
         OSError: it cannot be written; what was there is still there.
@@ -317,9 +322,8 @@ def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer]) ->
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("xb") as file:
-            for data in buffers:
-                file.write(data)
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
+            file.writelines(buffers)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)

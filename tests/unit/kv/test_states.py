@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reigen.errors import WireError
-from reigen.kv.states import CellFacts, cut, join, pack, unpack, write_file
+from reigen.kv.states import CellFacts, cut, join, pack, unpack
 
 ARRAYS = {
     "float32": np.arange(5, dtype=np.float32),
@@ -81,14 +81,3 @@ def test_states_of_cells_are_joined_and_cut():
         join(parts[:1])
     with pytest.raises(WireError, match="not as long as its cell"):
         join([(0, 40, parts[1][2])])
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path):
-    path = tmp_path / "states"
-    write_file(path, b"old")
-    write_file(path, b"new one")
-    assert path.read_bytes() == b"new one"
-    (tmp_path / "directory").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        write_file(tmp_path / "directory", b"x")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["directory", "states"]

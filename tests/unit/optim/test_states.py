@@ -187,6 +187,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
         States.load(path)
 
 
+def test_a_file_may_be_private_and_a_directory_is_no_file(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "states", [b"new", bytearray(b" one")], mode=0o600)
+    assert (tmp_path / "states").read_bytes() == b"new one"
+    assert (tmp_path / "states").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "directory").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        write_atomically(tmp_path / "directory", [b"x"])
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["directory", "states"]
+
+
 # ---------------------------------------------------------------- the updater
 
 
