@@ -19,6 +19,7 @@ from reigen.errors import (
     MismatchError,
     PeerLostError,
     UnsupportedError,
+    UnsupportedTypeError,
 )
 from reigen.kv.desk import Desk
 from reigen.kv.dist import DistStore
@@ -49,6 +50,20 @@ def closed_form(store: DistStore, rate: float, rounds: int, step: str) -> set[fl
     store.barrier()
     store.pull(names, outs)
     return {element for out in outs for element in out.tolist()}
+
+
+def test_a_key_that_no_optimizer_updates_is_an_error_of_all_workers_at_once() -> None:
+    def use(store: DistStore) -> str:
+        store.set_optimizer(optim.create("test"))
+        with pytest.raises(UnsupportedTypeError, match="key 'n': an optimizer cannot update int32 weights"):
+            store.init(["w", "n"], [np.zeros(3, np.float32), np.zeros(3, np.int32)])
+        store.init("w", np.zeros(3, np.float32))
+        out = np.empty(3, np.float32)
+        store.pushpull("w", np.ones(3, np.float32), out)
+        return str(out.tolist())
+
+    with job(2, 2) as made:
+        assert made.results(use) == ["[2.0, 2.0, 2.0]"] * 2
 
 
 @pytest.mark.parametrize("servers", [1, 3])

@@ -48,6 +48,19 @@ def without_an_optimizer() -> None:
         assert whole[:, 0].tolist() == [(n + 1) // 2, n // 2, n]
 
 
+def waiting_for_all() -> list[float]:
+    """Of calls whose `Pending` nobody keeps; each out holds what was stored when it was asked for."""
+    with kv.create("ring") as store:
+        store.init("w", np.zeros(2, np.float32))
+        outs = np.zeros((3, 2), np.float32)
+        for step, out in enumerate(outs[:2]):
+            store.pushpull("w", np.full(2, step + 1, np.float32), out, wait=False)
+        store.push("w", np.full(2, 3, np.float32))
+        store.pull("w", outs[2], wait=False)
+        store.wait()
+        return outs[:, 0].tolist()
+
+
 def disagreement() -> str:
     with kv.create("ring") as store:
         with pytest.raises(MismatchError) as caught:
@@ -72,6 +85,7 @@ def test_rings_of_workers(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(2)
     pool.run(closed_form, init=True)
     pool.run(without_an_optimizer, init=True)
+    assert pool.run(waiting_for_all, init=True) == [[2.0, 4.0, 6.0]] * 2
     told = pool.run(disagreement, init=True)
     assert len(set(told)) == 1
     assert "rank 0: 'w': float32 (2,)" in told[0]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
@@ -32,6 +33,8 @@ Keys: TypeAlias = "Key | Sequence[Key]"
 #: A tensor, a list with one for each device, or for several keys a list of these.
 Values: TypeAlias = Any
 _KEY_TYPES = frozenset({int, str})
+#: what a priority is below, and its negative not below
+_PRIORITIES = 2**31
 #: A key and its tensors.
 Group: TypeAlias = tuple[Key, list[Any]]
 
@@ -130,9 +133,10 @@ class KVStore(ABC):
             priority: pushes of a higher one overtake.
 
         Raises:
-            ArgumentError: a key was never initialised, or a value is not like the one that it was initialised with.
+            ArgumentError: a key was never initialised, or a value is not like the one that it was initialised with; or
+                the priority is no int of 32 bits.
         """
-        return self._push(self._tensors(key, value), priority)
+        return self._push(self._tensors(key, value), _checked(priority))
 
     def pull(
         self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, wait: bool = True
@@ -151,6 +155,7 @@ class KVStore(ABC):
         """
         if out is None:
             raise ArgumentError("pull() needs out=: the tensor that receives what is stored")
+        priority = _checked(priority)
         groups = self._tensors(key, out, "out")
         rows = [(one, each) for one, outs in groups for each in outs if isinstance(each, RowSparse)]
         groups = [(one, [each for each in outs if not isinstance(each, RowSparse)]) for one, outs in groups]
@@ -174,6 +179,7 @@ class KVStore(ABC):
         Raises:
             ArgumentError: as of `push`; or a value or out is row-sparse.
         """
+        priority = _checked(priority)
         values = self._tensors(key, value)
         outs = values if out is None else self._tensors(key, out, "out")
         for one, tensors in [*values, *outs]:
@@ -184,6 +190,7 @@ class KVStore(ABC):
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
         """`init`, then `pull`: have ``out`` hold the value of rank 0 on all workers."""
+        priority = _checked(priority)
         self.init(key, value)
         self.pull(key, out, priority)
 
@@ -201,6 +208,7 @@ class KVStore(ABC):
         """
         if out is None or row_ids is None:
             raise ArgumentError("row_sparse_pull() needs out= and row_ids=")
+        priority = _checked(priority)
         groups = self._tensors(key, out, "out")
         outs = [(one, each) for one, tensors in groups for each in tensors]
         ids = list(row_ids) if _is_one_for_each(row_ids) else [row_ids] * len(outs)
@@ -422,6 +430,21 @@ def check_optimizer(optimizer: object) -> None:
             f"an optimizer of reigen.optim is needed, for example reigen.optim.create('sgd', learning_rate=0.1); got "
             f"{type(optimizer).__name__}"
         )
+
+
+def _checked(priority: object) -> int:
+    """A priority as the int that it is; before anything is begun, since half an operation would never end.
+
+    Raises:
+        ArgumentError: it is none, or does not fit into a message.
+    """
+    try:
+        number = index(priority)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"priority is an int, not {type(priority).__name__} ({priority!r})") from None
+    if not -_PRIORITIES <= number < _PRIORITIES:
+        raise ArgumentError(f"priority is an int of 32 bits, got {number}")
+    return number
 
 
 def _is_one_for_each(rows: Any) -> bool:

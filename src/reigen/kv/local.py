@@ -37,6 +37,7 @@ class LocalStore(KVStore):
         self._stored: dict[Key, Any] = {}
         self._updater: Updater | None = None
         self._rounds: Counter[Key] = Counter()
+        self._is_closed = False
         self._codec: Codec | None = None
         #: what compression has not let through yet
         self._residuals: residuals.Residuals = {}
@@ -111,12 +112,14 @@ class LocalStore(KVStore):
 
     def close(self) -> None:
         """See `KVStore.close`."""
+        self._is_closed = True
         self._stored.clear()
         self._specs.clear()
 
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _init(self, pairs: list[tuple[Key, Any]]) -> None:
+        self._check()
         for key, value in pairs:
             self._stored[key] = stored_copy(value)
 
@@ -141,6 +144,14 @@ class LocalStore(KVStore):
         for out in outs:
             out.receive(wanted, stored[wanted])
         return DONE
+
+    def _known(self, key: Key) -> Spec:
+        self._check()
+        return super()._known(key)
+
+    def _check(self) -> None:
+        if self._is_closed:
+            raise ArgumentError("this store was closed")
 
     def _take(self, key: Key, tensors: list[Any]) -> None:
         """A round: add values up, and update what is stored."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,6 +32,8 @@ class _Round:
         self._key = key
         self.complete = complete
         self.poll = poll
+        #: the pulls that see this round, and not the next
+        self.then: list[Callable[[], None]] = []
         self.is_over = False
         self.error: ReigenError | None = None
 
@@ -46,18 +49,14 @@ class _Round:
 
 
 class _Rounds:
-    """Several of them as one `Pending`, and what is to be done then."""
+    """Several of them as one `Pending`."""
 
-    def __init__(self, rounds: list[_Round], then: Callable[[], None] | None = None) -> None:
+    def __init__(self, rounds: list[_Round]) -> None:
         self._rounds = rounds
-        self._then = then
 
     def wait(self, timeout: float | None = None) -> None:
         for each in self._rounds:
             each.wait(timeout)
-        if self._then is not None:
-            then, self._then = self._then, None
-            then()
 
     def done(self) -> bool:
         return all(each.done() for each in self._rounds)
@@ -117,6 +116,8 @@ class RingStore(LocalStore):
             each.is_over = True
             try:
                 each.complete()
+                for then in each.then:
+                    then()
             except ReigenError as error:
                 each.error = error
                 first = first or error
@@ -126,6 +127,7 @@ class RingStore(LocalStore):
     # -- values -------------------------------------------------------------------------------------------------------
 
     def _init(self, pairs: list[tuple[Key, Any]]) -> None:
+        self._check()
         name = f"{self._name}.init{self._num_inits}"
         self._num_inits += 1
         self._agree(name, [(key, spec_of(value)) for key, value in pairs])
@@ -157,13 +159,14 @@ class RingStore(LocalStore):
         return _Rounds([self._begin(key, tensors) for key, tensors in groups])
 
     def _pull(self, groups: list[Group], priority: int, blocking: bool) -> Pending:
-        before = [self._begun[key][-1] for key, _ in groups if self._begun.get(key)]
-
-        def give() -> None:
-            for key, outs in groups:
+        before = []
+        for key, outs in groups:
+            if waiting := self._begun.get(key):
+                waiting[-1].then.append(partial(self._give, key, outs))
+                before.append(waiting[-1])
+            else:
                 self._give(key, outs)
-
-        return _Rounds(before, give)
+        return _Rounds(before)
 
     def _pushpull(self, values: list[Group], outs: list[Group], priority: int, blocking: bool) -> Pending:
         self._push(values, priority)

@@ -271,3 +271,31 @@ def test_mxnets_private_names() -> None:
         store._send_command_to_servers(0, "")
     with pytest.raises(UnsupportedError, match="command 9 is not sent: there is no such"):
         store._send_command_to_servers(9, "")
+
+
+@pytest.mark.parametrize("priority", ["high", 0.5, None, 2**31, -(2**31) - 1])
+def test_a_priority_is_an_int_that_fits_into_a_message(store: kv.KVStore, priority: Any) -> None:
+    store.init("w", ones())
+    rows = kv.RowSparse([0], np.ones((1, 2), np.float32), SHAPE)
+    for call in (
+        lambda: store.push("w", ones(), priority),
+        lambda: store.pull("w", ones(), priority),
+        lambda: store.pushpull("w", ones(), priority=priority),
+        lambda: store.broadcast("v", ones(), ones(), priority),
+        lambda: store.row_sparse_pull("w", rows, priority, [0]),
+    ):
+        with pytest.raises(ArgumentError, match="priority is an int"):
+            call()
+    assert store.rounds("w") == 0
+    store.push("w", ones(), np.int64(-3))
+    store.init("v", ones())  # broadcast() has not created it
+
+
+def test_a_store_that_was_closed_says_so() -> None:
+    store = kv.create("local")
+    store.init("w", ones())
+    store.close()
+    for call in (lambda: store.push("w", ones()), lambda: store.init("v", ones())):
+        with pytest.raises(ArgumentError, match="this store was closed"):
+            call()
+    store.close()
