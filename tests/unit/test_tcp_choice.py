@@ -90,8 +90,13 @@ def test_rows_give_every_rank_its_part_of_every_element_once(count: int, size: i
     assert all(len(row) == size for row in rows)
     assert reach(spans) == (0, count)
     assert max((end - begin) * 4 for begin, end in spans) <= 1.5 * MOST_BYTES
-    if size > 2:
-        assert max((row[-1][1] - row[0][0]) * 4 for row in rows) <= 1.5 * max(MIB, count * 4 // 16)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_ahead_in_rows_does_not_grow_with_the_array(size: int) -> None:
+    for count in (100_003, 26_214_400):
+        lengths = [row[-1][1] - row[0][0] for row in rows_of(count, 4, size)]
+        assert max(lengths) * 4 <= 1.5 * max(1 << 19, size << 16)
 
 
 def test_rows_of_parts_that_are_given() -> None:
