@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 import reigen
 from reigen import kv, optim
-from reigen.errors import MismatchError
+from reigen.errors import MismatchError, NotInitializedError
 from reigen.testing import RankPool
 
 
@@ -61,6 +62,30 @@ def waiting_for_all() -> list[float]:
         return outs[:, 0].tolist()
 
 
+def forked_children() -> list[str]:
+    """What a child is told that uses the store of its parent; and what the parent's rounds come to after it."""
+    told: list[str] = []
+    with kv.create("ring") as store:
+        store.init("w", np.zeros(2, np.float32))
+        out = np.zeros(2, np.float32)
+        store.pushpull("w", np.ones(2, np.float32), out)
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            for call in (store.barrier, lambda: store.push("w", np.ones(2, np.float32))):
+                try:
+                    call()
+                except NotInitializedError as error:
+                    os.write(writing, f"{error}\n".encode())
+            store.close()
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as answers:
+            told += answers.read().splitlines()
+        assert os.waitpid(child, 0)[1] == 0
+        store.pushpull("w", np.full(2, 2, np.float32), out)
+        return [*told, str(out.tolist())]
+
+
 def disagreement() -> str:
     with kv.create("ring") as store:
         with pytest.raises(MismatchError) as caught:
@@ -86,6 +111,10 @@ def test_rings_of_workers(rank_pool: Callable[[int], RankPool]) -> None:
     pool.run(closed_form, init=True)
     pool.run(without_an_optimizer, init=True)
     assert pool.run(waiting_for_all, init=True) == [[2.0, 4.0, 6.0]] * 2
+    for said in pool.run(forked_children, init=True):
+        assert len(said) == 3
+        assert all("is no rank of the job" in each for each in said[:2])
+        assert said[2] == "[4.0, 4.0]"
     told = pool.run(disagreement, init=True)
     assert len(set(told)) == 1
     assert "rank 0: 'w': float32 (2,)" in told[0]

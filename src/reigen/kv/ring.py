@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -79,12 +80,14 @@ class RingStore(LocalStore):
         self._context = context.init()
         self.rank, self.num_workers = self._context.rank, self._context.size
         self._name = f"kv{next(RingStore._numbers)}"
+        self._process = os.getpid()
         self._num_inits = 0
         #: rounds on their way, by key, in order
         self._begun: dict[Key, deque[_Round]] = {}
 
     def barrier(self) -> None:
         """See `KVStore.barrier`."""
+        self._check()
         self._context.barrier(name=f"{self._name}.barrier", blocking=True).wait()
 
     def leave(self) -> None:
@@ -99,7 +102,8 @@ class RingStore(LocalStore):
 
     def close(self) -> None:
         """See `KVStore.close`. The job goes on; `reigen.shutdown` leaves it."""
-        self.wait()
+        if os.getpid() == self._process:  # not in a child, where an inherited store is closed when an exception passes
+            self.wait()
         super().close()
 
     def catch_up(self, key: Key, until: _Round | None = None) -> None:
@@ -110,6 +114,8 @@ class RingStore(LocalStore):
             until: the last of them; None: all, and raise the first error.
         """
         waiting = self._begun.get(key)
+        if waiting:
+            self._check()
         first: ReigenError | None = None
         while waiting and not (until is not None and until.is_over):
             each = waiting.popleft()
@@ -123,6 +129,16 @@ class RingStore(LocalStore):
                 first = first or error
         if until is None and first is not None:
             raise first
+
+    def _check(self) -> None:
+        """That this process may use the store.
+
+        Raises:
+            ArgumentError: the store was closed.
+            NotInitializedError: this process has left the job, or was forked from a rank and never was in it.
+        """
+        super()._check()
+        context.current()
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -178,6 +194,7 @@ class RingStore(LocalStore):
 
     def _begin(self, key: Key, tensors: list[Any]) -> _Round:
         spec = self._specs[key]
+        self._check()
         waiting = self._begun.setdefault(key, deque())
         if waiting:  # one name, one collective at a time
             self.catch_up(key)
