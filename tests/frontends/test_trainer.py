@@ -641,6 +641,7 @@ def test_a_store_of_somebody_else():
     ("params", "words"),
     [
         ([], "at least one parameter"),
+        (torch.nn.Linear(2, 1).state_dict(), "none of these parameters requires a gradient.*named_parameters"),
         (iter([]), "was an iterator used up"),
         (torch.zeros(1), "a list, a dict of names"),
         ([1], "with or without names, got 1"),
@@ -676,8 +677,8 @@ def test_optimizers_and_numbers_that_make_no_sense():
         Trainer([weight(0.0)], "sgd", kvstore="dist_snyc")
     trainer = Trainer([parameter := weight(0.0)], "sgd", kvstore=None)
     parameter.grad = torch.ones(1)
-    for size in (0, -1, float("nan")):
-        with pytest.raises(ArgumentError, match="batch_size must be above 0"):
+    for size in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ArgumentError, match="batch_size must be a number above 0"):
             trainer.step(size)
     with pytest.raises(ConfigError, match="learning_rate"):
         trainer.set_learning_rate(float("nan"))

@@ -32,7 +32,8 @@ class NumpyAdapter:
         """See `TensorAdapter.dtype`."""
         found = _DTYPE_OF.get(tensor.dtype)
         if found is None:
-            raise UnsupportedTypeError(f"Tensor type {tensor.dtype} is not supported.")
+            supported = ", ".join(sorted(each.name for each in _DTYPE_OF.values()))
+            raise UnsupportedTypeError(f"Tensor type {tensor.dtype} is not supported. Supported: {supported}.")
         return found
 
     def device(self, tensor: Array) -> str:

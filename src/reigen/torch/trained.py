@@ -57,7 +57,8 @@ def trained(params: Any) -> list[Trained]:
             ``stype``, ``grad_stype``.
 
     Raises:
-        ArgumentError: it is something else; nothing is there; a parameter or name is there twice; an option is unknown.
+        ArgumentError: it is something else; nothing is there, or nothing that could be trained; a parameter or name is
+            there twice; an option is unknown.
     """
     sparse: set[int] = set()
     if isinstance(params, torch.nn.Module):
@@ -121,6 +122,11 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(entries: list[Trained]) -> None:
+    if not any(entry.parameter.requires_grad for entry in entries):
+        raise ArgumentError(
+            "none of these parameters requires a gradient, so nothing would be trained. (Tensors of a state_dict() "
+            "never do: give named_parameters() or the module.)"
+        )
     keys: dict[Key, Trained] = {}
     tensors: dict[int, Key] = {}
     for entry in entries:

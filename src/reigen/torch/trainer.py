@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -421,5 +422,5 @@ def _residuals_of(path: str | Path) -> Path:
 
 
 def _check_batch(batch_size: float) -> None:
-    if not batch_size > 0:
-        raise ArgumentError(f"batch_size must be above 0, got {batch_size}")
+    if not 0 < batch_size < math.inf:
+        raise ArgumentError(f"batch_size must be a number above 0, got {batch_size}")
