@@ -52,18 +52,23 @@ def closed_form(store: DistStore, rate: float, rounds: int, step: str) -> set[fl
     return {element for out in outs for element in out.tolist()}
 
 
-def test_a_key_that_no_optimizer_updates_is_an_error_of_all_workers_at_once() -> None:
+@pytest.mark.parametrize("comes_first", ["optimizer", "key"])
+def test_a_key_that_no_optimizer_updates_can_be_stored_and_not_pushed(comes_first: str) -> None:
     def use(store: DistStore) -> str:
-        store.set_optimizer(optim.create("test"))
-        with pytest.raises(UnsupportedTypeError, match="key 'n': an optimizer cannot update int32 weights"):
-            store.init(["w", "n"], [np.zeros(3, np.float32), np.zeros(3, np.int32)])
-        store.init("w", np.zeros(3, np.float32))
-        out = np.empty(3, np.float32)
+        if comes_first == "optimizer":
+            store.set_optimizer(optim.create("test"))
+        store.init(["w", "n"], [np.zeros(3, np.float32), np.full(3, 4 + store.rank, np.int32)])
+        if comes_first == "key":
+            store.set_optimizer(optim.create("test"))
+        number, out = np.empty(3, np.int32), np.empty(3, np.float32)
+        store.pull("n", number)
+        with pytest.raises(UnsupportedTypeError, match="an optimizer cannot update int32 values"):
+            store.pushpull("n", number, number)
         store.pushpull("w", np.ones(3, np.float32), out)
-        return str(out.tolist())
+        return f"{number.tolist()} {out.tolist()}"
 
     with job(2, 2) as made:
-        assert made.results(use) == ["[2.0, 2.0, 2.0]"] * 2
+        assert made.results(use) == ["[4, 4, 4] [2.0, 2.0, 2.0]"] * 2
 
 
 @pytest.mark.parametrize("servers", [1, 3])

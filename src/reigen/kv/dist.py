@@ -14,7 +14,7 @@ import numpy as np
 from reigen import optim
 from reigen.compression import from_params
 from reigen.config import Config
-from reigen.errors import ArgumentError, UnsupportedTypeError, WireError
+from reigen.errors import ArgumentError, WireError
 from reigen.frontends.adapter import Array
 from reigen.kv import checkpoints, residuals
 from reigen.kv.base import Group, KVStore, Pending, check_optimizer
@@ -170,12 +170,6 @@ class DistStore(KVStore):
     def _init(self, pairs: list[tuple[Key, Any]]) -> None:
         self._check()
         holdings = [Holding(key, key_id(key), spec_of(value)) for key, value in pairs]
-        for held in holdings:
-            if self._optimizer is not None and not held.spec.dtype.is_floating:
-                # here, so on all workers: servers would tell rank 0 alone, for which the others wait
-                raise UnsupportedTypeError(
-                    f"key {held.name!r}: an optimizer cannot update {held.spec.dtype.name} weights; use a floating type"
-                )
         values: dict[int, Array] = {}
         if self.rank == 0:
             for held, (_, value) in zip(holdings, pairs, strict=True):
