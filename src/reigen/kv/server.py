@@ -178,7 +178,7 @@ class Server:
             while self._exit_code is None:
                 self._turn()
             if self._around.snapshots is not None and self._exit_code == 0:
-                self._around.snapshots.clear()
+                self._around.snapshots.remove()
         finally:
             self.close()
         return self._exit_code

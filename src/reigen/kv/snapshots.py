@@ -72,6 +72,13 @@ class Snapshots:
         for path in self.directory.iterdir():
             path.unlink()
 
+    def remove(self) -> None:
+        """Remove all of them and the directory; the job's, too, if this was its last server here."""
+        self.clear()
+        with contextlib.suppress(OSError):  # the user has put something there, or other servers are not through yet
+            self.directory.rmdir()
+            self.directory.parent.rmdir()
+
     def save_store(self, store: int, facts: StoreSnapshot) -> None:
         """Replace what is kept of a store.
 
