@@ -1,6 +1,7 @@
 """A server's part of the protocol, over real sockets: rounds, errors, lost and resent messages, lost workers."""
 
 import contextlib
+import os
 import socket
 import time
 
@@ -762,6 +763,8 @@ def test_a_worker_that_stops_in_the_middle_of_a_push():
     with job() as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(length, np.float32))
         body = np.ones(length, np.float32)
+        with socket.socket(fileno=os.dup(zero.line.fileno())) as same:  # or a server that reads fast gets all of it
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 12)
         push(zero, "w", 1, body)  # what the kernel takes of it
         assert zero.line.wants_to_send
         zero.line.close()
