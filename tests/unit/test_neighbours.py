@@ -153,6 +153,7 @@ def card(pid: int, fd: int, inode: int, machine: str = "", problem: str = "") ->
         (os.getpid(), 0, 1, "elsewhere", "", CollectiveError, "do not share one machine"),
         (0, -1, 0, "", "not enough memory here", SharedMemoryError, r"not enough memory here \(told by rank 1\)"),
     ],
+    ids=["no process", "no descriptor", "another machine", "no memory"],
 )
 def test_a_card_that_leads_nowhere(
     pid: int, fd: int, inode: int, machine: str, problem: str, kind: type[CollectiveError], text: str
