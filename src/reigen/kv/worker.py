@@ -487,7 +487,13 @@ class Worker:
         words = operation.what if operation is not None else what
         owing = [each for each in self._upstreams if not each.is_ready or self._owes(each, operation)]
         names = ", ".join(each.name for each in owing) or "servers"
-        error = DeadlineError(f"{words}: no answer from {names} in time (REIGEN_DEADLINE sets how long to wait)")
+        if is_final:
+            whose = "REIGEN_DEADLINE sets how long to wait"
+        else:
+            whose = (
+                "REIGEN_START_TIMEOUT sets how long to wait" if operation is None else "the caller's timeout is over"
+            )
+        error = DeadlineError(f"{words}: no answer from {names} in time ({whose})")
         if is_final and operation is not None:
             for upstream in owing:
                 for request in upstream.outstanding.values():
