@@ -10,9 +10,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 2
-# Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
+# Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together. Unit
+# tests come last: some run a launcher in the test's own process, which then takes all orphans for its own.
 TEST_JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
