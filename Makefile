@@ -10,8 +10,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NP ?= 2
-# Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together. Unit
-# tests come last: some run a launcher in the test's own process, which then takes all orphans for its own.
+# Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
+# Unit tests come last: they are short, so that both end at about the same time.
 TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
