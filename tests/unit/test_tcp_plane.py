@@ -424,6 +424,21 @@ def test_a_connection_that_ends_is_a_rank_that_died_unless_somebody_knows_more()
     run_threads(body, 3)
 
 
+def test_what_a_rank_sent_before_it_left_is_received_though_its_other_connections_have_ended() -> None:
+    def body(rank: int, rendezvous: Rendezvous) -> None:
+        with network(rank, 2, rendezvous, num_sockets=3) as mine:
+            plane = mine.among(range(2), soon())
+            plane.barrier(soon())  # all connections are there
+            if rank == 0:
+                rendezvous.get("left", 30.0)
+            array = np.full(1000, float(rank), np.float32)
+            plane.broadcast(array if rank == 1 else None, array, 1, soon())
+            assert set(array.tolist()) == {1.0}
+        rendezvous.put("left" if rank == 1 else "done", b"")
+
+    run_threads(body, 2)
+
+
 def test_what_the_job_knows_ends_waiting_although_connections_stand() -> None:
     def failure(needed: Sequence[int]) -> CollectiveError | None:
         return PeerLostError("host h1 was lost", ranks=[1]) if 1 in needed else None

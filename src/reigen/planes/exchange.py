@@ -199,7 +199,8 @@ class Exchange:
             if peer.expects_more:
                 peer.expects_more = False
                 for lane in peer.lanes:
-                    self._pull(lane)
+                    if lane.receiving:  # the end of any other may only mean that its rank has done its part, and left
+                        self._pull(lane)
 
     def _feed(self) -> None:
         """Give links the messages whose turn it is."""
