@@ -25,8 +25,13 @@ def started(pid):
 def held_by_a_child(rendezvous, rank):
     """A process that waits for the end of its input, as the holder of a rank."""
     with subprocess.Popen(
-        [sys.executable, "-Sc", "input()"], stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-Sc", "input('here')"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as child:
+        assert child.stdout is not None
+        assert child.stdout.read(4) == b"here"  # before that, its command may not be known yet
         holder = [child.pid, started(child.pid), *this_host()]
         rendezvous.put(f"process/{rank}/0", msgspec.msgpack.encode(holder))
         yield child
@@ -44,7 +49,9 @@ def test_another_process_is_refused_while_the_first_runs():
         with pytest.raises(ConfigError) as caught:
             claim(rendezvous, 1)
         text = str(caught.value)
-        assert f"rank 1 of this job is process {child.pid} ({sys.executable} -Sc input()), which still runs" in text
+        assert (
+            f"rank 1 of this job is process {child.pid} ({sys.executable} -Sc input('here')), which still runs" in text
+        )
         assert f"This process, {os.getpid()}," in text
         assert "reigen run -np 1" in text
         assert claim(rendezvous, 0) == 0
