@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from reigen.kernels.descent import Gradient, average_into, clip_to, sum_of_squares
+from reigen.kernels.descent import Gradient, average_into, clip_to, sum_of_squares, take_step
 from reigen.kernels.update import Array, Kernel, LayerKernel
 
 
@@ -66,10 +66,7 @@ class Adapt(Kernel):
         prepared, spare = scratch
         self.moments.absorb(self.gradient.prepare(grad, weight, prepared, spare), states, spare)
         self.moments.direction(states, spare, self.rate)
-        if self.decoupled:
-            np.multiply(weight, self.rate * self.decoupled, out=prepared)
-            np.add(spare, prepared, out=spare)
-        np.subtract(weight, spare, out=weight)
+        take_step(weight, spare, self.rate, self.decoupled, prepared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +90,7 @@ class SumSquares(Kernel):
         np.sqrt(spare, out=spare)
         np.divide(gradient, spare, out=spare)
         np.multiply(spare, self.rate, out=spare)
-        if self.decoupled:
-            np.multiply(weight, self.rate * self.decoupled, out=prepared)
-            np.add(spare, prepared, out=spare)
-        np.subtract(weight, spare, out=weight)
+        take_step(weight, spare, self.rate, self.decoupled, prepared)
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,14 @@ def average_into(average: Array, new: Array, keep: float, spare: Array) -> None:
     np.add(average, spare, out=average)
 
 
+def take_step(weight: Array, step: Array, rate: float, decoupled: float, spare: Array) -> None:
+    """``weight -= step + rate * decoupled * weight``. ``step`` and ``spare`` are overwritten."""
+    if decoupled:
+        np.multiply(weight, rate * decoupled, out=spare)
+        np.add(step, spare, out=step)
+    np.subtract(weight, step, out=weight)
+
+
 @dataclass(frozen=True, slots=True)
 class Descend(Kernel):
     """SGD. With a state: ``s = momentum * s + rate * g; w -= s``, else ``w -= rate * g``."""
@@ -127,10 +135,7 @@ class Sign(Kernel):
             direction = state
         np.sign(direction, out=signs)
         np.multiply(signs, self.rate, out=signs)
-        if self.decoupled:
-            np.multiply(weight, self.rate * self.decoupled, out=spare)
-            np.add(signs, spare, out=signs)
-        np.subtract(weight, signs, out=weight)
+        take_step(weight, signs, self.rate, self.decoupled, spare)
 
 
 @dataclass(frozen=True, slots=True)
