@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from reigen.cluster.rendezvous import split_address
 from reigen.errors import AuthenticationError, ReigenError, WireError
 from reigen.kv.arena import PeerArena
 from reigen.kv.line import Drops, Line
@@ -177,7 +178,7 @@ class Upstream:
         until = min(deadline, now + _CONNECT_SECONDS)
         try:
             stream = connect(
-                _parsed(self.peer.address), manner.secret, manner.identity, MAX_CONTROL_BYTES, until, manner.tls
+                split_address(self.peer.address), manner.secret, manner.identity, MAX_CONTROL_BYTES, until, manner.tls
             )
         except (OSError, AuthenticationError) as error:
             self.last_error = error
@@ -418,8 +419,3 @@ class Upstream:
             self.lose(error)
             raise
         return False
-
-
-def _parsed(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
