@@ -2,12 +2,14 @@
 #   make demo       train a small network on real images with two processes
 #   make test       lint, types, import contracts, size report and every test
 #   make test-fast  tests that are not marked slow
+#   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
 #   make lint       everything that reads the code without running it
 #   make bench      Reigen and its peers, alternately, in one run
 #   make bench-network   the same over several hosts (root; stand-in machines made of namespaces)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+MXNET_VENV := .venv-mxnet
 BIN := $(VENV)/bin
 NP ?= 2
 # Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
@@ -17,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-fast lint bench bench-network clean
+.PHONY: demo test test-fast test-mxnet lint bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -36,6 +38,14 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp-dev
 	$(PIP_INSTALL) -e '.[torch,mpi,dev,bench]'
 	@touch $@
 
+# MXNet needs a NumPy that is older than everybody else's.
+$(MXNET_VENV)/.stamp: $(STAMP_PARTS)
+	$(PYTHON) -m venv $(MXNET_VENV)
+	sed '/^numpy==/d' constraints.txt >$(MXNET_VENV)/constraints.txt
+	$(MXNET_VENV)/bin/python -m pip install --disable-pip-version-check --quiet -c $(MXNET_VENV)/constraints.txt \
+	  -e '.[mxnet]' hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
 demo: $(VENV)/.stamp-demo
 	$(BIN)/reigen run -np $(NP) $(BIN)/python examples/torch_digits.py
 
@@ -50,6 +60,9 @@ test: lint
 
 test-fast: $(VENV)/.stamp-dev
 	$(PYTEST) -m "not slow" -q
+
+test-mxnet: $(MXNET_VENV)/.stamp
+	$(MXNET_VENV)/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/mxnet
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)

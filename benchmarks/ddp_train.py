@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from reigen.bench.models import Training
+from reigen.bench.models import Training, variant_of
 from reigen.bench.work import Case
 
 
@@ -24,8 +24,8 @@ class Ddp:
         self.versions = {"torch": str(torch.__version__)}
 
     def open(self, case: Case) -> Training:
-        """MODEL/default or MODEL/view: with gradient_as_bucket_view, which spares a copy of the gradients."""
-        view = case.name.endswith("/view")
+        """.../default or .../view: with gradient_as_bucket_view, which spares a copy of the gradients."""
+        view = variant_of(case) == "view"
 
         def wrapped(model: nn.Module) -> nn.Module:
             return DistributedDataParallel(model, gradient_as_bucket_view=view)

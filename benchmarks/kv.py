@@ -11,26 +11,20 @@ Without --mxnet, ps-lite is left out.
 from __future__ import annotations
 
 import argparse
-import os
-import secrets
-import socket
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from reigen.bench.crew import Crew, CrewSpec, Start
-from reigen.bench.report import Document, Row, Verdict, show
-from reigen.bench.schedule import Mode, about, alternate, crews
+from reigen.bench.crew import Crew, CrewSpec
+from reigen.bench.report import Document, Row, Verdict, rows_markdown, show
+from reigen.bench.schedule import Mode, about, alternate, crews, to_stderr
+from reigen.bench.servers import Seat, parameter_servers, reigen_role, worker_starts
 from reigen.bench.sizes import resnet50_counts
 from reigen.bench.work import Case
-from reigen.cluster.environ import SECRET_VARIABLE
-from reigen.wire.auth import SECRET_BYTES
 
 HERE = Path(__file__).resolve().parent
 NUM_WORKERS = 2
@@ -38,7 +32,6 @@ REIGEN, MXNET, COPYING = "reigen", "ps-lite", "two copies of as many bytes"
 GRADIENTS, ARRAY, SMALL = "ResNet-50, 161 gradients", "one array of 100 MiB", "4 bytes"
 GRADIENT_BYTES, ARRAY_BYTES, SMALL_BYTES = 4 * sum(resnet50_counts()), 100 << 20, 4
 _FASTER = 3.0
-_END_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +79,7 @@ class Bench:
         with ExitStack() as stack:
             specs = [self._spec(store, stack.enter_context(self._servers(store))) for store in self._stores]
             specs.append(CrewSpec(COPYING, "reigen.bench.programs.copying", NUM_WORKERS))
-            came, failures = stack.enter_context(crews(specs, report))
+            came, failures = stack.enter_context(crews(specs, to_stderr))
             self.document.skipped += [f"{name} is left out: {reason}" for name, reason in failures.items()]
             for crew in came.values():
                 self.document.versions |= crew.versions
@@ -106,45 +99,26 @@ class Bench:
         nbytes = case.nbytes * case.count or GRADIENT_BYTES
         if joint:
             modes.append(Mode(COPYING, came[COPYING], Case("copy", 2 * nbytes)))
-        outcome = alternate(modes, self._rounds, self._turn_seconds, about(title, report))
+        outcome = alternate(modes, self._rounds, self._turn_seconds, about(title, to_stderr))
         baseline = Store(REIGEN, 1).name
         self.document.rows.append(Row(title, nbytes, outcome.summaries, baseline, outcome.failures))
 
-    @contextmanager
-    def _servers(self, store: Store) -> Iterator[dict[str, str]]:
-        """Scheduler and servers of a store; the variables of its workers."""
-        with socket.create_server(("127.0.0.1", 0)) as holder:
-            port = holder.getsockname()[1]
-        variables = {
-            "DMLC_PS_ROOT_URI": "127.0.0.1",
-            "DMLC_PS_ROOT_PORT": str(port),
-            "DMLC_NUM_WORKER": str(NUM_WORKERS),
-            "DMLC_NUM_SERVER": str(store.num_servers),
-            "DMLC_INTERFACE": "lo",
-            "DMLC_NODE_HOST": "127.0.0.1",
-            SECRET_VARIABLE: secrets.token_hex(SECRET_BYTES),
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
-        }
-        roles = ["scheduler", *["server"] * store.num_servers]
-        with ExitStack() as stack:
-            log = stack.enter_context(tempfile.TemporaryFile())
-            for number, role in enumerate(roles):
-                command = [sys.executable, "-m", "reigen", role] if store.system == REIGEN else self._mxnet_role()
-                environ = os.environ | variables | {"DMLC_ROLE": role, "DMLC_TASK_ID": str(max(number - 1, 0))}
-                process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-                stack.callback(end, process)
-            yield variables
+    def _servers(self, store: Store) -> AbstractContextManager[Mapping[str, str]]:
+        """Scheduler and servers of a store."""
+        return parameter_servers(NUM_WORKERS, Seat(), [Seat()] * store.num_servers, self._role(store))
 
-    def _mxnet_role(self) -> list[str]:
+    def _role(self, store: Store) -> Callable[[str], list[str]]:
+        if store.system == REIGEN:
+            return reigen_role
         assert self._mxnet is not None
-        return [self._mxnet, "-c", "import mxnet"]
+        command = [self._mxnet, "-c", "import mxnet"]
+        return lambda role: command
 
-    def _spec(self, store: Store, variables: Mapping[str, str]) -> CrewSpec:
+    def _spec(self, store: Store, common: Mapping[str, str]) -> CrewSpec:
         # The crew's command begins with this Python: $0 of a shell that starts the other one.
         other = ("sh", "-c", f'exec "{self._mxnet}" "$@"') if store.system == MXNET else ()
         program = HERE / ("kv_mxnet.py" if store.system == MXNET else "kv_reigen.py")
-        common = {**variables, "DMLC_ROLE": "worker"}
-        starts = tuple(Start(other, {**common, "DMLC_TASK_ID": str(number)}) for number in range(NUM_WORKERS))
+        starts = worker_starts(common, [Seat()] * NUM_WORKERS, other)
         return CrewSpec(store.name, str(program), NUM_WORKERS, starts=starts)
 
     def _judge(self) -> None:
@@ -168,19 +142,6 @@ class Bench:
         self.document.verdicts.append(Verdict(claim, value, budget, at_least))
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """Servers leave with their workers; those that do not are ended."""
-    try:
-        process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mxnet", metavar="PYTHON", help="the Python of an environment with MXNet 1.9.1")
@@ -191,6 +152,7 @@ def main() -> int:
     bench = Bench(options.rounds, options.seconds, options.mxnet, "python benchmarks/kv.py")
     bench.run()
     show(bench.document, "push and pull, 2 workers", Console())
+    print(f"\n{rows_markdown(bench.document.rows)}")
     if options.json:
         bench.document.save(options.json)
     failed = any(verdict.is_met is False for verdict in bench.document.verdicts)

@@ -1,4 +1,7 @@
-"""Reigen's dist_sync for `benchmarks/kv.py`: one worker."""
+"""Reigen's dist_sync for `benchmarks/kv.py` and `benchmarks/kv_wire.py`: one worker.
+
+The name of a case says what is set besides: "plain" nothing, "sgd" an optimizer, "2bit+sgd" that and compression.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,12 @@ class Worker:
 
     def open(self, case: Case) -> PushPull:
         counts = element_counts(case)
-        if case.name == "sgd":  # once and for all keys: a store has one optimizer
-            self._store.set_optimizer(optim.create("sgd", learning_rate=1e-6, momentum=0.9))
-            self._exact = False
-        elif case.name in {"2bit", "fp16"}:
-            self._store.set_gradient_compression({"type": case.name})
-            self._exact = False
+        for use in case.name.split("+"):  # once and for all keys: a store has one optimizer, and one compression
+            if use == "sgd":
+                self._store.set_optimizer(optim.create("sgd", learning_rate=1e-6, momentum=0.9))
+            elif use != "plain":
+                self._store.set_gradient_compression({"type": use})
+            self._exact &= use == "plain"
         keys = list(range(self._num_keys, self._num_keys + len(counts)))
         self._num_keys += len(keys)
         return PushPull(self._store, keys, counts, exact=self._exact)

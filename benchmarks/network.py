@@ -6,7 +6,8 @@
 
 The processors are those of this machine, shared by all hosts, so rates are chosen that leave them time. What is sent is
 compared with the wire's limit: 2 (n-1) / n bytes for each byte of data and host, at the rate, in which headers count
-(an Ethernet frame of 1514 bytes carries 1448 of data), and with plain connections over which the same bytes go. Where
+(an Ethernet frame of 1514 bytes carries 1448 of data), and with plain connections over which the same bytes go, in two
+ways (plain_tcp.py): the pipelined one waits for what a sum must wait for, and agrees with nobody on anything. Where
 there is a delay, a process carries the packets.
 """
 
@@ -28,7 +29,7 @@ from rich.console import Console
 from reigen.bench.crew import Crew, CrewSpec, Start
 from reigen.bench.peers import DDP, GLOO, find_peer
 from reigen.bench.report import Document, Row, Verdict, show
-from reigen.bench.schedule import Mode, about, alternate, crews
+from reigen.bench.schedule import Mode, about, alternate, crews, to_stderr
 from reigen.bench.sizes import format_size, parse_size
 from reigen.bench.work import Case
 from reigen.cluster.environ import PLACE_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
@@ -38,7 +39,7 @@ from reigen.testing.hosts import Hosts, Unavailable
 from reigen.wire.auth import SECRET_BYTES
 
 REIGEN, SPREAD, TRAINING, SILENT = "reigen", "reigen, two ranks a host", "reigen training", "no communication"
-PLAIN = "plain TCP"
+PLAIN, PIPELINED = "plain TCP", "plain TCP, pipelined"
 SUMS = "reigen.bench.programs.allreduce"
 BACKWARD, STEP, COMMUNICATION = "backward pass", "step without communication", "communication"
 #: The model of the overlap: so many layers of so many bytes, weight and bias.
@@ -117,7 +118,9 @@ class Bench:
             ]
             with self._crews(specs) as came:
                 backward = Mode(BACKWARD, came[SILENT], Case(f"{MODEL}/backward"), joint=False)
-                found = alternate([backward], 3, self.settings.turn_seconds, about("backward pass", report)).summaries
+                found = alternate(
+                    [backward], 3, self.settings.turn_seconds, about("backward pass", to_stderr)
+                ).summaries
                 rate = 8 * NUM_LAYERS * LAYER_BYTES / _PAYLOAD_PART / found[BACKWARD].median
                 place.shape(rate)
                 wanted = (
@@ -153,7 +156,7 @@ class Bench:
     @contextmanager
     def _crews(self, specs: Sequence[CrewSpec | str]) -> Iterator[dict[str, Crew]]:
         self.document.skipped += [spec for spec in specs if isinstance(spec, str)]
-        with crews([spec for spec in specs if isinstance(spec, CrewSpec)], report) as (came, failures):
+        with crews([spec for spec in specs if isinstance(spec, CrewSpec)], to_stderr) as (came, failures):
             self.document.skipped += [f"{name} is left out: {reason}" for name, reason in failures.items()]
             for crew in came.values():
                 self.document.versions |= crew.versions
@@ -162,10 +165,12 @@ class Bench:
     def _sum(self, nbytes: int, where: str, came: Mapping[str, Crew]) -> dict[str, float]:
         joint = nbytes >= _JOINT_BYTES  # else each call counts as its caller sees it
         modes = [Mode(name, crew, Case("ordinary", nbytes), joint=joint) for name, crew in came.items()]
+        if PLAIN in came and joint:
+            modes.append(Mode(PIPELINED, came[PLAIN], Case("pipelined", nbytes)))
         return self._alternate(f"{format_size(nbytes)}, {where}", nbytes, modes)
 
     def _alternate(self, title: str, nbytes: int, modes: Sequence[Mode]) -> dict[str, float]:
-        outcome = alternate(modes, self.settings.rounds, self.settings.turn_seconds, about(title, report))
+        outcome = alternate(modes, self.settings.rounds, self.settings.turn_seconds, about(title, to_stderr))
         self.document.rows.append(Row(title, nbytes, outcome.summaries, REIGEN, outcome.failures))
         return {name: summary.median for name, summary in outcome.summaries.items()}
 
@@ -175,8 +180,9 @@ class Bench:
         if REIGEN in large:
             share = limit_seconds / large[REIGEN]
             self._verdict(f"25 MiB, {network}: part of the wire's limit", share, 0.9, at_least=True)
-        if {REIGEN, PLAIN} <= large.keys():
-            self._verdict(f"25 MiB, {network}: {PLAIN} / reigen", large[PLAIN] / large[REIGEN], 0.9, at_least=True)
+        for plain in (PLAIN, PIPELINED):
+            if {REIGEN, plain} <= large.keys():
+                self._verdict(f"25 MiB, {network}: {plain} / reigen", large[plain] / large[REIGEN], 0.9, at_least=True)
         if {REIGEN, GLOO} <= large.keys():
             # Where both fill the wire they are equal, but for chance.
             self._verdict(f"25 MiB, {network}: gloo / reigen", large[GLOO] / large[REIGEN], 0.99, at_least=True)
@@ -261,11 +267,6 @@ class Place:
 def limit_seconds(nbytes: int, num_hosts: int, rate_bits: float) -> float:
     """What a sum over hosts takes at least: each sends 2 (n-1) / n of its data at so many bits a second."""
     return 2 * (num_hosts - 1) / num_hosts * nbytes * 8 / rate_bits
-
-
-def report(line: str) -> None:
-    """What is going on."""
-    print(line, file=sys.stderr, flush=True)
 
 
 PARTS = ("allreduce", "hierarchy", "overlap", "loopback")

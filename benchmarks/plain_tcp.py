@@ -1,13 +1,18 @@
 """What plain connections reach, for `benchmarks/network.py`: the bytes of a sum over hosts, exchanged and not summed.
 
 Each rank sends its part of the data to every other, twice, as reducing and handing out the result would: 2 (n-1) / n
-bytes for each byte of data. One connection between any two ranks, both directions at once.
+bytes for each byte of data. One connection between any two ranks, both directions at once. There are two ways:
+
+ordinary   all parts first; when all of them have come, all parts once more
+pipelined  what a sum over hosts has to wait for, and nothing else: a piece of the result can leave when that piece of
+           all contributions has come. Nobody agrees with anybody on anything: the limit of what a wire and its TCP give
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,6 +21,7 @@ from reigen.bench.work import Case
 PEERS_VARIABLE = "PLAIN_TCP_PEERS"  # addresses by rank
 _FIRST_PORT = 29600
 _CONNECT_SECONDS = 60.0
+_PIECE_BYTES = 1 << 17
 
 
 class Exchange:
@@ -30,18 +36,51 @@ class Exchange:
 
     def operate(self) -> None:
         for _ in range(2):
-            started: list[Future[None]] = []
-            for connection, into in zip(self._connections, self._received, strict=True):
-                started.append(self._pool.submit(connection.sendall, self._sent))
-                started.append(self._pool.submit(receive, connection, into))
-            for future in started:
-                future.result()
+            self.swap()
+
+    def swap(self) -> None:
+        """Send to everybody and receive from everybody, all at once."""
+        started: list[Future[None]] = []
+        for connection, into in zip(self._connections, self._received, strict=True):
+            started.append(self._pool.submit(connection.sendall, self._sent))
+            started.append(self._pool.submit(receive, connection, into))
+        for future in started:
+            future.result()
 
     def check(self) -> None:
         pass
 
     def close(self) -> None:
         pass
+
+
+class Pipeline(Exchange):
+    """A `Work`: contributions leave at once, and pieces of the result behind them as soon as they can be there."""
+
+    def operate(self) -> None:
+        num_pieces = -(-len(self._sent) // _PIECE_BYTES)
+        arrived = [threading.Semaphore(0) for _ in range(num_pieces)]
+        started: list[Future[None]] = []
+        for connection, into in zip(self._connections, self._received, strict=True):
+            started.append(self._pool.submit(self._send, connection, arrived))
+            started.append(self._pool.submit(self._receive, connection, into, arrived))
+        for future in started:
+            future.result()
+
+    def _send(self, connection: socket.socket, arrived: list[threading.Semaphore]) -> None:
+        connection.sendall(self._sent)
+        for number, pieces in enumerate(arrived):
+            for _ in self._connections:
+                pieces.acquire()
+            begin = number * _PIECE_BYTES
+            connection.sendall(memoryview(self._sent)[begin : begin + _PIECE_BYTES])
+
+    def _receive(self, connection: socket.socket, into: bytearray, arrived: list[threading.Semaphore]) -> None:
+        for number, pieces in enumerate(arrived):
+            begin = number * _PIECE_BYTES
+            receive(connection, memoryview(into)[begin : begin + _PIECE_BYTES])
+            pieces.release(len(self._connections))
+        receive(connection, into)
 
 
 class Plain:
@@ -52,7 +91,8 @@ class Plain:
         self._connections = meet(rank, os.environ[PEERS_VARIABLE].split(","))
 
     def open(self, case: Case) -> Exchange:
-        return Exchange(self._connections, self._pool, case.nbytes // self._size)
+        kind = Pipeline if case.name == "pipelined" else Exchange
+        return kind(self._connections, self._pool, case.nbytes // self._size)
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -81,7 +121,7 @@ def connect(address: str, port: int) -> socket.socket:
             time.sleep(0.05)
 
 
-def receive(connection: socket.socket, into: bytearray) -> None:
+def receive(connection: socket.socket, into: bytearray | memoryview) -> None:
     view = memoryview(into)
     while view:
         num_bytes = connection.recv_into(view)

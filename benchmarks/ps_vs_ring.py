@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from reigen.bench.machine import this_machine
+from reigen.bench.report import markdown
+from reigen.bench.servers import Seat, parameter_servers, worker_starts
+from reigen.cluster.environ import SECRET_VARIABLE
 from reigen.testing.hosts import HostProcess, Hosts, MachineError, Unavailable
 from reigen.wire.auth import SECRET_BYTES
 
@@ -67,56 +68,58 @@ def num_servers(mode: str, num_hosts: int) -> int:
 # -- the controller ---------------------------------------------------------------------------------------------------
 
 
-class Job:
-    """The processes of one job on stand-in machines, by MXNet's variables, or torchrun's for the ring."""
-
-    def __init__(self, hosts: Hosts, mode: str, settings: Settings, stack: ExitStack) -> None:
-        self._hosts, self._stack = hosts, stack
-        self._common = {"REIGEN_SECRET": secrets.token_bytes(SECRET_BYTES).hex(), "OMP_NUM_THREADS": "1"}
-        servers = num_servers(mode, len(hosts))
+@contextmanager
+def job(hosts: Hosts, mode: str, settings: Settings) -> Iterator[list[HostProcess]]:
+    """The workers of a job, one on each machine, by MXNet's variables, or torchrun's for the ring."""
+    seats = [Seat(host.address, "eth0", host.entry(Path.cwd()), host.network) for host in hosts]
+    servers = num_servers(mode, len(hosts))
+    with ExitStack() as stack:
         if servers:
-            self._common |= {"DMLC_PS_ROOT_URI": hosts[0].address, "DMLC_PS_ROOT_PORT": str(_PORT)}
-            self._common |= {"DMLC_NUM_WORKER": str(len(hosts)), "DMLC_NUM_SERVER": str(servers)}
-            self._start(0, [sys.executable, "-m", "reigen", "scheduler"], {})
-            for number in range(servers):
-                self._start(number, [sys.executable, "-m", "reigen", "server"], {"DMLC_TASK_ID": str(number)})
+            serving = parameter_servers(len(seats), seats[0], [seats[each % len(seats)] for each in range(servers)])
+            places = [start.variables for start in worker_starts(stack.enter_context(serving), seats)]
         else:
-            self._common |= {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(_PORT), "WORLD_SIZE": str(len(hosts))}
-        worker = [sys.executable, Path(__file__).resolve(), "--worker", "dist_sync" if servers else "ring"]
+            places = ring_places(hosts)
+        worker: list[str | Path] = [
+            sys.executable,
+            Path(__file__).resolve(),
+            "--worker",
+            "dist_sync" if servers else "ring",
+        ]
         worker += [str(settings.compute_seconds), str(settings.num_steps)]
-        self._workers = [self._start(rank, worker, self._place(rank, bool(servers))) for rank in range(len(hosts))]
+        workers = [
+            host.start(worker, env={"OMP_NUM_THREADS": "1", **variables}, cwd=Path.cwd())
+            for host, variables in zip(hosts, places, strict=True)
+        ]
+        for process in workers:
+            stack.callback(process.close)
+        yield workers
 
-    @staticmethod
-    def _place(rank: int, has_servers: bool) -> dict[str, str]:
-        if has_servers:
-            return {"DMLC_ROLE": "worker", "DMLC_TASK_ID": str(rank)}
-        return {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank)}
 
-    def _start(self, number: int, command: Sequence[str | Path], variables: dict[str, str]) -> HostProcess:
-        host = self._hosts[number % len(self._hosts)]
-        local = {"DMLC_NODE_HOST": host.address} if "DMLC_NUM_SERVER" in self._common else {}
-        process = host.start(command, env={**self._common, **local, **variables}, cwd=Path.cwd())
-        self._stack.callback(process.close)
-        return process
+def ring_places(hosts: Hosts) -> list[dict[str, str]]:
+    """What the ranks of a ring are told."""
+    common = {SECRET_VARIABLE: secrets.token_hex(SECRET_BYTES), "MASTER_ADDR": hosts[0].address}
+    common |= {"MASTER_PORT": str(_PORT), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return [{**common, "RANK": str(rank), "GROUP_RANK": str(rank)} for rank in range(len(hosts))]
 
-    def result(self) -> dict[str, Any]:
-        """What worker 0 has measured; all workers have ended.
 
-        Raises:
-            MachineError: one failed, or has not ended in time.
-        """
-        for rank, worker in enumerate(self._workers):
-            if worker.wait(_PATIENCE_SECONDS) != 0:
-                raise MachineError(f"worker {rank} failed:\n{worker.output()[1][-3000:]}")
-        found: dict[str, Any] = json.loads(self._workers[0].output()[0].splitlines()[-1])
-        return found
+def result(workers: Sequence[HostProcess]) -> dict[str, Any]:
+    """What worker 0 has measured; all workers have ended.
+
+    Raises:
+        MachineError: one failed, or has not ended in time.
+    """
+    for rank, worker in enumerate(workers):
+        if worker.wait(_PATIENCE_SECONDS) != 0:
+            raise MachineError(f"worker {rank} failed:\n{worker.output()[1][-3000:]}")
+    found: dict[str, Any] = json.loads(workers[0].output()[0].splitlines()[-1])
+    return found
 
 
 def measure(hosts: Hosts, mode: str, settings: Settings) -> tuple[float, float]:
     """Median seconds of a step, and MiB that the busiest host sends in one."""
     before = [host.counters for host in hosts]
-    with ExitStack() as stack:
-        found = Job(hosts, mode, settings, stack).result()
+    with job(hosts, mode, settings) as workers:
+        found = result(workers)
     sent = max((host.counters - earlier).sent_bytes for host, earlier in zip(hosts, before, strict=True))
     return statistics.median(found["seconds"]), sent / found["num_steps"] / 2**20
 
@@ -158,21 +161,24 @@ def run(num_hosts: Sequence[int], settings: Settings) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: Sequence[dict[str, Any]], settings: Settings, command: str) -> None:
-    """The table."""
-    title = f"{settings.rate_bits / 1e6:g} Mbit/s for each host, {1e3 * settings.compute_seconds:g} ms to compute"
-    table = Table(title=title, caption=command)
-    for name in ("workers", "store", "servers", "step", "samples/s", "efficiency", "busiest host sends a step"):
-        table.add_column(name, justify="left" if name == "store" else "right")
-    previous = None
-    for row in rows:
-        if previous not in {None, row["workers"]}:
-            table.add_section()
-        previous = row["workers"]
-        cells = (f"{row['step_seconds'] * 1e3:.0f} ms", f"{row['samples_per_second']:.0f}", f"{row['efficiency']:.0%}")
-        sends = f"{row['busiest_host_sends_mib']:.1f} MiB"
-        table.add_row(str(row["workers"]), row["mode"], str(row["servers"]), *cells, sends)
-    Console(width=120).print(table)
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The table, for the documentation."""
+    headings = ("workers", "store", "servers", "a step", "samples/s", "efficiency", "busiest host sends in a step")
+    return markdown(
+        headings,
+        [
+            (
+                str(row["workers"]),
+                row["mode"],
+                str(row["servers"]),
+                f"{row['step_seconds'] * 1e3:.0f} ms",
+                f"{row['samples_per_second']:.0f}",
+                f"{row['efficiency']:.0%}",
+                f"{row['busiest_host_sends_mib']:.1f} MiB",
+            )
+            for row in rows
+        ],
+    )
 
 
 def draw(rows: Sequence[dict[str, Any]], settings: Settings, file: Path) -> None:
@@ -190,15 +196,22 @@ def draw(rows: Sequence[dict[str, Any]], settings: Settings, file: Path) -> None
     for index, mode in enumerate(MODES):
         of_mode = [next(row for row in rows if row["mode"] == mode and row["workers"] == count) for count in counts]
         places = [place + (index - (len(MODES) - 1) / 2) * width for place in range(len(counts))]
-        columns = left.bar(places, [row["samples_per_second"] for row in of_mode], width, label=mode, alpha=0.75)
+        columns = left.bar(places, [row["samples_per_second"] for row in of_mode], width, label=mode, alpha=0.45)
         color = columns.patches[0].get_facecolor()[:3]
-        right.plot(places, [100 * row["efficiency"] for row in of_mode], "o-", color=color, markeredgecolor="black")
+        right.plot(
+            places,
+            [100 * row["efficiency"] for row in of_mode],
+            "o-",
+            color=color,
+            linewidth=2,
+            markeredgecolor="black",
+        )
     left.set_xticks(range(len(counts)), [f"{count} workers" for count in counts])
     left.set_ylabel("samples a second (columns)")
     right.set_ylabel("scaling efficiency, % (lines)")
     right.set_ylim(0, 100)
     left.set_title(f"{settings.rate_bits / 1e6:g} Mbit/s a host; a worker alone: {settings.compute_seconds:g} s a step")
-    left.legend(loc="upper left")
+    figure.legend(loc="outside lower center", ncols=len(MODES))
     figure.savefig(file, metadata={"Date": None})
 
 
@@ -259,7 +272,7 @@ def main(arguments: Sequence[str]) -> int:
     except Unavailable as error:
         print(f"there can be no stand-in machines here: {error}", file=sys.stderr)
         return 1
-    show(rows, settings, command)
+    print(f"{command}\n{this_machine()}\n\n{table(rows)}")
     if chosen.json is not None:
         chosen.json.write_text(json.dumps({"command": command, "cores": os.cpu_count(), "rows": rows}, indent=1))
     if chosen.picture is not None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from reigen.testing import LeakCheck, PoolCache, RankPool
+
+# The same examples each time, however slow the machine is; `pytest --hypothesis-profile=explore` looks for new ones.
+settings.register_profile("explore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("again", settings.get_profile("explore"), derandomize=True)
+settings.load_profile("again")
 
 
 def pytest_configure() -> None:
@@ -16,12 +25,31 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class ByFile(LoadFileScheduling):
+    """A file's tests stay together, and so do those that need PyTorch in their rank processes: it is imported once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "tests/frontends" if nodeid.startswith("tests/frontends/") else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    """With ``--dist loadfile``: as above."""
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have in common is not looked through whenever a test leaves a cycle: PyTorch alone takes 0.2 s."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[PoolCache]:
     """The pools of this session."""
     cache = PoolCache()
     yield cache
-    cache.close()
+    cache.close(kill=True)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ Groups = Sequence[Sequence[int]]
 LocalPlane = ShmPlane | NullPlane
 
 
-def soon(seconds: float = 30.0) -> float:
+def soon(seconds: float = 60.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -58,7 +58,7 @@ def over_tcp(
         def failure(_: Sequence[int]) -> CollectiveError | None:
             return None if neighbours is None else neighbours.failure(range(neighbours.size))
 
-        mesh = Mesh(rank, size, rendezvous, b"s" * 32, "127.0.0.1", 20.0)
+        mesh = Mesh(rank, size, rendezvous, b"s" * 32, "127.0.0.1", 60.0)
         stack.callback(mesh.close)
         network = TcpNetwork(mesh, failure=failure, algorithm=algorithm)
         stack.callback(network.close)

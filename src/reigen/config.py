@@ -177,7 +177,7 @@ class Config:
         host_id: told apart from the host by this name, ranks of one machine count as ranks of several.
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
-        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes.
+        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by what carries it.
         kv_threads: threads of a server, and of a worker's sums.
         kv_shared_memory: values travel through shared memory where worker and server are on one host.
         kv_verbose: 1: who is in the job and what connects to what is logged; 2: every message, too.
@@ -217,7 +217,7 @@ class Config:
     thread_affinity: tuple[int, ...] = _knob((), _cpus, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")
     plane: str | None = _knob(None, str, "REIGEN_PLANE")
     network_interfaces: tuple[str, ...] = _knob(
-        (), _names, "REIGEN_NETWORK_INTERFACES HOROVOD_GLOO_IFACE DMLC_INTERFACE"
+        (), _names, "REIGEN_NETWORK_INTERFACES HOROVOD_GLOO_IFACE DMLC_INTERFACE SM_NETWORK_INTERFACE_NAME"
     )
     tls: bool = _knob(False, _switch, "REIGEN_TLS")
     tcp_algorithm: str = _knob("auto", _algorithm, "REIGEN_TCP_ALGORITHM")
@@ -226,7 +226,7 @@ class Config:
     host_id: str | None = _knob(None, str, "REIGEN_HOST_ID")
     nccl: bool = _knob(True, _switch, "REIGEN_NCCL")
     kv_bigarray_bound: int = _knob(1_000_000, _count, "REIGEN_KV_BIGARRAY_BOUND MXNET_KVSTORE_BIGARRAY_BOUND")
-    kv_slice_bytes: int = _knob(4 * _MIB, _bytes_above_0, "REIGEN_KV_SLICE_BYTES")
+    kv_slice_bytes: int | None = _knob(None, _bytes_above_0, "REIGEN_KV_SLICE_BYTES")
     kv_threads: int = _knob(4, _count_above_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")
     kv_shared_memory: bool = _knob(True, _switch, "REIGEN_KV_SHARED_MEMORY")
     kv_verbose: int = _knob(0, _count, "REIGEN_KV_VERBOSE PS_VERBOSE")

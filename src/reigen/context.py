@@ -11,8 +11,10 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from msgspec import structs
+from numpy.typing import NDArray
 
 from reigen import log
 from reigen.assembly import Meeting, engine_alone, engine_on_host, engine_on_hosts
@@ -78,7 +80,8 @@ class Context:
         self._release: Callable[[], None] = lambda: None
         #: the ranks of every host
         self.machines = ((0,),) if meeting is None else meeting.layout.machines
-        choice = choose([len(ranks) for ranks in self.machines], config.plane, _no_mpi())
+        can_mpi, why_not = usable(os.environ)
+        choice = choose([len(ranks) for ranks in self.machines], config.plane, None if can_mpi else why_not)
         #: the data planes in use, and why
         self.plane, self.plane_reason = choice.name, choice.reason
         self.has_network = choice.network is not None
@@ -285,6 +288,14 @@ class Context:
         )
         return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
+    def reduce_to_owners(
+        self, array: NDArray[Any], dtype: DType, parts: requests.Parts, *, name: str, process_set: int = 0
+    ) -> Handle:
+        """Reduce registered memory in place; of the result each owner (`Region.owned`) gets its part alone."""
+        team = self._members(process_set)
+        operation = self._name(requests.reduction_to_owners(array, dtype, parts, len(team), process_set), name)
+        return self._submit(operation, Task(array.reshape(-1), output=array), blocking=False)
+
     def grouped_reducescatter(
         self,
         sources: Sequence[Memory],
@@ -344,11 +355,7 @@ class Context:
             MismatchError: the ranks ask for different sets.
             SharedMemoryError: a member has no memory for staging; the set does not exist then.
         """
-        members = tuple(sorted(map(int, ranks)))
-        if not members or len(set(members)) < len(members) or not 0 <= members[0] <= members[-1] < self.size:
-            raise ArgumentError(
-                f"a process set needs different ranks from 0 to {self.size - 1}, at least one; got {list(ranks)}"
-            )
+        members = requests.members_of(ranks, self.size)
         if members in self.process_sets.values():
             raise ArgumentError(f"there is a process set of the ranks {list(members)} already")
         operation = Operation(Kind.ADD_SET, self._named(None, "add_process_set", 0), shape=members)
@@ -381,17 +388,14 @@ class Context:
 
     # -- registered memory --------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, *, name: str, process_set: int = 0) -> Region:
-        """Registered memory of ``nbytes`` bytes at the same offset on every rank. Collective; waits.
+    def allocate(self, nbytes: int, *, name: str, process_set: int = 0, shared: bool = False) -> Region:
+        """Registered memory of ``nbytes`` bytes, at one offset on all ranks; or one, ``shared`` by a host. Collective.
 
         Raises:
             SharedMemoryError: some rank has not enough memory; raised on all, and the job carries on.
         """
-        if nbytes < 1:
-            raise ArgumentError(f"a region must have at least 1 byte, not {nbytes}")
         self._members(process_set)
-        base = self._named(name, "allocate", process_set)
-        operation = Operation(Kind.ALLOCATE, base, shape=(nbytes,), process_set=process_set)
+        operation = self._name(requests.allocation_of(nbytes, process_set, shared=shared), name)
         region = self._submit(operation, Task(), blocking=True).wait().region
         assert region is not None
         self._regions[process_set][region.offset] = region.array.ctypes.data
@@ -458,22 +462,17 @@ class Context:
         named = self._named(name, operation.kind.name.lower(), operation.process_set)
         return structs.replace(operation, name=named)
 
+    def next_name(self, kind: str, process_set: int) -> str:
+        """What an unnamed operation is called. Who submits it later, in another order, takes its name now."""
+        return f"{kind}{UNNAMED}{self.num_joins}.{next(self._numbers[process_set])}"
+
     def _named(self, name: str | None, kind: str, process_set: int) -> str:
         """The name that travels.
 
         Called when everything else has been checked: an error takes no number of the unnamed operations.
         """
-        if name is None:
-            name = f"{kind}{UNNAMED}{self.num_joins}.{next(self._numbers[process_set])}"
-        else:
-            name = requests.checked_name(name)
+        name = self.next_name(kind, process_set) if name is None else requests.checked_name(name)
         return requests.in_set(name, process_set)
-
-
-def _no_mpi() -> str | None:
-    """Why MPI cannot carry data; None: it can."""
-    can, reason = usable(os.environ)
-    return None if can else reason
 
 
 # -- the one context of this process ----------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_null() -> None:
     check_plane(null_plane, 1)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 5))])
 def test_shm_between_threads(size: int) -> None:
     check_plane(shm_plane, size)
 
@@ -80,7 +80,7 @@ def test_shm_between_many_threads(size: int) -> None:
     check_plane(shm_plane, size, trimmed=True)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_shm_between_processes(size: int, rank_pool: Callable[[int], RankPool]) -> None:
     check_plane(shm_plane, size, pool=rank_pool(size))
 
@@ -95,22 +95,15 @@ def test_shm_between_many_processes(rank_pool: Callable[[int], RankPool]) -> Non
     check_plane(shm_plane, 8, pool=rank_pool(8), trimmed=True)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5))])
+@pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 5))])
 def test_tcp_between_threads(size: int) -> None:
     check_plane(tcp_plane, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "algorithm", "num_sockets"),
-    [
-        (3, "ring", 1),
-        (2, "direct", 2),
-        pytest.param(2, "ring", 3, marks=pytest.mark.slow),
-        pytest.param(3, "latency", 2, marks=pytest.mark.slow),
-        pytest.param(4, "ring", 1, marks=pytest.mark.slow),
-        pytest.param(5, "direct", 1, marks=pytest.mark.slow),
-        pytest.param(5, "ring", 2, marks=pytest.mark.slow),
-    ],
+    [(3, "ring", 1), (2, "direct", 2), (2, "ring", 3), (3, "latency", 2), (5, "direct", 1), (5, "ring", 2)],
 )
 def test_tcp_algorithms_by_name(size: int, algorithm: str, num_sockets: int) -> None:
     check_plane(partial(tcp_plane, algorithm=algorithm, num_sockets=num_sockets), size, trimmed=size > 3)

@@ -98,6 +98,16 @@ class KnowsOneRoot(ShmPlane):
         super().broadcast(zero if self.rank == 0 else None, target, 0, deadline)
 
 
+class SharesNothing(ShmPlane):
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        return self.allocate(nbytes, deadline)
+
+
+class GivesOwnersTheWrongParts(ShmPlane):
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        super().reduce_to_owners(buffer, counts[::-1], reduction, deadline)
+
+
 @pytest.mark.parametrize(
     ("plane", "complaint"),
     [
@@ -119,6 +129,8 @@ def test_faults_of_one_rank(plane: type[NullPlane], complaint: str) -> None:
         (AveragesWithoutOne, "case: allreduce float32 AVERAGE"),
         (DoesNotWait, "barrier.. returned"),
         (KnowsOneRoot, "case: broadcast"),
+        (SharesNothing, "case: shared memory"),
+        (GivesOwnersTheWrongParts, "case: reduction to owners"),
     ],
 )
 def test_faults_between_ranks(plane: type[ShmPlane], complaint: str) -> None:

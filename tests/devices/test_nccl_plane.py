@@ -13,6 +13,7 @@ from reigen.cluster.rendezvous import Rendezvous
 from reigen.testing import check_plane
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_conformance(size: int) -> None:
     fabrics: dict[int, Fabric] = {}

@@ -16,6 +16,8 @@ from torch import nn
 import reigen.torch as hvd
 from reigen.errors import MismatchError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> TorchRanks:
@@ -59,6 +61,7 @@ def test_every_collective(ranks: TorchRanks) -> None:
     ranks.run(3, act)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8])
 def test_types(ranks: TorchRanks, dtype: torch.dtype) -> None:
     def act(fake: FakeNccl) -> Counter[str]:

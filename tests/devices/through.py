@@ -65,6 +65,9 @@ class ThroughDevice:
         for buffer, (_, target) in zip(buffers, pairs, strict=True):
             buffer.target[:] = self.device.take(target, ended)
 
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        self.host.reduce_to_owners(buffer, counts, reduction, deadline)
+
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
@@ -98,6 +101,9 @@ class ThroughDevice:
 
     def allocate(self, nbytes: int, deadline: float) -> Region:
         return self.host.allocate(nbytes, deadline)
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        return self.host.allocate_shared(nbytes, deadline)
 
     def free(self, offset: int) -> None:
         self.host.free(offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,52 @@ def learns(params: dict[str, Any]) -> float:
 @pytest.mark.parametrize(("params", "left"), CODES, ids=[params["type"] for params, _ in CODES])
 def test_ranks_learn_and_stay_the_same_bit_for_bit(rank_pool, params, left):
     assert max(rank_pool(3).run(learns, params, init=True)) < left
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    for number in numbers:
+        generator = torch.Generator().manual_seed(100 * number + hvd.rank())
+        optimizer.zero_grad()
+        model(torch.randn(2, 3, 5, 5, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def checkpoint(path: Path) -> None:
+    """Training goes on from a checkpoint bit for bit as if it had not been interrupted."""
+
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(36, 3))
+        model.to(memory_format=torch.channels_last)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, hvd.DistributedOptimizer(plain, compression={"type": "topk", "ratio": 0.1})
+
+    model, optimizer = make()
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}  # nothing was sent yet
+    steps(model, optimizer, range(4))
+    file = path / f"of rank {hvd.rank()}"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    steps(model, optimizer, range(4, 8))
+
+    again, other = make()
+    saved = torch.load(file, weights_only=True)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    unsent = other.state_dict()["reigen.unsent"]
+    assert (unsent["rank"], unsent["size"], sorted(unsent["residuals"])) == (hvd.rank(), 2, [0, 1, 2, 3])
+    steps(again, other, range(4, 8))
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    torch.optim.SGD(again.parameters(), lr=0.1, momentum=0.9).load_state_dict(saved["optimizer"])  # passes over it
+    other.load_state_dict({**saved["optimizer"], "reigen.unsent": {**unsent, "rank": 1 - hvd.rank()}})
+    assert not any(left.any() for left in other.state_dict()["reigen.unsent"]["residuals"].values())
+    with pytest.raises(ArgumentError, match=r"residual of shape \(2,\) for parameter 0"):
+        other.load_state_dict({**saved["optimizer"], "reigen.unsent": {**unsent, "residuals": {0: torch.zeros(2)}}})
+
+
+@pytest.mark.slow
+def test_what_was_not_sent_yet_is_in_checkpoints(rank_pool, tmp_path):
+    rank_pool(2).run(checkpoint, tmp_path, init=True, env={"REIGEN_BUCKET_BYTES": "300"})
 
 
 def uneven(dtype: torch.dtype) -> None:

@@ -318,6 +318,7 @@ def numbers() -> None:
         assert torch.equal(result, expected.to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_numbers(rank_pool, size):
     rank_pool(size).run(numbers, init=True)

@@ -59,6 +59,7 @@ def test_every_optimizer(rank_pool, name):
     rank_pool(2).run(trains_alike, name, init=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", ["SGD", "LBFGS"])
 def test_other_numbers_of_ranks(rank_pool, size, name):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from tests.frontends.training import assert_identical_everywhere, assert_same, batches, make_net, mean_loss, mine
+from tests.patience import patiently
 from torch import nn
 
 import reigen.torch as hvd
@@ -100,6 +101,7 @@ def breaks_on_one_rank() -> None:
     assert_identical_everywhere(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("func", [breaks_everywhere, breaks_on_one_rank])
 def test_an_exception_in_backward(rank_pool, func):
     rank_pool(2).run(func, init=True, env={"REIGEN_BUCKET_BYTES": "200"})
@@ -133,8 +135,9 @@ def stays_away() -> None:
     hvd.allreduce(torch.ones(1), name="nobody leaves before both have been told")
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_back_from_backward_is_named(rank_pool):
-    rank_pool(2).run(stays_away, init=True, env={"REIGEN_DEADLINE": "2"})
+    patiently(lambda seconds: rank_pool(2).run(stays_away, init=True, env={"REIGEN_DEADLINE": f"{seconds:g}"}), 2.0)
 
 
 def clip(model: nn.Module) -> None:

@@ -337,6 +337,7 @@ def some_of_the_ranks() -> None:
     hvd.shutdown()
 
 
+@pytest.mark.slow
 def test_a_job_of_some_of_the_ranks(rank_pool):
     rank_pool(3).run(some_of_the_ranks, check_leaks=True)
 

@@ -47,6 +47,8 @@ SIGNATURES = {
     "DistributedOptimizer": "(optimizer, named_parameters=None, compression=C, backward_passes_per_step=1, op=0, "
     "gradient_predivide_factor=1.0, num_groups=0, groups=None, sparse_as_dense=False, process_set=P)",
 }
+#: Arguments that Horovod's functions do not have.
+OWN = {"share_parameters", "elementwise"}
 SAME = {
     "allreduce_": "allreduce_async",
     "allreduce_async_": "allreduce_async",
@@ -65,6 +67,9 @@ SAME = {
 def signature(name: str) -> str:
     parameters = []
     for parameter in inspect.signature(getattr(hvd, name)).parameters.values():
+        if parameter.name in OWN:
+            assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
+            continue
         default = parameter.default
         text = {hvd.global_process_set: "P", hvd.Compression.none: "C"}.get(default, repr(default))
         parameters.append(parameter.name if default is inspect.Parameter.empty else f"{parameter.name}={text}")

@@ -23,7 +23,8 @@ from reigen.errors import AuthenticationError, WireError
 from reigen.kv import registry
 from reigen.kv.events import LossPolicy
 from reigen.kv.registry import ANSWERS, CALLS
-from reigen.kv.roster import Roster, Terms
+from reigen.kv.roster import Roster
+from reigen.kv.seats import Terms
 from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake, Session
 from reigen.wire.link import Link
 from reigen.wire.stream import Conversation, connect
@@ -321,7 +322,7 @@ def _spoilt(message: msgspec.Struct | None, script: Script) -> bytes:
 def calls(data: bytes) -> None:
     """Nodes that know the secret tell a scheduler of parameter servers what makes no sense."""
     script = Script(data)
-    roster = Roster(Terms(2, 2, policy=list(LossPolicy)[script.number(3)], servers_return=script.number(2) == 1))
+    roster = Roster(Terms(2, 2, policy=list(LossPolicy)[script.number(3)], servers_return=script.number(2) == 1), 1)
     now = 0.0
     while script:
         owner = script.number(6)
@@ -344,10 +345,12 @@ def call(script: Script) -> bytes:
     role: Literal["worker", "server"] = "worker" if script.number(2) else "server"
     expected, incarnation, sequence = script.number(10), script.number(5), script.number(1 << 24) - 2
     known: list[msgspec.Struct] = [
-        registry.Register(role, number, text, text, incarnation, 2, 2, script.number(2) == 1),
+        registry.Register(role, number, text, text, incarnation, 2, 2, script.number(3)),
         registry.Register(role, number, text, text, incarnation, 2, max(2, expected), left=(number,)),
         registry.EnterBarrier(text, sequence),
-        registry.WhoIsMissing(text, sequence),
+        registry.GiveUp(text, sequence, script.number(2) == 1),
+        registry.WhoIsMissing(),
+        registry.WhoIsSilent(float(sequence)),
         registry.Heartbeat(),
         registry.Leave(),
     ]
@@ -362,7 +365,7 @@ class Victim:
         handshake_seconds: how long a connection may stay unproven.
     """
 
-    def __init__(self, *, encrypted: bool = False, handshake_seconds: float = 0.5) -> None:
+    def __init__(self, *, encrypted: bool = False, handshake_seconds: float = 60.0) -> None:
         self.tls = tls() if encrypted else None
         self.server = RendezvousServer(SECRET, handshake_seconds=handshake_seconds, tls=self.tls)
         self.server.start()

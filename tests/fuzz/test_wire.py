@@ -1,7 +1,8 @@
 """Hostile bytes, against everything that reads any: a bad peer is an error, of its own connection alone.
 
 `targets.py` says what is promised. Here Hypothesis looks for a script that breaks it: the same ones each time, quickly,
-and, where slow tests run, new ones for longer. Then the attacks that have names.
+and, where slow tests run, more of them; new ones with `--hypothesis-profile=explore`. Then the attacks that have
+names.
 """
 
 import ast
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from tests.fuzz.targets import (
     tls,
     visit,
 )
+from tests.patience import patiently
 
 import reigen
 from reigen.cluster.mesh import Mesh
@@ -52,7 +54,7 @@ SCRIPTS = st.binary(max_size=600)
 MIB = 1 << 20
 
 
-def soon(seconds=10.0):
+def soon(seconds=60.0):
     return time.monotonic() + seconds
 
 
@@ -121,6 +123,7 @@ def test_a_rendezvous_that_is_attacked_for_longer_serves_the_others(victim):
     attack()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_ranks_that_are_attacked_while_they_connect_find_each_other(encrypted):
     rendezvous, own = LocalRendezvous(), tls() if encrypted else None
@@ -226,25 +229,29 @@ def pump(source, target, copy):
         target.shutdown(socket.SHUT_RDWR)
 
 
-def test_who_drips_bytes_is_closed_at_its_deadline(victim):
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_who_drips_bytes_is_closed_at_its_deadline(encrypted):
     """Each byte is progress, but a handshake has a deadline as a whole. Ranks come in all the while."""
-    with ExitStack() as stack:
-        slow = [stack.enter_context(stranger(victim)) for _ in range(20)]
-        hello = b"\x16\x03\x01\x00\xff" + bytes(300) if victim.tls else ClientHandshake(SECRET, RANK).opening
-        begin, num_closed = time.monotonic(), 0
-        for byte in hello:
-            for connection in list(slow):
-                try:
-                    connection.sendall(bytes([byte]))
-                except OSError:
-                    slow.remove(connection)
-                    num_closed += 1
-            victim.check()
-            if not slow:
-                break
-            threading.Event().wait(0.02)
-            assert time.monotonic() < begin + 8
-        assert num_closed == 20
+
+    def attempt(seconds):
+        with closing(Victim(encrypted=encrypted, handshake_seconds=seconds)) as victim, ExitStack() as stack:
+            slow = [stack.enter_context(stranger(victim)) for _ in range(20)]
+            hello = b"\x16\x03\x01\x00\xff" + bytes(300) if encrypted else ClientHandshake(SECRET, RANK).opening
+            num_closed = 0
+            for byte in hello:
+                for connection in list(slow):
+                    try:
+                        connection.sendall(bytes([byte]))
+                    except OSError:
+                        slow.remove(connection)
+                        num_closed += 1
+                victim.check()
+                if not slow:
+                    break
+                threading.Event().wait(seconds / 25)
+            assert num_closed == 20
+
+    patiently(attempt, 0.5)
 
 
 def test_who_accepts_one_that_drips_bytes_is_back_at_its_deadline():
@@ -265,7 +272,7 @@ def test_who_accepts_one_that_drips_bytes_is_back_at_its_deadline():
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
             accept(accepted, SECRET, LAUNCHER, 100, soon(0.2))
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 40
         stop.set()
         thread.join()
 
@@ -325,20 +332,20 @@ def test_a_stranger_that_talks_without_end_is_cut_off_at_once(encrypted):
 def test_a_rank_that_asks_and_never_reads_is_closed(victim):
     """Its answers are not piled up without bound, and the others are served."""
     rank = connect(victim.address, SECRET, Identity(Role.RANK, 1), MAX_MESSAGE_BYTES, soon(), victim.tls)
-    with suppress(*BAD_PEER, TimeoutError):
-        rank.send(b"\x94\x01\x01\xa3big\xc6" + struct.pack(">I", MIB) + bytes(MIB), soon())
-        for number in range(2, 200):
-            rank.send(b"\x93\x02" + struct.pack(">BI", 0xCE, number) + b"\xa3big", soon(0.2))
+    rank.send(b"\x94\x01\x01\xa3big\xc6" + struct.pack(">I", MIB) + bytes(MIB), soon())
     with pytest.raises(BAD_PEER):
-        read_all(rank)
+        ask_and_ask(rank)
     rank.close()
     victim.check()
 
 
-def read_all(stream):
-    until = soon()
-    while time.monotonic() < until:
-        stream.receive(until)
+def ask_and_ask(stream):
+    until, pause = soon(), threading.Event()
+    for number in itertools.count(2):
+        assert time.monotonic() < until
+        stream.send(b"\x93\x02" + struct.pack(">BI", 0xCE, number) + b"\xa3big", until)
+        if number > 200:  # it is told soon that this is too much
+            pause.wait(0.01)
 
 
 # -- no code comes in ------------------------------------------------------------------------------------------------
@@ -415,7 +422,7 @@ def test_nothing_is_ever_unpickled_or_executed():
     evil = pickle.dumps(Evil())
     done = subprocess.run(
         [sys.executable, "-c", AUDITED, evil.hex()],
-        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=60,
+        capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2], timeout=150,
     )  # fmt: skip
     assert done.stdout.splitlines() == ["closed", "[]", "['pickle.find_class']"], done.stderr
     assert not Path("/tmp/reigen-was-unpickled").exists()

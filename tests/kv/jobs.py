@@ -19,16 +19,29 @@ from typing import Any, Self
 
 from reigen.testing.environment import clean_environment
 
-DEADLINE_SECONDS = 40.0
+#: For eight processes of Python that start together on a busy core, too.
+DEADLINE_SECONDS = 120.0
 NODE = (sys.executable, str(Path(__file__).with_name("node.py")))
 SCHEDULER = (sys.executable, "-m", "reigen", "scheduler")
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens at."""
-    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-        port: int = server.getsockname()[1]
-        return port
+class Port:
+    """A port at which nobody listens, and which is given to nobody else until it is closed.
+
+    Whoever sets SO_REUSEADDR, as `socket.create_server` does, can listen there.
+
+    Attributes:
+        number: of the port.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((host, 0))
+        self.number: int = self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class Process:
@@ -75,10 +88,14 @@ class Process:
         self._process.kill()
         self._process.wait()
 
-    def end(self) -> int:
-        """Nothing more is told to it: its exit code."""
+    def let_go(self) -> None:
+        """Nothing more is told to it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+
+    def end(self) -> int:
+        """Nothing more is told to it: its exit code."""
+        self.let_go()
         return self._process.wait(DEADLINE_SECONDS)
 
     def rest(self) -> str:
@@ -115,10 +132,11 @@ class Job:
     """
 
     def __init__(self, num_workers: int, num_servers: int, *, host: str = "127.0.0.1", **variables: str) -> None:
+        self._ports = [Port(host)]
         self.variables = {
             **clean_environment(),
             "DMLC_PS_ROOT_URI": host,
-            "DMLC_PS_ROOT_PORT": str(free_port(host)),
+            "DMLC_PS_ROOT_PORT": str(self._ports[0].number),
             "DMLC_NUM_WORKER": str(num_workers),
             "DMLC_NUM_SERVER": str(num_servers),
             **variables,
@@ -135,6 +153,13 @@ class Job:
             if kind is not None:
                 sys.stderr.write(process.errors())
             process.close()
+        for port in self._ports:
+            port.close()
+
+    def another_port(self) -> str:
+        """A port that nobody uses, until the end of the block."""
+        self._ports.append(Port())
+        return str(self._ports[-1].number)
 
     def start(self, command: Sequence[str], **variables: str) -> Process:
         process = Process(command, {**self.variables, **variables})

@@ -1,6 +1,6 @@
 """A worker or a server that does nothing but what it is told, a line of stdin for each: a program for tests.
 
-    servers | barrier NAME [SECONDS] | events | serve | dead | leave
+    servers | barrier NAME [SECONDS] | events | serve | dead [SECONDS] | leave
 
 Each is answered with a line of JSON. At the end of stdin it closes its membership, and exits.
 """
@@ -46,7 +46,8 @@ def main() -> int:
 def answer(member: Member, config: Config, what: str, *arguments: str) -> Any:
     now = time.monotonic()
     if what == "servers":
-        return [[peer.number, peer.address] for peer in member.servers(now + config.start_timeout_seconds)]
+        seconds = float(os.environ.get("SERVERS_SECONDS", config.start_timeout_seconds))
+        return [[peer.number, peer.address] for peer in member.servers(now + seconds)]
     if what == "barrier":
         seconds = float(arguments[1]) if len(arguments) > 1 else DEADLINE_SECONDS
         member.barrier(arguments[0], now + seconds)
@@ -62,7 +63,7 @@ def answer(member: Member, config: Config, what: str, *arguments: str) -> Any:
     if what == "leave":
         return member.leave()
     assert what == "dead"
-    return member.num_dead_nodes()
+    return member.num_dead_nodes(float(arguments[0]) if arguments else 60.0)
 
 
 def told(error: ReigenError) -> dict[str, Any]:

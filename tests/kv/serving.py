@@ -37,11 +37,10 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.server import Server, listen
 from reigen.wire.auth import Identity, Role
-from reigen.wire.link import Link
 from reigen.wire.stream import connect
 
 SECRET = b"k" * 32
-SECONDS = 10.0
+SECONDS = 40.0
 
 
 class FakeMember:
@@ -117,8 +116,7 @@ class RawWorker:
         host, _, port = address.rpartition(":")
         me = Identity(Role.RANK, number, PURPOSE)
         stream = connect((host, int(port)), secret, me, 1 << 12, time.monotonic() + SECONDS)
-        self.link = Link(*stream.detach())
-        self.line = Line(self.link, self, f"server of {number}")
+        self.line = Line(*stream.detach(), self, f"server of {number}")
         self.number, self.store, self.messages, self.notices = number, store, {}, []
         self.ids = itertools.count(1)
         self.arena = Arena("reigen-test-worker") if shares else None

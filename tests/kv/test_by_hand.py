@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from tests.kv.jobs import SCHEDULER, Job, Process, free_port
+from tests.kv.jobs import SCHEDULER, Job, Process
 
 pytestmark = pytest.mark.slow
 
@@ -66,7 +66,7 @@ def test_servers_and_schedulers_that_cannot_serve_do_not_run_the_program_either(
     ]
     with Job(1, 1) as job:
         processes = [
-            job.start(PROGRAM, **{"DMLC_ROLE": role, "DMLC_PS_ROOT_PORT": str(free_port()), **variables})
+            job.start(PROGRAM, **{"DMLC_ROLE": role, "DMLC_PS_ROOT_PORT": job.another_port(), **variables})
             for variables in wrong
             for role in ("server", "scheduler")
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,3 +76,30 @@ def test_servers_with_an_optimizer_send_weights_as_they_are() -> None:
     weight = np.float32(1 / 7) + third  # twice 0.5 from two workers
     assert results[0] == results[1]
     assert list(results[0]) == pytest.approx([float(weight + third)], rel=1e-6)
+
+
+@pytest.mark.parametrize("answered", [True, False], ids=["to both workers", "to one of them"])
+def test_a_server_that_is_started_again_still_owes_what_it_did_not_send(tmp_path: Path, answered: bool) -> None:
+    """Of two workers one gives a threshold in each round; servers send twice that in every other round."""
+
+    def work(store: DistStore) -> Any:
+        store.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+        store.init("w", np.zeros(SIZE, np.float32))
+        gradient, out = np.full(SIZE, 1.0 - store.rank, np.float32), np.empty(SIZE, np.float32)
+        received = np.zeros(SIZE)
+        for number in range(6):
+            store.push("w", gradient).wait()
+            if store.rank == 0 or answered:
+                store.pull("w", out)
+            store.barrier()
+            if store.rank == 0:
+                made.replace_server(number % 2)
+            store.barrier()
+            if store.rank == 1 and not answered:
+                store.pull("w", out)
+            store.barrier()
+            received += out
+        return set(received.tolist())
+
+    with job(2, 2, **CUT, kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0) as made:
+        assert made.results(work) == [{6.0}] * 2

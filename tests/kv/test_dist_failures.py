@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv.threaded import Job, job
+from tests.kv.threaded import SECONDS, Job, job
 
 from reigen import optim
 from reigen.errors import PeerLostError
@@ -96,7 +96,7 @@ def lose_one(made: Job) -> list[Any]:
             made.lose_worker(store)
             gone.set()
             return None
-        assert gone.wait(10)
+        assert gone.wait(SECONDS)
         step(store, out, 2)
         return set(out.tolist())
 

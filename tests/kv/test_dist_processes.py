@@ -114,7 +114,7 @@ def test_a_killed_worker_is_named_on_all_others() -> None:
 
 
 def test_a_stopped_worker_is_named_when_nothing_is_heard_of_it() -> None:
-    with Job(2, 1, PS_HEARTBEAT_INTERVAL="0.2", PS_HEARTBEAT_TIMEOUT="1") as job:
+    with Job(2, 1, PS_HEARTBEAT_INTERVAL="0.2", PS_HEARTBEAT_TIMEOUT="8") as job:
         _, _, workers = start_all(job)
         ask(workers, "begin")
         workers[1].signal(signal.SIGSTOP)
@@ -170,10 +170,11 @@ def test_a_script_that_fails_is_a_lost_worker() -> None:
 
 
 def test_missing_servers_are_named_at_the_start() -> None:
-    with Job(1, 2, REIGEN_START_TIMEOUT="1.5") as job:
-        job.scheduler()
+    with Job(1, 2) as job:
+        scheduler = job.scheduler()
         start(job, "server", 0)
-        worker = start(job, "worker", 0)
+        scheduler.wait_for("server 0 registers")
+        worker = start(job, "worker", 0, REIGEN_START_TIMEOUT="6")
         told = worker.hear()
         assert told["error"] == "DeadlineError", told
         assert "server 1" in told["text"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kv.threaded import Job, job, wait_until
+from tests.kv.threaded import SECONDS, Job, job, wait_until
 
 from reigen import kv, optim
 from reigen.errors import (
@@ -130,6 +130,7 @@ def test_bits_do_not_depend_on_servers_and_cells() -> None:
 
 def test_without_an_optimizer_the_sum_takes_the_place_of_the_value() -> None:
     def work(store: DistStore) -> Any:
+        store.set_gradient_compression({"type": "none", "threshold": 0.5})
         store.init(["w", "b"], [torch.full((3, 2), float(store.rank)), torch.zeros(2, dtype=torch.bfloat16)])
         first = torch.empty(2, 3).t()
         store.pull("w", first)
@@ -143,6 +144,22 @@ def test_without_an_optimizer_the_sum_takes_the_place_of_the_value() -> None:
     with job(2) as made:
         expected = ([[0.0] * 2] * 3, [[[12.0] * 2] * 3] * 2, [6.0, 6.0], 1)
         assert made.results(work) == [expected, expected]
+
+
+def test_keys_below_zero_are_keys() -> None:
+    keys = [-1, -(2**63), 1, 2**63 + 1]
+
+    def work(store: DistStore) -> Any:
+        store.init(keys[:: 1 - 2 * store.rank], [np.zeros(1, np.float32)] * 4)
+        outs = [np.empty(1, np.float32) for _ in keys[:3]]
+        store.push(keys[:3], [np.full(1, (1 + 9 * store.rank) * value, np.float32) for value in (1, 2, 3)])
+        store.pull(keys[:3], outs)
+        with pytest.raises(ArgumentError, match=r"the same number of 64 bits"):
+            store.init(2**64 - 1, np.zeros(1, np.float32))
+        return [out.item() for out in outs]
+
+    with job(2, 2) as made:
+        assert made.results(work) == [[11.0, 22.0, 33.0]] * 2
 
 
 def test_asynchronous_calls_and_their_order() -> None:
@@ -216,8 +233,9 @@ def test_compressed_gradients_both_ways() -> None:
 
     def work(store: DistStore) -> Any:
         store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
-        store.init("w", np.zeros(5, np.float32))
-        out = np.empty(5, np.float32)
+        weight, out = np.full(5, 0.1, np.float32), np.empty(5, np.float32)
+        store.broadcast("w", weight, out)
+        assert out.tolist() == weight.tolist()  # a first value is no sum, and loses nothing
         store.pushpull("w", first, out)
         store.push("w", second)
         then = np.empty(5, np.float32)
@@ -382,11 +400,18 @@ def test_shapes_and_dtypes_that_differ_are_an_error_on_all_workers() -> None:
 
 
 def test_keys_that_only_some_workers_initialise_are_an_error_by_the_deadline() -> None:
-    def work(store: DistStore) -> None:
-        store.init(["a", "b"][: 1 + store.rank], [np.ones(1, np.float32)] * (1 + store.rank))
-        store.barrier()
+    done = threading.Event()
 
-    with job(2, deadline_seconds=1.0) as made:
+    def work(store: DistStore) -> None:
+        if store.rank == 0:
+            assert done.wait(SECONDS)
+            return
+        try:
+            store.init("b", np.ones(1, np.float32))
+        finally:
+            done.set()
+
+    with job(2, deadline_seconds=0.5) as made:
         results = made.run(work)
     assert isinstance(results[1], DeadlineError), results
     assert results[1].ranks == (0,)
@@ -420,14 +445,13 @@ def test_mistakes_of_one_worker_are_its_own() -> None:
                 (lambda: store.set_learning_rate(1.0), "no optimizer whose learning rate"),
                 (lambda: store.save_optimizer_states("x"), "no optimizer"),
                 (lambda: store.set_gradient_compression({"type": "3bit"}), "unknown type of compression"),
-                (lambda: store.pushpull("w", np.ones(2, np.float32), out=None, priority=0) and None, None),
             ):
-                if text is None:
-                    continue
                 with pytest.raises(ArgumentError, match=text):
                     call()
             with pytest.raises(UnsupportedError, match="set_optimizer"):
                 store.set_updater(lambda key, value, stored: None)
+            with pytest.raises(FileNotFoundError, match="'/nowhere/states'"):
+                store.save_optimizer_states("/nowhere/states")  # before anything is collected
         out = np.empty(2, np.float32)
         store.pushpull("w", np.ones(2, np.float32), out)
         assert out.tolist() == [2, 2]
@@ -462,24 +486,49 @@ def test_an_error_that_nobody_waited_for_is_raised_by_the_next_call() -> None:
 
 
 def test_a_worker_that_does_not_push_is_named_by_the_deadline() -> None:
-    done = threading.Event()
+    done = [threading.Event() for _ in range(3)]
 
     def work(store: DistStore) -> None:
         store.init("fc.weight", np.ones(2, np.float32))
         if store.rank == 1:
-            assert done.wait(10)
+            assert all(done[rank].wait(SECONDS) for rank in (0, 2)), "it stays: who has left is not waited for"
             return
         try:
             store.pushpull("fc.weight", np.ones(2, np.float32))
         finally:
-            done.set()
+            done[store.rank].set()
 
-    with job(3, deadline_seconds=1.0) as made:
+    with job(3, deadline_seconds=5.0) as made:  # the key must be there by then
         results = made.run(work)
     for rank in (0, 2):
         assert isinstance(results[rank], DeadlineError)
         assert 1 in results[rank].ranks
         assert "fc.weight" in str(results[rank])
+
+
+def test_the_error_of_a_deadline_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is answered after all makes nothing of the call that was told otherwise, nor of the next one."""
+    has_ended = threading.Event()
+
+    def work(store: DistStore) -> Any:
+        store.init("w", np.zeros(2, np.float32))
+        store.barrier()
+        value = np.full(2, store.rank + 1, np.float32)
+        if store.rank == 0:
+            monkeypatch.setattr("reigen.kv.worker._GRACE", (0.0, 0.2))  # before the server says who is late
+            with pytest.raises(DeadlineError, match="no answer"):
+                store.pushpull("w", value)
+            monkeypatch.undo()
+            has_ended.set()
+            store.wait()
+        else:
+            assert has_ended.wait(40)
+            store.pushpull("w", value)
+        store.pull("w", value)
+        return value.tolist()
+
+    with job(2, 1) as made:
+        assert made.results(work) == [[3, 3]] * 2
 
 
 def test_waiting_with_a_timeout_can_go_on() -> None:
@@ -489,7 +538,7 @@ def test_waiting_with_a_timeout_can_go_on() -> None:
         store.init("w", np.ones(2, np.float32))
         out = np.empty(2, np.float32)
         if store.rank == 1:
-            assert may_push.wait(10)
+            assert may_push.wait(SECONDS)
         pending = store.pushpull("w", np.ones(2, np.float32), out, wait=False)
         if store.rank == 0:
             with pytest.raises(DeadlineError, match="pushpull of key 'w': no answer from server 0 on host here"):
@@ -533,7 +582,7 @@ def test_staleness_bounds_how_far_a_worker_is_ahead() -> None:
         store.init("w", np.zeros(1, np.float32))
         out = np.empty(1, np.float32)
         if store.rank == 1:
-            assert ahead.wait(10)
+            assert ahead.wait(SECONDS)
             store.push("w", np.ones(1, np.float32)).wait()
             return None
         for _ in range(2):
@@ -547,3 +596,59 @@ def test_staleness_bounds_how_far_a_worker_is_ahead() -> None:
 
     with job(2) as made:
         assert made.results(work, staleness=2)[0] == [4.0]
+
+
+def test_who_attends_is_interrupted_and_told() -> None:
+    """`attend` returns when it is interrupted, and when the oldest operation is done; callbacks come once."""
+    may_push, called = threading.Event(), []
+
+    def use(store: DistStore) -> list[float]:
+        store.init(["w", "v"], [np.zeros(2, np.float32), np.zeros(30_000, np.float32)])
+        value, out = np.full(2, store.rank + 1, np.float32), np.zeros(2, np.float32)
+        if store.rank:
+            assert may_push.wait(SECONDS)
+            store.pushpull("w", value, out)
+            store.pull("v", out := np.zeros(30_000, np.float32))
+            return [float(out[0])]
+        wants_in = threading.Event()
+        with store.attention():
+            pending = store.pushpull("w", value, out, wait=False)
+            pending.add_done_callback(lambda: called.append("w"))
+
+            def interrupt() -> None:
+                wants_in.set()
+                store.interrupt()
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            store.attend(pending, wants_in.is_set)
+            thread.join(SECONDS)
+            assert not pending.done()
+            assert called == []
+            may_push.set()
+            store.attend(pending, lambda: False)
+            assert pending.done()
+            assert called == ["w"]
+            pending.add_done_callback(lambda: called.append("again"))
+        return out.tolist()
+
+    with job() as made:
+        assert made.results(use) == [[3, 3], [0]]
+    assert called == ["w", "again"]
+
+
+def test_what_is_begun_under_attention_leaves_at_its_end() -> None:
+    has_pushed = threading.Barrier(2)
+
+    def use(store: DistStore) -> list[float]:
+        store.init("w", np.zeros(2, np.float32))
+        with store.attention():
+            store.push("w", np.full(2, store.rank + 1, np.float32))
+        has_pushed.wait(SECONDS)  # nobody calls a store here: its thread sends, and hears that it is done
+        wait_until(lambda: not store._worker._num_outstanding)
+        out = np.zeros(2, np.float32)
+        store.pull("w", out)
+        return out.tolist()
+
+    with job() as made:
+        assert made.results(use) == [[3, 3]] * 2

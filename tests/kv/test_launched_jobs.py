@@ -11,13 +11,16 @@ import pytest
 from tests.mpirun import PYPI, find
 from tests.multiprocess.launcher import Launcher, launched, run, until
 
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
+
 pytestmark = pytest.mark.slow
 PROGRAM = (sys.executable, str(Path(__file__).with_name("train.py")))
 #: 1 + rate * rounds * n * (n + 1) / 2, for a rate of 0.5, 6 rounds, and 2 workers.
 VALUE = "10.0"
 DONE = [f"[{rank}] {rank} of 2: {{{VALUE}}}" for rank in range(2)]
 BOUND = {"REIGEN_KV_BIGARRAY_BOUND": "1000"}
-JOB = ("-np", "2", "-s", "2", "--grace-seconds", "2")
+#: Servers may take that long to end after the workers.
+JOB = ("-np", "2", "-s", "2", "--grace-seconds", "15")
 
 
 @pytest.fixture
@@ -58,7 +61,7 @@ def test_by_mpirun(program: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("kind", "workers"), [("local", "0 of 1 0 of 1"), ("ring", "0 of 2 1 of 2")])
 def test_servers_of_a_program_that_needs_none_do_not_run_it_either(kind: str, workers: str) -> None:
     code = f"from reigen import kv; s = kv.create({kind!r}); print(f'{{s.rank}} of {{s.num_workers}}')"
-    options = ("-n", "2", "-s", "2", "--launcher", "local", "--grace-seconds", "20")
+    options = ("-n", "2", "-s", "2", "--launcher", "local", "--grace-seconds", "60")
     status, out, err = run(*options, sys.executable, "-c", code, program="launch")
     assert (status, " ".join(sorted(line[4:] for line in out.splitlines()))) == (0, workers), err
     assert sorted(err.splitlines()) == [
@@ -68,8 +71,8 @@ def test_servers_of_a_program_that_needs_none_do_not_run_it_either(kind: str, wo
 
 
 def test_a_program_may_take_longer_than_the_deadline_until_it_makes_a_store() -> None:
-    code = f"import runpy, time; time.sleep(2.5); runpy.run_path({PROGRAM[1]!r}, run_name='__main__')"
-    status, out, err = run(*JOB, sys.executable, "-c", code, env={**BOUND, "REIGEN_DEADLINE": "2"})
+    code = f"import runpy, time; time.sleep(7); runpy.run_path({PROGRAM[1]!r}, run_name='__main__')"
+    status, out, err = run(*JOB, sys.executable, "-c", code, env={**BOUND, "REIGEN_DEADLINE": "6"})
     assert (status, sorted(out.splitlines())) == (0, DONE), err
 
 
@@ -111,13 +114,13 @@ def test_a_killed_server_without_snapshots_ends_the_job_by_name(rest: Path) -> N
 def test_a_job_whose_workers_are_all_lost_ends_and_says_so_although_servers_keep_snapshots(
     rest: Path, tmp_path: Path
 ) -> None:
-    environ = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "PS_HEARTBEAT_INTERVAL": "0.2", "PS_HEARTBEAT_TIMEOUT": "1"}
+    environ = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "PS_HEARTBEAT_INTERVAL": "0.2", "PS_HEARTBEAT_TIMEOUT": "8"}
     with launched("-np", "1", "-s", "1", *PROGRAM, str(rest), env=environ) as job:
         job.lines(1)
         os.kill(process_of(job, "worker", 0), signal.SIGSTOP)
         status, _, err = job.finish()
-    assert status == 1
+    assert status == WORKERS_LOST_EXIT_CODE
     assert "it is started again" not in err
     last = err[err.index(" failed first: ") :]
     assert "the job is over: worker 0 on host " in last
-    assert " is lost: nothing was heard of it for 1 s\n" in last
+    assert " is lost: nothing was heard of it for 8 s\n" in last

@@ -106,6 +106,7 @@ def leaving() -> list[float]:
         return out.tolist()
 
 
+@pytest.mark.slow
 def test_rings_of_workers(rank_pool: Callable[[int], RankPool]) -> None:
     pool = rank_pool(2)
     pool.run(closed_form, init=True)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from tests.kv.jobs import SCHEDULER, Job, Process
+from tests.kv.jobs import DEADLINE_SECONDS, SCHEDULER, Job, Process
 
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 from reigen.cluster.given import job_secret
-from reigen.kv.registry import CALLS, MAX_MESSAGE_BYTES, Register
+from reigen.config import load
+from reigen.kv.access import Access
+from reigen.kv.registry import ANSWERS, CALLS, MAX_MESSAGE_BYTES, Assigned, Register
+from reigen.kv.roles import find
 from reigen.wire.auth import Identity, Role
 from reigen.wire.stream import connect
 
 pytestmark = pytest.mark.slow
+#: It lets those who know the job come first for as long as a test may take.
+PATIENT = "from reigen.cli.main import main; from reigen.kv import scheduler; scheduler._KNOWN_FIRST_SECONDS = 1e6; "
+PATIENT_SCHEDULER = (sys.executable, "-c", f"{PATIENT}main(['scheduler'])")
 
 
 def leave(scheduler: Process, servers: list[Process], workers: list[Process]) -> None:
@@ -61,37 +69,47 @@ def test_ranks_are_task_numbers_whoever_comes_first() -> None:
             workers[number] = job.node("worker", number)
             assert workers[number].hear()["joined"] == number
         server.hear()
+        assert workers[0].ask("dead 60") == 0
+        assert workers[0].ask("dead 0") == 3  # who has said nothing just now, as this worker has
         leave(scheduler, [server], list(workers.values()))
 
 
 def test_who_does_not_start_is_named_to_all() -> None:
-    with Job(3, 2, REIGEN_START_TIMEOUT="4") as job:
-        scheduler = job.scheduler()
-        server, worker = job.node("server", 1), job.node("worker", 1)
+    with Job(3, 2) as job:
+        scheduler = job.scheduler(REIGEN_START_TIMEOUT="1")
+        server = job.node("server", 1)
+        server.hear()
+        assert "workers 0, 1 and 2, server 0 did not come in time" in server.ask("events")[-1]
+        assert scheduler.end() == 1
+        late = job.node("server", 0, REIGEN_START_TIMEOUT="0.5")  # when all is over
+        assert "is the job not over already?" in ended(late.hear(), "DeadlineError")
+        assert "server 0" in scheduler.errors()
+
+
+def test_a_worker_that_does_not_want_to_wait_any_longer_is_told_who_is_missing() -> None:
+    with Job(3, 2, REIGEN_START_TIMEOUT="40") as job:
+        job.scheduler()
+        server, worker = job.node("server", 1), job.node("worker", 1, SERVERS_SECONDS="0.2")
         for node in (server, worker):
             node.hear()
-        text = ended(worker.ask("servers"), "DeadlineError")
-        assert "workers 0 and 2, server 0" in text
-        assert scheduler.end() == 1
-        assert "server 0" in scheduler.errors()
-        assert "server 0" in server.ask("events")[-1]
+        assert "workers 0 and 2, server 0" in ended(worker.ask("servers"), "DeadlineError")
 
 
 def test_workers_are_waited_for_longer_but_it_is_said_who_is_missing() -> None:
-    with Job(2, 1, REIGEN_START_TIMEOUT="3") as job:
-        scheduler, server, worker = job.scheduler(), job.node("server"), job.node("worker", 0)
-        scheduler.wait_for("missing 3 s after the first process came: worker 1.")
-        late = job.node("worker", 1)
-        assert late.hear()["joined"] == 1
-        worker.hear(), server.hear()
-        leave(scheduler, [server], [worker, late])
+    with Job(2, 1) as job:
+        scheduler, server = job.scheduler(REIGEN_START_TIMEOUT="1"), job.node("server")
+        scheduler.wait_for("missing 1 s after the first process came: workers 0 and 1.")
+        workers = [job.node("worker", number) for number in range(2)]
+        assert [worker.hear()["joined"] for worker in workers] == [0, 1]
+        server.hear()
+        leave(scheduler, [server], workers)
 
 
 def test_without_a_scheduler_it_is_missed_by_the_deadline() -> None:
     with Job(1, 1, REIGEN_START_TIMEOUT="0.5") as job:
         text = ended(job.node("worker").hear(), "DeadlineError")
         assert f"127.0.0.1:{job.variables['DMLC_PS_ROOT_PORT']}" in text
-        assert "was it started?" in text
+        assert "did not answer within 0.5 s (REIGEN_START_TIMEOUT); was it started, and is the job not over" in text
 
 
 def test_a_scheduler_to_whom_nobody_comes_says_so() -> None:
@@ -120,6 +138,32 @@ def test_a_scheduler_may_be_killed_and_started_again() -> None:
         del servers
 
 
+def test_a_scheduler_may_die_with_who_kept_the_secret_and_be_away_when_workers_leave() -> None:
+    with Job(2, 1, REIGEN_KV_ON_WORKER_LOSS="wait", PYTHONHASHSEED="0") as job:
+        scheduler, keeper = job.scheduler(), job.node("worker", 0)
+        keeper.hear()  # nobody else is there to keep it
+        server, worker = job.node("server", 0), job.node("worker", 1)
+        secret = server.hear()["secret"]
+        assert worker.hear()["secret"] == secret
+        scheduler.kill()
+        keeper.kill()
+        worker.wait_for("connecting again")
+        server.wait_for("connecting again")
+        scheduler, second = job.scheduler(), job.node("worker", 0)
+        assert second.hear()["secret"] == secret
+        second.tell("barrier epoch")
+        assert worker.ask("barrier epoch") == "done"
+        second.hear()
+        scheduler.kill()
+        for each in (second, worker):
+            each.wait_for("connecting again")
+            each.ask("leave")
+            each.let_go()
+        scheduler = job.scheduler()
+        assert "all workers have left" in server.ask("serve")[-1]
+        assert [each.end() for each in (second, worker, server, scheduler)] == [0] * 4
+
+
 def test_a_scheduler_that_stays_away_ends_the_job() -> None:
     with Job(2, 1, REIGEN_PEER_TIMEOUT="1") as job:
         scheduler, servers, workers = job.all()
@@ -129,12 +173,17 @@ def test_a_scheduler_that_stays_away_ends_the_job() -> None:
 
 
 def test_a_scheduler_that_stops_is_told_by_the_deadline_and_may_go_on() -> None:
-    with Job(2, 1) as job:
+    with Job(2, 1, REIGEN_PEER_TIMEOUT="1") as job:
         scheduler, servers, workers = job.all()
         scheduler.signal(signal.SIGSTOP)
-        assert "does not answer" in ended(workers[0].ask("barrier b 0.1"), "DeadlineError")
+        text = ended(workers[0].ask("barrier b 0.1"), "DeadlineError")
+        assert "does not answer; whether others have passed it is not known" in text
         scheduler.signal(signal.SIGCONT)
-        assert workers[1].ask("barrier b") == "done"  # the first has been there, too
+        assert workers[0].ask("dead 60") == 0  # the scheduler hears this behind its having given up
+        assert "nobody passes it" in ended(workers[1].ask("barrier b"), "DeadlineError")  # the first gave it up
+        workers[0].tell("barrier b")
+        assert workers[1].ask("barrier b") == "done"
+        workers[0].hear()
         leave(scheduler, servers, workers)
 
 
@@ -142,11 +191,15 @@ def test_who_does_not_come_to_a_barrier_is_named() -> None:
     with Job(3, 1) as job:
         scheduler, servers, workers = job.all()
         workers[2].tell("barrier b")
-        error = workers[0].ask("barrier b 1")
+        error = workers[0].ask("barrier b 6")  # the other one is there by then
         assert "worker 1 did not come to barrier 'b' in time" in ended(error, "DeadlineError")
         assert error["ranks"] == [1]
-        assert workers[1].ask("barrier b") == "done"
-        assert workers[2].hear() == "done"
+        for worker in (workers[2].hear(), workers[1].ask("barrier b")):  # it ends alike for all, who comes late, too
+            assert ended(worker, "DeadlineError") == error["text"]
+        for worker in workers[:2]:
+            worker.tell("barrier b")
+        assert workers[2].ask("barrier b") == "done"
+        assert [worker.hear() for worker in workers[:2]] == ["done", "done"]
         leave(scheduler, servers, workers)
 
 
@@ -156,13 +209,33 @@ def test_who_knows_the_secret_and_talks_nonsense_is_closed() -> None:
         everybody = job.all()
         port = int(job.variables["DMLC_PS_ROOT_PORT"])
         secret, me = job_secret(bytes.fromhex(given), f"kv {port}"), Identity(Role.RANK, 7)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_SECONDS
         for nonsense in (b"", b"\xff" * 100, CALLS.encode(Register("worker", 0, "", "", 5, 1, 1))[:-1]):
             with closing(connect(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
                 stream.send(nonsense, deadline)
                 with pytest.raises(ConnectionError):
                     stream.receive(deadline)
         leave(*everybody)
+
+
+def test_those_who_know_the_job_come_first_to_a_scheduler_that_follows_another() -> None:
+    secret, me = os.urandom(32), Identity(Role.RANK, 7)
+    with Job(2, 1) as job:
+        settings = find(job.variables, load(job.variables), "worker")
+        with closing(Access(settings)) as access, ExitStack() as stack:
+            access.keep(secret)
+            scheduler = job.start(PATIENT_SCHEDULER, PS_VERBOSE="1")
+            scheduler.wait_for("scheduler of 2 worker(s)")
+            deadline = time.monotonic() + DEADLINE_SECONDS
+            unknown, known = (
+                stack.enter_context(closing(connect(settings.scheduler, secret, me, MAX_MESSAGE_BYTES, deadline)))
+                for _ in range(2)
+            )
+            unknown.send(CALLS.encode(Register("worker", 1, "here", "", 5, 2, 1)), deadline)
+            scheduler.wait_for("worker 1 registers")
+            known.send(CALLS.encode(Register("worker", 0, "here", "", 6, 2, 1, job=77)), deadline)
+            told = [ANSWERS.decode(stream.receive(deadline)) for stream in (known, unknown)]
+    assert told == [Assigned(0, False, 77), Assigned(1, True, 77)]
 
 
 def test_a_worker_that_is_killed_is_named_to_the_others() -> None:
@@ -177,17 +250,17 @@ def test_a_worker_that_is_killed_is_named_to_the_others() -> None:
         assert "worker 1" in servers[0].ask("events")[-1]
         for number in (0, 2):
             workers[number].end()
-        assert scheduler.end() == 1
+        assert scheduler.end() == WORKERS_LOST_EXIT_CODE
 
 
 def test_a_worker_that_stops_is_lost_and_stays_so() -> None:
-    with Job(2, 1, PS_HEARTBEAT_INTERVAL="0.2", PS_HEARTBEAT_TIMEOUT="3") as job:
+    with Job(2, 1, PS_HEARTBEAT_INTERVAL="0.2", PS_HEARTBEAT_TIMEOUT="8") as job:
         _, _, workers = job.all()
         workers[1].signal(signal.SIGSTOP)
-        assert "nothing was heard of it for 3 s" in ended(workers[0].ask("barrier b"), "PeerLostError")
+        assert "nothing was heard of it for 8 s" in ended(workers[0].ask("barrier b"), "PeerLostError")
         workers[1].signal(signal.SIGCONT)
         text = ended(workers[1].ask("barrier b"), "PeerLostError")
-        assert "nothing was heard of it for 3 s" in text or "the job is over" in text
+        assert "nothing was heard of it for 8 s" in text or "the job is over" in text
 
 
 def test_the_others_go_on_without_a_lost_worker_where_that_is_the_policy() -> None:

@@ -4,10 +4,12 @@ import contextlib
 import os
 import socket
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv.serving import RawWorker, Serving, refused_connection, start
+from tests.kv.serving import SECONDS, FakeMember, RawWorker, Serving, refused_connection, start
 
 from reigen.compression import from_params
 from reigen.config import Config
@@ -18,14 +20,18 @@ from reigen.errors import (
     DeadlineError,
     MismatchError,
     PeerLostError,
+    SharedMemoryError,
     UnsupportedError,
     UnsupportedTypeError,
+    WireError,
 )
-from reigen.kv import states
 from reigen.kv.nodes import NodeLeft, NodeLost, NodeReturned
 from reigen.kv.protocol import (
     COUNT_UNKNOWN,
+    DECLARE_CODEC,
     DTYPE_NUMBERS,
+    PURPOSE,
+    Declare,
     Flag,
     Header,
     Kind,
@@ -33,9 +39,13 @@ from reigen.kv.protocol import (
     pack_counts,
     unpack_counts,
 )
-from reigen.optim import LARS, SGD, Adam, FactorScheduler, Test
+from reigen.kv.server import Server, listen
+from reigen.optim import LARS, SGD, Adam, FactorScheduler, States, Test, unpacked
+from reigen.wire.auth import Identity, Role
+from reigen.wire.stream import connect
 
 pytestmark = pytest.mark.slow
+TOP_2 = {"type": "topk", "k": 2, "ef": False}
 
 
 @contextlib.contextmanager
@@ -269,9 +279,9 @@ def test_small_updates_of_half_weights_add_up_in_their_float32_copy():
         for round_ in range(1, 33):
             worker.end(worker.begin(Kind.PUSH, key="w", round=round_, body=np.ones(3, np.float16)), Kind.DONE)
         assert list(worker.pull("w", 32, np.float16)) == [1 - 2.0**-9] * 3  # one of them alone is less than half an ulp
-        facts, arrays = states.unpack(worker.ask(Kind.GET_STATES, key="w")[1], states.CellFacts)
-        assert facts.updates == 32
-        assert arrays["master"].dtype == np.float32
+        (piece,) = States.from_bytes(worker.ask(Kind.GET_STATES, key="w")[1]).of("w")
+        assert piece.count == 32
+        assert piece.arrays["master"].dtype == np.float32
 
 
 def test_layers_that_are_whole_have_their_norms():
@@ -652,6 +662,13 @@ def test_a_worker_may_connect_again_before_its_old_connection_has_ended():
 
 def test_who_is_missing_when_the_deadline_is_over():
     with job(3, Config(deadline_seconds=0.2)) as (_, (zero, one, two)):
+        with pytest.raises(DeadlineError, match="what the key 'x' is") as caught:
+            two.declare("x", (1,))
+        assert caught.value.ranks == (0, 1)
+        with pytest.raises(DeadlineError, match="the optimizer") as caught:
+            one.command("set_optimizer", spec=SGD().to_spec())
+        assert caught.value.ranks == (0, 2)
+    with job(3, Config(deadline_seconds=5.0)) as (_, (zero, one, two)):  # the key, and two's push, are there by then
         start([zero, one, two], "w", np.zeros(1, np.float32))
         asked = push(zero, "w", 1, [1], Kind.PUSHPULL)
         push(two, "w", 1, [1])
@@ -659,12 +676,25 @@ def test_who_is_missing_when_the_deadline_is_over():
             zero.end(asked)
         assert caught.value.ranks == (1,)
         assert caught.value.tensor == "key 'w'"
-        with pytest.raises(DeadlineError, match="what the key 'x' is") as caught:
-            two.declare("x", (1,))
-        assert caught.value.ranks == (0, 1)
-        with pytest.raises(DeadlineError, match="the optimizer") as caught:
-            one.command("set_optimizer", spec=SGD().to_spec())
-        assert caught.value.ranks == (0, 2)
+
+
+def test_a_server_that_did_not_run_listens_before_it_says_who_is_late():
+    with (
+        contextlib.closing(FakeMember()) as member,
+        contextlib.closing(Server(member, Config(), listen("127.0.0.1")[0])) as server,
+    ):
+        looks = []
+        server._stores[0] = SimpleNamespace(expire=lambda: looks.append(True), waiting=lambda before: ())
+        now = time.monotonic()
+        for later, num_looks in (
+            (0.6, 1),
+            (1000, 1),
+            (1000.6, 2),
+            (2000, 2),
+            (3000, 3),
+        ):  # it looks, however late it is
+            server._tick(now + later)
+            assert len(looks) == num_looks
 
 
 def test_nobody_waits_for_a_value_that_worker_0_cannot_give_any_more():
@@ -704,6 +734,20 @@ def test_receipts_and_questions():
         assert list(zero.value(1001)) == [7]
 
 
+def test_an_answer_that_waits_for_its_turn_on_the_wire_is_not_given_twice():
+    size = 16 << 20  # 64 MiB: more than the kernel takes
+    with job(1, Config(kv_resend=True)) as (_, (worker,)):
+        start([worker], "w", np.full(size, 3, np.float32))
+        request = worker.begin(Kind.PULL, key="w")
+        for kind in (Kind.PULL, Kind.QUERY):
+            worker.begin(kind, request=request, key="w", about=Kind.PULL)
+        worker.until(lambda: len(worker.messages.get(request, ())) == 3)
+        after = worker.begin(Kind.PULL, key="w")
+        worker.until(lambda: any(header.kind == Kind.VALUE for header, _ in worker.messages.get(after, ())))
+        kinds = [Kind(header.kind) for header, _ in worker.messages[request]]
+        assert sorted(kinds) == sorted([Kind.VALUE, Kind.RECEIVED, Kind.RECEIVED])
+
+
 # ---------------------------------------------------------------- what no worker sends
 
 
@@ -739,16 +783,77 @@ def test_a_worker_that_sends_nonsense_loses_its_connection_and_nobody_else(messa
         again.close()
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"dtype": "object"},
+        {"shape": (1 << 62,), "places": (Place(0, 0, 1 << 62, 0),)},
+        {"shape": (1 << 42,), "places": (Place(0, 0, 1 << 42, 0),)},
+        {"places": (Place(0, 8, 0, 0),)},
+        {"places": (Place(0, 0, 9, 0),)},
+        {"places": (Place(0, 0, 8, 0), Place(0, 0, 4, 0))},
+        {"shape": (4, 2), "places": (Place(0, 0, 3, 0),), "stype": "row_sparse"},
+        {"stype": "csr"},
+    ],
+    ids=str,
+)
+def test_a_key_that_makes_no_sense_costs_the_connection_and_no_memory(facts):
+    with job() as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(1, np.float32))
+        body = DECLARE_CODEC.encode(Declare(**{"name": "x", "shape": (8,), "dtype": "float32", **facts}))
+        with pytest.raises(ConnectionError):
+            zero.ask(Kind.DECLARE, key="x", body=body)
+        again = serving.worker(0)
+        asked = push(again, "w", 1, [1], Kind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [2], Kind.PUSHPULL))) == [3]
+        assert list(again.value(asked)) == [3]
+        again.close()
+
+
+def test_nobody_takes_a_key_away_that_others_use():
+    with job() as (serving, (zero, one)):
+        start([zero, one], "w", np.zeros(8, np.float32))
+        push(zero, "w", 1, np.ones(8))
+        lie = DECLARE_CODEC.encode(Declare("w", (3,), "float32", places=(Place(0, 0, 3, 0),), generation=1 << 40))
+        with pytest.raises(ArgumentError, match="was pushed"):
+            zero.ask(Kind.DECLARE, key="w", body=lie)
+        with pytest.raises(ConnectionError):
+            one.ask(Kind.DECLARE, key="w", body=lie)
+        again = serving.worker(1)
+        assert set(again.value(push(again, "w", 1, np.ones(8), Kind.PUSHPULL))) == {2}
+        again.close()
+
+
+def test_codes_that_mean_nothing_are_refused_before_they_are_added_up():
+    with job() as (serving, (zero, one)):
+        asked = [each.command("set_gradient_compression", wait=False, params=TOP_2) for each in (zero, one)]
+        for each, request in zip((zero, one), asked, strict=True):
+            each.end(request)
+        start([zero, one], "w", np.zeros(8, np.float32))
+        good = np.array([1, 3], "<u4").tobytes() + np.ones(2, np.float32).tobytes()
+        facts = {"key": "w", "round": 1, "flags": Flag.ENCODED}
+        request = zero.begin(Kind.PUSHPULL, body=good, **facts)
+        with pytest.raises(ConnectionError):
+            one.ask(Kind.PUSHPULL, body=np.array([1, 900], "<u4").tobytes() + good[8:], **facts)
+        again = serving.worker(1)
+        again.begin(Kind.PUSH, body=good, **facts)
+        assert list(zero.value(request)) == [0, 2, 0, 2, 0, 0, 0, 0]
+        again.close()
+
+
 def test_memory_that_is_not_there_ends_the_connection():
     with job(shares=True) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        far = Header(Kind.PUSH, 99, 0, 0, 1, Flag.IN_MEMORY, offset=1 << 40, memory_bytes=4)
-        zero.line.send(far)
-        with pytest.raises(ConnectionError):
-            zero.until(lambda: False)
+        key = next(iter(serving.server._stores[0].cells))[0]
+        for offset, length in ((0, 0), (1 << 40, 4)):
+            liar = serving.worker(0, shares=True, machine=serving.server.machine)
+            liar.line.send(Header(Kind.PUSH, 99, key, 0, 1, Flag.IN_MEMORY, offset=offset, memory_bytes=length))
+            with pytest.raises(ConnectionError):
+                liar.until(lambda: False)
+            liar.close()
         wrong_type = {"key": "w", "round": 1, "body": bytes(4)}
         header = Header(Kind.PUSH, 5, dtype=DTYPE_NUMBERS["int32"], round=1, body_bytes=4)
-        header = Header(**{**_fields(header), "key": next(iter(serving.server._stores[0].cells))[0]})
+        header = Header(**{**_fields(header), "key": key})
         one.line.send(header, wrong_type["body"])
         with pytest.raises(ConnectionError):
             one.until(lambda: False)
@@ -776,16 +881,85 @@ def test_a_worker_that_stops_in_the_middle_of_a_push():
         again.close()
 
 
+def test_a_worker_that_is_ahead_waits_while_another_one_comes_up(monkeypatch):
+    """The server does not read it, so it holds no more than a little of what nobody else has pushed yet."""
+    ahead_bytes, cell_bytes, num_cells = 1 << 18, 1 << 16, 512
+    monkeypatch.setattr("reigen.kv.pacing.AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr("reigen.kv.server.AHEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr("reigen.kv.pacing.SILENT_SECONDS", 1e6)
+    size = cell_bytes // 4
+    places = tuple(Place(index, index * size, (index + 1) * size, 0) for index in range(num_cells))
+    one_call_bytes = 64 * cell_bytes  # what `Line.receive` takes before anybody looks
+    with job() as (serving, workers):
+        first, second = workers
+        start(workers, "w", np.zeros(num_cells * size, np.float32), places)
+        held = next(one.connection for one in serving.server._visitors if one.worker == 0)
+        most, deadline, num_looks = 0, time.monotonic() + SECONDS, 0
+        asked = [push(first, "w", 1, np.full(size, 1), Kind.PUSHPULL, cell=index) for index in range(num_cells)]
+        while num_looks < 200:
+            second.begin(Kind.RELEASE)  # something comes, and it is no push
+            first.line.advance_sends()
+            num_looks += bool(serving.server._waiting)
+            most = max(most, held.num_held_bytes)
+            assert time.monotonic() < deadline
+        assert ahead_bytes < most <= ahead_bytes + one_call_bytes < num_cells * cell_bytes
+        monkeypatch.setattr("reigen.kv.pacing.SILENT_SECONDS", 0.05)
+        while held.num_held_bytes < num_cells * cell_bytes:  # nothing comes any more from the other one
+            first.line.advance_sends()
+            assert time.monotonic() < deadline
+        asked_too = [push(second, "w", 1, np.full(size, 2), Kind.PUSHPULL, cell=index) for index in range(num_cells)]
+        for worker, requests in ((second, asked_too), (first, asked)):
+            assert all((worker.value(request) == 3).all() for request in requests)
+        assert held.num_held_bytes == 0
+
+
 def test_strangers_get_nowhere():
     with job() as (serving, (zero, one)):
         with pytest.raises(AuthenticationError):
             RawWorker(serving.address, 0, secret=b"x" * 32)
         host, _, port = serving.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as stranger:
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as stranger:
             stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with contextlib.suppress(ConnectionResetError):
                 assert not stranger.recv(100)
         start([zero, one], "w", np.zeros(1, np.float32))
+
+
+def test_a_worker_whose_memory_could_become_smaller_is_told(monkeypatch):
+    monkeypatch.setattr("reigen.wire.segment.Segment.only_grows", False)
+    with job(1) as (serving, (zero,)):
+        other = serving.worker(0, shares=True, machine=serving.server.machine)
+        with pytest.raises(SharedMemoryError, match="on host there is not sealed"):
+            raise other.notices[0].problem.raised()
+        other.close()
+        start([zero], "w", np.zeros(1, np.float32))
+
+
+def proven(serving):
+    """A connection of somebody who knows the secret, and says nothing more."""
+    host, _, port = serving.address.rpartition(":")
+    me = Identity(Role.RANK, 0, PURPOSE)
+    return connect((host, int(port)), serving.member.secret, me, 1 << 12, time.monotonic() + SECONDS)
+
+
+def has_ended(stream):
+    with pytest.raises((ConnectionError, PeerLostError, WireError)):
+        stream.receive(time.monotonic() + SECONDS)
+    return True
+
+
+def test_connections_that_never_say_hello_are_few_and_do_not_last(monkeypatch):
+    monkeypatch.setattr("reigen.kv.server.MAX_STRANGERS", 3)
+    with job(1) as (serving, (zero,)):
+        silent = [proven(serving) for _ in range(4)]
+        assert has_ended(silent[0])  # the oldest
+        start([zero], "w", np.zeros(1, np.float32))
+        for stream in silent:
+            stream.close()
+        monkeypatch.setattr("reigen.kv.server._HANDSHAKE_SECONDS", 0.2)
+        with contextlib.suppress(AuthenticationError), contextlib.closing(proven(serving)) as stream:
+            assert has_ended(stream)  # if it has not before it was proven
+        assert zero.pull("w", 0) == [0]
 
 
 def test_a_worker_cannot_be_another_nor_one_that_there_is_not():
@@ -821,15 +995,19 @@ def test_states_go_into_another_job_that_is_cut_otherwise():
         for place in places:
             worker.end(push(worker, "w", 3, value[place.begin : place.end], cell=place.index))
         expected = np.concatenate([worker.pull("w", 3, cell=place.index) for place in places])
-    parts = [(place.begin, place.end, parcel) for place, parcel in zip(places, asked, strict=True)]
-    facts, arrays = states.join(parts)
-    assert facts.updates == 2
+    answers = [States.from_bytes(body) for body in asked]
+    whole = answers[0].merged(answers[1:]).cut("w", 0, 64)
+    assert whole.count == 2
     with job(1) as (_, (worker,)):
         start([worker], "w", stored)
-        parcel = states.cut(facts, arrays, 0, 64)
+        parcel = States([whole], None, answers[0].facts).to_bytes()
         with pytest.raises(ArgumentError, match="there is no optimizer"):
             worker.ask(Kind.PUT_STATES, key="w", body=parcel)
         set_optimizer([worker], optimizer)
+        with pytest.raises(ArgumentError, match="not the states of the elements 0 to 64"):
+            worker.ask(Kind.PUT_STATES, key="w", body=States([whole.part(0, 32)], None, answers[0].facts).to_bytes())
+        with pytest.raises(ArgumentError, match="checksum is wrong"):
+            worker.ask(Kind.PUT_STATES, key="w", body=parcel[:-1] + b"x")
         worker.ask(Kind.PUT_STATES, key="w", body=parcel)
         worker.end(push(worker, "w", 1, value))
         assert list(worker.pull("w", 1)) == list(expected)
@@ -875,7 +1053,7 @@ def test_rounds_that_are_in_no_snapshot_are_forgotten_and_the_job_goes_on(tmp_pa
         for worker in workers:
             push(worker, "w", 1, [1, 1, 1])
         workers[0].pull("w", 1)
-        until = time.monotonic() + 10
+        until = time.monotonic() + SECONDS
         while not _is_saved(serving, tmp_path, 3.0):
             assert time.monotonic() < until, "no snapshot"
             workers[0].pull("w", 1)
@@ -892,7 +1070,7 @@ def test_rounds_that_are_in_no_snapshot_are_forgotten_and_the_job_goes_on(tmp_pa
 
 def _is_saved(serving, directory, value):
     for path in directory.rglob("*.cell"):
-        _, arrays = states.unpack(path.read_bytes())
+        _, arrays = unpacked(path.read_bytes(), Any)
         return list(arrays["value"]) == [value] * 3
     return False
 
@@ -913,7 +1091,17 @@ def test_a_key_is_in_the_snapshot_before_its_init_is_answered(tmp_path):
     with job(1, config) as (_, (worker,)):
         start([worker], "w", np.ones(300_000, np.float32))
         (path,) = tmp_path.rglob("*.cell")
-        assert (states.unpack(path.read_bytes())[1]["value"] == 1).all()
+        assert (unpacked(path.read_bytes(), Any)[1]["value"] == 1).all()
+
+
+def test_a_job_that_failed_leaves_its_snapshots_and_no_empty_directories(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path))
+    Serving(1, config).stop(1)  # nothing was ever stored
+    assert not list(tmp_path.iterdir())
+    with job(1, config) as (serving, workers):
+        start(workers, "w", np.zeros(1, np.float32))
+        serving.stop(1)
+    assert len(list(tmp_path.glob("job-*/server-0/*.cell"))) == 1
 
 
 def test_a_damaged_snapshot_is_told(tmp_path):

@@ -17,7 +17,7 @@ from reigen.kv.nodes import Event, NodeLost, Peer, ServerMoved, Stop
 from reigen.kv.server import Server, listen
 
 SECRET = b"s" * 32
-SECONDS = 20.0
+SECONDS = 40.0
 
 
 class Member:
@@ -59,7 +59,7 @@ class Member:
     def fileno(self) -> int:
         return self._bell
 
-    def num_dead_nodes(self) -> int:
+    def num_dead_nodes(self, timeout: float) -> int:
         return 0
 
     def leave(self) -> None:

@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DEADLINE_SECONDS = 20.0
+DEADLINE_SECONDS = 60.0
 MARK = "REIGEN_TEST_MARK"
 
 
@@ -35,6 +35,14 @@ def marked(mark: str) -> dict[int, str]:
                     if command:
                         found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
     return found
+
+
+def child_of(family: Sequence[int]) -> int:
+    """The one of two processes that is the other's child."""
+    [child] = [
+        pid for pid in family if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) in family
+    ]
+    return child
 
 
 class Launcher:
@@ -75,7 +83,7 @@ def launched(*arguments: str, **options: object) -> Iterator[Launcher]:
     try:
         yield Launcher(process, mark)
         process.wait(DEADLINE_SECONDS)
-        until(lambda: not marked(mark), 5.0)
+        until(lambda: not marked(mark))
     finally:
         for pid in marked(mark):
             with suppress(ProcessLookupError):

@@ -27,7 +27,7 @@ SUM = ReduceOp.SUM
 FOREVER = threading.Event()
 
 
-def soon(seconds: float = 30.0) -> float:
+def soon(seconds: float = 100.0) -> float:
     return time.monotonic() + seconds
 
 
@@ -35,10 +35,14 @@ def nobody_died(needed: Sequence[int]) -> CollectiveError | None:
     return None
 
 
+def the_client(rank: int) -> RendezvousClient:
+    secret = bytes.fromhex(os.environ["REIGEN_TEST_SECRET"])
+    return RendezvousClient(os.environ["REIGEN_TEST_RENDEZVOUS"], secret, rank, 60.0)
+
+
 def the_plane() -> MpiPlane:
     everybody = world(os.environ)
-    secret = bytes.fromhex(os.environ["REIGEN_TEST_SECRET"])
-    client = RendezvousClient(os.environ["REIGEN_TEST_RENDEZVOUS"], secret, everybody.rank, 30.0)
+    client = the_client(everybody.rank)
     network = MpiNetwork(everybody, range(everybody.size), everybody.rank, client, failure=nobody_died)
     plane = network.among(range(everybody.size), soon())
     assert isinstance(plane, MpiPlane)
@@ -107,7 +111,7 @@ def wrong_mpirun() -> None:
 
 def silent_rank() -> None:
     """The last rank stops in the middle of everything; the others run into their deadline."""
-    plane = the_plane()
+    plane, patience = the_plane(), float(os.environ["REIGEN_TEST_PATIENCE"])
     add(plane, np.ones(10, np.float32), soon())
     plane.barrier(soon())
     if plane.rank == plane.size - 1:
@@ -116,11 +120,12 @@ def silent_rank() -> None:
     plane.lacking = lambda members: lacking.append(tuple(members))
     begun = time.monotonic()
     try:
-        add(plane, np.ones(1 << 20, np.float32), soon(1.0))
+        add(plane, np.ones(1 << 20, np.float32), soon(patience))
     except DeadlineError as error:
-        assert 1.0 <= time.monotonic() - begun < 2.0
+        took = time.monotonic() - begun
+        assert patience <= took < patience + 40.0
         assert error.ranks == (plane.size - 1,), error.ranks
-        assert 5 <= len(lacking) <= 12, "looked at ten times a second"
+        assert 2 <= len(lacking) <= 2 + 10 * took, "looked at ten times a second, where the machine is not busy"
         assert lacking[-1] == (plane.size - 1,)
         print("the others know who is missing", flush=True)
         plane.abort(error)
@@ -173,10 +178,10 @@ def killed_rank() -> None:
     begun = time.monotonic()
     try:
         while True:
-            add(plane, np.ones(1 << 18, np.float32), soon(20.0))
+            add(plane, np.ones(1 << 18, np.float32), soon())
     except PeerLostError as error:
         assert error.ranks == (plane.size - 1,), error
-        assert time.monotonic() - begun < 10.0
+        assert time.monotonic() - begun < 60.0
         print("survived the death of", *error.ranks, flush=True)
         plane.abort(error)
         raise
@@ -187,12 +192,18 @@ def other_work() -> None:
     plane = the_plane()
     reading, writing = os.pipe()
     done: list[bytes] = []
-    plane.meanwhile = Meanwhile(reading, lambda: done.append(os.read(reading, 1)))
+    client = the_client(plane.rank)
+
+    def work() -> None:
+        done.append(os.read(reading, 1))
+        client.put("worked", b"")
+
+    plane.meanwhile = Meanwhile(reading, work)
     if plane.rank == 0:
         timer = threading.Timer(0.1, lambda: os.write(writing, b"x"))
         timer.start()
     else:
-        time.sleep(0.5)
+        client.get("worked", 100.0)  # rank 0 waits in the barrier until then
     plane.barrier(soon())
     assert done == ([b"x"] if plane.rank == 0 else [])
     print("worked", flush=True)

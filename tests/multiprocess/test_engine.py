@@ -141,7 +141,7 @@ def many_at_once() -> None:
 
 
 def test_more_than_the_control_channel_holds(rank_pool: Pools) -> None:
-    rank_pool(2).run(many_at_once, init=True, timeout=50)
+    rank_pool(2).run(many_at_once, init=True)
 
 
 def threads(blocking: bool) -> None:
@@ -219,6 +219,7 @@ def local_errors() -> None:
         first = job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name="x")
         with pytest.raises(DuplicateNameError, match="'x'"):
             job.broadcast(x, x, FLOAT, root_rank=0, name="x")
+    job.barrier(name="rank 1 has not come to x before that").wait()
     # a wrong argument sends nothing, and takes no number of the unnamed operations
     if job.rank == 1:
         for wrong in (

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.multiprocess.launcher import run
+from tests.patience import patiently
 
 from reigen import context
 from reigen.cluster.environ import detect
@@ -59,8 +60,9 @@ def come_and_go(times: int) -> tuple[int, int, int, int]:
     return after[0] - before[0], after[1] - before[1], after[2] - before[2], after[3] - before[3]
 
 
+@pytest.mark.slow
 def test_more_than_a_hundred_jobs_in_one_process_leave_nothing(rank_pool: Pools) -> None:
-    for descriptors, threads, mappings, nbytes in rank_pool(2).run(come_and_go, 120):
+    for descriptors, threads, mappings, nbytes in rank_pool(2).run(come_and_go, 101):
         assert (descriptors, threads, mappings) == (0, 0, 0)
         assert nbytes < 8 << 20
 
@@ -116,11 +118,14 @@ def lack(missing: int) -> tuple[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_who_does_not_come_is_named_alone(missing: int, rank_pool: Pools) -> None:
-    results = rank_pool(3).run(lack, missing, env={"REIGEN_START_TIMEOUT": "0.5"})
-    for rank in {0, 1, 2} - {missing}:
-        text, ranks = results[rank]
-        assert ranks == (missing,)
-        assert f"rank(s) {missing} did not call init() within 0.5 s" in text
+    def attempt(seconds: float) -> None:
+        results = rank_pool(3).run(lack, missing, env={"REIGEN_START_TIMEOUT": f"{seconds:g}"})
+        for rank in {0, 1, 2} - {missing}:
+            text, ranks = results[rank]
+            assert ranks == (missing,)
+            assert f"rank(s) {missing} did not call init() within {seconds:g} s" in text
+
+    patiently(attempt, 0.5)
 
 
 def die_in_init(victim: int) -> tuple[tuple[int, ...], float]:
@@ -141,11 +146,11 @@ def die_in_init(victim: int) -> tuple[tuple[int, ...], float]:
 @pytest.mark.parametrize("victim", [0, 2])
 def test_death_during_init_is_seen(victim: int) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(die_in_init, 3, victim, timeout=20)
+        run_ranks(die_in_init, 3, victim)
     assert [(f.rank, f.exit_code) for f in caught.value.failures] == [(victim, -signal.SIGKILL)], str(caught.value)
     for ranks, seconds in caught.value.results.values():
         assert ranks == (victim,)
-        assert seconds < 5  # far from the time allowed for starting
+        assert seconds < 40  # far from the time allowed for starting
 
 
 def poor_from_the_start(poor: int) -> str:
@@ -159,7 +164,7 @@ def poor_from_the_start(poor: int) -> str:
 
 
 def test_shortage_on_one_rank_during_init_is_raised_on_all() -> None:
-    texts = run_ranks(poor_from_the_start, 3, 1, timeout=20)
+    texts = run_ranks(poor_from_the_start, 3, 1)
     assert all("not enough shared memory for staging" in text for text in texts)
     assert "(told by rank 1)" in texts[0]
     assert "told by" not in texts[1]
@@ -171,10 +176,10 @@ def try_again() -> int:
     job = detect(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
-    client = RendezvousClient(job.rendezvous, job.secret, rank, 10.0)
+    client = RendezvousClient(job.rendezvous, job.secret, rank, 60.0)
     try:
         if rank == 1:
-            client.get("the other has given up", 10.0)
+            client.get("the other has given up", 60.0)
         else:
             with pytest.raises(DeadlineError):
                 context.init({**os.environ, "REIGEN_START_TIMEOUT": "0.3"})

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.multiprocess.launcher import launched, python, run, until
+from tests.multiprocess.launcher import child_of, launched, python, run, until
 
 from reigen._version import __version__
 
@@ -84,7 +84,7 @@ def test_an_agent_that_is_killed_is_a_host_that_is_lost(ssh):
         agents = [pid for pid, command in launcher.processes().items() if command.startswith(agent)]
         of_a = [pid for pid in agents if b"FAKE_HOST=a.invalid" in Path(f"/proc/{pid}/environ").read_bytes()]
         assert len(of_a) == 2  # one does the work, the other one watches over it
-        os.kill(max(of_a), signal.SIGKILL)
+        os.kill(child_of(of_a), signal.SIGKILL)
         status, _, err = launcher.finish()
     assert status == 255
     assert "reigen run: host a.invalid was lost, with ranks 1, 2: " in err

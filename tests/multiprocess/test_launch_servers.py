@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.mpirun import PYPI, find
-from tests.multiprocess.launcher import launched, run, until
+from tests.multiprocess.launcher import child_of, launched, run, until
+from tests.patience import patiently
 
 pytestmark = pytest.mark.slow
 #: `reigen launch`, as far as `launched` is concerned.
@@ -81,7 +82,7 @@ def test_as_many_servers_as_workers_unless_somebody_says():
 def test_servers_that_end_when_the_last_worker_has_ended(flag):
     code = "wait_for_the_end() if role != 'worker' else number and os.remove(e['UNTIL'])"
     environ = {"UNTIL": str(flag)}
-    assert launch(*LOCAL, "--grace-seconds", "20", *command(code), env=environ) == (0, "", "")
+    assert launch(*LOCAL, "--grace-seconds", "60", *command(code), env=environ) == (0, "", "")
 
 
 def test_servers_that_do_not_end_are_asked_to(tmp_path):
@@ -93,9 +94,15 @@ if role != 'worker':
     time.sleep(300)
 while len(os.listdir(sys.argv[1])) < 3: time.sleep(0.01)
 """
-    status, out, err = launch(*LOCAL, "--grace-seconds", "1", *command(code), str(tmp_path))
-    assert (status, err) == (0, "")
-    assert sorted(out.splitlines()) == [f"[{name}] asked" for name in ("scheduler", "server 0", "server 1")]
+
+    def attempt(grace: float) -> None:
+        directory = tmp_path / f"{grace:g}"
+        directory.mkdir()
+        status, out, err = launch(*LOCAL, "--grace-seconds", f"{grace:g}", *command(code), str(directory))
+        assert (status, err) == (0, "")
+        assert sorted(out.splitlines()) == [f"[{name}] asked" for name in ("scheduler", "server 0", "server 1")]
+
+    patiently(attempt, 0.5)
 
 
 def test_servers_that_do_not_even_hear_are_killed():
@@ -167,7 +174,7 @@ wait_for_the_end()
 if role == 'worker': print('done')
 """
     environ = {"REIGEN_KV_ON_WORKER_LOSS": "continue", "UNTIL": str(flag)}
-    status, out, err = launch(*LOCAL, "--grace-seconds", "20", *command(code), env=environ)
+    status, out, err = launch(*LOCAL, "--grace-seconds", "60", *command(code), env=environ)
     assert (status, out) == (7, "[0] done\n")
     assert err == "reigen run: rank 1 failed first: exit code 7\n  it wrote nothing to stderr\n"
 
@@ -264,8 +271,9 @@ def test_a_host_with_a_server_that_is_lost_ends_the_job(there, tmp_path):
     environ = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path)}
     with launched("-n", "1", "-s", "1", *there, *command(code), env=environ, **LAUNCH) as job:
         assert len(job.lines(3)) == 3
-        agents = [pid for pid, command in job.processes().items() if " -P -m reigen.launch.agent" in command]
-        os.kill(max(pid for pid in agents if host_of(pid) == "a.invalid"), signal.SIGKILL)
+        agent = f"{sys.executable} -P -m reigen.launch.agent"
+        agents = [pid for pid, command in job.processes().items() if command.startswith(agent)]
+        os.kill(child_of([pid for pid in agents if host_of(pid) == "a.invalid"]), signal.SIGKILL)
         status, _, err = job.finish()
     assert status == 255
     assert "reigen run: host a.invalid was lost, with server 0: " in err
@@ -291,7 +299,7 @@ def host_of(pid):
 )
 def test_what_makes_no_sense(arguments, message):
     command = [sys.executable, "-m", "reigen", "launch", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert message in done.stderr
 

@@ -11,6 +11,8 @@ from termios import TIOCSCTTY
 import pytest
 from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, python, until
 
+pytestmark = pytest.mark.slow
+
 # Each rank has a child in its session and a daemon that has left it, as badly behaved scripts have.
 FAMILY = ("sh", "-c", "(setsid sleep 300 &); sleep 300 & echo ready; wait")
 STUBBORN = python("signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(300)")
@@ -41,7 +43,7 @@ def test_a_killed_launcher_leaves_nothing():
         ready(launcher)
         until(lambda: len(launcher.processes()) == 8)
         launcher.process.kill()
-        until(lambda: not launcher.processes(), 5.0)
+        until(lambda: not launcher.processes())
 
 
 def test_a_killed_supervisor_leaves_nothing():
@@ -61,7 +63,7 @@ def test_both_killed_at_once_leave_no_rank():
         launcher.process.send_signal(signal.SIGSTOP)  # the guard cannot help now
         os.kill(supervisor, signal.SIGKILL)
         launcher.process.kill()
-        until(lambda: not launcher.processes(), 5.0)
+        until(lambda: not launcher.processes())
 
 
 def test_whoever_ignores_sigterm_is_killed_after_the_grace_time():

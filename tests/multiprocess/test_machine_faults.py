@@ -9,26 +9,28 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from tests.machines import Groups, over_tcp, soon
+from tests.patience import patiently
 
 from reigen.cluster.environ import detect
 from reigen.cluster.rendezvous import RendezvousClient
 from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reduction
 from reigen.planes.base import Buffer, DataPlane
-from reigen.testing import RankError, run_ranks
+from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
 
 pytestmark = pytest.mark.slow  # many real processes
 
 FLOAT32 = DTYPES["float32"]
 GROUPS = [[0, 1], [2, 3, 4]]
-#: A machine sees a death within a second; it may take another that everybody has heard of it.
-TOLD_SECONDS = 2.0
-PATIENT_SECONDS = 30.0
+#: Far from the deadline. On a machine that is not busy a death is seen within a second, and known to all after another.
+TOLD_SECONDS = 40.0
+PATIENT_SECONDS = 100.0
 
 
 def work(plane: DataPlane, kind: str, deadline: float) -> None:
@@ -66,7 +68,7 @@ def suffer(
             others = [f"told/{other}" for other in range(size) if other != victim]
             if rank == victim and patience < PATIENT_SECONDS:
                 for key in others:
-                    client.get(key, 30.0)
+                    client.get(key, 100.0)
                 return None
             if rank == victim:
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -79,7 +81,7 @@ def suffer(
                 said = type(error).__name__, error.ranks, began, time.monotonic(), str(error)
             client.put(f"told/{rank}", b"")
             for key in others:
-                client.get(key, 30.0)
+                client.get(key, 100.0)
             return said
     finally:
         client.close()
@@ -89,19 +91,24 @@ def suffer(
 @pytest.mark.parametrize("victim", [0, 1, 2, 4])
 def test_a_killed_rank_is_named_on_all_machines(victim: int, kind: str) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(suffer, 5, GROUPS, victim, kind, PATIENT_SECONDS, timeout=60)
+        run_ranks(suffer, 5, GROUPS, victim, kind, PATIENT_SECONDS)
     failed = caught.value
     assert [(f.rank, f.kind) for f in failed.failures] == [(victim, "died")], str(failed)
     assert sorted(failed.results) == [rank for rank in range(5) if rank != victim]
     first = min(began for _, _, began, _, _ in failed.results.values())
     for name, ranks, _, told, text in failed.results.values():
         assert (name, ranks) == ("PeerLostError", (victim,)), text
-        assert told - first < TOLD_SECONDS + 1.0, text
+        assert told - first < TOLD_SECONDS, text
 
 
 @pytest.mark.parametrize("kind", ["registered", "ordinary", "small", "alltoall"])
 @pytest.mark.parametrize("victim", [0, 1, 2, 4])
-def test_a_rank_that_does_not_come_is_named_on_all_machines(victim: int, kind: str) -> None:
-    told = run_ranks(suffer, 5, GROUPS, victim, kind, 1.0, timeout=60)
-    for name, ranks, _, _, text in (said for said in told if said is not None):
-        assert (name, ranks) == ("DeadlineError", (victim,)), text
+def test_a_rank_that_does_not_come_is_named_on_all_machines(
+    victim: int, kind: str, rank_pool: Callable[[int], RankPool]
+) -> None:
+    def attempt(seconds: float) -> None:
+        told = rank_pool(5).run(suffer, GROUPS, victim, kind, seconds)
+        for name, ranks, _, _, text in (said for said in told if said is not None):
+            assert (name, ranks) == ("DeadlineError", (victim,)), text
+
+    patiently(attempt, 1.0)

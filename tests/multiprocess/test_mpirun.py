@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, find, run
 from tests.multiprocess import launcher
+from tests.patience import patiently
 
 from reigen.cluster.service import RendezvousServer
 
 _RANKS = str(Path(__file__).with_name("mpi_ranks.py"))
-slow = pytest.mark.slow
+pytestmark = pytest.mark.slow
 BUFFERED = {"PYTHONUNBUFFERED": ""}
 RANK = "import os, sys, time\nrank = int(os.environ['OMPI_COMM_WORLD_RANK'])\n"
-ALL = pytest.mark.parametrize("mpi", [PYPI, pytest.param(DEBIAN, marks=slow), pytest.param(MPICH, marks=slow)])
+ALL = pytest.mark.parametrize("mpi", [PYPI, DEBIAN, MPICH])
 
 Play = Callable[..., Ended]
 
@@ -60,17 +61,19 @@ def test_rank_0_tells_the_others(mpi: str, play: Play) -> None:
 def test_who_waits_for_rank_0_in_vain_ends_the_job(mpi: str, play: Play) -> None:
     ended = play(mpi, "sharing_without_rank_0")
     assert ended.exit_code != 0
-    assert ended.seconds < 20
+    assert ended.seconds < 90  # the deadlines of all others are longer
     assert "rank 0 did not call init() in time" in ended.stderr
 
 
 @ALL
 def test_a_rank_that_is_stopped_ends_the_job_at_the_deadline(mpi: str, play: Play) -> None:
-    ended = play(mpi, "silent_rank")
-    assert ended.exit_code != 0
-    assert ended.seconds < 20
-    assert "the others know who is missing" in ended.stdout
-    assert "rank(s) 2 did not take their part in time" in ended.stderr
+    def attempt(patience: float) -> None:
+        ended = play(mpi, "silent_rank", REIGEN_TEST_PATIENCE=f"{patience:g}")
+        assert ended.exit_code != 0
+        assert "the others know who is missing" in ended.stdout
+        assert "rank(s) 2 did not take their part in time" in ended.stderr
+
+    patiently(attempt, 1.0)
 
 
 @ALL
@@ -83,21 +86,21 @@ def test_late_data_does_not_reach_the_caller(mpi: str, play: Play) -> None:
 def test_a_thread_may_give_up_while_another_waits(mpi: str, play: Play) -> None:
     ended = play(mpi, "aborted_by_another_thread")
     assert ended.stdout.count("told") >= 1, ended
-    assert ended.seconds < 20
+    assert ended.seconds < 90  # the deadlines of all others are longer
 
 
 @ALL
 def test_a_death_ends_the_job(mpi: str, play: Play) -> None:
     ended = play(mpi, "killed_rank")
     assert ended.exit_code != 0
-    assert ended.seconds < 20
+    assert ended.seconds < 90  # the deadlines of all others are longer
 
 
 def test_survivors_know_who_died_where_mpi_lets_them_live(play: Play) -> None:
     ended = play(PYPI, "killed_rank", 3, "--with-ft", "ulfm")
     assert "survived the death of 2" in ended.stdout, ended
     assert ended.exit_code != 0
-    assert ended.seconds < 20
+    assert ended.seconds < 90  # the deadlines of all others are longer
 
 
 @ALL
@@ -125,7 +128,6 @@ def test_mpi_that_is_not_initialised_or_not_any_more(play: Play) -> None:
     assert "MPI has been finalized" in ended.stdout
 
 
-@slow
 def test_an_mpirun_of_another_mpi(play: Play) -> None:
     ended = play(MPICH, "wrong_mpirun", 2, MPI4PY_MPIABI="openmpi", LD_LIBRARY_PATH="")
     assert "PMI_SIZE=2, but Open MPI" in ended.stdout, ended
@@ -150,7 +152,7 @@ def test_reigen_run_starts_ranks_by_mpirun(tmp_path: Path) -> None:
 
 def test_the_exit_code_is_that_of_the_rank_that_failed(tmp_path: Path) -> None:
     needs_mpirun(tmp_path)
-    code, _, err = launcher.run(*by_mpirun("sys.exit(7) if rank == 1 else time.sleep(60)"))
+    code, _, err = launcher.run(*by_mpirun("sys.exit(7) if rank == 1 else time.sleep(300)"))
     assert code == 7
     assert err.splitlines()[-1] == "reigen run: mpirun (Open MPI 5) ended with exit code 7"
 
@@ -172,7 +174,7 @@ def test_options_of_horovodrun(tmp_path: Path) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_job(signum: signal.Signals, tmp_path: Path) -> None:
     needs_mpirun(tmp_path)
-    with launcher.launched(*by_mpirun("print('up', flush=True); time.sleep(60)")) as job:
+    with launcher.launched(*by_mpirun("print('up', flush=True); time.sleep(300)")) as job:
         job.lines(3)
         job.process.send_signal(signum)
         code, _, err = job.finish()
@@ -182,6 +184,6 @@ def test_a_signal_stops_the_job(signum: signal.Signals, tmp_path: Path) -> None:
 
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     needs_mpirun(tmp_path)
-    with launcher.launched(*by_mpirun("print('up', flush=True); time.sleep(60)")) as job:
+    with launcher.launched(*by_mpirun("print('up', flush=True); time.sleep(300)")) as job:
         job.lines(3)
         job.process.kill()

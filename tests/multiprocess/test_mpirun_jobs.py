@@ -10,8 +10,8 @@ import pytest
 from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, Mpi, find, run
 
 _SCRIPTS = str(Path(__file__).with_name("mpi_scripts.py"))
-slow = pytest.mark.slow
-ALL = pytest.mark.parametrize("name", [PYPI, pytest.param(DEBIAN, marks=slow), pytest.param(MPICH, marks=slow)])
+pytestmark = pytest.mark.slow
+ALL = pytest.mark.parametrize("name", [PYPI, DEBIAN, MPICH])
 
 #: Where data travels: in shared memory; over MPI; in shared memory on two "hosts", and over MPI between them.
 SHM: dict[str, str] = {}
@@ -44,7 +44,6 @@ def test_the_command_line_of_the_documents(tmp_path: Path) -> None:
     assert len({line.split()[-1] for line in ended.stdout.splitlines()}) == 1, "replicas differ"
 
 
-@slow
 def test_the_command_line_of_the_documents_with_debians_open_mpi(tmp_path: Path) -> None:
     found = mpi(DEBIAN, tmp_path)
     plain = Mpi(
@@ -80,46 +79,37 @@ def test_a_bug_in_one_rank_ends_the_job(name: str, environ: dict[str, str], tmp_
     ended = play(name, tmp_path, "raises", 3, environ)
     assert ended.exit_code not in {0, None}
     assert "ValueError: a bug in the script" in ended.stderr
-    assert ended.seconds < 30
+    assert ended.seconds < 90  # every other deadline is longer
 
 
-# MPICH's mpirun waits for a rank that stands still, as long as no rank has initialised MPI.
-OPEN_MPI = pytest.mark.parametrize("name", [PYPI, pytest.param(DEBIAN, marks=slow)])
+# MPICH's mpirun waits for a rank that stands still or does not come, as long as no rank has initialised MPI. The two
+# Open MPIs take an exit code, which is all they see of ranks in shared memory, alike.
+WAYS = [pytest.param(PYPI, SHM, id="shm"), *(pytest.param(name, FLAT, id=f"mpi-{name}") for name in (PYPI, DEBIAN))]
 
 
-@OPEN_MPI
-@pytest.mark.parametrize("environ", [SHM, FLAT], ids=["shm", "mpi"])
+@pytest.mark.parametrize(("name", "environ"), [*WAYS, pytest.param(MPICH, FLAT, id=f"mpi-{MPICH}")])
 def test_a_rank_that_stands_still_ends_the_job_at_the_deadline(
     name: str, environ: dict[str, str], tmp_path: Path
 ) -> None:
     ended = play(name, tmp_path, "stops", 3, {**environ, "REIGEN_DEADLINE": "2"})
     assert ended.exit_code != 0
     assert "DeadlineError" in ended.stderr
-    assert ended.seconds < 30
+    assert ended.seconds < 90  # every other deadline is longer
 
 
-@slow
-def test_a_rank_that_stands_still_with_mpich(tmp_path: Path) -> None:
-    ended = play(MPICH, tmp_path, "stops", 3, {**FLAT, "REIGEN_DEADLINE": "2"})
-    assert ended.exit_code != 0
-    assert "DeadlineError" in ended.stderr
-    assert ended.seconds < 30
-
-
-@OPEN_MPI
-@pytest.mark.parametrize("environ", [SHM, FLAT], ids=["shm", "mpi"])
+@pytest.mark.parametrize(("name", "environ"), WAYS)
 def test_a_rank_that_does_not_come_ends_the_job(name: str, environ: dict[str, str], tmp_path: Path) -> None:
     ended = play(name, tmp_path, "does_not_come", 3, {**environ, "REIGEN_START_TIMEOUT": "2"})
     assert ended.exit_code != 0
     assert "rank(s) 1" in ended.stderr, ended
-    assert ended.seconds < 30
+    assert ended.seconds < 90  # every other deadline is longer
 
 
 @ALL
 def test_an_error_that_is_caught_does_not_make_the_job_hang(name: str, tmp_path: Path) -> None:
     ended = play(name, tmp_path, "catches", 3, FLAT)
     assert "caught" in ended.stdout, ended
-    assert ended.seconds < 30
+    assert ended.seconds < 90  # every other deadline is longer
 
 
 @ALL

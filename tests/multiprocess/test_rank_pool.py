@@ -15,12 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.patience import patiently
 
 import reigen
 from reigen.cluster.environ import detect
 from reigen.cluster.rendezvous import RendezvousClient
 from reigen.errors import MismatchError
-from reigen.testing import LeakError, RankError, RankPool, run_ranks
+from reigen.testing import LeakError, RankError, RankPool, leaks, run_ranks
 
 Pools = Callable[[int], RankPool]
 
@@ -179,8 +180,8 @@ def one_dies(how: str) -> str:
 def test_a_death_is_told_at_once_with_its_last_words(how: str, code: int, text: str) -> None:
     began = time.monotonic()
     with pytest.raises(RankError, match=text) as caught:
-        run_ranks(one_dies, 2, how, timeout=100)
-    assert time.monotonic() - began < 50  # far from the timeout; no measurement
+        run_ranks(one_dies, 2, how, timeout=170)
+    assert time.monotonic() - began < 90  # before the timeout; no measurement
     [failure] = caught.value.failures
     assert (failure.rank, failure.kind, failure.exit_code, failure.stderr) == (1, "died", code, "last words\n")
     assert caught.value.results == {0: "survived"}
@@ -191,25 +192,35 @@ def hang_if_zero() -> None:
         threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_a_late_rank_tells_where_it_was_and_is_killed() -> None:
-    with RankPool(2) as pool:
-        pool.start()
-        pids = pool.pids
-        with pytest.raises(RankError, match="hang_if_zero") as caught:
-            pool.run(hang_if_zero, timeout=1.5)
-        [failure] = caught.value.failures
-        assert (failure.rank, failure.kind) == (0, "late")
-        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-        assert [rank for rank, *_ in pool.run(place)] == [0, 1]  # with new processes
+    def attempt(seconds: float) -> None:
+        with RankPool(2) as pool:
+            pool.run(place)  # all are there
+            pids = pool.pids
+            with pytest.raises(RankError, match="hang_if_zero") as caught:
+                pool.run(hang_if_zero, timeout=seconds)
+            [failure] = caught.value.failures
+            assert (failure.rank, failure.kind) == (0, "late")
+            assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+            assert [rank for rank, *_ in pool.run(place)] == [0, 1]  # with new processes
+
+    patiently(attempt, 0.5)
 
 
 def stop_self() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_told_to_be_stopped() -> None:
-    with pytest.raises(RankError, match="stopped by a signal"):
-        run_ranks(stop_self, 1, timeout=1.5)
+    def attempt(seconds: float) -> None:
+        with RankPool(1) as pool:
+            pool.run(place)  # it is there
+            with pytest.raises(RankError, match="stopped by a signal"):
+                pool.run(stop_self, timeout=seconds)
+
+    patiently(attempt, 0.5)
 
 
 def exit_quietly() -> None:
@@ -224,9 +235,11 @@ def test_sys_exit_is_a_failure_and_no_end_of_the_process() -> None:
 
 
 def leave_descriptor() -> None:
+    leaks._PATIENCE_SECONDS = 0.1
     os.open("/dev/null", os.O_RDONLY)
 
 
+@pytest.mark.slow
 def test_a_leak_in_a_rank_is_found_when_asked_for() -> None:
     with RankPool(1) as pool:
         pool.run(leave_descriptor)
@@ -244,7 +257,7 @@ def test_what_a_rank_started_ends_with_it() -> None:
         [pid] = pool.run(start_grandchild)
         ended = os.pidfd_open(pid)
     try:
-        readable, _, _ = select.select([ended], [], [], 10.0)
+        readable, _, _ = select.select([ended], [], [], 60.0)
         assert readable
     finally:
         os.close(ended)
@@ -263,7 +276,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_ranks_do_not_survive_a_killed_test() -> None:
     done = subprocess.run([sys.executable, "-c", _ORPHANS], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    pause, until = threading.Event(), time.monotonic() + 10
+    pause, until = threading.Event(), time.monotonic() + 60
     while alive := [pid for pid in done.stdout.split() if _runs(pid)]:
         assert time.monotonic() < until, f"still alive: {alive}"
         pause.wait(0.01)

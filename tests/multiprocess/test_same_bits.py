@@ -19,6 +19,7 @@ from reigen import context
 from reigen.testing import RankPool
 from reigen.types import DTYPES, DType, ReduceOp
 
+pytestmark = pytest.mark.slow
 Pools = Callable[[int], RankPool]
 Array = NDArray[Any]
 
@@ -150,14 +151,16 @@ def test_the_bits_are_those_of_rank_order(
     assert compared == [3 * _NUM_TENSORS] * size
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_bits_are_the_same_for_all_knobs(size: int, rank_pool: Pools) -> None:
+    """Each combination with one number of ranks, each threshold and capacity with both."""
     thresholds, capacities, alone = ("0", "300", "40000", "134217728"), ("0", "2", "1024"), ("0", "1")
     for seed, knobs in enumerate(itertools.product(thresholds, capacities, alone)):
         names = ("HOROVOD_FUSION_THRESHOLD", "HOROVOD_CACHE_CAPACITY", "HOROVOD_DISABLE_GROUP_FUSION")
         env = dict(zip(names, knobs, strict=True))
-        rank_pool(size).run(reduced_in_any_order, 100 * size + seed, 3, seed % 3 == 0, init=True, env=env)
+        places = (thresholds.index(knobs[0]), capacities.index(knobs[1]), alone.index(knobs[2]))
+        if sum(places) % 2 == size % 2:
+            rank_pool(size).run(reduced_in_any_order, 100 * size + seed, 3, seed % 3 == 0, init=True, env=env)
 
 
 def averaged_gradients(seed: int, groups: int | None) -> int:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import patiently
 
 from reigen import context
 from reigen.errors import DeadlineError
@@ -27,7 +28,11 @@ from reigen.types import DTYPES, ReduceOp
 pytestmark = pytest.mark.slow  # many real processes
 
 FLOAT = DTYPES["float32"]
-CHECK = {"REIGEN_STALL_CHECK_TIME_SECONDS": "0.4"}
+
+
+def check(seconds: float) -> dict[str, str]:
+    """Variables of a job that looks for stalls so often."""
+    return {"REIGEN_STALL_CHECK_TIME_SECONDS": f"{seconds:g}"}
 
 
 class Gate:
@@ -152,25 +157,28 @@ def ranks_that_do_not_submit(path: str) -> dict[str, list[str]]:
 
 
 def test_a_rank_that_computes_is_told_of_with_its_stack(path: str, rank_pool: Callable[[int], RankPool]) -> None:
-    found = rank_pool(3).run(ranks_that_do_not_submit, path, init=True, env=CHECK)[0]
-    for case, who in [
-        ("python", "waiting: ranks 0, 2; missing: rank 1"),
-        ("rank 0", "waiting: rank 2; missing: ranks 0, 1"),
-    ]:
-        first, last = found[case][0], found[case][-1]
-        lines = [line.strip() for line in first.splitlines()]
-        assert lines[1].startswith(f"allreduce {case} for 0."), first
-        assert lines[2] == who
-        assert lines[3].startswith("rank 1 (process " if case == "python" else "rank 0 (process ")
-        assert "test_stalls.py:" in lines[3]
-        assert lines[3].endswith("in Gate.hold: os.read(self.descriptor, 1)  # held here")
-        assert lines[4].endswith("in compute: hold()  # it computes"), first
-        assert "in ranks_that_do_not_submit: compute(gate.hold)" in lines[5]
-        assert last.startswith(f"Stall over: allreduce {case}: no rank is missing any more, after ")
-    [first, *_, last] = found["process set"]
-    assert "  allreduce in a set of process set 1 (ranks 0, 2) for 0." in first
-    assert "    waiting: rank 0; missing: rank 2\n" in first
-    assert last.startswith("Stall over")
+    def attempt(seconds: float) -> None:
+        found = rank_pool(3).run(ranks_that_do_not_submit, path, init=True, env=check(seconds))[0]
+        for case, who in [
+            ("python", "waiting: ranks 0, 2; missing: rank 1"),
+            ("rank 0", "waiting: rank 2; missing: ranks 0, 1"),
+        ]:
+            first, last = found[case][0], found[case][-1]
+            lines = [line.strip() for line in first.splitlines()]
+            assert lines[1].startswith(f"allreduce {case} for 0."), first
+            assert lines[2] == who
+            assert lines[3].startswith("rank 1 (process " if case == "python" else "rank 0 (process ")
+            assert "test_stalls.py:" in lines[3]
+            assert lines[3].endswith("in Gate.hold: os.read(self.descriptor, 1)  # held here")
+            assert lines[4].endswith("in compute: hold()  # it computes"), first
+            assert "in ranks_that_do_not_submit: compute(gate.hold)" in lines[5]
+            assert last.startswith(f"Stall over: allreduce {case}: no rank is missing any more, after ")
+        [first, *_, last] = found["process set"]
+        assert "  allreduce in a set of process set 1 (ranks 0, 2) for 0." in first
+        assert "    waiting: rank 0; missing: rank 2\n" in first
+        assert last.startswith("Stall over")
+
+    patiently(attempt, 0.4)
 
 
 def ranks_that_cannot_answer(path: str, how: str) -> list[str]:
@@ -190,13 +198,16 @@ def ranks_that_cannot_answer(path: str, how: str) -> list[str]:
 def test_of_a_rank_that_cannot_answer_the_kernel_tells(
     how: str, state: str, path: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    pool = rank_pool(2)
-    pool.start()
-    pid = pool.pids[1]
-    first, *_, last = pool.run(ranks_that_cannot_answer, path, how, init=True, env=CHECK)[0]
-    assert "    waiting: rank 0; missing: rank 1\n" in first
-    assert f"  rank 1 does not answer within 2 s: its process {pid} {state}" in first
-    assert last.startswith("Stall over: allreduce t: ")
+    def attempt(seconds: float) -> None:
+        pool = rank_pool(2)
+        pool.start()
+        pid = pool.pids[1]
+        first, *_, last = pool.run(ranks_that_cannot_answer, path, how, init=True, env=check(seconds))[0]
+        assert "    waiting: rank 0; missing: rank 1\n" in first
+        assert f"  rank 1 does not answer within 2 s: its process {pid} {state}" in first
+        assert last.startswith("Stall over: allreduce t: ")
+
+    patiently(attempt, 0.4)
 
 
 def ranks_in_different_collectives(path: str) -> list[str]:
@@ -220,15 +231,18 @@ def ranks_in_different_collectives(path: str) -> list[str]:
 
 
 def test_a_rank_in_a_collective_of_another_name_is_told_of(path: str, rank_pool: Callable[[int], RankPool]) -> None:
-    first = rank_pool(3).run(ranks_in_different_collectives, path, init=True, env=CHECK)[0][0]
-    assert "  barrier only 0 for 0." in first
-    assert "    waiting: ranks 0, 2; missing: rank 1\n" in first
-    assert "  barrier only 1, b0, b1, b2, b3 and 3 more for 0." in first
-    assert "    waiting: rank 1; missing: ranks 0, 2\n" in first
-    assert "it waits in barrier only 1, for which ranks 0, 2 are missing" in first
-    assert "it waits in barrier only 0, for which rank 1 is missing" in first
-    circle = ["only 0 lacks rank 1, which waits in only 1", "only 1 lacks rank 0, which waits in only 0"]
-    assert any(f"in a circle: {'; '.join(order)}." in first for order in (circle, circle[::-1])), first
+    def attempt(seconds: float) -> None:
+        first = rank_pool(3).run(ranks_in_different_collectives, path, init=True, env=check(seconds))[0][0]
+        assert "  barrier only 0 for 0." in first
+        assert "    waiting: ranks 0, 2; missing: rank 1\n" in first
+        assert "  barrier only 1, b0, b1, b2, b3 and 3 more for 0." in first
+        assert "    waiting: rank 1; missing: ranks 0, 2\n" in first
+        assert "it waits in barrier only 1, for which ranks 0, 2 are missing" in first
+        assert "it waits in barrier only 0, for which rank 1 is missing" in first
+        circle = ["only 0 lacks rank 1, which waits in only 1", "only 1 lacks rank 0, which waits in only 0"]
+        assert any(f"in a circle: {'; '.join(order)}." in first for order in (circle, circle[::-1])), first
+
+    patiently(attempt, 0.4)
 
 
 # -- in the middle of a collective ------------------------------------------------------------------------------------
@@ -258,19 +272,22 @@ def ranks_in_the_middle(path: str) -> dict[str, list[str]]:
 def test_a_rank_that_stops_in_the_middle_of_a_collective_is_told_of(
     path: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    found = rank_pool(3).run(ranks_in_the_middle, path, init=True, env=CHECK)[0]
-    first, *_, last = found["all"]
-    assert "  allgather stopped for " in first
-    assert "    in the middle of it: ranks 0, 1; missing: rank 2\n" in first
-    assert "  rank 2 does not answer within 2 s: its process " in first
-    assert "is stopped, by SIGSTOP" in first
-    assert last.startswith("Stall over: allgather stopped: its data has been moved, after ")
-    everything = "\n".join(found["set"])
-    assert "  allgather in a set of process set 1 (ranks 1, 2) for " in everything
-    assert "    in the middle of it: rank 1; missing: rank 2\n" in everything
-    assert "  allreduce after the set's for " in everything
-    assert "it is in the middle of allgather in a set (process set 1), for whose data rank 2" in everything
-    assert "Stall over: allgather in a set" in everything
+    def attempt(seconds: float) -> None:
+        found = rank_pool(3).run(ranks_in_the_middle, path, init=True, env=check(seconds))[0]
+        first, *_, last = found["all"]
+        assert "  allgather stopped for " in first
+        assert "    in the middle of it: ranks 0, 1; missing: rank 2\n" in first
+        assert "  rank 2 does not answer within 2 s: its process " in first
+        assert "is stopped, by SIGSTOP" in first
+        assert last.startswith("Stall over: allgather stopped: its data has been moved, after ")
+        everything = "\n".join(found["set"])
+        assert "  allgather in a set of process set 1 (ranks 1, 2) for " in everything
+        assert "    in the middle of it: rank 1; missing: rank 2\n" in everything
+        assert "  allreduce after the set's for " in everything
+        assert "it is in the middle of allgather in a set (process set 1), for whose data rank 2" in everything
+        assert "Stall over: allgather in a set" in everything
+
+    patiently(attempt, 0.4)
 
 
 def rank_zero_stops(path: str, where: str) -> list[str]:
@@ -290,13 +307,16 @@ def rank_zero_stops(path: str, where: str) -> list[str]:
 
 @pytest.mark.parametrize("where", ["negotiation", "middle"])
 def test_of_rank_zero_another_rank_tells(where: str, path: str, rank_pool: Callable[[int], RankPool]) -> None:
-    results = rank_pool(3).run(rank_zero_stops, path, where, init=True, env=CHECK)
-    first = results[1][0]
-    assert first.startswith("Stall: rank 0 does not answer within 2 s: its process ")
-    assert "is stopped, by SIGSTOP" in first
-    assert "  t has waited for 2." in first
-    assert results[1][-1] == "Stall over: rank 0 answers."
-    assert results[2] == []
+    def attempt(seconds: float) -> None:
+        results = rank_pool(3).run(rank_zero_stops, path, where, init=True, env=check(seconds))
+        first = results[1][0]
+        assert first.startswith("Stall: rank 0 does not answer within 2 s: its process ")
+        assert "is stopped, by SIGSTOP" in first
+        assert "  t has waited for 2." in first
+        assert results[1][-1] == "Stall over: rank 0 answers."
+        assert results[2] == []
+
+    patiently(attempt, 0.4)
 
 
 # -- the end of the job -----------------------------------------------------------------------------------------------
@@ -329,15 +349,18 @@ def end_of_the_job(path: str, missing: int, where: str) -> tuple[str, str | None
 def test_the_shutdown_time_ends_the_job_on_all_ranks(
     missing: int, where: str, path: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    env = {**CHECK, "REIGEN_STALL_SHUTDOWN_TIME_SECONDS": "0.8"}
-    results = rank_pool(3).run(end_of_the_job, path, missing, where, init=True, env=env)
-    for rank, (kind, tensor, ranks, details, again) in enumerate(results):
-        assert (kind, tensor, ranks) == ("DeadlineError", "late", (missing,)), rank
-        assert again.startswith("late: ")
-        if where == "negotiation":
-            assert "in Gate.hold: os.read(self.descriptor, 1)  # held here" in details[missing]
-        elif rank != missing:
-            assert "does not answer within 2 s: its process" in details[missing]
+    def attempt(seconds: float) -> None:
+        env = {**check(seconds), "REIGEN_STALL_SHUTDOWN_TIME_SECONDS": f"{2 * seconds:g}"}
+        results = rank_pool(3).run(end_of_the_job, path, missing, where, init=True, env=env)
+        for rank, (kind, tensor, ranks, details, again) in enumerate(results):
+            assert (kind, tensor, ranks) == ("DeadlineError", "late", (missing,)), rank
+            assert again.startswith("late: ")
+            if where == "negotiation":
+                assert "in Gate.hold: os.read(self.descriptor, 1)  # held here" in details[missing]
+            elif rank != missing:
+                assert "does not answer within 2 s: its process" in details[missing]
+
+    patiently(attempt, 0.4)
 
 
 def until_the_deadline(path: str) -> None:
@@ -357,10 +380,13 @@ def until_the_deadline(path: str) -> None:
 def test_the_warning_is_on_stderr_unless_it_is_disabled(
     disable: str, path: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
-    pool = rank_pool(2)
-    env = {**CHECK, "REIGEN_DEADLINE": "1", "REIGEN_STALL_CHECK_DISABLE": disable}
-    pool.run(until_the_deadline, path, init=True, env=env)
-    said = pool.output(0)[1]
-    assert ("missing: rank 1" in said) is (disable == "0"), said
-    assert "Stall over" not in said  # the deadline is no end that would be worth telling
-    assert "Stall" not in pool.output(1)[1]
+    def attempt(seconds: float) -> None:
+        pool = rank_pool(2)
+        env = {**check(seconds), "REIGEN_DEADLINE": f"{2.5 * seconds:g}", "REIGEN_STALL_CHECK_DISABLE": disable}
+        pool.run(until_the_deadline, path, init=True, env=env)
+        said = pool.output(0)[1]
+        assert ("missing: rank 1" in said) is (disable == "0"), said
+        assert "Stall over" not in said  # the deadline is no end that would be worth telling
+        assert "Stall" not in pool.output(1)[1]
+
+    patiently(attempt, 0.4)

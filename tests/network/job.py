@@ -97,12 +97,12 @@ class Job:
             names = PLACE_VARIABLES if RENDEZVOUS_VARIABLE in launcher else _TORCHRUN_VARIABLES
             environ = {**launcher, **dict(zip(names, map(str, astuple(place)), strict=False))}
             environ |= {"PYTHONPATH": str(SOURCE), "REIGEN_PEER_TIMEOUT": str(PEER_TIMEOUT_SECONDS)}
-            environ |= {"REIGEN_START_TIMEOUT": "20", **(env or {}), **(env_of or {}).get(number, {})}
+            environ |= {"REIGEN_START_TIMEOUT": "60", **(env or {}), **(env_of or {}).get(number, {})}
             before = (before_of or {}).get(number, ())
             process = hosts[cross].start([*before, sys.executable, PROGRAM, *arguments], env=environ, has_input=True)
             self.ranks.append(Rank(number, hosts[cross], process))
 
-    def wait_until(self, event: str, times: int = 1, timeout: float = 40.0) -> None:
+    def wait_until(self, event: str, times: int = 1, timeout: float = 60.0) -> None:
         """All ranks have told of an event so many times."""
         wait_for(lambda: all(rank.has_told(event, times) for rank in self.ranks), f"{event} on all ranks", timeout)
 
@@ -122,10 +122,10 @@ class Job:
         kept = set(self._others)
         kept |= {self.ranks[number].process.pid for number in but if not self.ranks[number].has_ended()}
         for host in self.hosts:
-            wait_for(lambda host=host: not host.processes().keys() - kept, f"{host.name}: {host.processes()}", 5.0)
+            wait_for(lambda host=host: not host.processes().keys() - kept, f"{host.name}: {host.processes()}")
         return ranks
 
-    def succeeds(self, timeout: float = 60.0) -> None:
+    def succeeds(self, timeout: float = 120.0) -> None:
         """All ranks do what they were asked for, and nothing is left of them."""
         for rank in self.finish(timeout):
             assert [rank.process.returncode, *rank.events()[-1:]] == [0, {"event": "done"}], self.describe()

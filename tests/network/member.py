@@ -2,11 +2,14 @@
 
 python member.py serve ADDRESS          prints the service's address; ends with its input
 python member.py join SERVICE RANK SIZE prints "in", and when somebody has failed: when, who and why, as JSON
+
+The variable SILENCE_SECONDS says how long a machine may be silent.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 
@@ -14,7 +17,7 @@ from reigen.cluster.membership import Membership
 from reigen.cluster.rendezvous import RendezvousServer
 
 SECRET = b"s" * 32
-PEER_TIMEOUT_SECONDS = 3.0
+PEER_TIMEOUT_SECONDS = float(os.environ.get("SILENCE_SECONDS", "3"))
 
 
 def serve(address: str) -> None:
@@ -27,7 +30,7 @@ def serve(address: str) -> None:
 
 def join(service: str, rank: int, size: int) -> None:
     one = Membership(
-        service, SECRET, "room", rank, size, timeout_seconds=10.0, peer_timeout_seconds=PEER_TIMEOUT_SECONDS
+        service, SECRET, "room", rank, size, timeout_seconds=60.0, peer_timeout_seconds=PEER_TIMEOUT_SECONDS
     )
     print("in", flush=True)
     while (error := one.failure(range(size))) is None:

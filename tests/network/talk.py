@@ -42,7 +42,7 @@ def serve(address: str, port: str) -> None:
 
 def ask(address: str, port: str, num_bytes: str, times: str) -> None:
     data = bytes(range(256)) * (int(num_bytes) // 256)
-    with socket.create_connection((address, int(port)), timeout=20) as connection:
+    with socket.create_connection((address, int(port)), timeout=60) as connection:
         for _ in range(int(times)):
             start = time.monotonic()
             connection.sendall(data)
@@ -62,7 +62,7 @@ def sink(address: str, port: str) -> None:
 
 
 def send(address: str, port: str, num_bytes: str) -> None:
-    with socket.create_connection((address, int(port)), timeout=20) as connection:
+    with socket.create_connection((address, int(port)), timeout=60) as connection:
         start = time.monotonic()
         connection.sendall(bytes(int(num_bytes)))
         connection.shutdown(socket.SHUT_WR)
@@ -71,7 +71,7 @@ def send(address: str, port: str, num_bytes: str) -> None:
 
 
 def hold(address: str, port: str) -> None:
-    with socket.create_connection((address, int(port)), timeout=20) as connection:
+    with socket.create_connection((address, int(port)), timeout=60) as connection:
         connection.settimeout(None)
         print("connected", flush=True)
         try:

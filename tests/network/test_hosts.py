@@ -16,6 +16,7 @@ from tests.network.waiting import wait_for
 from reigen.launch.processes import below
 from reigen.testing.hosts import Host, HostProcess, MachineError, why_unavailable
 
+pytestmark = pytest.mark.slow
 TALK = (sys.executable, "-I", "-S", Path(__file__).with_name("talk.py"))
 PORT = 5000
 
@@ -28,15 +29,22 @@ def serve(host: Host, what: str = "serve", address: str = "") -> HostProcess:
 
 def ask(host: Host, address: str, *, num_bytes: int = 256, times: int = 1) -> list[float]:
     """Seconds that each of some conversations took; raises if one failed."""
-    done = host.run([*TALK, "ask", address, str(PORT), str(num_bytes), str(times)], timeout=60)
+    done = host.run([*TALK, "ask", address, str(PORT), str(num_bytes), str(times)], timeout=90.0)
     assert done.returncode == 0, done.stderr
     return [float(line) for line in done.stdout.split()]
 
 
-def reaches(host: Host, address: str) -> bool:
-    """Whether a connection is made within a second."""
-    command = f"import socket; socket.create_connection(('{address}', {PORT}), timeout=1)"
-    return host.run([sys.executable, "-I", "-S", "-c", command]).returncode == 0
+def reaches(host: Host, address: str, seconds: float = 30.0) -> bool:
+    """Whether a connection is made within some seconds: some more where it is to be made."""
+    command = f"import socket; socket.create_connection(('{address}', {PORT}), timeout={seconds})"
+    return host.run([sys.executable, "-I", "-S", "-c", command], timeout=90.0).returncode == 0
+
+
+def seconds_to_send(host: Host, address: str, num_bytes: int) -> float:
+    """How long it takes until the sink there has taken so many bytes."""
+    done = host.run([*TALK, "send", address, str(PORT), str(num_bytes)], timeout=90.0)
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout)
 
 
 def test_a_machine_has_its_own_name_processes_memory_files_and_boot(make_hosts: MakeHosts, tmp_path: Path) -> None:
@@ -92,14 +100,16 @@ def test_a_shaped_link_has_that_rate_in_both_directions(make_hosts: MakeHosts, n
     rate_bits, num_bytes = 50e6, 1 << 22
     serve(two, "sink")
     one.shape(rate_bits)
-    for _ in range(2):  # the sender is limited, then the receiver
-        done = one.run([*TALK, "send", two.address, str(PORT), str(num_bytes)])
-        assert 0.9 <= float(done.stdout) / (8 * num_bytes / rate_bits) <= 3.0, done.stderr
+    expected = 8 * num_bytes / rate_bits
+    for _ in range(2):  # the sender is limited, then the receiver; a busy machine is slower, but not every time
+        took: list[float] = []
+        while not took or (took[-1] > 3.0 * expected and len(took) < 10):
+            took.append(seconds_to_send(one, two.address, num_bytes))
+        assert 0.9 * expected <= min(took) <= 3.0 * expected, took
         one.shape(None)
         two.shape(rate_bits)
     two.shape(None)
-    done = one.run([*TALK, "send", two.address, str(PORT), str(num_bytes)])
-    assert float(done.stdout) < 0.5 * 8 * num_bytes / rate_bits, "it is fast again"
+    assert any(seconds_to_send(one, two.address, num_bytes) < 0.5 * expected for _ in range(10)), "it is fast again"
 
 
 def test_the_switch_delays_each_packet(make_hosts: MakeHosts) -> None:
@@ -107,7 +117,10 @@ def test_the_switch_delays_each_packet(make_hosts: MakeHosts) -> None:
     for host in (one, two):
         host.shape(None, delay_seconds=0.02)
     serve(two)
-    assert 0.04 <= min(ask(one, two.address, times=10)) < 0.08
+    took = ask(one, two.address, times=10)
+    while min(took) >= 0.08 and len(took) < 200:  # a busy machine is slower, but not every time
+        took += ask(one, two.address, times=10)
+    assert 0.04 <= min(took) < 0.08
 
 
 def test_a_bridge_has_no_delays_and_says_so(make_hosts: MakeHosts) -> None:
@@ -122,9 +135,9 @@ def test_what_is_cut_off_gets_nothing_until_it_is_joined_again(make_hosts: MakeH
     serve(two)
     assert reaches(one, two.address)
     two.cut()
-    assert not reaches(one, two.address)
+    assert not reaches(one, two.address, 1.0)
     two.join()
-    wait_for(lambda: reaches(one, two.address), "it is reached again")
+    assert reaches(one, two.address)
 
 
 def test_a_partition_separates_two_and_not_the_third(make_hosts: MakeHosts) -> None:
@@ -133,8 +146,8 @@ def test_a_partition_separates_two_and_not_the_third(make_hosts: MakeHosts) -> N
     for host in hosts:
         serve(host)
     hosts.partition(one, two)
-    assert not reaches(one, two.address)
-    assert not reaches(two, one.address6)
+    assert not reaches(one, two.address, 1.0)
+    assert not reaches(two, one.address6, 1.0)
     assert reaches(one, three.address)
     assert reaches(three, two.address)
     hosts.heal(one, two)
@@ -148,7 +161,7 @@ def test_lost_packets_are_sent_again(make_hosts: MakeHosts, network: str) -> Non
         host.lose(0.01)
     sink = serve(two, "sink")
     num_bytes = 1 << 23
-    done = one.run([*TALK, "send", two.address, str(PORT), str(num_bytes)], timeout=60)
+    done = one.run([*TALK, "send", two.address, str(PORT), str(num_bytes)], timeout=90.0)
     assert done.returncode == 0, done.stderr
     wait_for(lambda: sink.output()[0] == f"{num_bytes}\n", "everything has arrived")
     assert 15 <= one.num_retransmissions <= 600  # of about 5,800 packets

@@ -13,6 +13,7 @@ from tests.kv.test_by_hand import PROGRAM
 from tests.network.conftest import MakeHosts
 from tests.network.test_hosts import wait_for
 
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 from reigen.testing.hosts import Host, HostProcess
 
 NODE = (sys.executable, str(Path(__file__).parents[1] / "kv" / "node.py"))
@@ -54,7 +55,7 @@ def answers(node: HostProcess) -> list[Any]:
 
 
 def check_good_end(scheduler: HostProcess, nodes: list[HostProcess]) -> None:
-    assert [process.wait() for process in (*nodes, scheduler)] == [0] * (len(nodes) + 1), scheduler.output()
+    assert [process.wait(60) for process in (*nodes, scheduler)] == [0] * (len(nodes) + 1), scheduler.output()
 
 
 WORK = ("servers", "barrier start", "leave")
@@ -106,7 +107,7 @@ def test_one_program_in_all_roles_on_three_machines(make_hosts: MakeHosts) -> No
 
 def test_a_machine_that_crashes_is_told_by_its_name(make_hosts: MakeHosts) -> None:
     one, two = make_hosts(2)
-    job = ByHand("h1", REIGEN_SECRET=SECRET, PS_HEARTBEAT_INTERVAL="0.3", PS_HEARTBEAT_TIMEOUT="3")
+    job = ByHand("h1", REIGEN_SECRET=SECRET, PS_HEARTBEAT_INTERVAL="0.3", PS_HEARTBEAT_TIMEOUT="8")
     scheduler = job.scheduler(one)
     there = job.node(two, "worker", 1, "servers", "barrier never")
     nodes = [
@@ -116,22 +117,23 @@ def test_a_machine_that_crashes_is_told_by_its_name(make_hosts: MakeHosts) -> No
     ]
     wait_for(lambda: len(answers(there)) == 2, "the start")
     two.crash()
-    assert nodes[0].wait() == 0
+    assert nodes[0].wait(60) == 0
     error = answers(nodes[0])[-1]
     assert (error["error"], error["ranks"]) == ("PeerLostError", [1])
-    assert "worker 1 on host h2 is lost: nothing was heard of it for 3 s" in error["text"]
-    assert scheduler.wait() == 1
+    assert "worker 1 on host h2 is lost: nothing was heard of it for 8 s" in error["text"]
+    assert scheduler.wait(60) == WORKERS_LOST_EXIT_CODE
 
 
 def test_without_a_secret_each_host_says_what_to_set(make_hosts: MakeHosts) -> None:
     one, two = make_hosts(2)
-    job = ByHand("h1", REIGEN_START_TIMEOUT="2")
-    scheduler, worker, other = job.scheduler(one), job.node(one, "worker", 0, "servers"), job.node(two, "worker", 1)
-    assert other.wait() == 1
+    job = ByHand("h1", REIGEN_START_TIMEOUT="60")
+    scheduler = job.scheduler(one, REIGEN_START_TIMEOUT="2")
+    worker, other = job.node(one, "worker", 0, "servers"), job.node(two, "worker", 1)
+    assert other.wait(60) == 1
     assert "REIGEN_SECRET_FILE" in answers(other)[0]["text"]
-    assert worker.wait() == 0
+    assert worker.wait(60) == 0
     assert "worker 1, servers 0 and 1" in answers(worker)[1]["text"]
-    assert scheduler.wait() == 1
+    assert scheduler.wait(60) == 1
     misplaced = ByHand("h1", REIGEN_SECRET=SECRET).scheduler(two)
-    assert misplaced.wait() == 1
+    assert misplaced.wait(60) == 1
     assert "DMLC_PS_ROOT_URI is h1, which means 10.77.0.1" in misplaced.output()[1]

@@ -144,7 +144,7 @@ def test_a_killed_launcher_leaves_no_server_anywhere(start: Start) -> None:
 def test_by_mpirun(start: Start, tmp_path: Path) -> None:
     if isinstance(reason := find(PYPI, tmp_path), str):
         pytest.skip(reason)
-    code, out, err = start(MEETS, "--launcher", "mpi", PYTHONUNBUFFERED="").finish(60.0)
+    code, out, err = start(MEETS, "--launcher", "mpi", PYTHONUNBUFFERED="").finish()
     assert code == 0, out + err
     found = sorted(line.partition("<stdout>: ")[2] or line for line in out.splitlines())
     assert [line.split()[:2] for line in found] == [
@@ -158,7 +158,7 @@ def test_a_failure_under_mpirun_ends_everything(start: Start, tmp_path: Path) ->
         pytest.skip(reason)
     code, _, err = start(
         "sys.exit(7) if role == 'worker' and number == 1 else time.sleep(300)", "--launcher", "mpi"
-    ).finish(60.0)
+    ).finish()
     assert code == 7
     assert err.splitlines()[-1] == "reigen run: mpirun (Open MPI 5) ended with exit code 7"
 

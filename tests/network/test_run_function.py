@@ -19,7 +19,7 @@ HEAD = "import os, signal, socket, time, reigen\nhost = socket.gethostname\n"
 def program(hosts: Hosts, text: str, **variables: str) -> tuple[int, str, str]:
     """Runs a program on the first machine; nothing may be left of it on any: (exit code, stdout, stderr)."""
     command = [sys.executable, "-c", HEAD + textwrap.dedent(text)]
-    done = hosts[0].run(command, env={"PYTHONPATH": str(SOURCE / "src"), **variables}, cwd=SOURCE, timeout=60.0)
+    done = hosts[0].run(command, env={"PYTHONPATH": str(SOURCE / "src"), **variables}, cwd=SOURCE, timeout=120.0)
     for each in hosts:
         wait_for(lambda each=each: not jobs_of(each), f"nothing runs on {each.name}")
     return done.returncode, done.stdout, done.stderr

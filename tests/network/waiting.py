@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, timeout: float = 60.0) -> None:
     until = time.monotonic() + timeout
     pause = threading.Event()
     while not condition():

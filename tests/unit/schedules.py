@@ -244,16 +244,19 @@ def _operations(rng: random.Random, kind: Kind, name: str, ranks: Sequence[int])
     common: dict[str, Any] = {"kind": kind, "name": name, "dtype": rng.choice(("float32", "float32", "float16"))}
     if kind is Kind.BARRIER:
         common["dtype"] = ""
-    elif kind is Kind.ALLOCATE:
+    elif kind in (Kind.ALLOCATE, Kind.ALLOCATE_SHARED):
         common |= {"dtype": "", "shape": (4096,)}
     elif kind is Kind.FREE:
         common |= {"dtype": "", "offset": 64}
     else:
         common["shape"] = (rows, columns)
-    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+    if kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.REDUCE_TO_OWNERS):
         common |= {"op": rng.choice((ReduceOp.SUM, ReduceOp.MAX)), "prescale": rng.choice((1.0, 1.0, 0.5))}
     if kind is Kind.ALLREDUCE:
         common |= {"offset": rng.choice((-1, -1, 128)), "divide_by_active": rng.random() < 0.2}
+    if kind is Kind.REDUCE_TO_OWNERS:
+        first = rng.randrange(rows * columns + 1)
+        common |= {"offset": 128, "splits": (first, rows * columns - first)}
     if kind is Kind.BROADCAST:
         common["root"] = rng.choice(ranks)
     operations = [Operation(**common) for _ in ranks]
@@ -305,7 +308,10 @@ def _spoiled(rng: random.Random, o: Operation, ranks: Sequence[int]) -> Operatio
         {"offset": o.offset + 1000},
         {"divide_by_active": not o.divide_by_active},
     ]
-    return structs.replace(o, **rng.choice(changes))
+    changed = structs.replace(o, **rng.choice(changes))
+    if changed.kind is Kind.REDUCE_TO_OWNERS and (changed.shape != o.shape or not rng.randrange(4)):
+        changed = structs.replace(changed, splits=(changed.num_elements,))  # parts that are all of it, though others
+    return changed
 
 
 # -- the truth --------------------------------------------------------------------------------------------------------
@@ -324,7 +330,9 @@ def same_request(operations: Sequence[Operation]) -> bool:
                 return (o.shape, o.root)
             case Kind.ALLGATHER | Kind.ALLTOALL:
                 return o.shape[1:]
-            case Kind.ALLOCATE | Kind.ADD_SET | Kind.REMOVE_SET:
+            case Kind.REDUCE_TO_OWNERS:
+                return (o.shape, o.op, o.prescale, o.postscale, o.offset, o.splits)
+            case Kind.ALLOCATE | Kind.ALLOCATE_SHARED | Kind.ADD_SET | Kind.REMOVE_SET:
                 return (o.shape,)
             case Kind.FREE:
                 return (o.offset,)

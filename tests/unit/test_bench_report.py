@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from reigen.bench import allreduce, train_step
-from reigen.bench.figures import Overhead, Summary, summarize
+from reigen.bench.figures import Footprint, Overhead, Summary, summarize
 from reigen.bench.machine import Machine
 from reigen.bench.memory import Staging, Usage
-from reigen.bench.report import Document, Row, Verdict, format_seconds, show
+from reigen.bench.report import Document, Row, Verdict, format_seconds, rows_markdown, show
 from reigen.cli.bench import main
 
 
@@ -30,7 +30,15 @@ def _document() -> Document:
     verdict = Verdict("peer / ours", 4.0, 2.0, at_least=True)
     memory = [Staging(1 << 20, 8, 64 << 20, (Usage(3 << 20, 2 << 20, 1 << 20), Usage(5 << 20, 1 << 20, 1 << 20)))]
     return Document(
-        "reigen bench x", 2, 1, machine=machine, rows=[row], overheads=overheads, verdicts=[verdict], memory=memory
+        "reigen bench x",
+        2,
+        1,
+        machine=machine,
+        rows=[row],
+        overheads=overheads,
+        verdicts=[verdict],
+        memory=memory,
+        footprints=[Footprint("mlp+adam", "ours", 2, 100 << 20, 550 << 20)],
     )
 
 
@@ -64,9 +72,30 @@ def test_everything_is_printed() -> None:
     screen = io.StringIO()
     show(_document(), "reigen bench x", Console(file=screen, width=120))
     text = screen.getvalue()
-    for part in ("Some CPU", "1.00 ms", "4.00 ms", "4 x", "failed: broken", "2.00 ms", "peer / ours", "yes", "5.0 MiB"):
+    for part in (
+        "Some CPU",
+        "1.00 ms",
+        "4.00 ms",
+        "4 x",
+        "failed: broken",
+        "2.00 ms",
+        "peer / ours",
+        "yes",
+        "5.0 MiB",
+        "5.50",
+    ):
         assert part in text
     assert "details" not in text
+
+
+def test_medians_are_a_table_for_the_documentation() -> None:
+    rows = [Row("1 MiB", 0, {"ours": _took(0.001)}, "ours"), Row("4 B", 0, {"peer": _took(4e-6)}, "ours")]
+    assert rows_markdown(rows).splitlines() == [
+        "| mode | 1 MiB | 4 B |",
+        "|---|---|---|",
+        "| ours | 1.00 ms |  |",
+        "| peer |  | 4.00 us |",
+    ]
 
 
 def test_a_row_without_its_baseline_has_no_ratios() -> None:
@@ -174,3 +203,30 @@ def test_wrong_arguments_are_told_before_anything_starts(
         main(arguments)
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_shared_step_is_held_against_one_rank_alone_where_every_rank_has_a_core() -> None:
+    summaries = {
+        train_step.ALONE: _took(0.100, 0.200),
+        train_step.SHARED: _took(0.080, 0.180),
+        train_step.DDP_DEFAULT: _took(0.200, 0.300),
+        train_step.DDP_VIEW: _took(0.160, 0.240),
+    }
+    verdict = train_step.shared_verdict("mlp", "adam", summaries, is_crowded=False)
+    assert verdict is not None
+    assert (verdict.value, verdict.budget) == (pytest.approx(0.85), 0.9)
+    crowded = train_step.shared_verdict("mlp", "adam", summaries, is_crowded=True)
+    assert crowded is not None
+    assert (crowded.value, crowded.budget) == (pytest.approx(0.625), 0.6)
+    assert crowded.is_met is False
+    del summaries[train_step.SHARED]
+    assert train_step.shared_verdict("mlp", "adam", summaries, is_crowded=False) is None
+
+
+def test_memory_is_held_against_what_need_not_be_shared() -> None:
+    """Alone: the model, its gradients, two states, and half a model's size of activations."""
+    alone = Footprint("mlp+adam", train_step.ALONE, 1, 100, 450)
+    shared = Footprint("mlp+adam", train_step.SHARED, 3, 100, 750)
+    assert train_step.memory_verdict(shared, alone, 2).value == pytest.approx(1.0)
+    assert train_step.memory_verdict(shared, alone, 1).is_met is True
+    assert shared.copies == 7.5

@@ -49,6 +49,7 @@ VARIABLES = {
     "REIGEN_NETWORK_INTERFACES": ("network_interfaces", "eth0", ("eth0",)),
     "HOROVOD_GLOO_IFACE": ("network_interfaces", "ib0, eth1", ("ib0", "eth1")),
     "DMLC_INTERFACE": ("network_interfaces", "lo", ("lo",)),
+    "SM_NETWORK_INTERFACE_NAME": ("network_interfaces", "eth0", ("eth0",)),
     "REIGEN_TLS": ("tls", "1", True),
     "REIGEN_TCP_ALGORITHM": ("tcp_algorithm", "Ring", "ring"),
     "REIGEN_TCP_SOCKETS": ("tcp_sockets", "4", 4),

@@ -59,6 +59,23 @@ def test_allreduce_sends_no_more_than_one_rank_a_machine_would(groups: Groups, r
         assert sent == pytest.approx(2 * fraction * 4 * LARGE, rel=0.001)
 
 
+@pytest.mark.parametrize("groups", LAYOUTS, ids=str)
+def test_a_reduction_to_owners_sends_what_an_allreduce_does(groups: Groups) -> None:
+    machines = Machines(groups)
+
+    def body(plane: DataPlane) -> int:
+        region = plane.allocate(4 * LARGE, soon())
+        array = region.array.view(np.float32)
+        counts = [LARGE // len(region.owned)] * len(region.owned)
+        counts[-1] += LARGE - sum(counts)
+        buffer, reduction = Buffer(array, array, region.offset), Reduction(FLOAT32, ReduceOp.SUM, plane.size)
+        return sent_in(machines, plane, lambda: plane.reduce_to_owners(buffer, counts, reduction, soon()))
+
+    fraction = (len(groups) - 1) / len(groups)
+    for sent in by_machine(groups, machines.run(body)):
+        assert sent == pytest.approx(2 * fraction * 4 * LARGE, rel=0.001)
+
+
 def test_every_lane_carries_its_part() -> None:
     machines = Machines(TWO_BY_TWO)
 

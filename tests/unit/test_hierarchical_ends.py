@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.machines import Groups, LocalPlane, Machines, soon
+from tests.patience import patiently
 
 from reigen.errors import CollectiveError, DeadlineError, SharedMemoryError
 from reigen.kernels.reduce import Reduction
@@ -233,7 +234,7 @@ def test_who_has_no_lane_has_time_for_other_things_too() -> None:
             plane.meanwhile = Meanwhile(reader, work)
             os.write(writer, b"x")
         elif plane.rank == 2:
-            assert done.wait(30.0), "only when the operation was over"
+            assert done.wait(100.0), "only when the operation was over"
         total(plane)
 
     Machines([[0, 1], [2]]).run(body)
@@ -256,20 +257,24 @@ def error_of(plane: DataPlane, operation: str, deadline: float) -> CollectiveErr
     return caught.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("missing", [0, 1, 3])
 def test_all_are_told_who_did_not_come(missing: int, operation: str) -> None:
-    done = threading.Barrier(4)
+    def attempt(seconds: float) -> None:
+        done = threading.Barrier(4)
 
-    def body(plane: DataPlane) -> CollectiveError | None:
-        error = None if plane.rank == missing else error_of(plane, operation, soon(0.2))
-        done.wait(30.0)
-        return error
+        def body(plane: DataPlane) -> CollectiveError | None:
+            error = None if plane.rank == missing else error_of(plane, operation, soon(seconds))
+            done.wait(100.0)
+            return error
 
-    errors = Machines(TWO_BY_TWO, first=10).run(body)
-    for error in errors[:missing] + errors[missing + 1 :]:
-        assert isinstance(error, DeadlineError)
-        assert error.ranks == (10 + missing,), str(error)
+        errors = Machines(TWO_BY_TWO, first=10).run(body)
+        for error in errors[:missing] + errors[missing + 1 :]:
+            assert isinstance(error, DeadlineError)
+            assert error.ranks == (10 + missing,), str(error)
+
+    patiently(attempt, 0.2)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -280,12 +285,12 @@ def test_one_that_gives_up_ends_the_waiting_of_all(groups: Groups, operation: st
     def body(plane: DataPlane) -> str:
         if plane.rank == 1:
             plane.abort(CollectiveError("enough is enough", ranks=(11,)))
-            done.wait(30.0)
+            done.wait(100.0)
             return "enough is enough"
         began = time.monotonic()
-        error = error_of(plane, operation, soon())
-        assert time.monotonic() - began < 10.0
-        done.wait(30.0)
+        error = error_of(plane, operation, soon(100.0))
+        assert time.monotonic() - began < 40.0
+        done.wait(100.0)
         return str(error)
 
     assert all("enough is enough" in said for said in Machines(groups, first=10).run(body))
@@ -303,7 +308,7 @@ def test_a_failure_in_a_process_set_ends_the_waiting_of_its_members() -> None:
             said = "no more"
         else:
             said = str(error_of(part, "large", soon()))
-        done.wait(30.0)
+        done.wait(100.0)
         part.close()
         return said
 

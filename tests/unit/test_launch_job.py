@@ -5,6 +5,7 @@ from signal import SIGHUP, SIGINT, SIGKILL, SIGSEGV, SIGTERM
 
 import pytest
 
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 from reigen.launch.job import (
     Exited,
     Failure,
@@ -210,6 +211,32 @@ def test_a_server_that_may_not_be_started_again_ends_the_job():
     assert job.handle(Swept()) == [Finish(137, Failure(3, -SIGKILL, num_stopped=2), None)]
 
 
+def test_a_servant_that_hears_of_lost_ranks_before_they_have_ended_is_not_the_failure():
+    job = job_with_servers()
+    assert job.handle(Exited(3, WORKERS_LOST_EXIT_CODE)) == [StartGrace()]
+    assert job.handle(Exited(4, WORKERS_LOST_EXIT_CODE)) == []  # the timer is not started again
+    assert job.phase is Phase.RUNNING
+    assert job.handle(Exited(1, 1)) == [Terminate((0, 2)), StartGrace()]
+    assert job.failure == Failure(1, 1, num_stopped=1)
+
+
+def test_lost_ranks_that_do_not_end_are_stopped_after_the_grace_time():
+    job = job_with_servers()
+    job.handle(Exited(2, WORKERS_LOST_EXIT_CODE))
+    assert job.handle(GraceOver()) == [Terminate((0, 1, 3, 4)), StartGrace()]
+    assert job.failure == Failure(2, WORKERS_LOST_EXIT_CODE, num_stopped=2)
+
+
+def test_ranks_that_were_lost_and_end_well_do_not_make_the_job_succeed():
+    job = job_with_servers()
+    for number in (2, 3, 4):
+        job.handle(Exited(number, WORKERS_LOST_EXIT_CODE))
+    assert job.handle(Exited(0, 0)) == []
+    assert job.handle(Exited(1, 0)) == END
+    failure = Failure(2, WORKERS_LOST_EXIT_CODE, num_stopped=0)
+    assert job.handle(Swept()) == [Finish(WORKERS_LOST_EXIT_CODE, failure, None)]
+
+
 def test_a_servant_is_started_again_so_many_times_and_no_more():
     job = job_with_servers(num_restarts=2)
     assert job.handle(Exited(2, -SIGKILL)) == [Restart(2, 1, -SIGKILL)]
@@ -311,7 +338,7 @@ def run_schedule(job, num_ranks, rng):
     alive, timer_runs = set(job.running), False
     num_processes = len(alive)
     while not finishes:
-        choices = [Exited(rank, rng.choice([0, 0, 1, 3, -9])) for rank in alive]
+        choices = [Exited(rank, rng.choice([0, 0, 1, WORKERS_LOST_EXIT_CODE, -9])) for rank in alive]
         choices += [SignalReceived(rng.choice([SIGINT, SIGTERM]), float(len(history)))] if rng.random() < 0.2 else []
         choices += [GraceOver()] if timer_runs else []
         choices += [Orphaned()] if rng.random() < 0.02 else []
@@ -335,13 +362,18 @@ def run_schedule(job, num_ranks, rng):
 
 
 def expected_exit_code(num_ranks, restarts, history, goes_on):
-    running, restarts, codes = {*range(num_ranks), *restarts}, dict(restarts), []
+    running, restarts, codes, rumours = {*range(num_ranks), *restarts}, dict(restarts), [], []
     for event in history:
         if not any(number < num_ranks for number in running):
             break
         match event:
             case Exited(number, code) if code != 0 and restarts.get(number, 0) and (number < num_ranks or code < 0):
                 restarts[number] -= 1
+            case Exited(number, code) if code == WORKERS_LOST_EXIT_CODE and number >= num_ranks:
+                running.discard(number)
+                rumours.append(code)
+            case GraceOver() if rumours:
+                break
             case Exited(number, code):
                 running.discard(number)
                 codes += [code if code > 0 else 128 - code] if code != 0 else []
@@ -358,4 +390,4 @@ def expected_exit_code(num_ranks, restarts, history, goes_on):
             case Orphaned():
                 codes.append(137)
                 break
-    return codes[0] if codes else 0
+    return (codes + rumours + [0])[0]

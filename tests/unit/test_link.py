@@ -22,7 +22,7 @@ SECRET = b"s" * 32
 ZERO, ONE = Identity(Role.RANK, 0, "ring 0"), Identity(Role.RANK, 1, "ring 0")
 
 
-def soon(seconds=10.0):
+def soon(seconds=60.0):
     return time.monotonic() + seconds
 
 
@@ -53,7 +53,7 @@ def end_and_raw():
     """A link, and the bare socket and session of its peer, for one that lies."""
     client, server = connected()
     connection, session = server.detach()
-    connection.settimeout(10)
+    connection.settimeout(60)
     link = Link(*client.detach())
     yield link, connection, session
     link.close()
@@ -61,7 +61,7 @@ def end_and_raw():
 
 
 def wait_readable(link):
-    assert select.select([link], [], [], 10)[0], "nothing arrived"
+    assert select.select([link], [], [], 60)[0], "nothing arrived"
 
 
 def drive(sender, receiver, num_messages):
@@ -69,7 +69,7 @@ def drive(sender, receiver, num_messages):
     num_sent = num_received = 0
     until = soon()
     while num_received < num_messages:
-        assert time.monotonic() < until, f"{num_received} of {num_messages} messages after 10 s"
+        assert time.monotonic() < until, f"{num_received} of {num_messages} messages in time"
         num_sent += sender.advance_sends()
         num_received += receiver.advance_receives()
     assert num_received == num_messages
@@ -85,7 +85,7 @@ def receive_error(link):
             link.advance_receives()
         except (ConnectionError, WireError, AuthenticationError) as error:
             return error
-    raise AssertionError("no error after 10 s")
+    raise AssertionError("no error")
 
 
 def test_each_end_knows_the_other_and_what_the_link_is_for(links):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from tests.patience import patiently
 
 from reigen.cluster.rendezvous import LocalRendezvous
 from reigen.testing import RankError, run_threads
@@ -17,7 +18,7 @@ def test_results_come_by_rank() -> None:
 def test_the_rendezvous_is_shared() -> None:
     def swap(rank: int, rendezvous: LocalRendezvous) -> bytes:
         rendezvous.put(f"from {rank}", b"%d" % rank)
-        return rendezvous.get(f"from {1 - rank}", 10.0)
+        return rendezvous.get(f"from {1 - rank}", 60.0)
 
     assert run_threads(swap, 2) == [b"1", b"0"]
 
@@ -36,13 +37,16 @@ def test_every_failure_is_told() -> None:
 
 
 def test_a_late_rank_tells_where_it_is() -> None:
-    release = threading.Event()
+    def attempt(seconds: float) -> None:
+        release = threading.Event()
 
-    def wait_here(rank: int, _: LocalRendezvous) -> None:
-        if rank == 1:
-            release.wait()
+        def wait_here(rank: int, _: LocalRendezvous) -> None:
+            if rank == 1:
+                release.wait()
 
-    with pytest.raises(RankError, match="wait_here") as caught:
-        run_threads(wait_here, 2, timeout=0.2)
-    release.set()
-    assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "late")]
+        with pytest.raises(RankError, match="wait_here") as caught:
+            run_threads(wait_here, 2, timeout=seconds)
+        release.set()
+        assert [(failure.rank, failure.kind) for failure in caught.value.failures] == [(1, "late")]
+
+    patiently(attempt, 0.2)

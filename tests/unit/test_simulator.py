@@ -17,6 +17,8 @@ from tests.unit.simulator import play
 from reigen.engine.messages import Cause, Kind
 
 _BLOCK = 500
+#: so many are played by the test that looks at what they reach
+_TOLD = 2_000
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 
 
@@ -24,22 +26,22 @@ def seeds(first: int, count: int) -> Sequence[int]:
     return range(first, first + count) if _REPLAY is None else [int(_REPLAY)]
 
 
-@pytest.mark.parametrize("first", range(0, 10_000, _BLOCK))
+@pytest.mark.parametrize("first", range(_TOLD, 4_000, _BLOCK))
 def test_schedules(first: int) -> None:
     for seed in seeds(first, _BLOCK):
         play(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(10_000, 30_000, 5_000))
+@pytest.mark.parametrize("first", range(4_000, 20_000, 4_000))
 def test_many_schedules(first: int) -> None:
-    for seed in seeds(first, 5_000):
+    for seed in seeds(first, 4_000):
         play(seed)
 
 
 def test_the_schedules_reach_what_they_are_meant_to() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(2_000):
+    for seed in range(_TOLD):
         s = play(seed)
         seen["fused"] += any(len(b.names) > 1 for b in s.batches.values())
         seen["mismatch"] += any(r.cause is not Cause.LATE for r in s.refused.values())

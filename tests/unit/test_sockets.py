@@ -51,22 +51,24 @@ def test_the_last_probe_is_at_the_timeout(ends, seconds):
     assert idle + interval * (probes - 1) < user_timeout / 1000 < idle + interval * probes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bulk", [False, True])
 def test_an_idle_peer_that_falls_silent_is_lost(ends, bulk):
     keepalive(ends[0], 2, bulk=bulk)
     fall_silent(ends[1])
-    ends[0].settimeout(20)
+    ends[0].settimeout(100)
     begin = time.monotonic()
     with pytest.raises(ConnectionError), losses_are_connection_errors():
         ends[0].recv(1)
-    assert 1 < time.monotonic() - begin < 10
+    assert 1 < time.monotonic() - begin < 60
 
 
+@pytest.mark.slow
 def test_a_peer_that_acknowledges_nothing_is_lost(ends):
     keepalive(ends[0], 2)
     fall_silent(ends[1])
     ends[0].sendall(b"is anybody there?")
-    ends[0].settimeout(20)
+    ends[0].settimeout(100)
     with pytest.raises(ConnectionError), losses_are_connection_errors():
         ends[0].recv(1)
 
@@ -81,7 +83,7 @@ def test_silence_is_measured_while_something_is_owed(ends):
     assert silent_seconds(one) == 0.0
     fall_silent(other)
     one.sendall(b"is anybody there?")
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while silent_seconds(one) < 0.5:
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -89,7 +91,7 @@ def test_silence_is_measured_while_something_is_owed(ends):
 
 def test_who_does_not_read_is_not_silent(ends):
     fill(ends[0])
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while silent_seconds(ends[0]) > 0.0:  # what is on its way
         assert time.monotonic() < until
         time.sleep(0.01)

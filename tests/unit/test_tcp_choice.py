@@ -10,6 +10,7 @@ import pytest
 
 from reigen.config import TCP_ALGORITHMS
 from reigen.planes.tcp_choice import (
+    AHEAD,
     LEAST_BYTES,
     MOST_BYTES,
     RING_BYTES,
@@ -19,6 +20,7 @@ from reigen.planes.tcp_choice import (
     adds_in_order,
     choose,
     cut,
+    leads,
     route,
     rows_between,
     rows_of,
@@ -40,7 +42,8 @@ def reach(spans: Sequence[Span]) -> Span:
     [
         (4, 2, "latency"),
         (1 << 18, 2, "latency"),
-        (MIB, 2, "direct"),
+        (MIB, 2, "latency"),
+        (MIB + 4, 2, "direct"),
         (25 * MIB, 2, "direct"),
         (1 << 16, 3, "latency"),
         (1 << 16, 4, "direct"),
@@ -96,7 +99,27 @@ def test_rows_give_every_rank_its_part_of_every_element_once(count: int, size: i
 def test_what_is_ahead_in_rows_does_not_grow_with_the_array(size: int) -> None:
     for count in (100_003, 26_214_400):
         lengths = [row[-1][1] - row[0][0] for row in rows_of(count, 4, size)]
-        assert max(lengths) * 4 <= 1.5 * max(1 << 19, size << 16)
+        assert max(lengths) * 4 <= 1.5 * max(1 << (20 if size == 2 else 19), size << 16)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [1, 1000, 100_003, 26_214_400])
+def test_contributions_are_ahead_of_sums_by_as_many_bytes_at_the_end_as_at_the_beginning(count: int, size: int) -> None:
+    rows = rows_of(count, 4, size)
+    nbytes = [4 * (row[-1][1] - row[0][0]) for row in rows]
+    ahead = leads(rows, 4)
+    assert len(ahead) == len(rows) + 1
+    assert ahead[-1] == len(rows)
+    assert all(earlier <= later for earlier, later in itertools.pairwise(ahead))
+    wanted = AHEAD << (20 if size == 2 else 19)
+    for row, reached in enumerate(ahead):
+        assert reached >= min(len(rows), row + AHEAD)
+        assert reached == len(rows) or sum(nbytes[row : reached + 1]) > wanted
+        assert sum(nbytes[row:reached]) <= wanted or reached == row + AHEAD
+
+
+def test_nothing_is_ahead_where_there_are_no_rows() -> None:
+    assert leads([], 4) == (0,)
 
 
 def test_rows_of_parts_that_are_given() -> None:

@@ -104,4 +104,4 @@ def test_who_sleeps_does_other_things_meanwhile() -> None:
     began = time.monotonic()
     mine.wait(mine.post(), began + 30)
     assert len(calls) == 3
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 15.0

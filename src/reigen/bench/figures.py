@@ -74,6 +74,29 @@ class Overhead(msgspec.Struct, frozen=True):
         return self.median > self.noise
 
 
+class Footprint(msgspec.Struct, frozen=True):
+    """What a mode needs beyond processes that have loaded everything and have no model, in bytes.
+
+    Attributes:
+        title: model and optimizer.
+        mode: how it was trained.
+        num_ranks: on this host.
+        parameter_bytes: of the model, once.
+        all_bytes: of all ranks together, after some steps: parameters, gradients, optimizer state, activations.
+    """
+
+    title: str
+    mode: str
+    num_ranks: int
+    parameter_bytes: int
+    all_bytes: int
+
+    @property
+    def copies(self) -> float:
+        """``all_bytes`` in sizes of the model."""
+        return self.all_bytes / self.parameter_bytes
+
+
 def joint_durations(timelines: Sequence[Timeline]) -> list[float]:
     """Duration of each operation that all ranks do together.
 

@@ -27,7 +27,7 @@ class Recipe:
         make: makes the model; the same for the same seed.
         batch: shape of one rank's inputs, float32.
         num_classes: 0: the targets are float32 like the outputs; else they are class numbers.
-        learning_rate: for SGD with momentum 0.9.
+        learning_rate: for SGD with momentum 0.9; Adam has its own, which suits all.
     """
 
     about: str
@@ -60,6 +60,10 @@ def _stack() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def _tiny() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
 def _cnn() -> nn.Module:
     return nn.Sequential(
         *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
@@ -72,8 +76,34 @@ RECIPES = {
     "deep": Recipe("80 layers of 256 x 256, batch 64", _deep, (64, 256), 0, 0.001),
     # Much to compute and much to send, in many tensors of one size: for overlapping the two on a slow network.
     "stack": Recipe("24 layers of 1024 x 1024, 25 M parameters, batch 1536", _stack, (1536, 1024), 0, 0.001),
+    "tiny": Recipe("8 x 8: a step that loads all code and needs no memory", _tiny, (8, 8), 0, 0.01),
     "cnn": Recipe("2 convolutions, 1.2 M parameters, 28 x 28 images, batch 32", _cnn, (32, 1, 28, 28), 10, 0.01),
 }
+
+
+_ADAM_LEARNING_RATE = 1e-4
+
+
+def recipe_of(case: Case) -> Recipe:
+    """The recipe of a case's model.
+
+    Raises:
+        ArgumentError: there is no such model.
+    """
+    recipe = RECIPES.get(case.name.partition("/")[0].partition("+")[0])
+    if recipe is None:
+        raise ArgumentError(f"there is no model {case.name!r}; there are {', '.join(RECIPES)}")
+    return recipe
+
+
+def variant_of(case: Case) -> str:
+    """What a case's name says behind the model and the optimizer: ``MODEL[+OPTIMIZER]/VARIANT``.
+
+    Example:
+        >>> variant_of(Case("mlp+adam/view"))
+        'view'
+    """
+    return case.name.partition("/")[2]
 
 
 class Training:
@@ -82,7 +112,7 @@ class Training:
     All ranks start with the same weights and have different data; the data does not depend on the mode.
 
     Args:
-        case: ``MODEL/anything``, and where to save the weights.
+        case: ``MODEL[+OPTIMIZER]/anything``, and where to save the weights. Without an optimizer it is SGD.
         rank: chooses the data.
         wrap_model: gives what is called in the forward pass.
         wrap_optimizer: gives what steps.
@@ -96,9 +126,7 @@ class Training:
         wrap_model: Callable[[nn.Module], nn.Module] = lambda model: model,
         wrap_optimizer: Callable[[torch.optim.Optimizer, nn.Module], torch.optim.Optimizer] = lambda opt, _: opt,
     ) -> None:
-        recipe = RECIPES.get(case.name.partition("/")[0])
-        if recipe is None:
-            raise ArgumentError(f"there is no model {case.name!r}; there are {', '.join(RECIPES)}")
+        recipe = recipe_of(case)
         torch.set_num_threads(1)
         torch.manual_seed(_SEED)
         self.model = recipe.make()
@@ -109,8 +137,7 @@ class Training:
         self._targets = self._make_targets(recipe, data)
         self._loss = nn.CrossEntropyLoss() if recipe.num_classes else nn.MSELoss()
         self._forward = wrap_model(self.model)
-        optimizer = torch.optim.SGD(self.model.parameters(), lr=recipe.learning_rate, momentum=0.9)
-        self._optimizer = wrap_optimizer(optimizer, self.model)
+        self._optimizer = wrap_optimizer(_make_optimizer(case, self.model), self.model)
 
     def prepare(self) -> None:
         """Nothing: the data is there."""
@@ -156,6 +183,15 @@ class Training:
         with torch.no_grad():
             outputs = self.model(self._inputs[:1]).shape[1:]
         return torch.randn((recipe.batch[0], *outputs), generator=data)
+
+
+def _make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    name = case.name.partition("/")[0].partition("+")[2]
+    if name in ("", "sgd"):
+        return torch.optim.SGD(model.parameters(), lr=recipe_of(case).learning_rate, momentum=0.9)
+    if name == "adam":
+        return torch.optim.Adam(model.parameters(), lr=_ADAM_LEARNING_RATE)
+    raise ArgumentError(f"there is no optimizer {name!r}; there are sgd and adam")
 
 
 class Backward(Training):

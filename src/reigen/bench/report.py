@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from reigen import __version__
-from reigen.bench.figures import Overhead, Ratio, Summary, ratio
+from reigen.bench.figures import Footprint, Overhead, Ratio, Summary, ratio
 from reigen.bench.machine import Machine, this_machine
 from reigen.bench.memory import Staging
 from reigen.bench.sizes import format_size
@@ -79,6 +79,7 @@ class Document(msgspec.Struct):
         skipped: modes that were left out, and why.
         notes: lines for the reader.
         memory: what the staging of fused tensors costs.
+        footprints: what training needs in memory.
     """
 
     command: str
@@ -95,6 +96,7 @@ class Document(msgspec.Struct):
     verdicts: list[Verdict] = []
     notes: list[str] = []
     memory: list[Staging] = []
+    footprints: list[Footprint] = []
 
     def has_failed(self, prefix: str) -> bool:
         """Whether a mode, or all modes of a crew, whose name begins so, did not come to an end."""
@@ -151,6 +153,28 @@ def rows_table(title: str, rows: Sequence[Row]) -> Table:
     return table
 
 
+def markdown(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table for the documentation.
+
+    Example:
+        >>> print(markdown(["mode", "time"], [["reigen", "5 ms"]]))
+        | mode | time |
+        |---|---|
+        | reigen | 5 ms |
+    """
+    shown = [f"| {' | '.join(line)} |" for line in (headings, *lines)]
+    return "\n".join([shown[0], "|" + "---|" * len(headings), *shown[1:]])
+
+
+def rows_markdown(rows: Sequence[Row]) -> str:
+    """Medians for the documentation: a line for each mode, a column for each row."""
+    lines = [
+        [name, *(format_seconds(row.modes[name].median) if name in row.modes else "" for row in rows)]
+        for name in dict.fromkeys(name for row in rows for name in row.modes)
+    ]
+    return markdown(["mode", *(row.title for row in rows)], lines)
+
+
 def overheads_table(overheads: Mapping[str, Mapping[str, Overhead]]) -> Table:
     """What each mode's step took longer than one rank alone."""
     table = Table(title="step minus the step of one rank alone", title_justify="left")
@@ -175,6 +199,20 @@ def memory_table(found: Sequence[Staging]) -> Table:
         sizes = (staging.tensors_bytes, staging.peak, staging.share, staging.segment)
         megabytes = [f"{nbytes / (1 << 20):.1f} MiB" for nbytes in sizes]
         table.add_row(format_size(staging.threshold_bytes), str(staging.num_dtypes), *megabytes)
+    return table
+
+
+def footprints_table(found: Sequence[Footprint]) -> Table:
+    """What training needs in memory, of all ranks together."""
+    table = Table(title="memory of all ranks together (PSS), beyond processes without a model", title_justify="left")
+    for heading in ("what", "mode"):
+        table.add_column(heading)
+    for heading in ("ranks", "model", "all", "in sizes of the model"):
+        table.add_column(heading, justify="right")
+    for footprint in found:
+        sizes = (footprint.parameter_bytes, footprint.all_bytes)
+        megabytes = [f"{nbytes / (1 << 20):.0f} MiB" for nbytes in sizes]
+        table.add_row(footprint.title, footprint.mode, str(footprint.num_ranks), *megabytes, f"{footprint.copies:.2f}")
     return table
 
 
@@ -207,6 +245,8 @@ def show(document: Document, title: str, console: Console) -> None:
         console.print(overheads_table(document.overheads))
     if document.memory:
         console.print(memory_table(document.memory))
+    if document.footprints:
+        console.print(footprints_table(document.footprints))
     for line in document.notes:
         console.print(line, soft_wrap=True, highlight=False)
     if document.verdicts:

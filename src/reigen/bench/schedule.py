@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -75,13 +76,21 @@ def about(what: str, report: Report) -> Report:
     return lambda line: report(f"{what}: {line}")
 
 
+def to_stderr(line: str) -> None:
+    """A reporter of programs that print what they found to stdout."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
 def rotated(names: Sequence[str], round_number: int) -> list[str]:
     """The order of a round: everybody is first once, and follows the same neighbour, in turn."""
     shift = round_number % len(names) if names else 0
     return [*names[shift:], *names[:shift]]
 
 
-def alternate(modes: Sequence[Mode], rounds: int, turn_seconds: float, report: Report) -> Outcome:
+def alternate(
+    modes: Sequence[Mode], rounds: int, turn_seconds: float, report: Report, *, warmup: int = WARMUP
+) -> Outcome:
     """Give every mode a turn in every round.
 
     Args:
@@ -89,6 +98,7 @@ def alternate(modes: Sequence[Mode], rounds: int, turn_seconds: float, report: R
         rounds: how many; at least 1.
         turn_seconds: about how long a turn is.
         report: told what is going on.
+        warmup: operations of each mode before the first round; they tell how many make a turn.
 
     A mode that fails is left out from then on; the others go on.
     """
@@ -99,8 +109,8 @@ def alternate(modes: Sequence[Mode], rounds: int, turn_seconds: float, report: R
     for mode in modes:
         report(f"{mode.name}: warming up")
         try:
-            warmup = mode.durations(mode.team.open(mode.name, mode.case, WARMUP))
-            iterations[mode.name] = num_iterations(min(warmup), turn_seconds)
+            first = mode.durations(mode.team.open(mode.name, mode.case, warmup))
+            iterations[mode.name] = num_iterations(min(first), turn_seconds)
         except LaunchError as error:
             failures[mode.name] = str(error)
     for number in range(rounds):

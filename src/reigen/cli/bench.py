@@ -87,12 +87,23 @@ def _calls(chosen: argparse.Namespace, command: str, report: Callable[[str], Non
 
 
 def _train_step(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
-    from reigen.bench.train_step import MODELS, Settings, run
+    from reigen.bench.train_step import MODELS, OPTIMIZERS, Settings, run
 
-    models = tuple(chosen.models.split(","))
+    models, optimizers = tuple(chosen.models.split(",")), tuple(chosen.optimizers.split(","))
     if not set(models) <= set(MODELS):
         raise ConfigError(f"--models {chosen.models}: the models are {', '.join(MODELS)}")
-    return run(Settings(chosen.np, models, chosen.rounds, chosen.seconds, chosen.timeline), command, report)
+    if not set(optimizers) <= set(OPTIMIZERS):
+        raise ConfigError(f"--optimizers {chosen.optimizers}: the optimizers are {', '.join(OPTIMIZERS)}")
+    settings = Settings(
+        chosen.np,
+        models,
+        chosen.rounds,
+        chosen.seconds,
+        timeline=chosen.timeline,
+        optimizers=optimizers,
+        memory=chosen.memory,
+    )
+    return run(settings, command, report)
 
 
 def _startup(chosen: argparse.Namespace, command: str, report: Callable[[str], None]) -> Document:
@@ -125,7 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     add = _adder(commands, "train-step", "a training step: one rank alone, DDP, Reigen", _train_step, 9)
     add("--models", default="mlp,deep,cnn", metavar="A,B", help="of mlp, deep and cnn (default: all)")
     add("--seconds", type=_seconds, default=1.5, metavar="S", help="length of a turn (default: 1.5)")
+    add("--optimizers", default="sgd", metavar="A,B", help="sgd (with momentum), adam or both (default: sgd)")
     add("--timeline", action="store_true", help="measure what a timeline costs, too")
+    add("--memory", action="store_true", help="measure the memory of all ranks together, too")
     _adder(commands, "startup", "starting a job, beside starting Python", _startup, 9)
     return parser
 

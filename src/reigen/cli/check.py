@@ -78,7 +78,12 @@ def _parser() -> argparse.ArgumentParser:
 def build_report() -> str:
     """What there is, in the form of `horovodrun --check-build`."""
     sections: dict[str, dict[str, bool]] = {
-        "Frameworks": {"TensorFlow": False, "PyTorch": _version("torch") is not None, "MXNet": False, "NumPy": True},
+        "Frameworks": {
+            "TensorFlow": False,
+            "PyTorch": _version("torch") is not None,
+            "MXNet": _version("mxnet") is not None,
+            "NumPy": True,
+        },
         "Controllers": {"MPI": False, "Gloo": False, "Reigen": True},
         "Tensor Operations": {
             "NCCL": False,

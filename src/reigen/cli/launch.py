@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from reigen.cli.run_options import add_login, add_output, add_restarts, ssh_of
+from reigen.compat import as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.hosts import Host, parse_mxnet_hostfile
 from reigen.launch.mpi import run_mpi
@@ -42,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
         exports = exported(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
         launch = run_mpi if chosen.launcher == "mpi" else run_job
-        return launch(_options(chosen, Network.of(environ), tuple(exports)), environ)
+        return launch(
+            _options(chosen, Network.of(environ), tuple(exports)), as_mxnet(environ) if chosen.as_mxnet else environ
+        )
     except ConfigError as error:
         made.error(str(error))
     except LaunchError as error:
@@ -86,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="let a variable travel that belongs to the host (HOME, TMPDIR ...); all others do anyway",
     )
+    add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
     add("--p3", action="store_true", help="set DMLC_PS_VAN_TYPE=p3, for MXNet; Reigen respects priorities anyway")
     add_restarts(add)
     add_output(made.add_argument_group("output").add_argument)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from reigen.cli.run_options import parser, ssh_of
-from reigen.compat import as_horovod
+from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.horovodrun import Translation, by_mpirun, translate
 from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host, parse_hosts
@@ -30,6 +30,8 @@ def main(arguments: Sequence[str]) -> int:
 
         print(build_report())
         return 0
+    if chosen.num_ranks is None and chosen.as_mxnet and os.environ.get("DMLC_ROLE"):
+        return _become(chosen)
     if chosen.num_ranks is None:
         made.error("the following arguments are required: -np/--num-proc")
     try:
@@ -43,12 +45,32 @@ def main(arguments: Sequence[str]) -> int:
     _tell(translation)
     launch = run_mpi if by_mpirun(vars(chosen), document) else run_job
     try:
-        return launch(options, as_horovod(environ) if chosen.as_horovod else environ)
+        return launch(options, _disguised(environ, chosen))
     except ConfigError as error:
         made.error(str(error))
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
+
+
+def _disguised(environ: Mapping[str, str], chosen: argparse.Namespace) -> Mapping[str, str]:
+    """What ``--as-horovod`` and ``--as-mxnet`` make of the environment."""
+    environ = as_horovod(environ) if chosen.as_horovod else environ
+    return as_mxnet(environ) if chosen.as_mxnet else environ
+
+
+def _become(chosen: argparse.Namespace) -> int:
+    """Without ``-np``, where somebody has set DMLC_ROLE by hand and starts each process himself: the command itself."""
+    command = _command(chosen)
+    try:
+        os.execvpe(command[0], command, _disguised(os.environ, chosen))
+    except (OSError, IndexError) as error:
+        complain(f"cannot run {' '.join(command) or 'nothing'}: {error}")
+        return 127
+
+
+def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
 
 
 def _options(
@@ -57,7 +79,7 @@ def _options(
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
     return Options(
-        command=tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command),
+        command=_command(chosen),
         num_ranks=chosen.num_ranks,
         bind=chosen.bind,
         grace_seconds=chosen.grace_seconds,

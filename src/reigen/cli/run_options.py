@@ -74,6 +74,7 @@ def _add_general(add: Add) -> None:
     add("-cb", "--check-build", action="store_true", help="say what there is, in the form of horovodrun, and end")
     add("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="how many processes")
     add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
+    add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
     add("--config-file", type=Path, metavar="FILE", help="settings in YAML, as horovodrun reads them")
     add(
         "--bind",

@@ -281,7 +281,7 @@ def _host_for_all(secret: bytes, coordinator: str, ports: Sequence[int], reason:
     if not is_here(coordinator):  # behind another address, or it is not here that rank 0 was meant to be
         for port in ports:
             with suppress(AuthenticationError):
-                _problem(Pointer(join_address(coordinator, port), secret), 0, time.monotonic(), manner.tls)
+                _problem(Pointer(join_address(coordinator, port), secret), 0, _soon(), manner.tls)
         _log.warning(
             "rank 0 runs on %s, but the others look for it at %s (MASTER_ADDR, or what the launcher says), which is no "
             "address of this host: unless that leads here, they do not find it",
@@ -296,7 +296,7 @@ def _host_for_all(secret: bytes, coordinator: str, ports: Sequence[int], reason:
         except OSError as error:
             problems.append(f"{port}: {os.strerror(error.errno) if error.errno else error}")
             with suppress(AuthenticationError):  # somebody else's, and so taken
-                _problem(Pointer(join_address(host, port), secret), 0, time.monotonic(), manner.tls)
+                _problem(Pointer(join_address(host, port), secret), 0, _soon(), manner.tls)
             continue
         return Access(server.address, secret, f"{reason}; it listens on {server.address}: {why}", (server,))
     raise ConfigError(
@@ -334,6 +334,11 @@ def _find(
         "or its control service cannot be reached" + hint + "".join(f"\n{line}" for line in lines),
         ranks=(0,),
     )
+
+
+def _soon() -> float:
+    """Until when somebody who listens is to say who it is; where nobody does, that is known at once."""
+    return time.monotonic() + _TRY_SECONDS
 
 
 def _problem(pointer: Pointer, rank: int, until: float, tls: Tls | None) -> str:

@@ -64,9 +64,10 @@ def claim(rendezvous: Rendezvous, rank: int) -> int:
         if _runs(holder):
             raise ConfigError(
                 f"rank {rank} of this job is process {holder.pid}{_command(holder)}, which still runs. This process, "
-                f"{own.pid}, has inherited its environment and is no rank: what a rank starts does without init(). To "
-                "give it a job of its own, start it by `reigen run -np 1 COMMAND`, or without the variables REIGEN_*, "
-                "HOROVOD_*, RANK and WORLD_SIZE."
+                f"{own.pid}, was given the same rank. If it has inherited the environment of that one, it is no rank: "
+                "what a rank starts does without init(); to give it a job of its own, start it by `reigen run -np 1 "
+                "COMMAND`, or without the variables REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE. If both were started by "
+                "hand, give each its own RANK."
             )
     raise AssertionError("lives are counted without end")
 

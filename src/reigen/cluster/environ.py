@@ -27,6 +27,9 @@ RENDEZVOUS_VARIABLE = "REIGEN_RENDEZVOUS"
 SECRET_VARIABLE = "REIGEN_SECRET"
 #: Set to 1 where the launcher writes its rank before each line that a process prints.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
+#: What a parameter server, or its scheduler, exits with when the job is over since its workers are lost: their end
+#: says why, and the launcher may be about to hear of it.
+WORKERS_LOST_EXIT_CODE = 79
 
 _SECRET_DIGITS = 64
 

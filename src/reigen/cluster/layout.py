@@ -25,7 +25,7 @@ from reigen.errors import ConfigError, DeadlineError, PeerLostError
 #: How often to look whether rank 0 still lives.
 _SLICE_SECONDS = 0.2
 #: How long rank 0 waits for the others to find out why there is no job.
-_TELL_SECONDS = 2.0
+_TELL_SECONDS = 5.0
 _MAX_HOSTNAME = 255
 _ATTEMPT_BYTES = 8
 

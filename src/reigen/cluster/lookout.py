@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from reigen.cluster.membership import Membership
 from reigen.cluster.neighbours import Neighbours
@@ -55,14 +55,14 @@ class Lookout:
             self._neighbours.abort(there)
         return here if there is None else there
 
-    def linger(self, ranks: Sequence[int]) -> None:
-        """Give ranks that are lost a moment to end."""
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
+        """Give ranks that are lost a moment to end, unless it is ``over``."""
         here = () if self._neighbours is None else self._neighbours.ranks
         if self._neighbours is not None:
-            self._neighbours.linger(ranks)
+            self._neighbours.linger(ranks, over)
         elsewhere = [rank for rank in ranks if rank not in here]
         if elsewhere:
-            self._membership.linger(elsewhere)
+            self._membership.linger(elsewhere, over)
 
     def abort(self, error: CollectiveError) -> None:
         """Tell the others that this rank cannot go on, and why; the first call counts."""

@@ -10,7 +10,7 @@ import contextlib
 import select
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.cluster.fates import Fates
@@ -34,6 +34,8 @@ _MESSAGE_SECONDS = 0.05
 _WORD_SECONDS = 1.0
 #: How long whoever is let down waits for the end of a rank that has left.
 _LINGER_SECONDS = 0.7
+#: How often it looks whether that is over.
+_LINGER_SLICE_SECONDS = 0.01
 
 
 class Membership:
@@ -114,18 +116,18 @@ class Membership:
         with self._lock:
             self._say(Leave())
 
-    def linger(self, ranks: Sequence[int]) -> None:
-        """Give ranks that are lost a moment to end, as `Neighbours.linger` does.
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
+        """Give ranks that are lost a moment to end, as `Neighbours.linger` does, unless it is ``over``.
 
         That a rank's process has ended is only known here where it died; whoever has left gets all of the time.
         """
         until = time.monotonic() + _LINGER_SECONDS
-        while (left := until - time.monotonic()) > 0:
+        while not over() and (left := until - time.monotonic()) > 0:
             with self._lock:
                 self._listen()
                 if self._fates.gone.issuperset(rank for rank in ranks if rank != self.rank):
                     return
-            self.wait_for_death(left)
+            self.wait_for_death(min(left, _LINGER_SLICE_SECONDS))
 
     def wait_for_death(self, timeout_seconds: float) -> None:
         """Return when there is news, or after the time given."""

@@ -13,7 +13,7 @@ import hashlib
 import os
 import select
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -35,6 +35,8 @@ _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
 _SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
 #: How long whoever is let down waits for the end of a rank that has left.
 _LINGER_SECONDS = 0.7
+#: How often it looks whether that is over.
+_LINGER_SLICE_SECONDS = 0.01
 
 
 class Status(IntEnum):
@@ -101,6 +103,10 @@ class Members(Protocol):
         """Map what every member has reserved, each at its own offset; the second half."""
         ...
 
+    def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Map what one member has reserved; every member does."""
+        ...
+
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Why what waits for these members will never succeed, or None while it may."""
         ...
@@ -143,6 +149,10 @@ class Subset:
     def map(self, offsets: Sequence[int], nbytes: int) -> Mapped:
         """See `Members`."""
         return self._neighbours.map_of(self._members, offsets, nbytes)
+
+    def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """See `Members`."""
+        return self._neighbours.map_one(self._members[member], offset, nbytes)
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """See `Members`."""
@@ -204,6 +214,10 @@ class Neighbours:
         arrays = (self._segments[member].map(offset, nbytes) for member, offset in zip(members, offsets, strict=True))
         return Mapped(tuple(arrays))
 
+    def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Map ``nbytes`` of the segment of one of them."""
+        return self._segments[member].map(offset, nbytes)
+
     def subset(self, members: Sequence[int]) -> Subset:
         """Some of them, this rank among them, numbered anew."""
         return Subset(self, members)
@@ -245,8 +259,8 @@ class Neighbours:
         """Whose process has ended, by their numbers here, in ascending order. Costs one poll(2)."""
         return tuple(sorted(self._members[fd] for fd, _ in self._poll.poll(0)))
 
-    def linger(self, ranks: Sequence[int]) -> None:
-        """Give ranks of the job that are lost a moment to end, as far as they are on this host.
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
+        """Give ranks of the job that are lost a moment to end, as far as they are on this host, unless it is ``over``.
 
         A rank that fails leaves in good order while its interpreter winds up. If those that it lets down were faster to
         end, the launcher would take one of them for the first failure. Its status may not say yet that it has left: the
@@ -257,8 +271,8 @@ class Neighbours:
         poll = select.poll()
         for member in left:
             poll.register(self._pidfds[member], select.POLLIN)
-        while left and (rest := until - time.monotonic()) > 0:
-            for fd, _ in poll.poll(rest * 1000):
+        while left and not over() and (rest := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(min(rest, _LINGER_SLICE_SECONDS) * 1000):
                 poll.unregister(fd)
                 left.discard(self._members[fd])
 

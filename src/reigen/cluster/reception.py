@@ -45,10 +45,12 @@ class Guest:
 
     Attributes:
         deadline: until when it must have proven itself.
+        has_spoken: it has sent a message.
     """
 
     def __init__(self, connection: socket.socket, conversation: Conversation, deadline: float) -> None:
         self.socket, self.conversation, self.deadline = connection, conversation, deadline
+        self.has_spoken = False
 
     @property
     def peer(self) -> Identity | None:
@@ -68,6 +70,7 @@ class Reception:
         gone: is called when a connection has ended, and with whether the guest's whole machine is silent.
         handshake_seconds: how long a connection may be unauthenticated.
         peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        must_speak: a connection counts as unauthenticated until it has said something.
         tls: encrypt everything; whoever connects must do so, too.
 
     Attributes:
@@ -89,6 +92,7 @@ class Reception:
         *,
         handshake_seconds: float = 5.0,
         peer_timeout_seconds: float = 20.0,
+        must_speak: bool = False,
         tls: Tls | None = None,
     ) -> None:
         host, port = address
@@ -96,7 +100,7 @@ class Reception:
         self._secret, self._me, self._max_message_bytes = secret, me, max_message_bytes
         self._receive, self._gone = receive, gone
         self._handshake_seconds = handshake_seconds
-        self._peer_timeout_seconds = peer_timeout_seconds
+        self._peer_timeout_seconds, self._must_speak = peer_timeout_seconds, must_speak
         self._tls = tls
         self._guests: dict[socket.socket, Guest] = {}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -206,6 +210,7 @@ class Reception:
         if not data:
             raise ConnectionResetError
         for payload in guest.conversation.receive(data):
+            guest.has_spoken = True
             if guest.socket in self._guests:  # not once it was dropped
                 self._receive(guest, payload)
 
@@ -225,7 +230,8 @@ class Reception:
         self._selector.modify(guest.socket, selectors.EVENT_READ | writing)
 
     def _strangers(self) -> list[Guest]:
-        return [one for one in self._guests.values() if one.peer is None]
+        guests = self._guests.values()
+        return [one for one in guests if one.peer is None or (self._must_speak and not one.has_spoken)]
 
     def _drop_slow(self) -> None:
         now = time.monotonic()
@@ -244,6 +250,8 @@ class Reception:
             self._selector.unregister(guest.socket)
             if guest.peer is None:
                 _log.info("a connection to %s has ended, and nobody there has proven to know the secret", self.address)
+            elif self._must_speak and not guest.has_spoken:
+                _log.info("a connection to %s has ended, and nobody there has said anything", self.address)
             self._gone(guest, silent)
             guest.socket.close()
 

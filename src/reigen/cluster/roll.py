@@ -29,7 +29,7 @@ import msgspec
 from reigen.cluster.told import Abort
 
 #: How long what went wrong is held for what went wrong at the same time.
-HOLD_SECONDS = 0.1
+HOLD_SECONDS = 0.25
 MAX_ROOMS = 4096
 MAX_SIZE = 1 << 16
 MAX_NAME_BYTES = 512

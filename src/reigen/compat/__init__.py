@@ -3,6 +3,9 @@
 `reigen run --as-horovod` prepends it for the ranks and what they start; ``python -m reigen.compat`` prints it, for
 other ways to start. Nothing is installed under Horovod's name, so an installed Horovod stays as it is: it is only
 hidden where this directory comes first. ``python -E`` and ``python -I`` ignore PYTHONPATH.
+
+``kvstore`` is another one, for `reigen run --as-mxnet`: there ``import mxnet`` gives the installed MXNet, with Reigen's
+stores in the place of its own. ``python -m reigen.compat mxnet`` prints it.
 """
 
 from __future__ import annotations
@@ -13,9 +16,20 @@ from pathlib import Path
 
 #: What stands here is importable as a top-level module: the package ``horovod``.
 DIRECTORY = str(Path(__file__).parent)
+#: And here: the module ``mxnet``.
+MXNET_DIRECTORY = str(Path(__file__).parent / "kvstore")
 
 
 def as_horovod(environ: Mapping[str, str]) -> dict[str, str]:
     """``environ`` with the directory first in PYTHONPATH."""
-    rest = [entry for entry in environ.get("PYTHONPATH", "").split(pathsep) if entry and entry != DIRECTORY]
-    return {**environ, "PYTHONPATH": pathsep.join([DIRECTORY, *rest])}
+    return _with_first(DIRECTORY, environ)
+
+
+def as_mxnet(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` with the directory first in PYTHONPATH in which ``mxnet`` has Reigen's stores."""
+    return _with_first(MXNET_DIRECTORY, environ)
+
+
+def _with_first(directory: str, environ: Mapping[str, str]) -> dict[str, str]:
+    rest = [entry for entry in environ.get("PYTHONPATH", "").split(pathsep) if entry and entry != directory]
+    return {**environ, "PYTHONPATH": pathsep.join([directory, *rest])}

@@ -4,7 +4,7 @@ from reigen.compression.base import Codec, Params, Residual
 from reigen.compression.bits import Signs, Ternary
 from reigen.compression.casts import Cast, Int8
 from reigen.compression.feedback import ErrorFeedback
-from reigen.compression.params import chain, from_params
+from reigen.compression.params import chain, from_params, means_none
 from reigen.compression.topk import TopK
 from reigen.compression.totals import add_up
 
@@ -21,4 +21,5 @@ __all__ = [
     "add_up",
     "chain",
     "from_params",
+    "means_none",
 ]

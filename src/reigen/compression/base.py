@@ -64,6 +64,18 @@ class Codec(ABC):
             WireError: it stands for nothing.
         """
 
+    def check(self, data: Bytes, num_elements: int) -> None:
+        """Raise what `decode` would, before anything is done with ``data``.
+
+        Raises:
+            WireError: it cannot be the codes of so many elements.
+        """
+        if len(data) != self.max_bytes(num_elements):
+            raise WireError(
+                f"{len(data)} bytes of {self.name} codes for {num_elements} elements, which take "
+                f"{self.max_bytes(num_elements)}"
+            )
+
     def for_sums(self, num_arrays: int) -> Codec:
         """The codec for sums of so many arrays that have been coded by this one, as servers send them back.
 
@@ -136,10 +148,8 @@ class Codec(ABC):
             ArgumentError: ``out`` is no such array.
         """
         check_array(out)
-        expected = self.max_bytes(len(out))
-        codes = np.frombuffer(data, np.uint8) if expected else np.empty(0, np.uint8)
-        if len(codes) != expected:
-            raise WireError(f"{len(codes)} bytes of {self.name} codes for {len(out)} elements, which take {expected}")
+        codes = np.frombuffer(data, np.uint8) if self.max_bytes(len(out)) else np.empty(0, np.uint8)
+        Codec.check(self, codes, len(out))  # what its content says is looked at once, where it is read
         scratch = Scratch()
         with np.errstate(all="ignore"):
             for begin, end in pieces(len(out), self.grain):

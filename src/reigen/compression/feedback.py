@@ -68,6 +68,10 @@ class ErrorFeedback(Codec):
         """See `Codec.unpack`."""
         self.codec.unpack(data, out)
 
+    def check(self, data: Bytes, num_elements: int) -> None:
+        """See `Codec.check`."""
+        self.codec.check(data, num_elements)
+
     def for_sums(self, num_arrays: int) -> ErrorFeedback:
         """See `Codec.for_sums`."""
         return ErrorFeedback(self.codec.for_sums(num_arrays))

@@ -43,6 +43,16 @@ _TYPES: dict[str, _Type] = {
 }
 
 
+def means_none(params: object) -> bool:
+    """Whether ``params`` say that nothing is compressed: ``{"type": "none"}``; what else they say has no meaning then.
+
+    Example:
+        >>> means_none({"type": "none", "threshold": 0.5}), means_none({"type": "2bit"})
+        (True, False)
+    """
+    return isinstance(params, Mapping) and params.get("type") == "none"
+
+
 def from_params(params: Mapping[str, Any]) -> Codec:
     """The codec that ``params`` describe.
 
@@ -50,7 +60,7 @@ def from_params(params: Mapping[str, Any]) -> Codec:
         params: ``type``: one of ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``, ``topk`` (``fp32`` changes nothing);
             ``threshold`` of 2bit and 1bit (0.5 where it is missing), and ``scale`` of 1bit (1); ``ratio`` or ``k``, and
             ``values`` (``fp32``, ``fp16``, ``bf16`` or ``int8``) of topk; ``ef``: whether with error feedback, which
-            2bit, 1bit and topk have unless it is false.
+            2bit, 1bit and topk have unless it is false. ``none`` is no codec: see `means_none`.
 
     Raises:
         ArgumentError: the type or a parameter is unknown, or a value makes no sense.
@@ -65,7 +75,7 @@ def from_params(params: Mapping[str, Any]) -> Codec:
     name = params["type"]
     kind = _TYPES.get(name) if isinstance(name, str) else None
     if kind is None:
-        raise ArgumentError(f"unknown type of compression {name!r}; there are {', '.join(sorted(_TYPES))}")
+        raise ArgumentError(f"unknown type of compression {name!r}; there are {', '.join([*sorted(_TYPES), 'none'])}")
     unknown = [key for key in params if key not in {"type", "ef", *kind.accepted}]
     if unknown:
         accepted = ", ".join(["type", *kind.accepted, "ef"])

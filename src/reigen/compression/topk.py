@@ -69,6 +69,11 @@ class TopK(Codec):
         count = self.count(num_elements)
         return 4 * count + self.values.max_bytes(count)
 
+    def check(self, data: Bytes, num_elements: int) -> None:
+        """See `Codec.check`."""
+        super().check(data, num_elements)
+        self._positions(data, num_elements)
+
     def pack(self, values: Floats, out: Bytes, scratch: Scratch) -> None:
         """See `Codec.pack`."""
         if len(values) >= 1 << 32:
@@ -89,13 +94,17 @@ class TopK(Codec):
         target[positions] = how(target[positions], values)
 
     def _read(self, data: Bytes, length: int) -> tuple[NDArray[np.intp], Floats]:
+        positions = self._positions(data, length)
+        values = np.empty(len(positions), np.float32)
+        self.values.unpack(data[4 * len(positions) :], values)
+        return positions, values
+
+    def _positions(self, data: Bytes, length: int) -> NDArray[np.intp]:
         count = self.count(length)
         positions = data[: 4 * count].view("<u4").astype(np.intp)
         if count and not (positions[-1] < length and (np.diff(positions) > 0).all()):
             raise WireError(f"topk codes with positions that are not ascending, or not below {length}")
-        values = np.empty(count, np.float32)
-        self.values.unpack(data[4 * count :], values)
-        return positions, values
+        return positions
 
 
 def _is_number(value: object) -> bool:

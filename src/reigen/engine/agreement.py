@@ -12,8 +12,16 @@ from reigen.types import DTYPES
 Disagreement = tuple[str, Callable[[Operation], str]]
 
 _ALL = tuple(Kind)
-_SAME_SHAPE = (Kind.ALLREDUCE, Kind.BROADCAST, Kind.REDUCESCATTER, Kind.ALLOCATE)
-_SCALED = (Kind.ALLREDUCE, Kind.REDUCESCATTER)
+_SAME_SHAPE = (
+    Kind.ALLREDUCE,
+    Kind.BROADCAST,
+    Kind.REDUCESCATTER,
+    Kind.ALLOCATE,
+    Kind.REDUCE_TO_OWNERS,
+    Kind.ALLOCATE_SHARED,
+)
+_SCALED = (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.REDUCE_TO_OWNERS)
+_SAME_REGION = (Kind.FREE, Kind.REDUCE_TO_OWNERS)
 _GATHERED = (Kind.ALLGATHER, Kind.ALLTOALL)
 _SETS = (Kind.ADD_SET, Kind.REMOVE_SET)
 
@@ -64,14 +72,27 @@ _CHECKS = (
         lambda o: str(list(o.shape)),
     ),
     _Check((Kind.BROADCAST,), lambda o: o.root, "the root ranks differ", lambda o: f"root_rank {o.root}"),
-    _Check((Kind.FREE,), lambda o: o.offset, "the regions differ", lambda o: f"offset {o.offset}"),
+    _Check(_SAME_REGION, lambda o: o.offset, "the regions differ", lambda o: f"offset {o.offset}"),
+    _Check(
+        (Kind.REDUCE_TO_OWNERS,),
+        lambda o: o.splits,
+        "the owners' parts differ",
+        lambda o: f"{list(o.splits)} elements",
+    ),
     _Check(_SETS, lambda o: o.shape, "the process sets differ", lambda o: str(list(o.shape))),
 )
 
 
-_OF_ELEMENTS = (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.BROADCAST, Kind.ALLTOALL, Kind.REDUCESCATTER)
+_OF_ELEMENTS = (
+    Kind.ALLREDUCE,
+    Kind.ALLGATHER,
+    Kind.BROADCAST,
+    Kind.ALLTOALL,
+    Kind.REDUCESCATTER,
+    Kind.REDUCE_TO_OWNERS,
+)
 _IN_GROUPS = (Kind.ALLREDUCE, Kind.ALLGATHER, Kind.REDUCESCATTER)
-_OF_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ALLOCATE)
+_OF_ROWS = (Kind.ALLGATHER, Kind.ALLTOALL, Kind.REDUCESCATTER, Kind.ALLOCATE, Kind.ALLOCATE_SHARED)
 _OF_ALL_RANKS = (Kind.JOIN, *_SETS)
 
 
@@ -115,6 +136,10 @@ def _single_fault(operation: Operation, team: Sequence[int]) -> str | None:
         splits = operation.splits
         if len(splits) != len(team) or min(splits) < 0 or sum(splits) > shape[0]:
             return f"splits {list(splits)} of {shape[0]} rows among {len(team)} ranks"
+    if kind is Kind.REDUCE_TO_OWNERS and (
+        operation.offset < 0 or min(operation.splits, default=-1) < 0 or sum(operation.splits) != operation.num_elements
+    ):
+        return f"parts of {list(operation.splits)} elements, at offset {operation.offset}, of {operation.num_elements}"
     if kind is Kind.ADD_SET and (not shape or shape[-1] >= len(team) or sorted(set(shape)) != list(shape)):
         return f"a process set of the ranks {list(shape)} out of {len(team)}"
     if kind is Kind.REMOVE_SET and (len(shape) != 1 or not shape[0]):

@@ -8,7 +8,8 @@ changes threads not once. Otherwise the engine's thread drives: it is woken by a
 messages, drives until nothing is outstanding, and parks.
 
 Whom a ring of the doorbell wakes (`Sleeper`) is written only by the thread that holds ``_driver``. A caller that has
-finished driving hands the doorbell back to the parked thread, and wakes it if work has come in between.
+finished driving hands the doorbell back to the parked thread, which begins with what has come in between: at once, or
+in a moment where nobody can want anything of rank 0 before its next submission (all process sets have it).
 """
 
 from __future__ import annotations
@@ -21,11 +22,9 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from reigen.engine.channel import BACKLOG_SECONDS, SLICE_SECONDS, Channel, Listener
 from reigen.engine.execution import execute, stand_in
-from reigen.engine.farewell import wait_for_devices
+from reigen.engine.farewell import LastMoment, interrupted, wait_for_devices
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import (
     MAX_NOTE_BYTES,
@@ -104,6 +103,7 @@ class Engine:
         self._driver = threading.Lock()
         #: every operation of this rank that is not complete
         self._outstanding = Outstanding()
+        self._last_moment = LastMoment(watch, self._outstanding)
         #: looks for stalls, if somebody should
         self._stalls: StallWatch | None = None
         #: on rank 0: announced while data was being moved, and to be carried out
@@ -159,7 +159,11 @@ class Engine:
             CollectiveError: a rank was lost, or the engine is shut down.
         """
         observer = self._observer
-        self._outstanding.add(operation, handle, None if observer is None else observer.submitted)
+        try:
+            self._outstanding.add(operation, handle, None if observer is None else observer.submitted)
+        except PeerLostError as error:
+            self._last_moment.give(error)
+            raise
         if self._thread is None:
             self.wait_for(handle)
         elif not blocking:
@@ -240,19 +244,21 @@ class Engine:
 
     def _drive_for(self, handle: Handle) -> None:
         """Drive as the caller who waits for ``handle``, then hand over to the engine's thread. Gives up ``_driver``."""
-        waits_for_others = False
+        coordinator, waits_for_others = self._coordinator, False
         try:
             self._transport.take_over(Sleeper.NOBODY)
             self._drive(Sleeper.CALLER, handle)
             # The engine's thread sleeps for as long as it chose before: new deadlines are for it to look after.
-            waits_for_others = self._coordinator is not None and self._coordinator.next_expiry() is not None
+            waits_for_others = coordinator is not None and coordinator.next_expiry() is not None
             broken = self._outstanding.broken
             if broken is not None and not handle.done:  # an interrupt fell between its end and telling it
                 handle.complete(broken.of(handle.name))
         finally:
-            self._transport.take_over(Sleeper.ENGINE)
+            will_look = coordinator is not None and len(self._teams) == 1 and self._transport.hand_back()
+            if not will_look:
+                self._transport.take_over(Sleeper.ENGINE)
             self._driver.release()
-            if waits_for_others or self._has_work():
+            if self._has_work(reads=not will_look) or (waits_for_others and not will_look):
                 self._transport.wake(Sleeper.ENGINE)
 
     def close(self) -> None:
@@ -302,8 +308,9 @@ class Engine:
             if not self._outstanding.closed:
                 self._transport.sleep(token, Sleeper.ENGINE, nap)
 
-    def _has_work(self) -> bool:
-        return self.works and (not self._idle() or self._channel.pending())
+    def _has_work(self, *, reads: bool = True) -> bool:
+        """Whether somebody waits for something or, if that ``reads``, has said something."""
+        return self.works and (not self._idle() or (reads and self._channel.pending()))
 
     def _idle(self) -> bool:
         """Nobody waits, and no device is at work for anybody: no deaths and deadlines have to be looked at."""
@@ -329,8 +336,9 @@ class Engine:
             raise
 
     def _step(self) -> bool:
-        """Take in what has come and carry out what follows; False when there was nothing."""
-        worked = self._take_submissions()
+        """Take in what has come and carry out what follows; False when nothing has come from anybody."""
+        self._take_submissions()
+        worked = False
         for rank, message in self._channel.receive():
             worked = True
             self._hear(rank, message)
@@ -352,12 +360,9 @@ class Engine:
         else:
             self._carry_out(self._participant.hear(message))
 
-    def _take_submissions(self) -> bool:
-        if not self._outstanding.inbox:
-            return False
-        for operation in self._outstanding.take(time.monotonic() + self._deadline_seconds + _GRACE_SECONDS):
+    def _take_submissions(self) -> None:
+        for operation in self._outstanding.take(self._deadline_seconds + _GRACE_SECONDS):
             self._participant.submit(operation)
-        return True
 
     def _report(self) -> None:
         """Tell the coordinator what the participant has to say."""
@@ -434,9 +439,9 @@ class Engine:
 
     def _break(self, error: CollectiveError) -> None:
         """From now on nothing works; fail all that is outstanding, taken in or not."""
-        if isinstance(error, PeerLostError):
-            self._watch.linger(error.ranks)
+        self._last_moment.give_to_outstanding(error)
         self._outstanding.set_broken(error)
+        self._last_moment.give_to_outstanding(error)  # what was handed in just before that
         for team in self._teams.values():
             team.abort_on_device(error)
         self._participant.lose(error)
@@ -568,11 +573,7 @@ class Engine:
 
     def _give_up(self, error: BaseException) -> None:
         """Something went wrong in the middle: the ranks may have lost step, so nothing can go on."""
-        known = error
-        if not isinstance(known, CollectiveError):
-            what = "an unreadable control message" if isinstance(error, msgspec.DecodeError) else repr(error)
-            known = CollectiveError(f"rank {self._plane.rank} was interrupted: {what}", ranks=(self._plane.rank,))
-            known.__cause__ = error
+        known = interrupted(error, self._plane.rank)
         self._abort(known)
         self._break(known)
 

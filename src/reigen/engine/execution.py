@@ -142,6 +142,13 @@ def _reducescatter(team: Team, operation: Operation, response: Response, task: T
     return Outcome(output)
 
 
+def _reduce_to_owners(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
+    plane, array = _plane(team), _source(task)
+    reduction = reduction_of(operation.dtype, operation.op, plane.size, operation.prescale, operation.postscale)
+    plane.reduce_to_owners(Buffer(array, array, operation.offset), operation.splits, reduction, deadline)
+    return _given(task)
+
+
 def _barrier(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
     """Nothing is left to do: it was announced because every rank has come."""
     return Outcome()
@@ -149,6 +156,10 @@ def _barrier(team: Team, operation: Operation, response: Response, task: Task, d
 
 def _allocate(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
     return Outcome(region=_plane(team).allocate(operation.shape[0], deadline))
+
+
+def _allocate_shared(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
+    return Outcome(region=_plane(team).allocate_shared(operation.shape[0], deadline))
 
 
 def _free(team: Team, operation: Operation, response: Response, task: Task, deadline: float) -> Outcome:
@@ -178,8 +189,10 @@ _SINGLE = {
     Kind.BROADCAST: _broadcast,
     Kind.ALLTOALL: _alltoall,
     Kind.REDUCESCATTER: _reducescatter,
+    Kind.REDUCE_TO_OWNERS: _reduce_to_owners,
     Kind.BARRIER: _barrier,
     Kind.ALLOCATE: _allocate,
+    Kind.ALLOCATE_SHARED: _allocate_shared,
     Kind.FREE: _free,
     Kind.JOIN: _join,
 }

@@ -70,7 +70,7 @@ class Task:
 class Handle:
     """A collective that was submitted. Any thread may poll or wait, any number of times."""
 
-    __slots__ = ("_engine", "_error", "_outcome", "done", "name", "task")
+    __slots__ = ("_callbacks", "_engine", "_error", "_outcome", "done", "name", "task")
 
     def __init__(self, engine: Engine, name: str, task: Task) -> None:
         self._engine = engine
@@ -79,6 +79,8 @@ class Handle:
         self.done = False
         self._outcome: Outcome | None = None
         self._error: CollectiveError | None = None
+        #: called once each; whoever takes one out calls it
+        self._callbacks: list[Callable[[], None]] | None = None
 
     def poll(self) -> bool:
         """True when `wait` would not block."""
@@ -107,3 +109,24 @@ class Handle:
         else:
             self._outcome = result
         self.done = True
+        self._call_back()
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when `poll` is True: now, or on the thread that completes the operation.
+
+        It must be short, must not raise, and must not wait for a collective. For the thread that submitted this one.
+        """
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(callback)
+        if self.done:  # otherwise `complete`, which looks for callbacks after it has set this, finds it
+            self._call_back()
+
+    def _call_back(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop()
+            except IndexError:  # the other thread was faster
+                return
+            callback()

@@ -24,6 +24,8 @@ class Kind(IntEnum):
     FREE = 9
     ADD_SET = 10
     REMOVE_SET = 11
+    REDUCE_TO_OWNERS = 12
+    ALLOCATE_SHARED = 13
 
 
 #: What every rank calls its JOIN, and nothing else is called.
@@ -39,12 +41,12 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
         kind: which collective.
         name: what it is called on every rank.
         dtype: name of the element type; empty where there are no elements.
-        shape: this rank's shape. ALLOCATE: the number of bytes. ADD_SET: the ranks. REMOVE_SET: the set.
+        shape: this rank's shape. ALLOCATE, ALLOCATE_SHARED: how many bytes. ADD_SET: the ranks. REMOVE_SET: the set.
         op: for reductions.
         prescale: factor before the reduction.
         postscale: factor after it.
         root: for BROADCAST, a rank of the job.
-        splits: for ALLTOALL, rows that go to each rank of the process set.
+        splits: for ALLTOALL, rows that go to each rank of the process set. REDUCE_TO_OWNERS: elements of each owner.
         offset: position in registered memory, or -1. FREE: the region.
         process_set: whose ranks take part; 0 is all.
         divide_by_active: AVERAGE divides by the ranks that have not joined, instead of by all of the set.

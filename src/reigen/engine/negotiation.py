@@ -84,7 +84,7 @@ from reigen.errors import (
 )
 from reigen.types import ReduceOp
 
-_UNCACHED = (Kind.ALLOCATE, Kind.FREE, Kind.ADD_SET, Kind.REMOVE_SET)
+_UNCACHED = (Kind.ALLOCATE, Kind.ALLOCATE_SHARED, Kind.FREE, Kind.ADD_SET, Kind.REMOVE_SET)
 #: Operations that say nothing of a rank's data: they wait for those who have joined, too.
 _HOUSEKEEPING = (Kind.FREE,)
 
@@ -366,7 +366,9 @@ class Coordinator:
         if self._ready:
             ready, self._ready = self._ready, []
             agreed = [(operation, response) for operation, response, _ in ready]
-            batches = fusion.plan(agreed, self._threshold, fuse_groups=self._fuse_groups)
+            batches = [[0]]
+            if len(ready) > 1:
+                batches = fusion.plan(agreed, self._threshold, fuse_groups=self._fuse_groups)
             items = [response.slot if known else response for _, response, known in ready]
             self._said.extend(runs([[items[i] for i in batch] for batch in batches]))
         if len(self._cache) > self._capacity:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from reigen.engine.handles import Handle, Outcome
 from reigen.engine.messages import JOIN_NAME, Kind, Operation
@@ -72,13 +73,15 @@ class Outstanding:
                 submitted(operation)
             self.inbox.append(operation)
 
-    def take(self, overdue: float) -> Iterator[Operation]:
-        """What was handed in, each once, in order."""
+    def take(self, seconds: float) -> list[Operation]:
+        """What was handed in, each once, in order; the coordinator's answers are overdue after so many seconds."""
+        taken: list[Operation] = []
         while self.inbox:
             operation = self.inbox.popleft()
             if operation.kind is not Kind.JOIN:  # which takes as long as the others have data
-                self.overdue[operation.name] = overdue
-            yield operation
+                self.overdue[operation.name] = time.monotonic() + seconds
+            taken.append(operation)
+        return taken
 
     def finish(self, results: Sequence[tuple[str, Outcome | CollectiveError]]) -> None:
         """These operations are over; wake who waits for them. A name is free again before its handle is done."""

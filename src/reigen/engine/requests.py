@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import NDArray
 
 from reigen.engine.messages import JOIN_NAME, Kind, Operation
 from reigen.engine.team import reduction_of
@@ -53,6 +58,66 @@ def reducescatter_of(
     return Operation(Kind.REDUCESCATTER, "", dtype.name, source.shape, *reduction, process_set=process_set)
 
 
+def allocation_of(nbytes: int, process_set: int, *, shared: bool) -> Operation:
+    """An allocation of registered memory, without its name; ``shared``: once for all ranks of a host."""
+    if nbytes < 1:
+        raise ArgumentError(f"a region must have at least 1 byte, not {nbytes}")
+    kind = Kind.ALLOCATE_SHARED if shared else Kind.ALLOCATE
+    return Operation(kind, "", shape=(nbytes,), process_set=process_set)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How registered memory is reduced to its owners.
+
+    Attributes:
+        region: in which the array lies; others read their owners' parts in its ``owned``.
+        counts: for each owner, how many elements it gets; in their order, together all.
+        op: operator; no Adasum.
+        prescale: factor of each contribution.
+        postscale: factor of the result.
+    """
+
+    region: Region
+    counts: tuple[int, ...]
+    op: ReduceOp = ReduceOp.AVERAGE
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+def reduction_to_owners(array: NDArray[Any], dtype: DType, parts: Parts, size: int, process_set: int) -> Operation:
+    """A reduction of a part of registered memory to its owners, without its name.
+
+    Raises:
+        ArgumentError, UnsupportedTypeError: there is no such reduction, or the parts are none of the array.
+    """
+    reduction_of(dtype.name, parts.op, size, parts.prescale, parts.postscale)
+    if len(parts.counts) != len(parts.region.owned) or sum(parts.counts) != array.size:
+        raise ArgumentError(f"{list(parts.counts)}: not a part of {array.size} elements for each owner that there is")
+    return Operation(
+        Kind.REDUCE_TO_OWNERS,
+        "",
+        dtype.name,
+        array.shape,
+        parts.op,
+        parts.prescale,
+        parts.postscale,
+        splits=parts.counts,
+        offset=offset_in(parts.region, array),
+        process_set=process_set,
+    )
+
+
+def members_of(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a process set in a job of ``size`` ranks, ascending."""
+    members = tuple(sorted(map(int, ranks)))
+    if not members or len(set(members)) < len(members) or not 0 <= members[0] <= members[-1] < size:
+        raise ArgumentError(
+            f"a process set needs different ranks from 0 to {size - 1}, at least one; got {list(ranks)}"
+        )
+    return members
+
+
 def splits_of(source: Memory, splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
     """The rows that go to each of ``size`` ranks; without ``splits``, equally many."""
     if not source.ndim:
@@ -79,9 +144,13 @@ def offset_in(region: Region, array: Memory) -> int:
     return region.offset + begin
 
 
-def checked_name(name: str) -> str:
-    """``name``, if a tensor may be called so."""
-    name = str(name)  # some scripts number their tensors
+def checked_name(name: object) -> str:
+    """``name``, if a tensor may be called so; some scripts number their tensors."""
+    return _checked(str(name))
+
+
+@functools.lru_cache(maxsize=4096)
+def _checked(name: str) -> str:
     if not 0 < len(name.encode()) <= _MAX_NAME_BYTES:
         raise ArgumentError(f"a name must have 1 to {_MAX_NAME_BYTES} bytes, got {len(name.encode())}")
     if name == JOIN_NAME or _OF_A_SET.search(name):

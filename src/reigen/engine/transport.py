@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from reigen.errors import CollectiveError
@@ -51,6 +51,14 @@ class Transport(Protocol):
         """From now on wake ``who`` when something happens."""
         ...
 
+    def hand_back(self) -> bool:
+        """A caller, who may soon be back, hands over to the engine's thread: that looks for work in a moment.
+
+        Returns:
+            whether it will; if not, nothing has changed, and `take_over` comes next.
+        """
+        ...
+
     def wake(self, who: Sleeper) -> None:
         """Wake a thread of this rank; from any thread."""
         ...
@@ -70,8 +78,8 @@ class Watch(Protocol):
         """Why waiting for these ranks is in vain, or None."""
         ...
 
-    def linger(self, ranks: Sequence[int]) -> None:
-        """Wait a moment until these ranks, if they have left, have ended."""
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
+        """Wait a moment until these ranks, if they have left, have ended, or it is ``over``: this rank leaves, too."""
         ...
 
     def abort(self, error: CollectiveError) -> None:
@@ -109,6 +117,10 @@ class Solitude:
     def take_over(self, who: Sleeper) -> None:
         """Nobody sleeps."""
 
+    def hand_back(self) -> bool:
+        """Nothing will come."""
+        return False
+
     def wake(self, who: Sleeper) -> None:
         """Nobody sleeps."""
 
@@ -119,7 +131,7 @@ class Solitude:
         """Nobody can be lost."""
         return None
 
-    def linger(self, ranks: Sequence[int]) -> None:
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Nobody leaves."""
 
     def abort(self, error: CollectiveError) -> None:

@@ -23,9 +23,9 @@ class NumpyAdapter:
         if not writable:
             return np.asarray(value)
         if not isinstance(value, np.ndarray):
-            raise UnsupportedTypeError(f"an in-place collective needs a NumPy array, got {type(value).__name__}")
+            raise UnsupportedTypeError(f"writing in place needs a NumPy array, got {type(value).__name__}")
         if not value.flags.writeable:
-            raise ArgumentError("an in-place collective needs an array that may be written, and this one is read-only")
+            raise ArgumentError("the array to write to is read-only: give one that may be written, such as its copy()")
         return value
 
     def dtype(self, tensor: Array) -> DType:
@@ -42,8 +42,10 @@ class NumpyAdapter:
 
     def array(self, tensor: Array) -> tuple[Array, bool]:
         """See `TensorAdapter.array`."""
+        if tensor.flags.c_contiguous:
+            return tensor, True
         contiguous = np.ascontiguousarray(tensor).reshape(tensor.shape)
-        return contiguous, np.may_share_memory(contiguous, tensor)
+        return contiguous, False
 
     def wrap(self, array: Array, like: Array) -> Array:
         """See `TensorAdapter.wrap`."""
@@ -63,7 +65,8 @@ def adapter_of(value: object) -> TensorAdapter[Any]:
     No framework is imported for it: whoever has a tensor of one has imported that.
     """
     kind: Any = type(value)  # a type checker takes it for something without a hash
-    return _torch_adapter() if _is_torchs(kind) else _NUMPY
+    framework = _framework_of(kind)
+    return _NUMPY if framework is None else _adapter_of(framework)
 
 
 _NUMPY = NumpyAdapter()
@@ -71,15 +74,18 @@ _NUMPY = NumpyAdapter()
 _DTYPE_OF: dict[np.dtype[Any], DType] = {
     dtype.storage: dtype for name, dtype in DTYPES.items() if dtype.storage.name == name
 }
+#: The frameworks with a room of their own, and what the adapter is called there.
+_ADAPTERS = {"torch": "TorchAdapter", "mxnet": "MXNetAdapter"}
 
 
 @functools.lru_cache(maxsize=64)
-def _is_torchs(kind: Any) -> bool:
-    return any(each.__module__.partition(".")[0] == "torch" for each in kind.__mro__)
+def _framework_of(kind: Any) -> str | None:
+    packages = {each.__module__.partition(".")[0] for each in kind.__mro__}
+    return next((name for name in _ADAPTERS if name in packages), None)
 
 
 @functools.cache
-def _torch_adapter() -> TensorAdapter[Any]:
-    # by name: torch's room lies above this one, and is there exactly if somebody has a tensor of torch
-    adapter: TensorAdapter[Any] = import_module("reigen.torch.adapter").TorchAdapter()
+def _adapter_of(framework: str) -> TensorAdapter[Any]:
+    # by name: its room lies above this one, and is there exactly if somebody has a tensor of the framework
+    adapter: TensorAdapter[Any] = getattr(import_module(f"reigen.{framework}.adapter"), _ADAPTERS[framework])()
     return adapter

@@ -16,6 +16,7 @@ from reigen.errors import ArgumentError, UnsupportedError
 from reigen.frontends.adapter import Tensor, TensorAdapter, as_rows
 from reigen.frontends.lending import Given, give
 from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
+from reigen.planes.device import Memory
 from reigen.types import ReduceOp
 
 if TYPE_CHECKING:
@@ -57,6 +58,10 @@ class Pending(Generic[Result]):
         result = self.wait()
         assert result is not None, "the first to wait gets the result"
         return result
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when `poll` is True: now, or on whichever thread completes it, which it must not keep."""
+        self._handle.add_done_callback(callback)
 
     def then(self, change: Callable[[Result], Other]) -> Pending[Other]:
         """The same collective with ``change`` applied to its result; this object gives no result any more."""
@@ -139,14 +144,16 @@ class Collectives(Generic[Tensor]):
         process_set: ProcessSet = global_process_set,
         *,
         in_place: bool = False,
+        out: Tensor | None = None,
         blocking: bool = False,
     ) -> Pending[Tensor]:
-        """The reduction over all ranks of the set, into the tensor itself or a new one."""
+        """The reduction over all ranks of the set, into the tensor itself, into ``out``, or into a new one."""
         context, members = self._current(), number_of(process_set)
         given = self._one(context, tensor, how, writable=in_place)
+        target, deliver = self._receiver(context, given, in_place, out)
         handle = context.allreduce(
             given.source,
-            given.target(in_place),
+            target,
             given.dtype,
             op=how.op,
             name=name,
@@ -155,7 +162,7 @@ class Collectives(Generic[Tensor]):
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, given.refilled if in_place else given.result)
+        return Pending(handle, deliver)
 
     def grouped_allreduce(
         self,
@@ -165,14 +172,19 @@ class Collectives(Generic[Tensor]):
         process_set: ProcessSet = global_process_set,
         *,
         in_place: bool = False,
+        outs: Sequence[Tensor] | None = None,
         blocking: bool = False,
     ) -> Pending[list[Tensor]]:
         """`allreduce` of several tensors, all or none of them; they may differ in dtype."""
         context, members = self._current(), number_of(process_set)
         group = self._group(context, tensors, how)
+        receivers = [
+            self._receiver(context, given, in_place, None if outs is None else outs[index])
+            for index, given in enumerate(group)
+        ]
         handle = context.grouped_allreduce(
             [given.source for given in group],
-            [given.target(in_place) for given in group],
+            [target for target, _ in receivers],
             [given.dtype for given in group],
             op=how.op,
             name=name,
@@ -181,7 +193,7 @@ class Collectives(Generic[Tensor]):
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, _all_of([given.refilled if in_place else given.result for given in group]))
+        return Pending(handle, _all_of([deliver for _, deliver in receivers]))
 
     def broadcast(
         self,
@@ -191,21 +203,23 @@ class Collectives(Generic[Tensor]):
         process_set: ProcessSet = global_process_set,
         *,
         in_place: bool = False,
+        out: Tensor | None = None,
         blocking: bool = False,
     ) -> Pending[Tensor]:
-        """The contents of the root (a rank of the job), into the tensor itself or a new one."""
+        """The contents of the root (a rank of the job), into the tensor itself, into ``out``, or into a new one."""
         context, members = self._current(), number_of(process_set)
         given = self._one(context, tensor, writable=in_place)
+        target, deliver = self._receiver(context, given, in_place, out)
         handle = context.broadcast(
             given.source,
-            given.target(in_place),
+            target,
             given.dtype,
             root_rank=as_root(root_rank),
             name=name,
             process_set=members,
             blocking=blocking,
         )
-        return Pending(handle, given.refilled if in_place else given.result)
+        return Pending(handle, deliver)
 
     def allgather(
         self,
@@ -316,6 +330,15 @@ class Collectives(Generic[Tensor]):
         if adapter.lender is None or adapter.lender.device(accepted) is None:
             return Given(adapter, accepted, adapter.dtype(accepted), *adapter.array(accepted))
         return give(adapter, context, [accepted], how)[0]
+
+    def _receiver(
+        self, context: Context, given: Given[Tensor], in_place: bool, out: Tensor | None
+    ) -> tuple[Memory, Callable[[Outcome], Tensor]]:
+        """The memory for a result of the shape of ``given``, and what makes a tensor of the outcome."""
+        if out is not None:
+            receiver = self._one(context, out, writable=True)
+            return receiver.source, receiver.refilled
+        return given.target(in_place), given.refilled if in_place else given.result
 
     def _group(self, context: Context, tensors: Iterable[object], how: Reducing | None = None) -> list[Given[Tensor]]:
         group = [self._adapter.given(tensor) for tensor in as_group(tensors)]

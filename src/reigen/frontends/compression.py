@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from reigen.compression import Cast as CastCodec
-from reigen.compression import Codec, from_params
+from reigen.compression import Codec, from_params, means_none
 from reigen.errors import ArgumentError
 from reigen.types import DTYPES, DType, ReduceOp
+
+C = TypeVar("C")
 
 _WIRES = {"fp16": DTYPES["float16"], "bf16": DTYPES["bfloat16"]}
 
@@ -41,7 +43,8 @@ def compression_of(compression: object, names: str) -> Cast | Coded:
 
     Args:
         compression: a `Cast`, a codec, or what :func:`~reigen.compression.from_params` makes a codec of. fp16 and bf16
-            without error feedback are casts: reduced in that type on the way, instead of being gathered.
+            without error feedback are casts: reduced in that type on the way, instead of being gathered. So is the type
+            ``none``.
         names: the framework's own casts, for the message.
 
     Raises:
@@ -49,6 +52,8 @@ def compression_of(compression: object, names: str) -> Cast | Coded:
     """
     if isinstance(compression, Cast):
         return compression
+    if means_none(compression):
+        return Cast()
     codec = from_params(compression) if isinstance(compression, Mapping) else compression
     if isinstance(codec, CastCodec):
         return Cast(_WIRES.get(codec.to))
@@ -58,6 +63,24 @@ def compression_of(compression: object, names: str) -> Cast | Coded:
             f"got {compression!r}"
         )
     return Coded(codec)
+
+
+def as_compressor(compression: C, names: str) -> C:
+    """``compression`` itself, if it makes tensors of tensors; a class of the user's own may, too, as in Horovod.
+
+    Args:
+        compression: what a user gave.
+        names: the framework's own, for the message.
+
+    Raises:
+        ArgumentError: it does not.
+    """
+    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
+        raise ArgumentError(
+            f"compression must be {names} here, or have compress() and decompress(), got {compression!r}; codes of "
+            "fewer bits are for optimizers (DistributedOptimizer, DistributedTrainer) and for parameter servers"
+        )
+    return compression
 
 
 def check_adds_up(op: ReduceOp, compression: Cast | Coded) -> None:

@@ -15,7 +15,7 @@ from reigen.frontends import built, job
 T = TypeVar("T")
 
 #: Frameworks of Horovod that have a front end here, by the name of Horovod's extension.
-_FRONT_ENDS = {"torch": "torch"}
+_FRONT_ENDS = {"torch": "torch", "mxnet": "mxnet"}
 
 
 class HorovodBasics:
@@ -68,7 +68,7 @@ def missing_from(module: str, what: str, names: Sequence[str]) -> Callable[[str]
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether there is a front end for a framework (``torch``), and the framework is installed."""
+    """Whether there is a front end for a framework (``torch``, ``mxnet``), and the framework is installed."""
     del verbose
     module = _FRONT_ENDS.get(ext_base_name)
     return module is not None and find_spec(module) is not None

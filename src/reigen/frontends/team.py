@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from reigen.engine.requests import Parts
+from reigen.errors import ArgumentError
 from reigen.frontends.adapter import Array
 from reigen.frontends.agreement import Agreement, Proposal, agree
-from reigen.frontends.collectives import Reducing
+from reigen.frontends.collectives import Reducing, check_op
 from reigen.frontends.process_sets import ProcessSet, number_of
 from reigen.frontends.replicas import check_replicas
 from reigen.planes.device import Memory
@@ -15,6 +17,20 @@ from reigen.types import DTYPES, DType, ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context, Handle, Region
+
+
+def choose_reduction(op: int, predivide: float) -> Reducing:
+    """The operator and its factors that ``op`` and ``gradient_predivide_factor`` mean.
+
+    Raises:
+        ArgumentError: there is no such operator, or a factor that does not go with it.
+    """
+    chosen = check_op(op)
+    if predivide != 1.0 and chosen is not ReduceOp.AVERAGE:
+        raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
+    if not predivide > 0:
+        raise ArgumentError(f"gradient_predivide_factor must be positive, got {predivide!r}")
+    return Reducing(chosen, 1.0 / predivide, float(predivide))
 
 
 class Team:
@@ -74,9 +90,22 @@ class Team:
         where = self._number
         self.context.allreduce(array, array, dtype, op=ReduceOp.MAX, name=name, process_set=where, blocking=True).wait()
 
-    def allocate(self, nbytes: int) -> Region:
-        """Registered memory; collective."""
-        return self.context.allocate(max(1, nbytes), name=self.name, process_set=self._number)
+    def reduce_to_owners(
+        self, array: Array, dtype: DType, part: str, region: Region, counts: tuple[int, ...]
+    ) -> Handle:
+        """Reduce gradients in registered memory in place, each owner's part (of ``counts`` elements) for it alone."""
+        parts = Parts(region, counts, self.how.op, self.how.prescale, self.how.postscale)
+        name = f"{self.name}.{part}"
+        return self.context.reduce_to_owners(array, dtype, parts, name=name, process_set=self._number)
+
+    def barrier(self, part: str) -> None:
+        """Wait until all have come."""
+        self.context.barrier(name=f"{self.name}.{part}", process_set=self._number, blocking=True).wait()
+
+    def allocate(self, nbytes: int, *, shared: bool = False) -> Region:
+        """Registered memory; collective. ``shared``: one for all ranks of a host."""
+        name = f"{self.name}.shared" if shared else self.name
+        return self.context.allocate(max(1, nbytes), name=name, process_set=self._number, shared=shared)
 
     def check_replicas(self, tensors: Sequence[Array], names: Sequence[str]) -> None:
         """Collective: see :func:`~reigen.frontends.replicas.check_replicas`."""

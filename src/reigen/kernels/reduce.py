@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, UnsupportedTypeError
 from reigen.kernels import half
+from reigen.kernels.quiet import quiet
 from reigen.types import DType, ReduceOp
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
@@ -146,7 +147,8 @@ class Reducer:
             return
         if self._store is None:
             self.combine(inputs, out)
-            self.finish(out, out)
+            if self._finish is not None:
+                self.finish(out, out)
         else:
             total = self._take("total", len(out), self.working)
             self.combine(inputs, total)
@@ -159,7 +161,7 @@ class Reducer:
             inputs: as for `reduce`.
             total: receives the result, in the type `working`.
         """
-        with np.errstate(all="ignore"):
+        with quiet():
             self._combine(inputs, total)
 
     def finish(self, total: NDArray[Any], out: NDArray[Any]) -> None:
@@ -169,7 +171,7 @@ class Reducer:
             total: all inputs combined, in the type `working`; used up.
             out: receives the result; may be ``total`` where the types are the same.
         """
-        with np.errstate(all="ignore"):
+        with quiet():
             if self._finish is not None:
                 self._finish(self, total)
             if self._store is not None:
@@ -255,7 +257,7 @@ class Reducer:
         # In the working precision: a quotient by a power of two is the product with its reciprocal.
         real = self.working.type
         factor, quotient = real(reduction.postscale), real(divisor)
-        with np.errstate(all="ignore"):
+        with quiet():
             folded = factor / quotient
             if divisor & (divisor - 1) == 0 and folded * quotient == factor:
                 factor, quotient = folded, real(1.0)

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.kernels import half
+from reigen.kernels.quiet import quiet
 from reigen.types import DType
 
 Array = NDArray[Any]
@@ -92,7 +93,7 @@ class Operands:
 
 def run(kernel: Kernel, operands: Operands) -> None:
     """Update a piece block by block, in place."""
-    with np.errstate(all="ignore"):
+    with quiet():
         blocks = _Blocks(operands, kernel.num_scratch)
         for begin in range(0, len(operands.weight), BLOCK):
             loaded = blocks.load(begin)
@@ -103,7 +104,7 @@ def run(kernel: Kernel, operands: Operands) -> None:
 def run_layer(kernel: LayerKernel, operands: Operands) -> None:
     """Update a whole weight, in place: measure all blocks, then update them."""
     first = second = 0.0
-    with np.errstate(all="ignore"):
+    with quiet():
         blocks = _Blocks(operands, kernel.num_scratch)
         for begin in range(0, len(operands.weight), BLOCK):
             shares = kernel.measure(*blocks.load(begin))

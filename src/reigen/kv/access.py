@@ -109,14 +109,14 @@ def scheduler_address(settings: Settings) -> tuple[str, int]:
     return _bind_host(settings), settings.scheduler[1]
 
 
-def scheduler_secret(settings: Settings) -> bytes:
-    """The job's secret: given, kept by a node of the job, or a new one."""
+def scheduler_secret(settings: Settings) -> tuple[bytes, bool]:
+    """The job's secret: given, kept by a node of the job, or a new one; and whether a node has kept it."""
     if settings.secret is not None:
-        return settings.secret
+        return settings.secret, False
     for pointer in fetch(_name(settings, "keeper")):
         _log.info("the job's secret was kept by one of its processes: this scheduler follows one that has ended")
-        return pointer.secret
-    return secrets.token_bytes(SECRET_BYTES)
+        return pointer.secret, True
+    return secrets.token_bytes(SECRET_BYTES), False
 
 
 def offer(settings: Settings, pointer: Pointer, until: float) -> Handover | None:

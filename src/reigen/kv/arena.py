@@ -57,7 +57,7 @@ class Arena:
     """
 
     def __init__(self, name: str, max_bytes: int = 1 << 46) -> None:
-        self.segment = Segment.create(name)
+        self.segment = Segment.create(name, only_grows=True)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         #: slabs by their offsets, ascending
@@ -175,6 +175,10 @@ class PeerArena:
         Args:
             hello: of the other end.
             machine: this one (`reigen.cluster.layout.this_host`).
+
+        Raises:
+            SharedMemoryError: the other end could make its memory smaller while it is read here, which would end this
+                process.
         """
         if not hello.machine or hello.fd < 0:
             return None, "the other end does not share memory"
@@ -187,6 +191,13 @@ class PeerArena:
         if segment.inode != hello.inode:
             segment.close()
             return None, f"process {hello.pid} is not the other end"
+        if not segment.only_grows:
+            segment.close()
+            raise SharedMemoryError(
+                f"the shared memory of process {hello.pid} on host {hello.host} is not sealed against becoming smaller "
+                "(F_SEAL_SHRINK), so it is not read here. Reigen seals it: does that process run the same version? "
+                "REIGEN_KV_SHARED_MEMORY=0 does without shared memory"
+            )
         return cls(segment), "on this machine"
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
@@ -196,6 +207,8 @@ class PeerArena:
             WireError: they lie beyond its end.
             OSError: they cannot be mapped.
         """
+        if not nbytes:
+            return np.empty(0, np.uint8)
         end = offset + nbytes
         if end > self._num_mapped_bytes:
             self._map_more(end)

@@ -17,14 +17,18 @@ f. Every wait ends: with the result, with an error that names who is missing, or
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
-from reigen.errors import ArgumentError, UnsupportedError
+from reigen.compression import means_none
+from reigen.errors import ArgumentError, UnsupportedError, UnsupportedTypeError
 from reigen.kv.values import ROW_SPARSE, Key, RowSparse, Spec, as_value, check_one_kind, check_specs, grouped, spec_of
 from reigen.optim import Optimizer
 
@@ -64,6 +68,9 @@ class Pending(Protocol):
     def done(self) -> bool:
         """Whether `wait` would return at once. An operation that has failed is done."""
 
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when they are `done`: now, or on whichever thread finds out, which it must not keep."""
+
 
 class Done:
     """A `Pending` of which nothing is pending."""
@@ -74,6 +81,10 @@ class Done:
     def done(self) -> bool:
         """Always."""
         return True
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call it now."""
+        callback()
 
 
 class KVStore(ABC):
@@ -159,7 +170,7 @@ class KVStore(ABC):
         groups = self._tensors(key, out, "out")
         rows = [(one, each) for one, outs in groups for each in outs if isinstance(each, RowSparse)]
         groups = [(one, [each for each in outs if not isinstance(each, RowSparse)]) for one, outs in groups]
-        pending = self._pull([(one, self._writable(outs)) for one, outs in groups if outs], priority, wait)
+        pending = self._pull([(one, outs) for one, outs in groups if outs], priority, wait)
         if not ignore_sparse:
             parts = [pending, *(self._pull_rows(one, [each], None, priority) for one, each in rows)]
         else:
@@ -181,11 +192,13 @@ class KVStore(ABC):
         """
         priority = _checked(priority)
         values = self._tensors(key, value)
-        outs = values if out is None else self._tensors(key, out, "out")
+        if out is None:
+            outs = [(one, [_receiving(one, tensor) for tensor in tensors]) for one, tensors in values]
+        else:
+            outs = self._tensors(key, out, "out")
         for one, tensors in [*values, *outs]:
-            if any(isinstance(tensor, RowSparse) for tensor in tensors):
+            if self._specs[one].stype == ROW_SPARSE and any(isinstance(tensor, RowSparse) for tensor in tensors):
                 raise ArgumentError(f"key {one!r}: pushpull() takes dense tensors only, got a row-sparse one")
-        outs = [(one, self._writable(tensors)) for one, tensors in outs]
         return _waited([self._pushpull(values, outs, priority, wait)], wait)
 
     def broadcast(self, key: Keys, value: Values, out: Values, priority: int = 0) -> None:
@@ -265,13 +278,15 @@ class KVStore(ABC):
         """Have values travel in fewer bits. All workers call it alike, before `init`.
 
         Args:
-            params: ``{"type": "2bit", "threshold": 0.5}``; the other types are listed in docs/kv.md.
+            params: ``{"type": "2bit", "threshold": 0.5}``; the other types are listed in docs/kv.md. With the type
+                ``none`` values travel as they are, in a store of any type.
 
         Raises:
             UnsupportedError: nothing travels in a store of this type.
-            ConfigError: there is no such type, or parameter.
+            ArgumentError: there is no such type, or parameter.
         """
-        raise UnsupportedError(f"gradient compression is not supported by a store of type {self.type!r}")
+        if not means_none(params):
+            raise UnsupportedError(f"gradient compression is not supported by a store of type {self.type!r}")
 
     @abstractmethod
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
@@ -306,7 +321,11 @@ class KVStore(ABC):
         """
 
     def num_dead_nodes(self, timeout: float = 60.0) -> int:
-        """How many workers and servers have not been heard of for ``timeout`` seconds, or are known to be dead."""
+        """How many workers and servers have not been heard of for ``timeout`` seconds, or are known to be dead.
+
+        Raises:
+            ArgumentError: the time is negative.
+        """
         return 0
 
     @abstractmethod
@@ -325,6 +344,26 @@ class KVStore(ABC):
         Raises:
             CollectiveError: something of it has failed.
         """
+
+    def attention(self) -> AbstractContextManager[None]:
+        """A block in which the caller calls `attend` whenever something is pending.
+
+        Nothing else need be woken for it, and what is begun may leave as late as with the next `attend`.
+        """
+        return contextlib.nullcontext()
+
+    def attend(self, oldest: Pending, is_enough: Callable[[], bool]) -> None:  # noqa: B027  often, there is nothing to do
+        """Go on with what was begun until ``oldest`` is done, or ``is_enough()``.
+
+        That is asked again whenever something has come, and after `interrupt`. Stores whose operations go on by
+        themselves return at once.
+
+        Raises:
+            DeadlineError: ``oldest`` is not done in time, as of `Pending.wait`.
+        """
+
+    def interrupt(self) -> None:  # noqa: B027  the same
+        """Have an `attend` that waits ask whether it is enough. Any thread may call this."""
 
     @abstractmethod
     def close(self) -> None:
@@ -409,14 +448,22 @@ class KVStore(ABC):
         groups = []
         for key, several in named:
             spec = self._specs.get(key) or self._known(key)
-            tensors = [as_value(each) for each in several]
+            tensors = [as_value(each) if what == "value" else _receiving(key, each) for each in several]
             check_specs(key, spec, tensors, can_be_sparse=spec.stype == ROW_SPARSE)
             groups.append((key, tensors))
         return groups
 
-    @staticmethod
-    def _writable(tensors: list[Any]) -> list[Any]:
-        return [as_value(tensor, writable=True) for tensor in tensors]
+
+def _receiving(key: Key, out: Any) -> Any:
+    """What receives a key's value: ``out``; of `pushpull` without one, the value itself.
+
+    Raises:
+        ArgumentError, UnsupportedTypeError: it cannot be written.
+    """
+    try:
+        return as_value(out, writable=True)
+    except (ArgumentError, UnsupportedTypeError) as error:
+        raise type(error)(f"key {key!r}: out= cannot receive what is stored: {error}") from None
 
 
 def check_optimizer(optimizer: object) -> None:
@@ -464,6 +511,31 @@ class _All:
 
     def done(self) -> bool:
         return all(part.done() for part in self._parts)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        when_all(self._parts, callback)
+
+
+class _Telling(Protocol):
+    """What tells when it is done, as `Pending` does."""
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See `Pending.add_done_callback`."""
+
+
+def when_all(parts: Sequence[_Telling], callback: Callable[[], None]) -> None:
+    """Call ``callback`` when all are done; at once if there are none."""
+    if not parts:
+        callback()
+        return
+    left = itertools.count(len(parts) - 1, -1)
+
+    def one_more() -> None:
+        if next(left) == 0:
+            callback()
+
+    for part in parts:
+        part.add_done_callback(one_more)
 
 
 def _waited(parts: Sequence[Pending], wait: bool) -> Pending:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,17 +18,20 @@ from numpy.typing import NDArray
 
 from reigen.compression import Codec
 from reigen.errors import ArgumentError, ConfigError, WireError
-from reigen.kv import states
 from reigen.kv.consistency import Consistency, ConsistencyState
 from reigen.kv.events import Instruction
 from reigen.kv.memory import Memory, Scratch, Value
 from reigen.kv.protocol import Place
 from reigen.kv.sums import BLOCK, Contribution, Sum, narrow, sum_rows, summed_type
-from reigen.optim import Optimizer
+from reigen.optim import Optimizer, States, packed, piece_of
+from reigen.optim.files import Buffer
 from reigen.optim.slots import Slot
 from reigen.types import DType, dtype_named
 
 CellId = tuple[int, int]
+
+#: The fact of a file, or of states on their way, that says whose they are.
+OPTIMIZER = "optimizer"
 
 
 class KeyFacts(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -51,6 +54,7 @@ class CellSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
 
     Attributes:
         applied: the state of its engine.
+        count, rate: of its slot, if it has one.
         num_earlier: see `Cell`.
     """
 
@@ -58,11 +62,12 @@ class CellSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     facts: KeyFacts
     place: Place
     applied: ConsistencyState
-    states: states.CellFacts
+    count: int = 0
+    rate: float | None = None
     num_earlier: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Update:
     """One change of a value.
 
@@ -137,6 +142,11 @@ class Cell:
     def is_whole(self) -> bool:
         """Whether it is all of its key."""
         return self.length == math.prod(self.facts.shape)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether the value has been pushed to. A first value, which may be a weight, stands no loss by compression."""
+        return self.num_changes > 1
 
     @property
     def row_length(self) -> int:
@@ -237,71 +247,74 @@ class Cell:
         np.take(shaped, numbers, axis=0, out=out.view(self.dtype.storage).reshape(len(numbers), self.row_length))
 
     def encoded(self, codec: Codec) -> bytes:
-        """The value as codes, the same ones for all workers that ask between two changes."""
+        """The value as codes, the same ones for all workers that ask between two changes, and after a restart."""
         if self._encoded[0] != self.num_changes:
             if self._residual is None:
                 self._residual = codec.begin(self.length, self.dtype)
             codes = bytearray(codec.max_bytes(self.length))
             codec.encode(self.array, self._residual, codes)
             self._encoded = (self.num_changes, bytes(codes))
+            self.is_dirty = True
         return self._encoded[1]
 
-    def state_facts(self, optimizer: Optimizer | None) -> states.CellFacts:
-        """What `reigen.kv.states` keeps of it."""
-        counts = self.applied.done
+    def pack_states(self, optimizer: Optimizer | None) -> bytes:
+        """The answer to GET_STATES: states of one piece, or of none where no optimizer updates the cell."""
         if optimizer is None or self.slot is None:
-            return states.CellFacts("", counts)
-        return states.CellFacts(optimizer.name, counts, self.slot.count, self.slot.rate)
+            return States(()).to_bytes()
+        piece = piece_of(self.slot, self.facts.name, math.prod(self.facts.shape), self.place.begin)
+        return States([piece], None, {OPTIMIZER: optimizer.name}).to_bytes()
 
-    def pack_states(self, optimizer: Optimizer | None) -> bytearray:
-        """The answer to GET_STATES."""
-        return states.pack(self.state_facts(optimizer), {} if self.slot is None else self.slot.arrays)
-
-    def put_states(self, parcel: NDArray[np.uint8], optimizer: Optimizer | None) -> None:
+    def put_states(self, body: NDArray[np.uint8], optimizer: Optimizer | None) -> None:
         """Take over what `pack_states` gave, from this or another job.
 
         Raises:
             ArgumentError: it is damaged, there is no optimizer, or the states are of another one.
         """
         try:
-            facts, arrays = states.unpack(parcel.data, states.CellFacts)
-        except WireError as error:
+            saved = States.from_bytes(body.data)
+        except ConfigError as error:
             raise ArgumentError(str(error)) from None
         if optimizer is None:
             raise ArgumentError("there is no optimizer whose states could be loaded; call set_optimizer() before")
-        if facts.optimizer != optimizer.name:
-            raise ArgumentError(
-                f"these are states of the optimizer {facts.optimizer or 'none'!r}, the store uses {optimizer.name!r}"
-            )
+        whose = saved.facts.get(OPTIMIZER, "none")
+        if whose != optimizer.name:
+            raise ArgumentError(f"these are states of the optimizer {whose!r}, the store uses {optimizer.name!r}")
+        if [(piece.begin, piece.end) for piece in saved.pieces] != [(self.place.begin, self.place.end)]:
+            raise ArgumentError(f"these are not the states of the elements {self.place.begin} to {self.place.end}")
+        piece = saved.pieces[0]
         self.use(optimizer)
-        self._restore_slot(facts, arrays)
-        num_updates = facts.updates - optimizer.begin_num_update
-        self.num_earlier = num_updates // self.engine.num_workers - max(self.applied.done)
+        self._restore_slot(piece.arrays, piece.count, piece.rate)
+        self.num_earlier = (piece.count - optimizer.begin_num_update) // self.engine.num_workers - max(
+            self.applied.done
+        )
         self.is_dirty = True
 
-    def _restore_slot(self, facts: states.CellFacts, arrays: dict[str, NDArray[Any]]) -> None:
+    def _restore_slot(self, arrays: Mapping[str, NDArray[Any]], count: int, rate: float | None) -> None:
         assert self.slot is not None
         wanted = {name: (array.dtype, len(array)) for name, array in self.slot.arrays.items()}
-        given = {name: (array.dtype, len(array)) for name, array in arrays.items()}
-        if facts.updates < 0 or not math.isfinite(facts.rate or 0.0):
-            raise ArgumentError(f"states after {facts.updates} updates, at a learning rate of {facts.rate}")
+        given = {name: (array.dtype, array.size) for name, array in arrays.items()}
+        if count < 0 or not math.isfinite(rate or 0.0):
+            raise ArgumentError(f"states after {count} updates, at a learning rate of {rate}")
         if wanted != given:
             raise ArgumentError(f"the states are {_listed(given)}, the store's optimizer keeps {_listed(wanted)}")
         for name, array in arrays.items():
-            np.copyto(self.slot.arrays[name], array)
-        self.slot.count, self.slot.rate = facts.updates, facts.rate
+            np.copyto(self.slot.arrays[name], array.reshape(-1))
+        self.slot.count, self.slot.rate = count, rate
 
     # ---- snapshots
 
-    def pack(self, optimizer: Optimizer | None) -> bytearray:
-        """All of it, as it is now."""
+    def pack(self) -> list[Buffer]:
+        """All of it, as it is now, for a snapshot."""
         arrays = {} if self.slot is None else {f"state {name}": array for name, array in self.slot.arrays.items()}
         arrays["value"] = self.array
         if self._residual is not None:
             arrays["residual"] = self._residual
-        facts = self.state_facts(optimizer)
-        about = CellSnapshot(self.key, self.facts, self.place, self.applied, facts, self.num_earlier)
-        return states.pack(about, arrays)
+        if self._encoded[0] == self.num_changes:
+            arrays["codes"] = np.frombuffer(self._encoded[1], np.uint8)
+        about = CellSnapshot(self.key, self.facts, self.place, self.applied, num_earlier=self.num_earlier)
+        if self.slot is not None:
+            about = msgspec.structs.replace(about, count=self.slot.count, rate=self.slot.rate)
+        return packed(about, arrays)
 
     def restore(self, snapshot: CellSnapshot, arrays: dict[str, NDArray[Any]], optimizer: Optimizer | None) -> None:
         """Take over a snapshot.
@@ -313,15 +326,18 @@ class Cell:
         if value is None or value.nbytes != self.num_bytes:
             raise WireError("a snapshot without the value of its cell")
         self.write(value.reshape(-1).view(np.uint8))
+        self.num_changes += any(snapshot.applied.done)  # see `is_sum`
         self.num_earlier = snapshot.num_earlier
         residual = arrays.get("residual")
         if residual is not None:
             self._residual = np.array(residual, np.float32)
+        if "codes" in arrays:
+            self._encoded = (self.num_changes, arrays["codes"].tobytes())
         if optimizer is not None:
             self.use(optimizer)
             kept = {name.removeprefix("state "): array for name, array in arrays.items() if name.startswith("state ")}
             try:
-                self._restore_slot(snapshot.states, kept)
+                self._restore_slot(kept, snapshot.count, snapshot.rate)
             except (ArgumentError, ConfigError) as error:
                 raise WireError(f"a snapshot with other states: {error}") from None
         self.is_dirty = False

@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from reigen.errors import ArgumentError
-from reigen.kv import states
+from reigen.errors import ArgumentError, ConfigError, WireError
+from reigen.kv.cells import OPTIMIZER
 from reigen.kv.holdings import Holding, Messages
 from reigen.kv.operations import Operation, Request
 from reigen.kv.protocol import Kind
 from reigen.kv.worker import Worker
 from reigen.optim import Piece, States
-
-#: The fact of a file that says which optimizer the states are of.
-_OPTIMIZER = "optimizer"
 
 
 def collect(worker: Worker, holdings: Iterable[Holding]) -> States:
@@ -35,16 +32,22 @@ def collect(worker: Worker, holdings: Iterable[Holding]) -> States:
     pieces: list[Piece] = []
     facts: dict[str, Any] = {}
     for held, requests in asked:
-        parts: list[tuple[int, int, bytes | bytearray | memoryview]] = [
-            (place.begin, place.end, request.answer or b"")
-            for place, request in zip(held.places, requests, strict=True)
-        ]
-        known, arrays = states.join(parts)
-        if known.optimizer:
-            facts[_OPTIMIZER] = known.optimizer
-            size, dtype = held.spec.num_elements, held.spec.dtype.name
-            pieces.append(Piece(held.name, size, 0, size, dtype, known.updates, known.rate, arrays))
+        try:
+            of_key = States(()).merged(States.from_bytes(request.answer or b"") for request in requests)
+            if of_key.pieces:
+                pieces.append(_whole(held, of_key))
+        except ConfigError as error:
+            raise WireError(f"the states of key {held.name!r} from the servers make no sense: {error}") from None
+        facts.update(of_key.facts)
     return States(pieces, None, facts)
+
+
+def _whole(held: Holding, states: States) -> Piece:
+    """The states of a whole key, of those of its cells."""
+    size, dtype = held.spec.num_elements, held.spec.dtype.name
+    if states.keys != (held.name,) or {(piece.num_elements, piece.dtype) for piece in states.pieces} != {(size, dtype)}:
+        raise ConfigError("they are of something else")
+    return states.cut(held.name, 0, size)
 
 
 def restore(worker: Worker, messages: Messages, holdings: Sequence[Holding], saved: States, optimizer: str) -> None:
@@ -60,16 +63,15 @@ def restore(worker: Worker, messages: Messages, holdings: Sequence[Holding], sav
     Raises:
         ArgumentError: the states are of another optimizer.
     """
-    name = str(saved.facts.get(_OPTIMIZER, optimizer))
+    name = str(saved.facts.get(OPTIMIZER, optimizer))
     if name != optimizer:
         raise ArgumentError(f"the states are of the optimizer {name!r}, the store uses {optimizer!r}")
     operation = Operation(worker, "loading optimizer states")
     by_name = {held.name: held for held in holdings}
     for piece in saved.pieces:
         held = by_name[piece.key]
-        about = states.CellFacts(name, (), piece.count, piece.rate)
         for place in held.places:
-            parcel = states.cut(about, piece.arrays, place.begin, place.end)
-            body = np.frombuffer(parcel, np.uint8)
+            part = States([piece.part(place.begin, place.end)], None, {OPTIMIZER: name})
+            body = np.frombuffer(part.to_bytes(), np.uint8)
             worker.submit([messages.put(Kind.PUT_STATES, operation, held, place, body)])
     operation.wait()

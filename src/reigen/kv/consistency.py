@@ -114,6 +114,10 @@ class ConsistencyState(msgspec.Struct, array_like=True, frozen=True, forbid_unkn
     done: tuple[int, ...]
     presence: tuple[Presence, ...]
 
+    def over(self, done: tuple[int, ...]) -> ConsistencyState:
+        """The same with more rounds over."""
+        return ConsistencyState(self.staleness, done, self.presence)
+
 
 class Wait(msgspec.Struct, frozen=True):
     """A request that waits.
@@ -136,11 +140,15 @@ class Consistency:
     Args:
         num_workers: how many there are; they are numbered from 0.
         staleness: 0 is synchronous, `math.inf` asynchronous; see (B) to (D).
+
+    Attributes:
+        is_synchronous: whether rounds are combined.
     """
 
     def __init__(self, num_workers: int, staleness: float = 0) -> None:
         self.num_workers = num_workers
         self.staleness = staleness
+        self.is_synchronous = staleness == 0
         self._done = [0] * num_workers
         self._presence = [Presence.HERE] * num_workers
         #: not heard of since the restart of this server (I)
@@ -170,11 +178,6 @@ class Consistency:
         staleness = None if math.isinf(self.staleness) else int(self.staleness)
         return ConsistencyState(staleness, tuple(self._done), tuple(self._presence))
 
-    @property
-    def is_synchronous(self) -> bool:
-        """Whether rounds are combined."""
-        return self.staleness == 0
-
     def done(self, worker: int) -> int:
         """How many rounds of a worker are over (A)."""
         return self._done[worker]
@@ -187,11 +190,11 @@ class Consistency:
         """Take one event in; returns what to do, in this order."""
         if not isinstance(event, Expired) and not 0 <= event.worker < self.num_workers:
             raise ValueError(f"there is no worker {event.worker} among {self.num_workers}")
+        if isinstance(event, Pushed):  # these two are what a server does all day, and `match` takes its time
+            return self._push(event)
+        if isinstance(event, PullWanted):
+            return self._pull(event)
         match event:
-            case Pushed():
-                return self._push(event)
-            case PullWanted():
-                return self._pull(event)
             case Left(worker):
                 return self._leave(worker)
             case Disconnected(worker):
@@ -393,14 +396,16 @@ class Consistency:
         return is_there
 
     def _combine(self, round: int) -> Instructions:
-        workers = tuple(worker for worker, held in enumerate(self._held) if round in held)
-        lost = sum(
-            presence is Presence.MISSED and worker not in workers for worker, presence in enumerate(self._presence)
-        )
-        tokens = tuple(self._held[worker][round] for worker in workers)
+        workers = tuple([worker for worker, held in enumerate(self._held) if round in held])
+        lost = 0
+        if len(workers) < self.num_workers:
+            lost = sum(
+                presence is Presence.MISSED and worker not in workers for worker, presence in enumerate(self._presence)
+            )
+        tokens = tuple([self._held[worker][round] for worker in workers])
         scale = (len(workers) + lost) / len(workers)
         self._done = [round] * self.num_workers
-        return [Combine(round, workers, tokens, scale), *(self._end(worker, round) for worker in workers)]
+        return [Combine(round, workers, tokens, scale), *[self._end(worker, round) for worker in workers]]
 
     def _apply(self, worker: int, round: int) -> Instructions:
         """Step C."""
@@ -434,7 +439,8 @@ class Consistency:
         """Step D."""
         if self._done[pull.worker] < pull.round or pull.worker in self._away:
             return False
-        return self.staleness == math.inf or not self._behind(pull)
+        # in a synchronous store rounds are over for all at once
+        return self.is_synchronous or self.staleness == math.inf or not self._behind(pull)
 
     def _behind(self, pull: PullWanted) -> tuple[int, ...]:
         """Expected workers whose rounds a pull must see, and that have not pushed them."""

@@ -23,7 +23,7 @@ from reigen.kv.protocol import (
     pack_counts,
     unpack_counts,
 )
-from reigen.kv.sharding import Cell, Placer, home
+from reigen.kv.sharding import Cell, Placer, choose_slice_bytes, home
 from reigen.kv.values import ROW_SPARSE
 from reigen.kv.worker import Worker
 
@@ -44,7 +44,8 @@ class Declaring:
         self._worker = worker
         self._messages = messages
         self._is_first = worker.member.number == 0
-        self._placer = Placer(worker.num_servers, config.kv_bigarray_bound, config.kv_slice_bytes)
+        slice_bytes, _ = choose_slice_bytes(config.kv_slice_bytes, worker.server_hosts)
+        self._placer = Placer(worker.num_servers, config.kv_bigarray_bound, slice_bytes)
         self.is_whole = False
 
     def declare(self, holdings: Sequence[Holding], values: Mapping[int, Array]) -> None:

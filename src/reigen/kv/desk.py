@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ReigenError, UnsupportedError, UnsupportedTypeError, WireError
-from reigen.kv.cells import Cell
+from reigen.kv.cells import Cell, KeyFacts
 from reigen.kv.events import Event, PullWanted, Pushed, Recovered, Resumed, Returned
 from reigen.kv.protocol import (
     COMMAND_CODEC,
@@ -21,6 +21,7 @@ from reigen.kv.protocol import (
     Flag,
     Header,
     Kind,
+    Place,
     pack_counts,
     unpack_counts,
 )
@@ -31,7 +32,6 @@ from reigen.types import dtype_named
 
 _ENCODED = int(Flag.ENCODED)
 _PUSHES = frozenset({int(Kind.PUSH), int(Kind.PUSHPULL), int(Kind.ROW_PUSH)})
-_CONTROL = frozenset(map(int, CONTROL_KINDS))
 #: The largest body for a cell that is not here: it is read, and answered with an error.
 _MOST_LOST_BYTES = 1 << 28
 _NOTHING = np.empty(0, np.uint8)
@@ -67,7 +67,7 @@ class Desk:
         Raises:
             WireError: it has a length that no such request has.
         """
-        if header.kind in _CONTROL:
+        if header.kind in CONTROL_KINDS:
             return np.empty(header.body_bytes, np.uint8)
         most = self._most_bytes(header)
         if header.body_bytes > most:
@@ -90,14 +90,15 @@ class Desk:
         handler = self._handlers.get(header.kind)
         if handler is None or not header.request:
             raise WireError(f"a {Kind(header.kind).name} with the id {header.request}, which no worker sends")
-        if header.request in connection.open_requests:  # sent again
+        if connection.is_busy_with(header.request):  # sent again
             if self.store.around.acknowledges:
                 self._received(connection, header)
             return
         request = Request(connection, header, time.monotonic())
         connection.open_requests[header.request] = request
-        if header.kind not in _CONTROL and header.body_bytes:
+        if header.kind not in CONTROL_KINDS and header.body_bytes:
             request.buffer = received
+            connection.num_held_bytes += received.nbytes
         self._handle(handler, request, connection.body_of(header, received))
         if not request.is_answered and self.store.around.acknowledges:
             self._received(connection, header)
@@ -129,7 +130,7 @@ class Desk:
 
     def _query(self, connection: Connection, header: Header) -> None:
         """Step g: what has become of a request whose body shall not travel again."""
-        if header.request in connection.open_requests:
+        if connection.is_busy_with(header.request):
             self._received(connection, header)
             return
         cell = self.store.cells.get((header.key, header.cell))
@@ -162,10 +163,9 @@ class Desk:
         cell_id = header.key, header.cell
         planned = store.planned.get(cell_id)
         if planned is not None:
+            if len(body) != (num_bytes := _num_bytes(*planned)):  # before there is memory for it
+                raise WireError(f"{len(body)} bytes for the first value of a cell of {num_bytes}")
             cell = store.new_cell(header.key, *planned)
-            if len(body) != cell.num_bytes:
-                store.around.memory.retire(cell.value)
-                raise WireError(f"{len(body)} bytes for the first value of a cell of {cell.num_bytes}")
             cell.write(body)
             store.add(cell)
         elif cell_id not in store.cells:
@@ -281,8 +281,9 @@ class Desk:
             return Contribution(body[8 * num_rows :].view(cell.dtype.storage), rows=numbers)
         if header.flags & _ENCODED:
             codec = self.store.settings.codec
-            if codec is None or len(body) != codec.max_bytes(cell.length):
-                raise WireError(f"{len(body)} bytes of codes for {cell.length} elements")
+            if codec is None or not cell.dtype.is_floating:
+                raise WireError(f"codes for key {cell.facts.name!r}, whose gradients are not compressed")
+            codec.check(body, cell.length)
             return Contribution(body, codec)
         if len(body) != cell.num_bytes:
             raise WireError(f"a push of {len(body)} bytes to a cell of {cell.num_bytes}")
@@ -307,14 +308,16 @@ class Desk:
         cell_id = header.key, header.cell
         cell = self.store.cells.get(cell_id)
         if cell is None:
-            facts, place = self.store.planned.get(cell_id, (None, None))
-            size = (
-                0 if place is None or facts is None else (place.end - place.begin) * dtype_named(facts.dtype).itemsize
-            )
-            return max(size, _MOST_LOST_BYTES)
+            planned = self.store.planned.get(cell_id)
+            return max(0 if planned is None else _num_bytes(*planned), _MOST_LOST_BYTES)
         if header.kind in {Kind.ROW_PUSH, Kind.ROW_PULL}:
             return cell.num_bytes + 8 * cell.num_rows
         if header.kind == Kind.PUT_STATES:
             return 16 * max(8, cell.dtype.itemsize) * cell.length + MAX_CONTROL_BYTES
         codec = self.store.settings.codec
         return max(cell.num_bytes, 0 if codec is None else codec.max_bytes(cell.length))
+
+
+def _num_bytes(facts: KeyFacts, place: Place) -> int:
+    """How long the value of a cell is."""
+    return (place.end - place.begin) * dtype_named(facts.dtype).itemsize

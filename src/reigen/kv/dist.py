@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reigen import optim
-from reigen.compression import from_params
+from reigen.compression import from_params, means_none
 from reigen.config import Config
 from reigen.errors import ArgumentError, WireError
 from reigen.frontends.adapter import Array
@@ -80,14 +81,17 @@ class DistStore(KVStore):
 
     def set_gradient_compression(self, params: Mapping[str, object]) -> None:
         """See `KVStore.set_gradient_compression`: dense pushes, and what servers without an optimizer send back."""
-        from_params(params)
+        wanted = {} if means_none(params) else dict(params)
+        if not means_none(params):
+            from_params(params)
         self._check()
-        self._worker.command("set_gradient_compression", {"params": dict(params)})
-        self._messages.compress(params, self.num_workers)
+        self._worker.command("set_gradient_compression", {"params": wanted})
+        self._messages.compress(wanted, self.num_workers)
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
         """See `KVStore.save_optimizer_states`. What compression has not sent is this worker's own: one file each."""
         self._check()
+        optim.check_can_be_written(fname)
         states = optim.States(())
         if self._messages.codec is None or self._optimizer is not None:
             self._optimizing()
@@ -118,15 +122,26 @@ class DistStore(KVStore):
         self._member.barrier(f"store {self._number}", time.monotonic() + self._config.deadline_seconds)
 
     def num_dead_nodes(self, timeout: float = 60.0) -> int:
-        """See `KVStore.num_dead_nodes`; after how much silence a node counts is REIGEN_KV_HEARTBEAT_TIMEOUT."""
-        return self._member.num_dead_nodes()
+        """See `KVStore.num_dead_nodes`. Nodes are heard of every PS_HEARTBEAT_INTERVAL seconds."""
+        if not timeout >= 0:
+            raise ArgumentError(f"num_dead_nodes() takes seconds, 0 or more, got {timeout!r}")
+        return self._member.num_dead_nodes(float(timeout))
 
     def leave(self) -> None:
-        """See `KVStore.leave`."""
-        self.wait()
-        if not self._has_left:
+        """See `KVStore.leave`.
+
+        What was begun comes first. Where that takes long, it may wait for others that wait for this worker, since they
+        have pushed other keys: they are told meanwhile.
+        """
+        if self._has_left:
+            self.wait()
+        elif self._worker.linger():
             self._has_left = True
             self._worker.goodbye()
+        else:
+            self._has_left = True
+            self._worker.goodbye(None)
+            self.wait()
 
     def rounds(self, key: Key) -> int:
         """See `KVStore.rounds`."""
@@ -136,6 +151,19 @@ class DistStore(KVStore):
     def wait(self) -> None:
         """See `KVStore.wait`."""
         self._worker.wait_for_all()
+
+    def attention(self) -> AbstractContextManager[None]:
+        """See `KVStore.attention`."""
+        return self._worker.attention()
+
+    def attend(self, oldest: Pending, is_enough: Callable[[], bool]) -> None:
+        """See `KVStore.attend`."""
+        assert isinstance(oldest, Operation), "a call that waits for nothing begins one"
+        self._worker.attend(oldest, is_enough)
+
+    def interrupt(self) -> None:
+        """See `KVStore.interrupt`."""
+        self._worker.interrupt()
 
     def close(self) -> None:
         """See `KVStore.close`. The others go on without this worker."""
@@ -201,7 +229,7 @@ class DistStore(KVStore):
 
     def _pushpull(self, values: list[Group], outs: list[Group], priority: int, blocking: bool) -> Pending:
         keys = [key for key, _ in values]
-        if outs is not values and keys != [key for key, _ in outs]:
+        if keys != [key for key, _ in outs]:
             raise ArgumentError("pushpull() needs an out for each key that it is given a value for")
         self._check(pushes=True)
         places = _Landings(several for _, several in outs)

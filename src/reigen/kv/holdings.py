@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -60,15 +59,14 @@ class Holding:
             self.round = min(self.done, default=self.round)
         return self.round
 
-    @contextlib.contextmanager
-    def pushing(self) -> Iterator[int]:
-        """The number of a push, which is the last one now; if it cannot be begun, it does not count."""
+    def next_round(self) -> int:
+        """The number of a push, which is the last one now."""
         self.round = self.last_round() + 1
-        try:
-            yield self.round
-        except BaseException:
-            self._has_failed = True
-            raise
+        return self.round
+
+    def not_pushed(self) -> None:
+        """The last push could not be begun: it does not count."""
+        self._has_failed = True
 
     def note(self, request: Request) -> None:
         """A push of a cell has been answered."""
@@ -101,9 +99,9 @@ class Messages:
         self.answer_codec: Codec | None = None
 
     def compress(self, params: Mapping[str, object], num_workers: int) -> None:
-        """Encode from now on; both ends know the codecs from the same words."""
-        self.codec = from_params(params)
-        self.answer_codec = self.codec.for_sums(num_workers)
+        """Encode from now on, or not any more ({}); both ends know the codecs from the same words."""
+        self.codec = from_params(params) if params else None
+        self.answer_codec = None if self.codec is None else self.codec.for_sums(num_workers)
 
     def push(self, operation: Operation, held: Holding, elements: Array, priority: int, into: Array | None) -> None:
         """Push dense elements.
@@ -117,23 +115,29 @@ class Messages:
         """
         kind = Kind.PUSH if into is None else Kind.PUSHPULL
         codec = self.codec if held.spec.dtype.is_floating else None
-        with held.pushing() as round_number:
+        is_one = len(held.places) == 1
+        round_number = held.next_round()
+        try:
             for place in held.places:
                 request = self._request(kind, operation, held, place, priority, round_number)
-                part = elements[place.begin : place.end]
+                part = elements if is_one else elements[place.begin : place.end]
                 if codec is None:
                     request.body, request.block = self._worker.body_of(part)
                 else:
                     self._encode(request, codec, held, place, part)
                 if into is not None:
-                    self._expect(request, held, into[place.begin : place.end])
+                    self._expect(request, held, into if is_one else into[place.begin : place.end])
                 # one by one: servers begin with the first while the next is copied
                 self._worker.submit([request], held.track)
+        except BaseException:
+            held.not_pushed()
+            raise
 
     def push_rows(self, operation: Operation, held: Holding, indices: Array, rows: Array, priority: int) -> None:
         """Push some rows: of every cell, if only none."""
         requests = []
-        with held.pushing() as round_number:
+        round_number = held.next_round()
+        try:
             for place, first, last in held.row_ranges():
                 low, high = np.searchsorted(indices, (first, last))
                 request = self._request(Kind.ROW_PUSH, operation, held, place, priority, round_number)
@@ -141,6 +145,9 @@ class Messages:
                 self._put(request, numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8))
                 requests.append(request)
             self._worker.submit(requests, held.track)
+        except BaseException:
+            held.not_pushed()
+            raise
 
     def pull(self, operation: Operation, held: Holding, into: Array, priority: int) -> None:
         """Pull all elements into flat memory."""

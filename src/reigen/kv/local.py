@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from reigen import optim
-from reigen.compression import Codec, from_params
+from reigen.compression import Codec, from_params, means_none
 from reigen.errors import ArgumentError
 from reigen.frontends.adapter import Array
 from reigen.frontends.arrays import adapter_of
@@ -73,7 +73,7 @@ class LocalStore(KVStore):
         """See `KVStore.set_gradient_compression`: each device's values lose what they would lose on their way."""
         if "device" not in self.type:
             super().set_gradient_compression(params)
-        self._codec = from_params(params)
+        self._codec = None if means_none(params) else from_params(params)
         self._residuals.clear()
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:

@@ -5,7 +5,8 @@ The steps of a declaration stand in `reigen.kv.protocol` (c).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +18,13 @@ from reigen.kv.cells import KeyFacts
 from reigen.kv.keys import key_id
 from reigen.kv.protocol import DECLARED_CODEC, Declare, Declared, Flag, Kind, Place, Problem
 from reigen.kv.requests import Request
+from reigen.kv.stalls import Waiting
+from reigen.kv.values import DENSE, ROW_SPARSE
 from reigen.optim import Optimizer
+from reigen.types import DTYPES
+
+#: More than any machine has memory for, and few enough to be counted in 64 bits as bytes.
+_MOST_ELEMENTS = 1 << 40
 
 
 class Host(Protocol):
@@ -79,6 +86,12 @@ class Meeting:
         for request in waiting.values():
             request.connection.fail(request, problem)
 
+    def waits(self, expected: Collection[int]) -> Iterator[Waiting]:
+        """Who waits for whom."""
+        missing = self.agreement.missing(expected)
+        for worker, request in self.waiting.items():
+            yield Waiting(self.agreement.what, worker, missing, request.since)
+
     def expire(self, before: float, expected: Collection[int]) -> None:
         """Give up if somebody has waited since ``before``."""
         if any(request.since < before for request in self.waiting.values()):
@@ -129,12 +142,17 @@ class Declarations:
         key, facts = request.header.key, _facts(declare)
         if key_id(declare.name) != key:
             raise WireError(f"the key {declare.name!r} has another id than {key}")
+        _check(declare)
         known = self._known.get(key)
         if known is not None and known.name != facts.name:
             raise ArgumentError(
                 f"the keys {known.name!r} and {facts.name!r} have the same number of 64 bits; rename one of them"
             )
         if not request.header.flags & Flag.HOME:
+            if request.connection.worker != 0:
+                raise WireError(f"worker {request.connection.worker} says where the cells of {facts.name!r} are")
+            if known is not None and known != facts and self._host.has_pushes(key):
+                raise ArgumentError(f"the key {facts.name!r} was pushed; it cannot be declared anew")
             self._lay_out(key, facts, declare.places)
             self._answer(request, declare.places or (), was_initialised=False)
             return
@@ -165,6 +183,11 @@ class Declarations:
         for record in self._records.values():
             missing = self._host.expected() if record.agreed is None else (0,)
             record.meeting.expire(before, missing)
+
+    def waiting(self) -> Iterator[Waiting]:
+        """Who waits for whom to say what a key is, or for worker 0 to send its value."""
+        for record in self._records.values():
+            yield from record.meeting.waits(self._host.expected() if record.agreed is None else (0,))
 
     def initialised(self) -> list[tuple[int, KeyFacts, tuple[Place, ...]]]:
         """The keys that have their home here and can be used, for a snapshot."""
@@ -237,6 +260,22 @@ class Declarations:
     @staticmethod
     def _answer(request: Request, places: tuple[Place, ...], *, was_initialised: bool) -> None:
         request.connection.answer(request, Kind.DECLARED, DECLARED_CODEC.encode(Declared(places, was_initialised)))
+
+
+def _check(declare: Declare) -> None:
+    """Raise WireError where no worker means that."""
+    num_elements = math.prod(declare.shape)
+    is_known = declare.dtype in DTYPES and declare.stype in {DENSE, ROW_SPARSE}
+    if not is_known or min(declare.shape, default=0) < 0 or declare.generation < 0 or num_elements > _MOST_ELEMENTS:
+        raise WireError(f"a key like no other: {_facts(declare)}")
+    grain = max(1, math.prod(declare.shape[1:])) if declare.stype == ROW_SPARSE else 1
+    places = declare.places or ()
+    if len({place.index for place in places}) < len(places):
+        raise WireError(f"cells of the key {declare.name!r} that are the same")
+    for place in places:
+        is_cell = 0 <= place.begin <= place.end <= num_elements and 0 <= place.index < 1 << 32
+        if not is_cell or place.begin % grain or place.end % grain:
+            raise WireError(f"a cell that is no part of the key {_facts(declare)}: {place}")
 
 
 def _facts(declare: Declare) -> KeyFacts:

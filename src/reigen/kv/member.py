@@ -31,13 +31,14 @@ from reigen.kv.registry import (
     CALLS,
     MAX_MESSAGE_BYTES,
     Assigned,
+    BarrierBroken,
     Call,
     EnterBarrier,
     Heartbeat,
     Leave,
-    Missing,
     Register,
     WhoIsMissing,
+    WhoIsSilent,
     name_nodes,
 )
 from reigen.kv.roles import Settings
@@ -57,9 +58,8 @@ _TRY_SECONDS = 1.0
 #: Whoever answers in the scheduler's place and cannot prove to be it may be about to go, for that long; and a scheduler
 #: that hangs up, because more connect than it can listen to at once, may do so for that long.
 _DOUBT_SECONDS, _BUSY_SECONDS = 1.0, 5.0
-#: How long the scheduler may take to answer a question, or to take a last word.
-_ANSWER_SECONDS = 2.0
-_THE_START: Entry = ("", 0)
+#: How long the scheduler may take to answer a question, and to take a last word.
+_ANSWER_SECONDS, _LAST_WORDS_SECONDS = 10.0, 2.0
 
 
 class Member:
@@ -83,6 +83,8 @@ class Member:
         #: guards what stands here and `_standing`
         self._changed = threading.Condition()
         self._is_closing = False
+        #: when this process goes though no scheduler has heard that it leaves
+        self._gone_at = math.inf
         self._outbox: deque[Call] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waker, self._wakened = socket.socketpair()
@@ -136,13 +138,20 @@ class Member:
             if servers:
                 return tuple(servers[number] for number in sorted(servers))
             self._raise_failure()
-            missing = self._ask(_THE_START)
+            standing = self._standing
+            standing.missing = None
+            self._ask(WhoIsMissing(), lambda: standing.missing is not None)
+            missing = standing.missing
+            if servers:  # they came just now
+                return tuple(servers[number] for number in sorted(servers))
+            if missing is None:  # it may have ended the job in the meantime, and says why
+                self._raise_failure()
         if missing is None:
             raise DeadlineError(f"{self._access.words} does not say where the servers are, nor who is missing")
         raise DeadlineError(
             f"{name_nodes(missing.workers, missing.servers) or 'nobody'} of {self.num_workers} worker(s) and "
-            f"{self.num_servers} server(s) did not start within the time given (REIGEN_START_TIMEOUT). Were they "
-            "started, for the same scheduler, and with the same secret?",
+            f"{self.num_servers} server(s) did not start within {self._config.start_timeout_seconds:g} s "
+            "(REIGEN_START_TIMEOUT). Were they started, for the same scheduler, and with the same secret?",
             ranks=missing.workers,
         )
 
@@ -153,20 +162,23 @@ class Member:
             entry = standing.enter(name)
             self._post(EnterBarrier(*entry))
             try:
-                self._await(lambda: standing.is_done(entry) or standing.fatal_loss() is not None, deadline)
-                if standing.is_done(entry):
-                    return
-                self._raise_failure()
-                if loss := standing.fatal_loss():
-                    ranks = (loss.number,) if loss.role == "worker" else ()
-                    raise PeerLostError(f"barrier {name!r}: {loss}", ranks=ranks)
-                missing = self._ask(entry)
+                if not self._is_over_at(entry, deadline):
+                    self._post(standing.give_up(entry))
+                    self._is_over_at(entry, time.monotonic() + self._config.peer_timeout_seconds)
+                outcome = standing.outcome(entry)
             finally:
                 standing.forget(entry)
-        if missing is None:
-            raise DeadlineError(f"barrier {name!r}: {self._access.words} does not answer")
-        who = name_nodes(missing.workers, ()) or "somebody"
-        raise DeadlineError(f"{who} did not come to barrier {name!r} in time (REIGEN_DEADLINE)", ranks=missing.workers)
+        if outcome is None:
+            raise DeadlineError(
+                f"barrier {name!r}: {self._access.words} does not answer; whether others have passed it is not known"
+            )
+        if isinstance(outcome, BarrierBroken):
+            who = name_nodes(outcome.missing, ()) or "somebody"
+            raise DeadlineError(
+                f"{who} did not come to barrier {name!r} in time: worker {outcome.worker} waited until its "
+                "REIGEN_DEADLINE, and nobody passes it any more",
+                ranks=outcome.missing,
+            )
 
     def events(self) -> list[Event]:
         """See `Membership.events`."""
@@ -180,10 +192,13 @@ class Member:
         """See `Membership.fileno`."""
         return self._bell
 
-    def num_dead_nodes(self) -> int:
+    def num_dead_nodes(self, timeout: float) -> int:
         """See `Membership.num_dead_nodes`."""
         with self._changed:
-            return len(self._standing.lost)
+            standing = self._standing
+            standing.silent.pop(timeout, None)
+            self._ask(WhoIsSilent(timeout), lambda: timeout in standing.silent)
+            return standing.silent.pop(timeout, len(standing.lost))
 
     def leave(self) -> None:
         """See `Membership.leave`."""
@@ -198,6 +213,7 @@ class Member:
             if self._is_closing:
                 return
             self._is_closing = True
+            self._gone_at = time.monotonic() + self._config.peer_timeout_seconds
             self._changed.notify_all()
             self._wake()
         if self._thread.ident is not None:
@@ -231,15 +247,22 @@ class Member:
         if failure is not None or self._is_closing:
             raise PeerLostError(str(failure or f"this process, {self._standing.name}, has left the job"))
 
-    def _ask(self, entry: Entry) -> Missing | None:
-        """Who is missing, as the scheduler says; None where it says nothing. Raises if the job is over meanwhile."""
-        answers = self._standing.missing
-        answers.pop(entry, None)
-        self._post(WhoIsMissing(*entry))
-        self._await(lambda: entry in answers, time.monotonic() + _ANSWER_SECONDS)
-        if entry not in answers:
-            self._raise_failure()
-        return answers.pop(entry, None)
+    def _ask(self, question: Call, is_answered: Callable[[], bool]) -> None:
+        """Have the scheduler answer, if it does."""
+        self._post(question)
+        self._await(is_answered, time.monotonic() + _ANSWER_SECONDS)
+
+    def _is_over_at(self, entry: Entry, deadline: float) -> bool:
+        """Wait for the scheduler's word of a barrier; whether it came. Raises where there is nothing to hope for."""
+        standing = self._standing
+        self._await(lambda: standing.outcome(entry) is not None or standing.fatal_loss() is not None, deadline)
+        if standing.outcome(entry) is not None:
+            return True
+        self._raise_failure()
+        if loss := standing.fatal_loss():
+            ranks = (loss.number,) if loss.role == "worker" else ()
+            raise PeerLostError(f"barrier {entry[0]!r}: {loss}", ranks=ranks)
+        return False
 
     def _post(self, message: Call) -> None:
         self._outbox.append(message)
@@ -251,7 +274,8 @@ class Member:
 
     def _too_late(self, problem: str) -> DeadlineError:
         return DeadlineError(
-            f"{self._access.words} did not answer within the time given (REIGEN_START_TIMEOUT); was it started?"
+            f"{self._access.words} did not answer within {self._config.start_timeout_seconds:g} s "
+            "(REIGEN_START_TIMEOUT); was it started, and is the job not over already?"
             f"{f' ({problem})' if problem else ''}"
         )
 
@@ -280,13 +304,19 @@ class Member:
 
     @property
     def _is_over(self) -> bool:
+        """Whether there is nothing more to say or hear. A scheduler that is started again must hear of a Leave, too."""
         with self._changed:
-            return self._is_closing or self._standing.failure is not None
+            standing = self._standing
+            if standing.failure is not None or not self._is_closing:
+                return standing.failure is not None
+            return standing.is_out or time.monotonic() >= self._gone_at
 
     def _connect(self, until: float) -> tuple[socket.socket, Conversation]:
         """Reach the scheduler, wherever it is now."""
         problem, doubted = "", math.inf
         while not self._is_over:
+            if self._standing.is_assigned:  # whoever kept the secret may have died with the scheduler
+                self._access.keep(self.secret)
             try:
                 found = self._reach_one()
             except (AuthenticationError, WireError, PeerLostError, OSError) as error:
@@ -345,7 +375,8 @@ class Member:
                 self._hand_out(conversation, is_placed)
                 writing = selectors.EVENT_WRITE if conversation.outgoing else 0
                 selector.modify(connection, selectors.EVENT_READ | writing)
-                ready = selector.select(max(0.0, due - time.monotonic()) if is_placed and beat else None)
+                until = min(self._gone_at, due if is_placed and beat else math.inf)
+                ready = selector.select(None if until == math.inf else max(0.0, until - time.monotonic()))
                 for key, events in ready:
                     if key.fileobj is self._wakened:
                         self._wakened.recv(1 << 12)
@@ -366,8 +397,8 @@ class Member:
 
     def _say_last_words(self, connection: socket.socket, conversation: Conversation, is_placed: bool) -> None:
         self._hand_out(conversation, is_placed)
-        until = time.monotonic() + _ANSWER_SECONDS
-        connection.settimeout(_ANSWER_SECONDS)
+        until = time.monotonic() + _LAST_WORDS_SECONDS
+        connection.settimeout(_LAST_WORDS_SECONDS)
         while conversation.outgoing and time.monotonic() < until:
             _flush(connection, conversation)
 
@@ -397,8 +428,12 @@ class Member:
 
 
 def _flush(connection: socket.socket, conversation: Conversation) -> None:
-    with contextlib.suppress(BlockingIOError):
+    try:
         del conversation.outgoing[: connection.send(conversation.outgoing)]
+    except BlockingIOError:
+        pass
+    except ConnectionError:  # what the other end said before it went is still to be read, and then its end
+        conversation.outgoing.clear()
 
 
 def _tls(settings: Settings) -> Tls | None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.wire.tls import Tls
 
@@ -94,12 +96,21 @@ class Stop(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unkn
     """The job is over; nothing more will be heard.
 
     Attributes:
-        exit_code: 0: all workers have left in good order.
+        exit_code: 0: all workers have left in good order; WORKERS_LOST_EXIT_CODE: it ends since some are lost.
         reason: why, for people.
+        is_late: it never began as it should: somebody did not come.
+        workers: and these of them are workers.
     """
 
     exit_code: int
     reason: str
+    is_late: bool = False
+    workers: tuple[int, ...] = ()
+
+    def error(self) -> CollectiveError:
+        """What a process of the job is told that wants to go on."""
+        kind = DeadlineError if self.is_late else PeerLostError
+        return kind(f"the job is over: {self.reason}", ranks=self.workers)
 
     def __str__(self) -> str:
         return f"the job is over: {self.reason}"
@@ -151,8 +162,11 @@ class Membership(Protocol):
     def barrier(self, name: str, deadline: float) -> None:
         """Wait until every worker that is still in the job has entered the barrier of this name as often as this one.
 
+        It ends alike for all: where one of them does not want to wait any more, nobody passes.
+
         Raises:
-            DeadlineError: not all came; ``ranks`` are those.
+            DeadlineError: not all came by this worker's deadline, or another's; ``ranks`` are those. Or the scheduler
+                does not answer: only then others may have passed.
             PeerLostError: a worker was lost (and the policy is not to go on without it), or the job is over.
         """
 
@@ -162,8 +176,11 @@ class Membership(Protocol):
     def fileno(self) -> int:
         """A descriptor that is readable while `events` has something to tell."""
 
-    def num_dead_nodes(self) -> int:
-        """How many workers and servers are lost now."""
+    def num_dead_nodes(self, timeout: float) -> int:
+        """How many workers and servers are lost now, or were not heard of for ``timeout`` seconds.
+
+        Where the scheduler does not answer: those of whose loss was heard.
+        """
 
     def leave(self) -> None:
         """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""

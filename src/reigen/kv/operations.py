@@ -79,12 +79,13 @@ class Operation:
         keys: of what.
 
     Attributes:
+        latest: when it has to be over, on the clock of ``time.monotonic()``; None before anybody waited for it.
         num_left: requests that are not answered.
         error: what the first of them that failed led to.
         is_told: somebody has been told of the error, or was told that there is none.
     """
 
-    __slots__ = ("_driver", "_finish", "_keys", "_what", "error", "is_told", "num_left")
+    __slots__ = ("_callbacks", "_driver", "_finish", "_keys", "_what", "error", "is_told", "latest", "num_left")
 
     def __init__(
         self, driver: Driver, what: str, finish: Callable[[], None] | None = None, keys: Sequence[int | str] = ()
@@ -92,6 +93,8 @@ class Operation:
         self._driver = driver
         self._what, self._keys = what, keys
         self._finish = finish
+        self._callbacks: list[Callable[[], None]] | None = None
+        self.latest: float | None = None
         self.num_left = 0
         self.error: ReigenError | None = None
         self.is_told = False
@@ -118,6 +121,24 @@ class Operation:
     def done(self) -> bool:
         """See `reigen.kv.base.Pending.done`."""
         return not self.num_left
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See `reigen.kv.base.Pending.add_done_callback`."""
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(callback)
+        if not self.num_left:  # otherwise `over`, which looks for callbacks after that, finds it
+            self.over()
+
+    def over(self) -> None:
+        """The last of its requests is over."""
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop()
+            except IndexError:  # another thread was faster
+                return
+            callback()
 
     def fail(self, error: ReigenError) -> None:
         """One of its requests has failed; the first error counts."""
@@ -146,7 +167,7 @@ class Request:
         on_done: called when the request is over.
         track: the order that it is part of (`reigen.kv.worker`).
         request: its id at the server, 0 before it was submitted.
-        sent_at: when it was handed to the line last; 0.0 before.
+        sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
         num_reminders: how often it was sent again, or asked about, since.
         is_received: the server has said that it has it.
         is_over: it was answered, or given up.

@@ -1,6 +1,6 @@
 """What workers and servers of the parameter server say to each other.
 
-Every message is a header of 64 bytes and, perhaps, a body. Headers and bodies travel over a `reigen.wire.link.Link`
+Every message is a header of 64 bytes and, perhaps, a body. They travel by `reigen.wire.framed.Framed`
 (`reigen.kv.line`); the body of a message with `Flag.IN_MEMORY` does not travel, but lies in the sender's arena
 (`reigen.kv.arena`). All numbers are little-endian, arrays are in the memory order of the hosts.
 
@@ -35,7 +35,7 @@ g. With PS_RESEND, the server says RECEIVED as soon as a request is there that i
    `Flag.UNKNOWN`: send it again.
 h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_counts`); DONE has the server's. A
    worker that replaces another says `COUNT_UNKNOWN` and goes on from what the server has.
-i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.kv.states`.
+i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.optim.States`.
 j. NOTICE is what a server says unasked: a `Notice`. It has no id and no answer.
 k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
 """
@@ -58,6 +58,7 @@ from reigen.errors import (
     MismatchError,
     PeerLostError,
     ReigenError,
+    SharedMemoryError,
     UnsupportedError,
     UnsupportedTypeError,
     WireError,
@@ -132,19 +133,21 @@ class Flag(IntFlag):
 DTYPE_NUMBERS: Mapping[str, int] = {name: number for number, name in enumerate(sorted(DTYPES), 1)}
 DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBERS.items()}
 
-#: Kinds whose bodies are control messages, or lists that are bounded like them.
-CONTROL_KINDS = frozenset(
-    {Kind.HELLO, Kind.DECLARE, Kind.COMMAND, Kind.WELCOME, Kind.DECLARED, Kind.DONE, Kind.ERROR, Kind.NOTICE}
-    | {Kind.RELEASE, Kind.RESUME}
-)
 # As plain numbers: headers are read for every message, and enumerations are slow.
+#: Kinds whose bodies are control messages, or lists that are bounded like them; these bodies are authenticated.
+CONTROL_KINDS: frozenset[int] = frozenset(
+    int(kind)
+    for kind in (
+        *(Kind.HELLO, Kind.DECLARE, Kind.COMMAND, Kind.WELCOME, Kind.DECLARED, Kind.DONE, Kind.ERROR, Kind.NOTICE),
+        *(Kind.RELEASE, Kind.RESUME),
+    )
+)
 _KINDS = frozenset(map(int, Kind))
-_CONTROL_KINDS = frozenset(map(int, CONTROL_KINDS))
 _ALL_FLAGS = sum(map(int, Flag))
 _IN_MEMORY = int(Flag.IN_MEMORY)
 
 
-class Header(msgspec.Struct, frozen=True):
+class Header(msgspec.Struct, frozen=True, gc=False):
     """The header of a message.
 
     Attributes:
@@ -203,7 +206,7 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     )
     if kind not in _KINDS or flags > _ALL_FLAGS or zero or (dtype and dtype not in DTYPE_NAMES):
         raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
-    if kind in _CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:
+    if kind in CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:
         raise WireError(f"a {Kind(kind).name} of {body_bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")
     if flags & _IN_MEMORY and body_bytes:
         raise WireError(f"a {Kind(kind).name} whose body is in two places")
@@ -366,6 +369,7 @@ PROBLEMS: Mapping[str, type[ReigenError]] = {
         ConfigError,
         UnsupportedError,
         UnsupportedTypeError,
+        SharedMemoryError,
     )
 }
 

@@ -4,14 +4,19 @@ The protocol, after the handshake of ``wire.auth``, one msgspec message a frame:
 
 a. A node sends Register: what it is, its number if it knows one, where it listens. The scheduler answers Assigned, or
    Refused with the reason. What a node says is enough to know the job again: a scheduler that was started anew learns
-   from the nodes that connect again who is there.
+   from the nodes that connect again who is there, and which job it is: the job's number is chosen by its first
+   scheduler, and nodes say it ever after.
 b. When all servers have come, and whenever a node registers after that, it is sent Welcome: where they all are.
 c. A node sends Heartbeat every now and then. What happens to others comes as News.
-d. A worker sends EnterBarrier, and BarrierDone comes when all have. After a new connection it says so again, of the
-   barriers at which it waits and of the last one of every name.
-e. WhoIsMissing asks whom the start, or a barrier, waits for; the answer is Missing.
-f. A node that goes in good order sends Leave. A connection that ends before that: the node is lost, or it connects
-   again, as it does when the scheduler has gone.
+d. A worker sends EnterBarrier, and BarrierDone comes when all have. One that does not want to wait any more sends
+   GiveUp: if not all have come by then, the barrier is broken, and BarrierBroken comes to all, whenever they enter.
+   On a new connection workers say so again, of the barriers at which they wait, of the last one of every name, and of
+   the latest that were broken.
+e. WhoIsMissing asks whom the start waits for, the answer is Missing; WhoIsSilent whom nothing was heard of, the answer
+   is Silent.
+f. A node that goes in good order sends Leave, and hears of it as News, from a scheduler that is started again if need
+   be: a worker waits for that, but not for longer than REIGEN_PEER_TIMEOUT. A connection that ends before that: the
+   node is lost, or it connects again, as it does when the scheduler has gone.
 """
 
 from __future__ import annotations
@@ -31,6 +36,30 @@ MAX_NAME_BYTES = 256
 MAX_MESSAGE_BYTES = 1 << 20
 
 
+class EnterBarrier(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker is at a barrier, for the ``sequence``-th time at one of this name.
+
+    Attributes:
+        is_over: it has been told that all have come.
+    """
+
+    name: str
+    sequence: int
+    is_over: bool = False
+
+
+class GiveUp(msgspec.Struct, tag=12, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker that is at a barrier does not want to wait any more.
+
+    Attributes:
+        is_over: it has been told that the barrier is broken.
+    """
+
+    name: str
+    sequence: int
+    is_over: bool = False
+
+
 class Register(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A node is there.
 
@@ -42,9 +71,11 @@ class Register(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unkno
         incarnation: of its process.
         num_workers: how many workers it expects to be in the job.
         num_servers: how many servers.
-        is_known: it has been told its number by this job's scheduler before.
+        job: which job it is in, as a scheduler told it before; 0: none has.
         is_recovery: as it was told then.
         left: workers that have left in good order, as far as it was told.
+        is_open: it was told where the servers are: all have come once.
+        barriers: at which it waits, the last one of every name, and the latest that were broken.
     """
 
     role: NodeRole
@@ -54,9 +85,16 @@ class Register(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unkno
     incarnation: int
     num_workers: int
     num_servers: int
-    is_known: bool = False
+    job: int = 0
     is_recovery: bool = False
     left: tuple[int, ...] = ()
+    is_open: bool = False
+    barriers: tuple[EnterBarrier | GiveUp, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it has been told its number by this job's scheduler before."""
+        return self.job != 0
 
 
 class Heartbeat(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -67,18 +105,14 @@ class Leave(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unknown_
     """The node goes in good order."""
 
 
-class EnterBarrier(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A worker is at a barrier, for the ``sequence``-th time at one of this name."""
-
-    name: str
-    sequence: int
-
-
 class WhoIsMissing(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whom does the start wait for, or the barrier of this name?"""
+    """Whom does the start wait for?"""
 
-    barrier: str = ""
-    sequence: int = 0
+
+class WhoIsSilent(msgspec.Struct, tag=13, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Of whom was nothing heard for so many seconds?"""
+
+    seconds: float
 
 
 class Assigned(msgspec.Struct, tag=6, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -87,11 +121,13 @@ class Assigned(msgspec.Struct, tag=6, array_like=True, frozen=True, forbid_unkno
     Attributes:
         number: which.
         is_recovery: it takes the place of one that was lost.
+        job: the job that it is a place in; never 0.
         barriers: and goes on there: how often the barriers of each name are over.
     """
 
     number: int
     is_recovery: bool
+    job: int
     barriers: tuple[tuple[str, int], ...] = ()
 
 
@@ -120,17 +156,36 @@ class BarrierDone(msgspec.Struct, tag=10, array_like=True, frozen=True, forbid_u
     sequence: int
 
 
+class BarrierBroken(msgspec.Struct, tag=14, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Somebody has given the barrier up: it counts as one that nobody has passed.
+
+    Attributes:
+        worker: who has.
+        missing: those that had not come then.
+    """
+
+    name: str
+    sequence: int
+    worker: int
+    missing: tuple[int, ...]
+
+
 class Missing(msgspec.Struct, tag=11, array_like=True, frozen=True, forbid_unknown_fields=True):
     """Who was asked for: numbers of those that have not come."""
 
-    barrier: str
-    sequence: int
     workers: tuple[int, ...]
     servers: tuple[int, ...]
 
 
-Call = Register | Heartbeat | Leave | EnterBarrier | WhoIsMissing
-Answer = Assigned | Refused | Welcome | News | BarrierDone | Missing
+class Silent(msgspec.Struct, tag=15, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How many workers and servers are lost, or were not heard of for so long."""
+
+    seconds: float
+    num_nodes: int
+
+
+Call = Register | Heartbeat | Leave | EnterBarrier | GiveUp | WhoIsMissing | WhoIsSilent
+Answer = Assigned | Refused | Welcome | News | BarrierDone | BarrierBroken | Missing | Silent
 
 CALLS: Codec[Call] = Codec(Call, MAX_MESSAGE_BYTES)
 ANSWERS: Codec[Answer] = Codec(Answer, MAX_MESSAGE_BYTES)

@@ -59,11 +59,12 @@ class Request:
     def used(self, buffers: Buffers) -> None:
         """Its body is not needed any more."""
         if self.buffer is not None:
+            self.connection.num_held_bytes -= self.buffer.nbytes
             buffers.give(self.buffer)
         self.contribution = self.buffer = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Reading:
     """The second half of a PUSHPULL: its own token, since the first is one, too."""
 
@@ -81,6 +82,7 @@ class Connection:
         open_requests: by id, those without an answer.
         is_open: whether answers still have somewhere to go.
         must_flush: something was queued since the last flush.
+        num_held_bytes: of received bodies that are not used up; see `reigen.kv.pacing`.
     """
 
     hello: Hello
@@ -91,13 +93,20 @@ class Connection:
     open_requests: dict[int, Request] = field(default_factory=dict)
     is_open: bool = True
     must_flush: bool = False
+    num_held_bytes: int = 0
     #: what the worker reads, or the kernel has not sent, by the request that it answers
     _leases: dict[int, list[Value]] = field(default_factory=dict)
+    #: the requests whose answers wait for the kernel
+    _leaving: set[int] = field(default_factory=set)
 
     @property
     def worker(self) -> int:
         """The worker's number."""
         return self.hello.number
+
+    def is_busy_with(self, request: int) -> bool:
+        """Whether a request is not answered, or its answer has not left: if it comes again, nothing is to be done."""
+        return request in self.open_requests or request in self._leaving
 
     def body_of(self, header: Header, received: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """A request's body, wherever it lies.
@@ -159,9 +168,13 @@ class Connection:
             Kind.VALUE, asked.request, asked.key, asked.cell, asked.round, 0, dtype, asked.kind, self.store,
             asked.priority, nbytes,
         )  # fmt: skip
-        self.line.send(
-            header, value.array.data, priority=asked.priority, on_sent=lambda: self.release(asked.request, value)
-        )
+        self._leaving.add(asked.request)
+
+        def left() -> None:
+            self._leaving.discard(asked.request)
+            self.release(asked.request, value)
+
+        self.line.send(header, value.array.data, priority=asked.priority, on_sent=left)
 
     def answer_codes(self, request: Request, codes: bytes) -> None:
         """Answer a request with a value as codes of the store's gradient compression."""
@@ -200,5 +213,6 @@ class Connection:
         if request.is_answered:
             return False
         request.is_answered = True
+        request.reading = None  # which refers to the request
         self.open_requests.pop(request.header.request, None)
         return True

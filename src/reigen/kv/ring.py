@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,10 @@ import msgspec
 import numpy as np
 
 from reigen import context
+from reigen.context import Handle
 from reigen.errors import MismatchError, ReigenError
 from reigen.frontends.adapter import Array
-from reigen.kv.base import Group, Pending
+from reigen.kv.base import Group, Pending, when_all
 from reigen.kv.local import LocalStore, stored_copy
 from reigen.kv.merge import total, total_rows
 from reigen.kv.values import Key, RowSparse, Spec, flat, spec_of
@@ -28,11 +29,11 @@ _INDICES = dtype_named("int64")
 class _Round:
     """One push of one key on its way."""
 
-    def __init__(self, store: RingStore, key: Key, complete: Callable[[], None], poll: Callable[[], bool]) -> None:
+    def __init__(self, store: RingStore, key: Key, complete: Callable[[], None], handles: Sequence[Handle]) -> None:
         self._store = store
         self._key = key
         self.complete = complete
-        self.poll = poll
+        self._handles = handles
         #: the pulls that see this round, and not the next
         self.then: list[Callable[[], None]] = []
         self.is_over = False
@@ -46,7 +47,11 @@ class _Round:
 
     def done(self) -> bool:
         """See `Pending.done`."""
-        return self.is_over or self.poll()
+        return self.is_over or all(handle.poll() for handle in self._handles)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See `Pending.add_done_callback`."""
+        when_all(self._handles, callback)
 
 
 class _Rounds:
@@ -61,6 +66,9 @@ class _Rounds:
 
     def done(self) -> bool:
         return all(each.done() for each in self._rounds)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        when_all(self._rounds, callback)
 
 
 class RingStore(LocalStore):
@@ -216,7 +224,7 @@ class RingStore(LocalStore):
             handle.wait()
             self._apply(key, elements)
 
-        return _Round(self, key, complete, handle.poll)
+        return _Round(self, key, complete, [handle])
 
     def _begin_rows(self, key: Key, tensors: list[Any], spec: Spec) -> _Round:
         indices, rows = total_rows(tensors, spec)
@@ -229,4 +237,4 @@ class RingStore(LocalStore):
             parts = RowSparse(of_indices.wait().on_host, everyones, (spec.shape[0], spec.row_length))
             self._apply_rows(key, *total_rows([parts], Spec(spec.dtype, parts.shape, spec.stype)))
 
-        return _Round(self, key, complete, lambda: of_indices.poll() and of_rows.poll())
+        return _Round(self, key, complete, [of_indices, of_rows])

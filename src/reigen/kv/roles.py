@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from reigen.cluster.environ import detect
+from reigen.cluster.environ import RENDEZVOUS_VARIABLE, detect
 from reigen.cluster.given import Given, job_secret
 from reigen.config import Config
 from reigen.errors import ConfigError
@@ -41,6 +41,8 @@ class Settings:
         node_host: name or address by which this host wants to be found (DMLC_NODE_HOST), None for none in particular.
         reason: how all that was found out.
         config: the knobs.
+        job: its number, the same for every scheduler that it has; 0: the first one chooses it. It follows from the
+            secret where Reigen's launchers made that; one that somebody has set may be that of several jobs.
     """
 
     role: Role
@@ -52,6 +54,7 @@ class Settings:
     node_host: str | None
     reason: str
     config: Config
+    job: int = 0
 
     @property
     def name(self) -> str:
@@ -107,7 +110,12 @@ def _settings(environ: Mapping[str, str], config: Config, role: Role | None) -> 
         environ.get("DMLC_NODE_HOST", "").removeprefix("[").removesuffix("]") or None,
         f"DMLC_ROLE is {role}" + (f", {origin} is {number}" if which is not None else ""),
         config,
+        0 if given is None or RENDEZVOUS_VARIABLE not in environ else _number(given, port),
     )
+
+
+def _number(secret: bytes, port: int) -> int:
+    return 1 + int.from_bytes(job_secret(secret, f"number of kv {port}")[:7], "big")
 
 
 def _task(environ: Mapping[str, str], role: Role, num_workers: int, num_servers: int) -> tuple[str | None, str]:

@@ -8,10 +8,11 @@ A. *Numbers.* A node says its number where it was given one (its task number), a
    has had, in the order of arrival. What makes no sense is refused.
 B. *Start.* When all servers have come for the first time, every node that is there is told where they are, and every
    one that comes later at once. A process that is lost (C) before that is forgotten, as if it had not come. Servers
-   that do not come, and later workers, end the job when the time for it is over.
+   that do not come, and later workers, end the job when the time for it is over. No time counts for anything in which
+   the scheduler itself did not run: what others said meanwhile is still to be read.
 C. *Loss.* A connection that ends without Leave may be made again; after `GRACE_SECONDS` the node counts as lost, and at
    once if another process comes for its number. A node that says nothing for the heartbeat's timeout counts as lost,
-   too, but not for the time in which the scheduler itself did not run. All are told (`NodeLost`).
+   too. All are told (`NodeLost`).
 D. *Return.* A lost node that says something is there again, the same process; another process that registers for the
    number of a lost one takes its place (``is_recovery``) and goes on with barriers where the others are. All are told:
    `NodeReturned`, or `ServerMoved`. But where a loss is final (a worker under abort, a server that nobody starts again,
@@ -19,137 +20,72 @@ D. *Return.* A lost node that says something is there again, the same process; a
    anybody's knowing, another that comes for it waits for a sign of life, or the end, of the first.
 E. *Leaving.* All are told of a node that leaves (`NodeLeft`). It is not waited for any more, and does not come back.
 F. *Barriers.* A barrier is done for the n-th time when every worker has entered it n times, but those that have left or
-   are lost and not awaited. Entering again is answered again.
+   are lost and not awaited. If one of them gives it up before, it is broken for that time, and all are told so that
+   are there, or come to it later: nobody passes a barrier at which another has failed. Entering again is answered
+   again.
 G. *End.* When all workers have left, the job is over with exit code 0; when all have left or are lost, and nobody came
-   in their place, with 1 (under continue: if none has left). All are told (`Stop`), and whoever comes later is refused.
+   in their place, with another one (under continue: if none has left): `WORKERS_LOST_EXIT_CODE` if it was a worker
+   that was lost first, else 1. All are told (`Stop`), and whoever comes later is refused.
+   After a restart (H) that waits for those who have not come back: they are to be told, too.
 H. *Restart of the scheduler.* Nodes connect again and say what they were told before (`Register.is_known`): their
-   numbers, and which workers have left; and how often they have entered which barriers. That is all there is
-   to know. Who has not come ``return_seconds`` after the first of them counts as lost. Processes that are not known
-   then take places of lost ones: that one comes for the first time, nobody can tell.
+   numbers, and which workers have left; how often they have entered which barriers, and how these ended. That is all
+   there is to know. Who has not come ``return_seconds`` after the first of them counts as lost, and barriers are not
+   given up before. Processes that are not known then take places of lost ones: that one comes for the first time,
+   nobody can tell.
+I. *Other jobs.* A job has a number: it follows from its secret, where a launcher made that for it alone; else its first
+   scheduler chose it. Of the latter kind, a scheduler to which a known process comes first goes on with that one's job;
+   one to which an unknown process comes first has a new job (`kv.scheduler` lets known ones come first where it can
+   tell that there are some). Processes of any other job
+   are refused. Where a job goes on, and servers cannot return, an unknown server is refused, too: what it comes for is
+   a new job on the same port and with the same secret, while processes of the old one still run.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable
-from dataclasses import dataclass
-from enum import Enum, auto
-
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 from reigen.kv.barriers import MAX_BARRIERS, Barriers
 from reigen.kv.events import LossPolicy
-from reigen.kv.nodes import Event, NodeLeft, NodeLost, NodeReturned, Peer, Role, ServerMoved, Stop
+from reigen.kv.nodes import Event, NodeLeft, NodeLost, NodeReturned, Role, ServerMoved, Stop
 from reigen.kv.registry import (
     MAX_NAME_BYTES,
     Answer,
     Assigned,
-    BarrierDone,
     Call,
     EnterBarrier,
+    GiveUp,
     Leave,
     Missing,
     News,
     Refused,
     Register,
+    Silent,
     Welcome,
     WhoIsMissing,
+    WhoIsSilent,
     name_nodes,
 )
+from reigen.kv.seats import NEVER, Node, Owner, State, Terms
 
 #: How long a node may take to connect again; and how late a `tick` may come before others get their time anew.
 GRACE_SECONDS = 1.0
-_NEVER = math.inf
-
-Owner = Hashable
 Place = tuple[Role, int]
 Instructions = list[tuple[Owner, Answer]]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What a job was started with.
-
-    Attributes:
-        num_workers: how many.
-        num_servers: how many.
-        policy: what becomes of the others if a worker is lost.
-        servers_return: somebody starts a server again that is lost, and it has snapshots to go on from.
-        heartbeat_timeout_seconds: how long a node may be silent; infinite if nodes send no heartbeats.
-        return_seconds: how long others wait for a process in place of a lost server; of a lost worker, where no other
-            is left; and for the nodes after a restart of the scheduler.
-        start_seconds: how long, from the first node's coming, for all servers.
-        deadline_seconds: and for all workers.
-    """
-
-    num_workers: int
-    num_servers: int
-    policy: LossPolicy = LossPolicy.ABORT
-    servers_return: bool = False
-    heartbeat_timeout_seconds: float = 20.0
-    return_seconds: float = 30.0
-    start_seconds: float = 30.0
-    deadline_seconds: float = 600.0
-
-    def count(self, role: Role) -> int:
-        """How many nodes of this role there are."""
-        return self.num_workers if role == "worker" else self.num_servers
-
-
-class State(Enum):
-    """What is known of a node."""
-
-    #: has not come yet
-    ABSENT = auto()
-    #: connected, or may connect again
-    HERE = auto()
-    LOST = auto()
-    LEFT = auto()
-
-
-@dataclass
-class Node:
-    """A place in the job, and the process that has it.
-
-    Attributes:
-        owner: its connection, None where there is none.
-        until: when something follows from its silence, whatever state it is in.
-        loss: what was told of it, in state LOST.
-        lost_at: since when it is.
-        claimant: another process that has come for the place.
-    """
-
-    role: Role
-    number: int
-    state: State = State.ABSENT
-    owner: Owner | None = None
-    host: str = ""
-    address: str = ""
-    incarnation: int = 0
-    is_recovery: bool = False
-    until: float = _NEVER
-    loss: NodeLost | None = None
-    lost_at: float = 0.0
-    claimant: tuple[Owner, Register] | None = None
-
-    @property
-    def name(self) -> str:
-        """For people."""
-        return f"{self.role} {self.number}"
-
-    @property
-    def peer(self) -> Peer:
-        """A server as workers need to know it."""
-        return Peer(self.number, self.address, self.incarnation, self.host)
 
 
 class Roster:
     """The scheduler's knowledge. An owner names a connection; times are of any steady clock, in seconds.
 
+    Args:
+        terms: what the job was started with.
+        job: its number, if it is a new one; not 0.
+
     Attributes:
+        job: its number.
         stop: the job is over; None while it is not.
     """
 
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
+    def __init__(self, terms: Terms, job: int) -> None:
+        self.terms, self.job = terms, job
         self.stop: Stop | None = None
         self._nodes: dict[Place, Node] = {
             (role, number): Node(role, number) for role in ("worker", "server") for number in range(terms.count(role))
@@ -159,13 +95,15 @@ class Roster:
         self._spare: dict[Owner, Node] = {}
         #: somebody has been here (B); all servers have (B); some node had been told its number before (H)
         self._is_begun = self._is_open = self._is_restarted = False
+        #: and all servers had come by then (I)
+        self._goes_on = False
         self._barriers = Barriers()
         #: incarnations of processes to which this scheduler, and none before it, has given their places
         self._seated: set[int] = set()
         #: since all workers have left or are lost, some of them awaited: until when
-        self._awaited_until = _NEVER
-        self._now = -_NEVER
-        self._due = _NEVER
+        self._awaited_until = NEVER
+        self._now = -NEVER
+        self._due = NEVER
         self._said: Instructions = []
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -213,7 +151,7 @@ class Roster:
 
     def due(self) -> float | None:
         """When to call `tick`; None: something else must happen first."""
-        return None if self._due == _NEVER else self._due
+        return None if self._due == NEVER else self._due
 
     def connected(self) -> int:
         """How many nodes have a connection."""
@@ -222,7 +160,9 @@ class Roster:
     # -- registering --------------------------------------------------------------------------------------------------
 
     def _register(self, owner: Owner, message: Register) -> None:
-        """Steps A, D, H."""
+        """Steps A, D, H, I."""
+        if message.is_known and not self._is_begun:
+            self.job = message.job
         node, problem = self._choose(owner, message)
         if node is None:
             self._say(owner, Refused(problem))
@@ -240,13 +180,22 @@ class Roster:
             self._say(owner, Refused(f"another process has become {node.name}"))
         else:
             self._succeed(owner, node, message)
+        if self._node_of.get(owner) is node and node.role == "worker":
+            for one in message.barriers:
+                self._meet(owner, one)
 
     def _choose(self, owner: Owner, message: Register) -> tuple[Node | None, str]:
         """The place that a process asks for, or why it cannot have any."""
         terms, role = self.terms, message.role
         if self.stop is not None:
             return None, f"the job is over: {self.stop.reason}"
-        if owner in self._node_of or any(node.claimant and node.claimant[0] == owner for node in self._nodes.values()):
+        if message.is_known and message.job != self.job:
+            return None, "the scheduler that it has found serves another job, on the same port and with the same secret"
+        if (
+            owner in self._node_of
+            or owner in self._spare
+            or any(node.claimant and node.claimant[0] == owner for node in self._nodes.values())
+        ):
             return None, "this connection has registered before"
         if (message.num_workers, message.num_servers) != (terms.num_workers, terms.num_servers):
             return None, (
@@ -255,6 +204,13 @@ class Roster:
             )
         if message.number >= terms.count(role):
             return None, f"there is no {role} {message.number} among {terms.count(role)}"
+        if self._goes_on and not message.is_known and role == "server" and not terms.servers_return:
+            return None, (
+                "this scheduler goes on with a job that has its servers, since a process of it came first, and servers "
+                "without snapshots cannot be replaced. For a new job, end the processes of the old one "
+                f"({', '.join(sorted(f'{one.name} on host {one.host}' for one in self._node_of.values()))}), or take "
+                "another DMLC_PS_ROOT_PORT"
+            )
         if message.number >= 0:
             return self._nodes[role, message.number], ""
         mine = [self._nodes[role, number] for number in range(terms.count(role))]
@@ -265,6 +221,7 @@ class Roster:
 
     def _learn(self, message: Register) -> None:
         """Step H: a node knows of the time before this scheduler."""
+        self._goes_on = self._goes_on or message.is_open
         if not self._is_restarted:
             self._is_restarted = True
             for node in self._nodes.values():
@@ -273,14 +230,14 @@ class Roster:
         for number in message.left:
             left = self._nodes.get(("worker", number))
             if left is not None and left.state is State.ABSENT:
-                left.state, left.until = State.LEFT, _NEVER
+                left.state, left.until = State.LEFT, NEVER
 
     def _succeed(self, owner: Owner, node: Node, message: Register) -> None:
         """Another process comes for a place that somebody has, or had."""
         if node.state is State.LEFT:
             self._say(owner, Refused(f"{node.name} has left this job before; it cannot come back"))
         elif node.owner is not None and node.state is State.HERE:
-            if node.claimant is not None or self.terms.heartbeat_timeout_seconds == _NEVER:
+            if node.claimant is not None or self.terms.heartbeat_timeout_seconds == NEVER:
                 self._say(owner, Refused(f"{node.name} is there already, on host {node.host}"))
             else:
                 node.claimant = owner, message
@@ -299,7 +256,7 @@ class Roster:
         self._spare = {other: each for other, each in self._spare.items() if each is not node}
         if not message.is_known:
             self._seated.add(message.incarnation)
-        barriers = () if message.is_known or not is_recovery else self._barriers.done()
+        barriers = () if message.is_known or not is_recovery else self._barriers.over()
         self._place(owner, node, message, barriers)
         if is_news:
             self._announce(self._return(node))
@@ -323,14 +280,15 @@ class Roster:
             self._spare[node.owner] = self._node_of.pop(node.owner)
         node.owner = owner
         self._node_of[owner] = node
-        self._say(owner, Assigned(node.number, node.is_recovery))  # so that it says again what it waits for
+        self._say(owner, Assigned(node.number, node.is_recovery, self.job))  # so that it says again what it waits for
         self._introduce(owner)
 
     def _place(self, owner: Owner, node: Node, message: Register, barriers: tuple[tuple[str, int], ...]) -> None:
         node.owner, node.host, node.address = owner, message.host, message.address
-        node.until = _NEVER if node.state is State.LEFT else self._silent_at()
+        node.until = NEVER if node.state is State.LEFT else self._silent_at()
+        node.heard_at = self._now
         self._node_of[owner] = node
-        self._say(owner, Assigned(node.number, node.is_recovery, barriers))
+        self._say(owner, Assigned(node.number, node.is_recovery, self.job, barriers))
 
     def _introduce(self, newcomer: Owner) -> None:
         """Step B: tell one node, or everybody, where the servers are; and one what has happened before."""
@@ -354,15 +312,18 @@ class Roster:
             return
         self._revive(node)
         if isinstance(message, Leave) and node.state is not State.LEFT:
-            node.state, node.until = State.LEFT, _NEVER
+            node.state, node.until = State.LEFT, NEVER
             self._announce(self._left(node))
-        elif isinstance(message, EnterBarrier) and node.role == "worker":
-            self._enter(owner, node, message)
+        elif isinstance(message, EnterBarrier | GiveUp) and node.role == "worker":
+            self._meet(owner, message)
         elif isinstance(message, WhoIsMissing):
-            self._say(owner, self._missing(message))
+            self._say(owner, Missing(*self.absent()))
+        elif isinstance(message, WhoIsSilent):
+            self._say(owner, Silent(message.seconds, self._num_silent(message.seconds)))
 
     def _revive(self, node: Node) -> None:
         """Something was heard of the process that has the place."""
+        node.heard_at = self._now
         if node.claimant is not None:
             claimant, node.claimant = node.claimant[0], None
             self._say(claimant, Refused(f"{node.name} is there already, on host {node.host}"))
@@ -389,7 +350,7 @@ class Roster:
     def _tell_loss(self, node: Node, reason: str, will_return: bool) -> None:
         will_return = will_return or (node.role == "worker" and self.terms.policy is LossPolicy.WAIT)
         node.loss = NodeLost(node.role, node.number, node.host, reason, will_return, node.incarnation)
-        node.until = self._now + self.terms.return_seconds if will_return and node.role == "server" else _NEVER
+        node.until = self._now + self.terms.return_seconds if will_return and node.role == "server" else NEVER
         self._announce(node.loss)
 
     def _forget(self, node: Node) -> None:
@@ -409,7 +370,8 @@ class Roster:
     def _expire(self, now: float) -> None:
         """What follows from silence."""
         if self.stop is None and self._awaited_until <= now:
-            self._end(1, "all workers have left or are lost, and nobody came in their place")
+            reason = "all workers have left or are lost, and nobody came in their place"
+            self._end(Stop(WORKERS_LOST_EXIT_CODE, reason))
         for node in list(self._nodes.values()):
             if self.stop is not None or node.until > now:
                 continue
@@ -422,8 +384,17 @@ class Roster:
             elif self._is_restarted:
                 self._lose(node, f"it did not come back within {self.terms.return_seconds:g} s")
             else:
-                missing = self._missing(WhoIsMissing())
-                self._end(1, f"{name_nodes(missing.workers, missing.servers)} did not come in time")
+                self._give_up_waiting()
+
+    def _give_up_waiting(self) -> None:
+        """Step B: the time for the start is over."""
+        workers, servers = self.absent()
+        reason = (
+            f"{name_nodes(workers, servers)} did not come in time: after the first process, servers are waited for "
+            f"{self.terms.start_seconds:g} s (REIGEN_START_TIMEOUT), workers {self.terms.deadline_seconds:g} s "
+            "(REIGEN_DEADLINE)"
+        )
+        self._end(Stop(1, reason, is_late=True, workers=workers))
 
     def _is_final(self, node: Node) -> bool:
         """Step D: whether the place of a lost node stays empty."""
@@ -433,12 +404,14 @@ class Roster:
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, owner: Owner, node: Node, message: EnterBarrier) -> None:
+    def _meet(self, owner: Owner, message: EnterBarrier | GiveUp) -> None:
         """Step F."""
-        too_long = len(message.name.encode(errors="replace")) > MAX_NAME_BYTES
-        if too_long or not self._barriers.enter(message.name, node.number, message.sequence):
+        name = message.name
+        if len(name.encode(errors="replace")) > MAX_NAME_BYTES or not self._barriers.accepts(name):
             reason = f"more than {MAX_BARRIERS} barriers, or a name of more than {MAX_NAME_BYTES} bytes"
             self._say(owner, Refused(reason))
+        else:
+            self._barriers.hear(self._node_of[owner].number, message, self._needed())
 
     def _needed(self) -> list[int]:
         """Workers without which no barrier is done."""
@@ -450,11 +423,13 @@ class Roster:
         ]
 
     def _complete(self) -> None:
-        """Barriers that are done now."""
-        for number, name, sequence in self._barriers.complete(self._needed()):
+        """Barriers that are over now: all have come, or somebody has given up."""
+        workers = [node for node in self._nodes.values() if node.role == "worker"]
+        all_known = not self._is_restarted or all(node.state is not State.ABSENT for node in workers)
+        for number, outcome in self._barriers.complete(self._needed(), all_known=all_known):
             owner = self._nodes["worker", number].owner
             if owner is not None:
-                self._say(owner, BarrierDone(name, sequence))
+                self._say(owner, outcome)
 
     def absent(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Workers and servers that have not come yet, or are lost."""
@@ -462,19 +437,24 @@ class Roster:
         workers = tuple(node.number for node in absent if node.role == "worker")
         return workers, tuple(node.number for node in absent if node.role == "server")
 
-    def _missing(self, message: WhoIsMissing) -> Missing:
-        workers, servers = self.absent()
-        if message.barrier:
-            workers, servers = self._barriers.missing(message.barrier, message.sequence, self._needed()), ()
-        return Missing(message.barrier, message.sequence, workers, servers)
+    def _num_silent(self, seconds: float) -> int:
+        """How many nodes are lost, or were not heard of for so long."""
+        return sum(
+            node.state is State.LOST or (node.state is State.HERE and self._now - node.heard_at > seconds)
+            for node in self._nodes.values()
+        )
 
     # -- time, and what everybody is told -----------------------------------------------------------------------------
 
     def _pass(self, now: float) -> None:
-        if now > self._due + GRACE_SECONDS:  # this process did not run: what others said meanwhile may be on its way
-            fresh = now + self.terms.heartbeat_timeout_seconds
-            for node in self._node_of.values():
-                node.until = max(node.until, fresh) if node.state is State.HERE else node.until
+        if now > self._due + GRACE_SECONDS:  # this process did not run
+            lost_seconds, fresh = now - self._due, now + self.terms.heartbeat_timeout_seconds
+            self._awaited_until += lost_seconds
+            for node in self._nodes.values():
+                node.until += lost_seconds
+                if node.owner is not None:
+                    node.heard_at = now
+                    node.until = max(node.until, fresh) if node.state is State.HERE else node.until
         self._now = now
 
     def _silent_at(self) -> float:
@@ -491,7 +471,7 @@ class Roster:
             self._complete()
             self._see_the_end()
         times = [self._awaited_until, *(node.until for node in self._nodes.values())]
-        self._due = _NEVER if self.stop is not None else min(times)
+        self._due = NEVER if self.stop is not None else min(times)
         said, self._said = self._said, []
         return said
 
@@ -499,25 +479,27 @@ class Roster:
         """Step G."""
         states = {node.state for node in self._nodes.values() if node.role == "worker"}
         lost = [node for node in self._nodes.values() if node.loss is not None]
-        losses = [str(node.loss) for node in sorted(lost, key=lambda node: node.lost_at)]  # the first is the reason
+        lost.sort(key=lambda node: node.lost_at)  # the first is the reason
         final = any(self._is_final(node) for node in self._nodes.values())
-        if states - {State.LEFT, State.LOST}:
-            self._awaited_until = _NEVER
+        is_unheard = self._is_restarted and any(node.state is State.ABSENT for node in self._nodes.values())
+        if states - {State.LEFT, State.LOST} or is_unheard:  # servers that come back are to be told the end, too
+            self._awaited_until = NEVER
         elif final or (State.LEFT not in states and self.terms.policy is LossPolicy.CONTINUE):
-            self._end(1, "; ".join(losses))
+            exit_code = WORKERS_LOST_EXIT_CODE if lost[0].role == "worker" else 1
+            self._end(Stop(exit_code, "; ".join(str(node.loss) for node in lost)))
         elif states == {State.LEFT}:
-            self._end(0, "all workers have left")
+            self._end(Stop(0, "all workers have left"))
         elif self.terms.policy is LossPolicy.CONTINUE:
-            self._end(0, "all workers have left, but for those that were lost")
+            self._end(Stop(0, "all workers have left, but for those that were lost"))
         else:
             self._awaited_until = min(self._awaited_until, self._now + self.terms.return_seconds)
 
-    def _end(self, exit_code: int, reason: str) -> None:
-        self._announce(Stop(exit_code, reason))
-        self.stop = Stop(exit_code, reason)
+    def _end(self, stop: Stop) -> None:
+        self._announce(stop)
+        self.stop = stop
         for node in self._nodes.values():
             if node.claimant is not None:
-                self._say(node.claimant[0], Refused(f"the job is over: {reason}"))
+                self._say(node.claimant[0], Refused(f"the job is over: {stop.reason}"))
                 node.claimant = None
 
     def _announce(self, event: Event) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +22,8 @@ from reigen.kv.events import LossPolicy
 from reigen.kv.nodes import Event, NodeLost, Stop
 from reigen.kv.registry import ANSWERS, CALLS, MAX_MESSAGE_BYTES, SCHEDULER, Answer, News, Refused, Register, name_nodes
 from reigen.kv.roles import Settings
-from reigen.kv.roster import Roster, Terms
+from reigen.kv.roster import Roster
+from reigen.kv.seats import Terms
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.wire.tls import Tls
@@ -30,6 +32,8 @@ _log = logging.getLogger(__name__)
 
 #: How long nodes that were told of the job's end may take to hang up.
 _LINGER_SECONDS = 2.0
+#: How long a scheduler that follows another one lets those come first who know the job.
+_KNOWN_FIRST_SECONDS = 15.0
 
 
 class Scheduler:
@@ -49,11 +53,14 @@ class Scheduler:
     def __init__(self, settings: Settings, tls: Tls | None = None) -> None:
         config = settings.config
         self._settings = settings
-        self._roster = Roster(_terms(settings))
+        self._roster = Roster(_terms(settings), settings.job or 1 + secrets.randbits(62))
         #: whether somebody has come; and when to look who has not
         self._has_begun = False
         self._alarm: float | None = time.monotonic() + config.deadline_seconds
-        secret = access.scheduler_secret(settings)
+        secret, follows = access.scheduler_secret(settings)
+        #: until when those wait that nobody has given a place, and these
+        self._known_first_until = time.monotonic() + _KNOWN_FIRST_SECONDS if follows else None
+        self._waiting: list[tuple[Guest, Register]] = []
         self._reception = self._listen(secret, tls)
         self.address = self._reception.address
         self._handover: Handover | None = None
@@ -74,10 +81,14 @@ class Scheduler:
     def serve(self) -> int:
         """Serve until the job is over; returns the exit code: 0 if all workers left in good order."""
         while self._roster.stop is None:
-            due = [at for at in (self._roster.due(), self._alarm) if at is not None]
+            due = [at for at in (self._roster.due(), self._alarm, self._known_first_until) if at is not None]
             self._reception.turn(min(due, default=None))
             now = time.monotonic()
+            if due and now >= min(due):  # who has said something until then is not silent
+                self._reception.turn(now)
             self._say(self._roster.tick(now))
+            if self._known_first_until is not None and now >= self._known_first_until:
+                self._let_in()
             if self._alarm is not None and now >= self._alarm and not self._look_for_the_missing():
                 return 1
         stop = self._roster.stop
@@ -121,6 +132,7 @@ class Scheduler:
                 self._receive,
                 self._gone,
                 peer_timeout_seconds=settings.config.peer_timeout_seconds,
+                must_speak=True,
                 tls=tls,
             )
         except OSError as error:
@@ -139,9 +151,22 @@ class Scheduler:
             which = "" if message.number < 0 else f" {message.number}"
             where = f", which listens at {message.address}" if message.address else ""
             _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)
+            if self._known_first_until is not None and not message.is_known:
+                self._waiting.append((guest, message))
+                return
         self._say(self._roster.handle(guest, message, time.monotonic()))
+        if isinstance(message, Register):
+            self._let_in()
+
+    def _let_in(self) -> None:
+        """Those who wait for others to come first need not wait any longer."""
+        self._known_first_until = None
+        waiting, self._waiting = self._waiting, []
+        for guest, message in waiting:
+            self._say(self._roster.handle(guest, message, time.monotonic()))
 
     def _gone(self, guest: Guest, silent: bool) -> None:
+        self._waiting = [one for one in self._waiting if one[0] is not guest]
         self._say(self._roster.ended(guest, time.monotonic()))
 
     def _say(self, instructions: Sequence[tuple[object, Answer]]) -> None:

@@ -1,8 +1,8 @@
 """A server of the parameter server: connections, time, and what the scheduler tells; the rest is in `reigen.kv.stores`.
 
 One thread does all I/O and decides; the threads of `reigen.kv.work` compute. Strangers get as far as the handshake:
-how many there may be and for how long is bounded, and nothing of them is parsed. A worker that sends what is no message
-loses its connection; it may connect again.
+how many there may be and for how long is bounded, and nothing of them is parsed. So are connections behind whose
+handshake no HELLO comes. A worker that sends what is no message loses its connection; it may connect again.
 """
 
 from __future__ import annotations
@@ -23,22 +23,26 @@ from reigen.cluster.layout import this_host
 from reigen.cluster.reception import MAX_STRANGERS, check_address, join_address
 from reigen.config import Config
 from reigen.errors import AuthenticationError, MismatchError, ReigenError, WireError
+from reigen.kernels.quiet import quiet
 from reigen.kv.arena import Arena, PeerArena
 from reigen.kv.desk import Desk
 from reigen.kv.events import LossPolicy
 from reigen.kv.line import Drops, Line
 from reigen.kv.memory import Buffers, Memory
 from reigen.kv.nodes import Membership, NodeLeft, NodeLost, NodeReturned, Stop
+from reigen.kv.pacing import AHEAD_BYTES, SILENT_SECONDS, must_wait
 from reigen.kv.protocol import HELLO_CODEC, NOTICE_CODEC, PURPOSE, Header, Hello, Kind, Notice, Problem
 from reigen.kv.requests import Connection
 from reigen.kv.snapshots import Snapshots
+from reigen.kv.stalls import Stalls
 from reigen.kv.stores import Store, Surroundings
 from reigen.kv.work import Workers
-from reigen.wire.auth import Identity, Role, ServerHandshake
-from reigen.wire.link import Link
+from reigen.wire.auth import Identity, Role, ServerHandshake, Session
 from reigen.wire.sockets import keepalive
 from reigen.wire.stream import Conversation
+from reigen.wire.tls import TlsSocket
 
+#: How long a connection may take for the handshake, and how long for HELLO behind it.
 _HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 512
 _TICK_SECONDS = 0.5
@@ -97,15 +101,27 @@ class _Visitor:
 
     Attributes:
         connection: what is known of the other end since it said HELLO.
+        deadline: when it is to have said so.
     """
 
-    def __init__(self, server: Server, link: Link, line_name: str, drops: Drops | None, log_messages: bool) -> None:
+    def __init__(
+        self,
+        server: Server,
+        connection: socket.socket | TlsSocket,
+        session: Session,
+        drops: Drops | None,
+        log_messages: bool,
+    ) -> None:
         self._server = server
-        self.worker = link.peer.rank
-        self.line = Line(link, self, line_name, drops=drops, log_messages=log_messages)
+        self.worker = session.peer.rank
+        name = f"worker {self.worker}"
+        self.line = Line(connection, session, self, name, drops=drops, log_messages=log_messages)
         self.connection: Connection | None = None
         self.desk: Desk | None = None
-        self.events = selectors.EVENT_READ
+        #: what the selector waits for, and when something came last
+        self.events = 0
+        self.heard_at = 0.0
+        self.deadline = time.monotonic() + _HANDSHAKE_SECONDS
 
     def is_of(self, connection: Connection) -> bool:
         """Whether this is of the same worker, in the same store."""
@@ -155,12 +171,18 @@ class Server:
         self._lost: dict[int, NodeLost] = {}
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._visitors: set[_Visitor] = set()
+        #: the servers' wires are the narrowest; those that are ahead of others and are not read for the time being
+        self._paces = member.num_workers > member.num_servers
+        self._waiting: set[_Visitor] = set()
         #: lines with more messages than one call took
         self._busy: set[_Visitor] = set()
         self._tick_seconds = min(_TICK_SECONDS, config.deadline_seconds / 4)
         self._next_tick = time.monotonic() + self._tick_seconds
+        #: the last tick came late, and nobody's deadline was looked at
+        self._is_behind = False
         self._next_snapshot = self._snapshot_time()
         self._exit_code: int | None = None
+        self._stalls = Stalls(math.inf if config.stall_check_disable else config.stall_check_seconds)
         if self._around.snapshots is not None:
             self._restore(self._around.snapshots)
 
@@ -175,10 +197,10 @@ class Server:
             self._selector.register(file, selectors.EVENT_READ, lambda _, handle=handle: handle())
         self._hear()
         try:
-            while self._exit_code is None:
-                self._turn()
-            if self._around.snapshots is not None and self._exit_code == 0:
-                self._around.snapshots.remove()
+            with quiet():
+                while self._exit_code is None:
+                    self._turn()
+            self._leave_snapshots()
         finally:
             self.close()
         return self._exit_code
@@ -211,13 +233,15 @@ class Server:
             raise WireError(f"{visitor.line.name}: says that it is worker {hello.number}")
         self._hear()  # so that what led to a replacement is known before it
         store = self._store(header.store, math.inf if hello.staleness is None else hello.staleness)
-        problem = self._why_unwelcome(store, hello)
-        if problem is not None:
+        try:
+            self._check_type(store, hello)
+            peer, reason = PeerArena.open(hello, self.machine) if self.machine else (None, "it is turned off")
+        except ReigenError as error:
+            problem = Problem.of(error)
             notice = NOTICE_CODEC.encode(Notice("problem", hello.number, hello.host, problem.reason, problem))
             visitor.line.send(Header(Kind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
             self._flush(visitor)
             return
-        peer, reason = PeerArena.open(hello, self.machine) if self.machine else (None, "it is turned off")
         _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
                   header.store, reason)  # fmt: skip
         connection = Connection(hello, header.store, visitor.line, self._around.memory, peer)
@@ -233,11 +257,15 @@ class Server:
     def _turn(self) -> None:
         now = time.monotonic()
         due = min([self._next_tick, *([self._next_snapshot] if self._next_snapshot else [])])
+        if self._waiting:
+            due = min(due, now + SILENT_SECONDS)
         timeout = 0.0 if self._busy else max(0.0, due - now)
         for key, events in self._selector.select(timeout):
             key.data(events)
         for visitor in list(self._busy):
             self._serve(visitor, selectors.EVENT_READ)
+        for visitor in list(self._waiting):
+            self._pace(visitor)
         for store in self._stores.values():
             store.save()  # before anybody is told
         for visitor in list(self._visitors):
@@ -253,11 +281,26 @@ class Server:
                 store.save_all()
 
     def _tick(self, now: float) -> None:
-        self._next_tick = now + self._tick_seconds
+        is_late, self._next_tick = now > self._next_tick + _TICK_SECONDS, now + self._tick_seconds
         for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
             self._forget(stranger)
+        for visitor in [one for one in self._silent() if one.deadline <= now]:
+            _log.warning("%s has connected and said nothing for %g s", visitor.line.name, _HANDSHAKE_SECONDS)
+            self._drop(visitor)
+        # this process did not run: what workers sent meanwhile comes first, once
+        self._is_behind = is_late and not self._is_behind
+        if self._is_behind:
+            return
         for store in self._stores.values():
             store.expire()
+        before = now - self._stalls.seconds
+        waiting = [one for store in self._stores.values() for one in store.waiting(before)]
+        if text := self._stalls.told(waiting, now):
+            _log.warning("%s", text)
+
+    def _silent(self) -> list[_Visitor]:
+        """Those that have not said HELLO, or were told that they are not welcome."""
+        return [one for one in self._visitors if one.connection is None]
 
     def _accept(self) -> None:
         try:
@@ -290,22 +333,24 @@ class Server:
                 data = self._selector.get_key(stranger.socket).data
                 self._selector.modify(stranger.socket, selectors.EVENT_READ | sending, data)
                 return
-            link = Link(*stranger.conversation.detach(stranger.socket))
+            connection, session = stranger.conversation.detach(stranger.socket)
         except (OSError, AuthenticationError, WireError) as error:
             _log.info("a connection came to nothing: %s", str(error))
             self._forget(stranger)
             return
         del self._strangers[stranger.socket]
         self._selector.unregister(stranger.socket)
-        if link.peer.purpose != PURPOSE:
-            link.close()
+        if session.peer.purpose != PURPOSE:
+            connection.close()
             return
         drops = None
         if self._config.kv_drop_percent:
-            drops = Drops(self._config.kv_drop_percent, self._member.number * 1009 + link.peer.rank)
-        visitor = _Visitor(self, link, f"worker {link.peer.rank}", drops, self._config.kv_verbose >= 2)
+            drops = Drops(self._config.kv_drop_percent, self._member.number * 1009 + session.peer.rank)
+        visitor = _Visitor(self, connection, session, drops, self._config.kv_verbose >= 2)
+        if len(silent := self._silent()) >= MAX_STRANGERS:
+            self._drop(min(silent, key=lambda one: one.deadline))
         self._visitors.add(visitor)
-        self._selector.register(link, visitor.events, lambda events: self._serve(visitor, events))
+        self._watch(visitor)
         self._serve(visitor, selectors.EVENT_READ)
 
     def _forget(self, stranger: _Stranger) -> None:
@@ -319,11 +364,31 @@ class Server:
         try:
             if events & selectors.EVENT_READ:
                 (self._busy.add if visitor.line.receive() else self._busy.discard)(visitor)
-        except (ConnectionError, AuthenticationError, WireError, OSError) as error:
+        except (ReigenError, OSError) as error:
             self._lose(visitor, error)
             return
         if events & selectors.EVENT_WRITE:
             self._flush(visitor)
+        if events & selectors.EVENT_READ:
+            visitor.heard_at = time.monotonic()
+            if self._paces and visitor.connection is not None and visitor.connection.num_held_bytes > AHEAD_BYTES:
+                self._pace(visitor)
+
+    def _pace(self, visitor: _Visitor) -> None:
+        """Have a line wait for others, or go on, as `reigen.kv.pacing` says."""
+        connection, waits = visitor.connection, visitor in self._waiting
+        assert connection is not None
+        others = [
+            (one.connection.num_held_bytes, one.heard_at)
+            for one in self._visitors
+            if one is not visitor and one.connection is not None and one.connection.store == connection.store
+        ]
+        must, _ = must_wait(connection.num_held_bytes, others, waits=waits, now=time.monotonic())
+        if must == waits:
+            return
+        (self._waiting.add if must else self._waiting.discard)(visitor)
+        (self._busy.discard if must else self._busy.add)(visitor)  # something may have been read ahead
+        self._watch(visitor)
 
     def _flush(self, visitor: _Visitor) -> None:
         if visitor not in self._visitors:
@@ -333,10 +398,19 @@ class Server:
         except ConnectionError as error:
             self._lose(visitor, error)
             return
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if visitor.line.wants_to_send else 0)
-        if wanted != visitor.events:
-            visitor.events = wanted
-            self._selector.modify(visitor.line, wanted, self._selector.get_key(visitor.line).data)
+        self._watch(visitor)
+
+    def _watch(self, visitor: _Visitor) -> None:
+        """Have the selector wait for what the line needs now."""
+        wanted = 0 if visitor in self._waiting else selectors.EVENT_READ
+        wanted |= selectors.EVENT_WRITE if visitor.line.wants_to_send else 0
+        if wanted == visitor.events:
+            return
+        if visitor.events:
+            self._selector.unregister(visitor.line)
+        visitor.events = wanted
+        if wanted:
+            self._selector.register(visitor.line, wanted, lambda events: self._serve(visitor, events))
 
     def _lose(self, visitor: _Visitor, error: Exception) -> None:
         """A line is over, by itself or because of what came."""
@@ -350,6 +424,7 @@ class Server:
     def _drop(self, visitor: _Visitor) -> None:
         self._visitors.discard(visitor)
         self._busy.discard(visitor)
+        self._waiting.discard(visitor)
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(visitor.line)
         if visitor.connection is not None:
@@ -389,6 +464,17 @@ class Server:
             config.deadline_seconds, config.kv_resend,
         )  # fmt: skip
 
+    def _leave_snapshots(self) -> None:
+        """The job is over: what nobody needs any more goes, what it had when it failed stays."""
+        snapshots = self._around.snapshots
+        if snapshots is None:
+            return
+        if self._exit_code == 0:
+            snapshots.remove()
+        elif not snapshots.remove_if_empty():
+            _log.warning("the job has failed; its last snapshots stay in %s, and no other job reads them",
+                         snapshots.directory)  # fmt: skip
+
     def _snapshot_time(self) -> float:
         """When the next snapshot is due; 0.0: never, or with every acknowledgement."""
         seconds = self._config.kv_snapshot_seconds
@@ -405,16 +491,14 @@ class Server:
         self._stores[store.number] = store
         self._desks[store.number] = Desk(store)
 
-    def _why_unwelcome(self, store: Store, hello: Hello) -> Problem | None:
+    def _check_type(self, store: Store, hello: Hello) -> None:
         mine = math.inf if hello.staleness is None else hello.staleness
-        if mine == store.staleness:
-            return None
-        error = MismatchError(
-            "the workers do not agree on the type of the store",
-            ranks=[hello.number],
-            details={hello.number: f"a staleness of {mine}; the first worker said {store.staleness}"},
-        )
-        return Problem.of(error)
+        if mine != store.staleness:
+            raise MismatchError(
+                "the workers do not agree on the type of the store",
+                ranks=[hello.number],
+                details={hello.number: f"a staleness of {mine}; the first worker said {store.staleness}"},
+            )
 
     def _hello(self, store: Store, *, shares: bool) -> Hello:
         staleness = None if math.isinf(store.staleness) else int(store.staleness)

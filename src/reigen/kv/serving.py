@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import Mapping
@@ -49,6 +50,10 @@ def become_worker(environ: Mapping[str, str], knobs: Mapping[str, object]) -> Me
     return _joined(settings, None, environ)
 
 
+#: New objects after which Python looks for cycles; requests under way are among them.
+_OBJECTS_TILL_COLLECTION = 20_000
+
+
 def main(environ: Mapping[str, str], config: Config, role: Role) -> int:
     """`reigen server` and `reigen scheduler`: serve; returns the exit code.
 
@@ -88,6 +93,9 @@ def _be_server(settings: Settings, environ: Mapping[str, str]) -> int:
             contextlib.closing(_joined(settings, address, environ)) as member,
             contextlib.closing(Server(member, settings.config, listener)) as server,
         ):
+            # What was imported stays, and what serves requests leaves no cycles: there is little to be collected.
+            gc.freeze()
+            gc.set_threshold(_OBJECTS_TILL_COLLECTION)
             return server.serve()
 
 

@@ -81,9 +81,9 @@ class Shared:
         """See `Membership.fileno`."""
         return self._either.fileno()
 
-    def num_dead_nodes(self) -> int:
+    def num_dead_nodes(self, timeout: float) -> int:
         """See `Membership.num_dead_nodes`."""
-        return self._member.num_dead_nodes()
+        return self._member.num_dead_nodes(timeout)
 
     def leave(self) -> None:
         """See `Membership.leave`: the process leaves when it ends."""

@@ -15,7 +15,7 @@ the place of lost ones).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +26,7 @@ from reigen.kv.agreement import Agreement
 from reigen.kv.meetings import Host, Meeting
 from reigen.kv.protocol import RESULT_CODEC, Command, Kind, Problem, Result
 from reigen.kv.requests import Request
+from reigen.kv.stalls import Waiting
 from reigen.optim import Optimizer, from_spec
 
 _MEETINGS = {"set_optimizer": "the optimizer", "set_gradient_compression": "gradient compression"}
@@ -88,6 +89,11 @@ class Settings:
         """Answer who has waited since ``before`` with an error that names the missing workers."""
         for meeting in self._meetings.values():
             meeting.expire(before, self._host.expected())
+
+    def waiting(self) -> Iterator[Waiting]:
+        """Who waits for whom to say the same."""
+        for meeting in self._meetings.values():
+            yield from meeting.waits(self._host.expected())
 
     def state(self) -> dict[str, Any]:
         """For a snapshot."""
@@ -173,6 +179,8 @@ def _word(argument: dict[str, Any]) -> bytes:
 
 def _described(word: bytes) -> str:
     argument = msgspec.msgpack.decode(word)
+    if not argument:
+        return "none"
     facts = {name: value for name, value in argument.items() if value not in (None, [], {}) and name != "name"}
     return f"{argument.get('name', '')}({', '.join(f'{name}={value!r}' for name, value in facts.items())})"
 

@@ -16,10 +16,13 @@ f. A key that must not be cut (layer-wise optimizers need norms of the whole) is
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Sequence
 
 import msgspec
 
+#: The largest cell, where the user does not say: servers on this host, and elsewhere.
+SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 1 << 20
 #: Elements between two borders: whole words of 1-bit codes.
 UNIT = 32
 
@@ -49,6 +52,24 @@ class Cell(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 def home(key_id: int, num_servers: int) -> int:
     """The server that keeps a key's declaration (step b)."""
     return key_id % num_servers
+
+
+def choose_slice_bytes(asked: int | None, server_hosts: Sequence[str]) -> tuple[int, str]:
+    """The largest cell, and the reason for it in words.
+
+    What comes back can begin when the first cell has come from every worker, and ends with a cell that goes back alone.
+    So the time that a cell takes on the wire is added to every pushpull, however large that is. In shared memory that
+    is little, and each cell has a price of its own.
+
+    Args:
+        asked: what the user says; None: nothing.
+        server_hosts: addresses at which servers listen.
+    """
+    if asked is not None:
+        return asked, "as set"
+    if all(ipaddress.ip_address(host).is_loopback for host in server_hosts):
+        return SLICE_BYTES, "only processes of this host can reach the servers"
+    return NETWORK_SLICE_BYTES, "servers can be reached from other hosts"
 
 
 class Placer:

@@ -1,7 +1,7 @@
 """What a server keeps on disk so that another process can take its place: one file for each cell, one for each store.
 
 ``DIRECTORY/JOB/server-NUMBER/``, where JOB is a hash of the job's secret, so that no job finds the snapshots of
-another. Files are `reigen.kv.states` parcels and are replaced as a whole. Cells are saved at different times:
+another. Files are those of `reigen.optim.files` and are replaced as a whole. Cells are saved at different times:
 each is as it was after some round, which its file says.
 """
 
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from reigen.errors import ConfigError, WireError
 from reigen.kv.cells import CellId, CellSnapshot, KeyFacts
 from reigen.kv.protocol import Place
-from reigen.kv.states import pack, unpack
-from reigen.optim import write_atomically
+from reigen.optim import packed, unpacked, write_atomically
+from reigen.optim.files import Buffer
 
 _CELL = re.compile(r"store-(\d+)-([0-9a-f]{16})-(\d+)\.cell")
 _STORE = re.compile(r"store-(\d+)\.store")
@@ -75,9 +75,14 @@ class Snapshots:
     def remove(self) -> None:
         """Remove all of them and the directory; the job's, too, if this was its last server here."""
         self.clear()
+        self.remove_if_empty()
+
+    def remove_if_empty(self) -> bool:
+        """Remove the directory, and the job's, if nothing was kept there; returns whether this server's is gone."""
         with contextlib.suppress(OSError):  # the user has put something there, or other servers are not through yet
             self.directory.rmdir()
             self.directory.parent.rmdir()
+        return not self.directory.exists()
 
     def save_store(self, store: int, facts: StoreSnapshot) -> None:
         """Replace what is kept of a store.
@@ -85,15 +90,15 @@ class Snapshots:
         Raises:
             OSError: it cannot be written.
         """
-        write_atomically(self.directory / f"store-{store}.store", [pack(facts, {})], mode=0o600)
+        write_atomically(self.directory / f"store-{store}.store", packed(facts, {}), mode=0o600)
 
-    def save_cell(self, store: int, cell: CellId, parcel: bytearray) -> None:
+    def save_cell(self, store: int, cell: CellId, contents: list[Buffer]) -> None:
         """Replace what is kept of a cell.
 
         Raises:
             OSError: it cannot be written.
         """
-        write_atomically(self._cell(store, cell), [parcel], mode=0o600)
+        write_atomically(self._cell(store, cell), contents, mode=0o600)
 
     def forget_cell(self, store: int, cell: CellId) -> None:
         """A cell is not there any more."""
@@ -127,6 +132,6 @@ class Snapshots:
 
 def _read(path: Path, facts: Any) -> tuple[Any, dict[str, NDArray[Any]]]:
     try:
-        return unpack(path.read_bytes(), facts)
-    except WireError as error:
+        return unpacked(path.read_bytes(), facts)
+    except ConfigError as error:
         raise WireError(f"{path}: {error}") from None

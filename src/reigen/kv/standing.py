@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
+from itertools import chain
 
-from reigen.errors import ConfigError, DeadlineError, PeerLostError, ReigenError
+from reigen.errors import ConfigError, PeerLostError, ReigenError
 from reigen.kv.nodes import Event, NodeLeft, NodeLost, NodeReturned, Peer, Role, ServerMoved, Stop
 from reigen.kv.registry import (
     Answer,
     Assigned,
+    BarrierBroken,
     BarrierDone,
     Call,
     EnterBarrier,
+    GiveUp,
     Leave,
     Missing,
     News,
     Refused,
     Register,
+    Silent,
     Welcome,
 )
 
 _log = logging.getLogger(__name__)
 
+#: Broken barriers of one name of which a scheduler that was started anew is told.
+_MOST_BROKEN = 16
 #: A barrier, and how often this process has entered it.
 Entry = tuple[str, int]
 
@@ -37,35 +43,48 @@ class Standing:
     Attributes:
         is_recovery: this process takes the place of one that was lost.
         is_assigned: the scheduler has given this process its number.
+        job: the number of the job; 0 before that.
         has_left: it has said, or will say, that it goes in good order.
         failure: why there is nothing more to hope for, None while there is.
         servers: where they are, by number; empty until all have come.
         lost: what is lost now, and how that was noticed.
         left: workers that have left in good order.
         events: what nobody has asked for yet.
+        missing: the answer to who is missing, if that was asked.
+        silent: answers to how many were silent, by for how long.
     """
 
     def __init__(self, registration: Register, *, is_loss_fatal: bool) -> None:
         self._registration, self._is_loss_fatal = registration, is_loss_fatal
         self.number, self.is_recovery = registration.number, False
         self.is_assigned = self.has_left = False
+        self.job = 0
         self.failure: ReigenError | None = None
         self.servers: dict[int, Peer] = {}
         self.lost: dict[tuple[Role, int], NodeLost] = {}
         self.left: set[int] = set()
         self.events: list[Event] = []
         self._entered: Counter[str] = Counter()
-        #: barriers at which this process waits, and those of them to which all have come
-        self._waiting: set[Entry] = set()
-        self._done: set[Entry] = set()
-        #: answers to questions that are open
-        self.missing: dict[Entry, Missing] = {}
+        #: barriers at which this process waits, with what is said of them to a scheduler that was started anew; how
+        #: those ended that are over; and by name what is said of the last one at which it does not wait any more
+        self._waiting: dict[Entry, EnterBarrier | GiveUp] = {}
+        self._outcomes: dict[Entry, BarrierDone | BarrierBroken] = {}
+        self._passed: dict[str, EnterBarrier | GiveUp] = {}
+        #: and by name the latest ones that were broken: others may be that far behind
+        self._broken: dict[str, deque[GiveUp]] = {}
+        self.missing: Missing | None = None
+        self.silent: dict[float, int] = {}
 
     @property
     def name(self) -> str:
         """``server 1``; ``server`` while it has no number."""
         role = self._registration.role
         return role if self.number < 0 else f"{role} {self.number}"
+
+    @property
+    def is_out(self) -> bool:
+        """Whether this process may go: a worker that leaves, once the scheduler has said that it knows."""
+        return not self.has_left or self._registration.role == "server" or self.number in self.left
 
     def registration(self) -> Register:
         """What to say first on a new connection."""
@@ -78,26 +97,43 @@ class Standing:
             first.incarnation,
             first.num_workers,
             first.num_servers,
-            self.is_assigned,
+            self.job,
             self.is_recovery,
             tuple(sorted(self.left)),
+            bool(self.servers),
+            self._barriers(),
         )
+
+    def _barriers(self) -> tuple[EnterBarrier | GiveUp, ...]:
+        """What a scheduler that was started anew has to know: others may still wait at the last one of each name."""
+        said = {*self._passed.values(), *self._waiting.values(), *chain.from_iterable(self._broken.values())}
+        return tuple(sorted(said, key=lambda one: (one.name, one.sequence)))
 
     def enter(self, barrier: str) -> Entry:
         """This process is at a barrier."""
         self._entered[barrier] += 1
         entry = barrier, self._entered[barrier]
-        self._waiting.add(entry)
+        self._waiting[entry] = EnterBarrier(*entry)
         return entry
 
-    def is_done(self, entry: Entry) -> bool:
-        """Whether all have come to it."""
-        return entry in self._done
+    def give_up(self, entry: Entry) -> GiveUp:
+        """This process does not want to wait any more; what to say to the scheduler, whose word counts."""
+        self._waiting[entry] = GiveUp(*entry)
+        return GiveUp(*entry)
+
+    def outcome(self, entry: Entry) -> BarrierDone | BarrierBroken | None:
+        """How the barrier ended, None if it has not."""
+        return self._outcomes.get(entry)
 
     def forget(self, entry: Entry) -> None:
         """This process does not wait there any more."""
-        self._waiting.discard(entry)
-        self._done.discard(entry)
+        said, outcome = self._waiting.pop(entry), self._outcomes.pop(entry, None)
+        if isinstance(outcome, BarrierDone):
+            said = EnterBarrier(*entry, is_over=True)
+        elif outcome is not None:
+            said = GiveUp(*entry, is_over=True)
+            self._broken.setdefault(entry[0], deque(maxlen=_MOST_BROKEN)).append(said)
+        self._passed[entry[0]] = said
 
     def fatal_loss(self) -> NodeLost | None:
         """The first node that is lost and without which the job cannot go on."""
@@ -124,24 +160,26 @@ class Standing:
         elif isinstance(message, News):
             for event in message.events:
                 self._learn(event)
-        elif isinstance(message, BarrierDone):
-            self._done |= {(message.name, message.sequence)} & self._waiting
+        elif isinstance(message, BarrierDone | BarrierBroken):
+            if (message.name, message.sequence) in self._waiting:
+                self._outcomes[message.name, message.sequence] = message
+        elif isinstance(message, Silent):
+            self.silent[message.seconds] = message.num_nodes
         else:
-            self.missing[message.barrier, message.sequence] = message
+            self.missing = message
         return []
 
     def _take_place(self, message: Assigned) -> list[Call]:
         """This process has its number; say again what a scheduler that was started anew cannot know."""
         if not self.is_assigned:
             self.number, self.is_recovery, self.is_assigned = message.number, message.is_recovery, True
+            self.job = message.job
             self._entered.update(dict(message.barriers))
+            self._passed.update({name: EnterBarrier(name, sequence) for name, sequence in message.barriers})
             what = ", in place of one that was lost" if message.is_recovery else ""
             _log.info("this process is %s of the job%s", self.name, what)
             return []
-        # others may still wait at the last one of each name for what the old scheduler would have said
-        entries = sorted(self._waiting | set(self._entered.items()))
-        again: list[Call] = [EnterBarrier(*entry) for entry in entries]
-        return [*again, Leave()] if self.has_left else again
+        return [*self._barriers(), Leave()] if self.has_left else list(self._barriers())
 
     def _refuse(self, message: Refused) -> None:
         if not self.is_assigned:
@@ -171,12 +209,11 @@ class Standing:
                 self.left.add(event.number)
         elif isinstance(event, ServerMoved):
             self.lost.pop(("server", event.server.number), None)
-            if self.servers.get(event.server.number) == event.server:
-                return
+            if not self.servers or self.servers.get(event.server.number) == event.server:
+                return  # before all have come, nobody knows where it was
             self.servers[event.server.number] = event.server
         elif self.failure is None:
-            kind = PeerLostError if self.servers else DeadlineError  # before all have come: somebody never did
-            self.failure = kind(f"the job is over: {event.reason}")
+            self.failure = event.error()
         self._tell(event)
 
     def _tell(self, event: Event) -> None:

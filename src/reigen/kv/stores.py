@@ -11,10 +11,9 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-
-import msgspec
+from typing import Any
 
 from reigen.errors import CollectiveError, ReigenError
 from reigen.kv.cells import Cell, CellId, KeyFacts
@@ -47,13 +46,14 @@ from reigen.kv.protocol import DTYPE_NUMBERS, NOTICE_CODEC, Header, Kind, Notice
 from reigen.kv.requests import Connection, Reading, Request
 from reigen.kv.settings import Settings
 from reigen.kv.snapshots import Snapshots, StoreSnapshot
+from reigen.kv.stalls import Waiting
 from reigen.kv.sums import Contribution
 from reigen.kv.work import Task, Workers
 from reigen.optim import Optimizer
 from reigen.types import dtype_named
 
-#: Work on fewer bytes is done at once: handing it to a thread would take longer.
-_SMALL_BYTES = 512 << 10
+#: Work on fewer bytes is done at once, in a fraction of a millisecond: handing it on takes a good part of that.
+_SMALL_BYTES = 2 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -300,38 +300,32 @@ class Store:
                 return
 
     def _carry_out(self, cell: Cell, instruction: Instruction | ConsistencyState | Callable[[], None]) -> None:
-        match instruction:  # the most frequent ones first
-            case Acknowledge(_, _, token) | Repeat(_, _, token):
-                self._acknowledge(token)
-            case Answer(_, token):
-                self._answer(cell, token.request if isinstance(token, Reading) else token)
-            case Combine(round, _, tokens, scale):
-                parts = [_part_of(token) for token in tokens]
-                applied = msgspec.structs.replace(cell.applied, done=(round,) * self.around.num_workers)
-                self._change(cell, ValueUpdate(parts, scale), applied)
-            case Apply(worker, round, token):
-                self._apply(cell, worker, round, token)
-            case ConsistencyState():
-                cell.is_dirty = cell.is_dirty or cell.applied != instruction
-                cell.applied = instruction
-            case Fail(token):
-                self._fail(cell, instruction, token)
-            case Drop(token):
-                if isinstance(token, Request):
-                    token.used(self.around.buffers)
-            case Forgotten():
-                self._tell_forgotten(cell, instruction)
-            case Recovered():
-                pass  # whoever asked has read it
-            case _:
-                instruction()
+        # by type, since `match` asks one case after the other, and this is done several times for each request
+        handler = _HANDLERS.get(type(instruction))
+        if handler is not None:
+            handler(self, cell, instruction)
+        else:
+            instruction()  # type: ignore[operator]  # all others have handlers
 
-    def _apply(self, cell: Cell, worker: int, round: int, token: Token) -> None:
+    def _combine(self, cell: Cell, what: Combine) -> None:
+        parts = [_part_of(token) for token in what.tokens]
+        applied = cell.applied.over((what.round,) * self.around.num_workers)
+        self._change(cell, ValueUpdate(parts, what.scale), applied)
+
+    def _note_state(self, cell: Cell, state: ConsistencyState) -> None:
+        cell.is_dirty = cell.is_dirty or cell.applied != state
+        cell.applied = state
+
+    def _drop(self, cell: Cell, what: Drop) -> None:
+        if isinstance(what.token, Request):
+            what.token.used(self.around.buffers)
+
+    def _apply(self, cell: Cell, what: Apply) -> None:
+        worker, round, token = what.worker, what.round, what.token
         done = tuple(round if one == worker else n for one, n in enumerate(cell.applied.done))
         begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
         num_update = cell.num_earlier + begin + round
-        applied = msgspec.structs.replace(cell.applied, done=done)
-        self._change(cell, ValueUpdate([_part_of(token)], 1.0, num_update), applied)
+        self._change(cell, ValueUpdate([_part_of(token)], 1.0, num_update), cell.applied.over(done))
 
     def _tell_forgotten(self, cell: Cell, what: Forgotten) -> None:
         whose = "" if what.worker is None else f" of worker {what.worker}"
@@ -340,13 +334,15 @@ class Store:
             "snapshot: they are lost", cell.facts.name, cell.place.index, what.first, what.last, whose,
         )  # fmt: skip
 
-    def _acknowledge(self, token: Token) -> None:
+    def _acknowledge(self, cell: Cell, what: Acknowledge | Repeat) -> None:
+        token = what.token
         assert isinstance(token, Request)
         token.used(self.around.buffers)
         if token.header.kind != Kind.PUSHPULL:  # that is answered as a pull
             token.connection.answer(token, Kind.DONE)
 
-    def _fail(self, cell: Cell, instruction: Fail, token: Token) -> None:
+    def _fail(self, cell: Cell, instruction: Fail) -> None:
+        token = instruction.token
         request = token.request if isinstance(token, Reading) else token
         assert isinstance(request, Request)
         request.used(self.around.buffers)
@@ -384,7 +380,7 @@ class Store:
 
     def _save_cell(self, cell: Cell) -> None:
         cell.must_save = False
-        snapshots, optimizer = self.around.snapshots, self.settings.optimizer
+        snapshots = self.around.snapshots
         if snapshots is None or not cell.is_dirty:
             return
 
@@ -396,7 +392,7 @@ class Store:
             if self.around.saves_always:
                 self._break(cell, error)
 
-        self._do(cell, lambda _: snapshots.save_cell(self.number, cell.id, cell.pack(optimizer)), done, _SMALL_BYTES)
+        self._do(cell, lambda _: snapshots.save_cell(self.number, cell.id, cell.pack()), done, _SMALL_BYTES)
 
     def _do(self, cell: Cell, task: Task, done: Callable[[BaseException | None], None], num_bytes: int) -> None:
         """Have something computed, then go on with the cell."""
@@ -428,9 +424,11 @@ class Store:
 
     # ---- answers
 
-    def _answer(self, cell: Cell, token: Token) -> None:
-        assert isinstance(token, Request)
-        request, dtype = token, DTYPE_NUMBERS[cell.facts.dtype]
+    def _answer(self, cell: Cell, what: Answer) -> None:
+        token = what.token
+        request = token.request if isinstance(token, Reading) else token
+        assert isinstance(request, Request)
+        dtype = DTYPE_NUMBERS[cell.facts.dtype]
         encoder = self.settings.encoder
         if request.numbers is not None:
             memory = self.around.memory
@@ -438,8 +436,13 @@ class Store:
             cell.rows(request.numbers, rows.array)
             request.connection.answer_value(request, rows, dtype)
             memory.retire(rows)
-        elif request.wants_codes and encoder is not None and self.settings.optimizer is None:
-            request.connection.answer_codes(request, cell.encoded(encoder))
+        elif request.wants_codes and encoder is not None and self.settings.optimizer is None and cell.is_sum:
+            codes = cell.encoded(encoder)
+            if cell.is_dirty and self.around.saves_always:  # with what these codes lack, before anybody has them
+                cell.must_save = True
+                cell.queue.appendleft(what)
+                return
+            request.connection.answer_codes(request, codes)
         else:
             request.connection.answer_value(request, cell.value, dtype)
 
@@ -459,6 +462,17 @@ class Store:
                     self.happen(request.cell, *map(Expired, tokens))
         self.declarations.expire(before)
         self.settings.expire(before)
+
+    def waiting(self, before: float) -> Iterator[Waiting]:
+        """Who has waited for other workers since ``before``, or longer."""
+        asked = [one for each in self.connections.values() for one in each.open_requests.values()]
+        for cell in {one.cell for one in asked if one.cell is not None and one.since <= before}:
+            for wait in cell.engine.waits():
+                request = wait.token.request if isinstance(wait.token, Reading) else wait.token
+                assert isinstance(request, Request)
+                yield Waiting(f"key {cell.facts.name!r}", wait.worker, wait.workers, request.since)
+        yield from self.declarations.waiting()
+        yield from self.settings.waiting()
 
     def save_all(self) -> None:
         """Begin with a snapshot of every cell that has changed."""
@@ -501,6 +515,20 @@ class Store:
             cell.restore(snapshot, arrays, self.settings.optimizer)
             self.cells[cell.id] = cell
             self.declarations.remember(cell.key, cell.facts)
+
+
+_HANDLERS: Mapping[type, Callable[[Store, Cell, Any], None]] = {
+    Acknowledge: Store._acknowledge,
+    Repeat: Store._acknowledge,
+    Answer: Store._answer,
+    Combine: Store._combine,
+    Apply: Store._apply,
+    ConsistencyState: Store._note_state,
+    Fail: Store._fail,
+    Drop: Store._drop,
+    Forgotten: Store._tell_forgotten,
+    Recovered: lambda store, cell, what: None,  # whoever asked has read it
+}
 
 
 def _part_of(token: Token) -> Contribution:

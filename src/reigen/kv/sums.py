@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from reigen.compression import Codec
 from reigen.kernels import half
+from reigen.kernels.quiet import quiet
 from reigen.kv.memory import Scratch
 from reigen.types import DType, dtype_named
 
@@ -23,7 +24,7 @@ BLOCK = 1 << 16
 _FLOAT32 = dtype_named("float32")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # frozen ones are slow to make
 class Contribution:
     """What one worker gives to a cell.
 
@@ -92,7 +93,7 @@ class Sum:
 
     def _decoded(self) -> NDArray[Any]:
         total = self._scratch.take("decoded", self._length, self._sum_type.storage)
-        with np.errstate(all="ignore"):
+        with quiet():
             for number, part in enumerate(self._parts):
                 if part.codec is not None:
                     part.codec.decode(part.data, total, accumulate=number > 0)
@@ -119,7 +120,7 @@ def sum_rows(
     numbers = [part.rows for part in parts if part.rows is not None]
     rows = np.unique(np.concatenate(numbers)) if numbers else np.empty(0, np.int64)
     total = np.zeros((len(rows), row_length), summed_type(dtype).storage)
-    with np.errstate(all="ignore"):
+    with quiet():
         for part in parts:
             if part.rows is not None and len(part.rows):
                 places = np.searchsorted(rows, part.rows)
@@ -143,5 +144,5 @@ def narrow(total: NDArray[Any], out: NDArray[Any], dtype: DType) -> None:
     if summed_type(dtype) is dtype:
         np.copyto(out, total)
     else:
-        with np.errstate(all="ignore"):
+        with quiet():
             half.converters(dtype.name)[1](total, out)

@@ -40,7 +40,6 @@ from reigen.kv.protocol import (
     pack_counts,
 )
 from reigen.wire.auth import Identity
-from reigen.wire.link import Link
 from reigen.wire.stream import connect
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
@@ -53,6 +52,10 @@ _CONNECT_SECONDS = 2.0
 _BETWEEN_ATTEMPTS_SECONDS = 0.1
 #: The time after which a request is sent again doubles so many times.
 _MOST_DOUBLINGS = 4
+#: Answers in the server's memory that are given back together at most, and so many bytes: it needs memory for the next.
+_MOST_COPIED, _MOST_COPIED_BYTES = 64, 4 << 20
+#: Above all priorities of requests.
+_FIRST = 1 << 31
 #: Whoever cannot prove to be the server may be one that is about to go, for that long.
 _DOUBT_SECONDS = 1.0
 #: The largest answer that nobody waits for any more, which has to be read all the same.
@@ -139,8 +142,9 @@ class Upstream:
         #: the id of a RESUME that is not answered, and when it was sent
         self._resuming = 0
         self._resume_sent_at = 0.0
-        #: answers that lay in the server's arena and have been copied out
+        #: answers that lay in the server's arena and have been copied out, and their size
         self._copied: list[int] = []
+        self._num_copied_bytes = 0
         self._retry_at = 0.0
         #: until when a failed handshake may be that of a server that ended just then
         self._doubt_until = 0.0
@@ -190,8 +194,7 @@ class Upstream:
             return
         self._doubt_until = 0.0
         stream.keep_alive(manner.peer_timeout_seconds, bulk=True)
-        link = Link(*stream.detach())
-        self._line = Line(link, self, self.name, drops=self._drops, log_messages=manner.log_messages)
+        self._line = Line(*stream.detach(), self, self.name, drops=self._drops, log_messages=manner.log_messages)
         self.lost_since = None
         hello = HELLO_CODEC.encode(manner.hello)
         self._line.send(Header(int(Kind.HELLO), store=manner.store, body_bytes=len(hello)), hello)
@@ -219,6 +222,7 @@ class Upstream:
         self.is_ready = self._is_read = False
         self._resuming = 0
         self._copied.clear()
+        self._num_copied_bytes = 0
 
     def close(self) -> None:
         """Close the connection for good. May be called twice."""
@@ -240,13 +244,20 @@ class Upstream:
             self._send(request)
 
     def flush(self) -> None:
-        """Send what the kernel takes now, with what was copied out since the last time given back."""
+        """Send what the kernel takes now.
+
+        What was copied out is given back with it, or when there is much of it or nothing more to come: a message of its
+        own for each value would cost both ends more than the memory is worth.
+        """
         if self._line is None:
             return
-        if self._copied:
+        is_much = len(self._copied) >= _MOST_COPIED or self._num_copied_bytes >= _MOST_COPIED_BYTES
+        if self._copied and (is_much or self._line.wants_to_send or not self.outstanding):
             body = np.array(self._copied, "<u8").tobytes()
             self._copied.clear()
-            self._line.send(Header(int(Kind.RELEASE), store=self._manner.store, body_bytes=len(body)), body)
+            self._num_copied_bytes = 0
+            header = Header(int(Kind.RELEASE), store=self._manner.store, body_bytes=len(body))
+            self._line.send(header, body, priority=_FIRST)  # before a push that changes what was read
         if self._line.wants_to_send:
             self._guarded(self._line.advance_sends)
 
@@ -276,6 +287,8 @@ class Upstream:
             if request.sent_at + patience * (1 << min(request.num_reminders, _MOST_DOUBLINGS)) <= now:
                 request.num_reminders += 1
                 self._remind(request, now)
+            if not request.sent_at:
+                continue
             when = request.sent_at + patience * (1 << min(request.num_reminders, _MOST_DOUBLINGS))
             due = min(due or when, when)
         return due
@@ -294,8 +307,16 @@ class Upstream:
             self._manner.store, is_read=self._is_read, can_read=self._arena is not None, again=again
         )
         request.is_received = False
-        request.sent_at = time.monotonic()
-        self._line.send(header, body, priority=request.priority)
+        if self._manner.resend_seconds is None:
+            request.sent_at = time.monotonic()
+            self._line.send(header, body, priority=request.priority)
+            return
+        request.sent_at = 0.0  # what waits for its turn on the wire is not lost
+
+        def left() -> None:
+            request.sent_at = time.monotonic()
+
+        self._line.send(header, body, priority=request.priority, on_sent=left)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -363,7 +384,7 @@ class Upstream:
     def _begin(self) -> None:
         self._was_ready = self.is_ready = True
         for request in self.outstanding.values():
-            self._send(request, again=bool(request.sent_at))
+            self._send(request, again=bool(request.sent_at or request.num_reminders))
 
     def _received(self, header: Header) -> None:
         request = self.outstanding.get(header.request)
@@ -379,6 +400,7 @@ class Upstream:
         in_memory = header.flags & _IN_MEMORY
         if in_memory:
             self._copied.append(header.request)
+            self._num_copied_bytes += header.memory_bytes
         if request is None:  # answered twice: it was sent twice
             return
         request.answer_header = header

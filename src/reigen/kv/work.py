@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+from reigen.kernels.quiet import quiet
 from reigen.kv.memory import Scratch
 
 #: Computes something with a thread's own scratch.
@@ -73,11 +74,12 @@ class Workers:
 
     def _work(self) -> None:
         scratch = Scratch()
-        while (item := self._tasks.get()) is not None:
-            task, done = item
-            self._ended.append((done, _outcome(task, scratch)))
-            del item, task, done
-            os.eventfd_write(self._doorbell, 1)
+        with quiet():
+            while (item := self._tasks.get()) is not None:
+                task, done = item
+                self._ended.append((done, _outcome(task, scratch)))
+                del item, task, done
+                os.eventfd_write(self._doorbell, 1)
 
 
 def _outcome(task: Task, scratch: Scratch) -> BaseException | None:

@@ -11,19 +11,20 @@ answered: it is held back here until then.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from msgspec import structs
 
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.layout import this_host
+from reigen.cluster.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError, SharedMemoryError
 from reigen.frontends.adapter import Array
@@ -33,19 +34,26 @@ from reigen.kv.operations import READING, WRITING, Bytes, Operation, Request, Tr
 from reigen.kv.protocol import COMMAND_CODEC, INLINE_BYTES, PURPOSE, RESULT_CODEC, Command, Hello, Kind, Notice
 from reigen.kv.turnstile import Turnstile
 from reigen.kv.upstream import Manner, Upstream
+from reigen.kv.watch import Watch
 from reigen.wire.auth import Identity, Role
 
 _log = logging.getLogger(__name__)
 
 #: Copied values are announced to the servers as soon as they are so many bytes, not only at the end of a call.
 _FLUSH_BYTES = 1 << 18
+#: After so many, what has been answered meanwhile is taken in, too.
+_TURN_BYTES = 1 << 22
 #: While the user's calls are no further apart than this, they drive the connections.
 _NAP_SECONDS = 0.0005
 _LONGEST_TURN_SECONDS = 1.0
+#: and how long it may really take
+_MOST_LATE_SECONDS = 0.2
 #: How long servers may take to hear that a worker goes.
 _GOODBYE_SECONDS = 10.0
+#: How long a worker that leaves waits for what it has begun, before it says that it has nothing more to push.
+_LINGER_SECONDS = 5.0
 #: Servers keep the deadline and know who is missing; this end waits a little longer, for a server that says nothing.
-_GRACE = 1.1, 1.0
+_GRACE = 1.1, 5.0
 
 
 class Worker:
@@ -85,17 +93,16 @@ class Worker:
         #: operations that have failed, about which nobody has been told yet
         self._failed: deque[Operation] = deque()
         self._num_outstanding = 0
-        self._num_unsent_bytes = 0
+        self._num_unsent_bytes = self._num_announced_bytes = 0
+        #: how many groups of requests are held back (see the module)
+        self._num_held = 0
         self._arena = Arena(f"reigen-kv-worker-{member.number}")
-        self._poll = select.poll()
-        self._poll.register(self._driving, select.POLLIN)
-        self._poll.register(member.fileno(), select.POLLIN)
-        #: what the poll waits for: descriptor and events of each connection, and whose a descriptor is
-        self._watched: dict[Upstream, tuple[int, int]] = {}
-        self._by_descriptor: dict[int, Upstream] = {}
+        self._watch = Watch([self._driving, member])
         self._upstreams: list[Upstream] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
         self._awaited: set[int] = set()
+        #: somebody has promised to drive whenever something is pending
+        self._is_attended = False
         #: while something is to be driven by the thread
         self._signal = threading.Event()
         self._closing = threading.Event()
@@ -117,6 +124,11 @@ class Worker:
     def num_servers(self) -> int:
         """See the class."""
         return len(self._upstreams)
+
+    @property
+    def server_hosts(self) -> list[str]:
+        """The addresses at which the servers are reached, by number."""
+        return [split_address(upstream.peer.address)[0] for upstream in self._upstreams]
 
     # -- for the store ------------------------------------------------------------------------------------------------
 
@@ -160,7 +172,8 @@ class Worker:
                 operation.fail(self._failure)
                 return
             if track is not None and requests[0].kind in WRITING:
-                self._drive(operation, lambda: track.num_pushes < track.most_pushes, None)
+                if track.num_pushes >= track.most_pushes:
+                    self._drive(operation, lambda: track.num_pushes < track.most_pushes, None)
                 track.num_pushes += len(requests)
             operation.num_left += len(requests)
             self._num_outstanding += len(requests)
@@ -168,21 +181,19 @@ class Worker:
                 request.track = track
             if track is not None and (track.held or track.must_wait(requests)):
                 track.held.append(requests)
+                self._num_held += 1
             else:
                 self._ask(requests)
                 if self._num_unsent_bytes > _FLUSH_BYTES:
-                    self._num_unsent_bytes = 0
-                    self._turn(0.0)
+                    self._announce()
 
     def flush(self) -> None:
         """What was submitted leaves as far as the kernel takes it; the rest follows by itself."""
+        if self._is_attended:
+            return
         with self._driving:
             self._num_unsent_bytes = 0
-            try:
-                for upstream in self._upstreams:
-                    upstream.flush()
-            except ReigenError as error:
-                self._fail(error)
+            self._flush_all()
         self._leave_to_thread()
 
     def command(self, name: str, arguments: dict[str, object], servers: Iterable[int] | None = None) -> list[object]:
@@ -221,20 +232,62 @@ class Worker:
                 self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
         self._leave_to_thread()
 
+    @contextlib.contextmanager
+    def attention(self) -> Iterator[None]:
+        """See `reigen.kv.base.KVStore.attention`."""
+        self._is_attended = True
+        try:
+            yield
+        finally:
+            self._is_attended = False
+            self.flush()
+
+    def attend(self, oldest: Operation, is_enough: Callable[[], bool]) -> None:
+        """See `reigen.kv.base.KVStore.attend`."""
+
+        def is_done() -> bool:
+            return not oldest.num_left or is_enough()
+
+        is_woken = True
+        while is_woken:
+            with self._driving:
+                self._num_unsent_bytes = 0
+                self._flush_all()
+                is_woken = self._drive(oldest, is_done, None)
+            if is_woken:
+                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
+
+    def interrupt(self) -> None:
+        """See `reigen.kv.base.KVStore.interrupt`."""
+        self._driving.ring()
+
     def wait_for_all(self) -> None:
         """Return when nothing is pending any more, and raise the first error that nobody was told of."""
-        while self._num_outstanding:
-            with self._driving:
-                is_woken = self._drive("what was begun", lambda: not self._num_outstanding, None)
-            if is_woken:
-                self._closing.wait(_NAP_SECONDS)
+        self._wait_until(lambda: not self._num_outstanding, None)
         self.check()
 
-    def goodbye(self) -> None:
-        """Tell all servers that this worker has nothing more to push."""
+    def linger(self) -> bool:
+        """Wait a while until nothing is pending any more, and raise the first error that nobody was told of.
+
+        Returns:
+            Whether nothing is. What is pending then has left: it counts, although this worker says goodbye now.
+        """
+        try:
+            self._wait_until(lambda: not self._num_outstanding, time.monotonic() + _LINGER_SECONDS)
+        except DeadlineError:
+            self._wait_until(lambda: not self._num_held, None)
+        self.check()
+        return not self._num_outstanding
+
+    def goodbye(self, patience_seconds: float | None = _GOODBYE_SECONDS) -> None:
+        """Tell all servers that this worker has nothing more to push.
+
+        Args:
+            patience_seconds: how long they may take to hear of it; None: until the job's deadline.
+        """
         operation = Operation(self, "saying goodbye to the servers")
         self.submit([Request(Kind.GOODBYE, number, operation) for number in range(self.num_servers)])
-        operation.wait(_GOODBYE_SECONDS)
+        operation.wait(patience_seconds)
 
     def close(self) -> None:
         """End all connections; what is pending fails. May be called twice."""
@@ -250,8 +303,7 @@ class Worker:
             for upstream in self._upstreams:
                 upstream.close()
             self._upstreams.clear()
-            self._watched.clear()
-            self._by_descriptor.clear()
+            self._watch.clear()
             self._arena.close()
         self._driving.close()
 
@@ -278,8 +330,10 @@ class Worker:
         operation.num_left -= 1
         if request.on_done is not None:
             request.on_done(request)
-        if not operation.num_left and operation.error is not None:
-            self._failed.append(operation)
+        if not operation.num_left:
+            if operation.error is not None:
+                self._failed.append(operation)
+            operation.over()
         if request.track is not None:
             self._follow(request, request.track)
 
@@ -328,10 +382,37 @@ class Worker:
             self._drive("connecting to servers", lambda: all(each.is_ready for each in self._upstreams), start_until)
         self.check()
 
+    def _wait_until(self, is_done: Callable[[], bool], until: float | None) -> None:
+        """Return when something is done, or nothing works any more; see `_drive`."""
+        while not is_done():
+            with self._driving:
+                is_woken = self._drive("what was begun", is_done, until)
+            if is_woken:
+                self._closing.wait(_NAP_SECONDS)
+            elif self._failure is not None:
+                return
+
     def _leave_to_thread(self) -> None:
         """Nobody waits any more: what is still pending is driven by the store's thread."""
-        if self._num_outstanding and not self._signal.is_set():
+        if self._num_outstanding and not self._is_attended and not self._signal.is_set():
             self._signal.set()
+
+    def _announce(self) -> None:
+        """Have the servers know of what was submitted."""
+        self._num_announced_bytes += self._num_unsent_bytes
+        self._num_unsent_bytes = 0
+        if self._num_announced_bytes < _TURN_BYTES:
+            self._flush_all()
+            return
+        self._num_announced_bytes = 0
+        self._turn(0.0)
+
+    def _flush_all(self) -> None:
+        try:
+            for upstream in self._upstreams:
+                upstream.flush()
+        except ReigenError as error:
+            self._fail(error)
 
     def _drive(self, what: Operation | str, is_done: Callable[[], bool], until: float | None) -> bool:
         """Take turns until something is done; with the lock.
@@ -345,15 +426,28 @@ class Worker:
         self._signal.clear()
         if self._closing.is_set():
             self._signal.set()
-        factor, more = _GRACE
-        deadline = time.monotonic() + self._config.deadline_seconds * factor + more if until is None else until
+        deadline = self._latest(what) if until is None else until
         while not is_done() and self._failure is None:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            now = time.monotonic()
+            left = deadline - now
+            longest = max(0.0, min(left, _LONGEST_TURN_SECONDS))
+            is_wanted = self._turn(longest)
+            if left <= 0 and not is_done() and self._failure is None:
                 raise self._late(what, is_final=until is None)
-            if self._turn(min(left, _LONGEST_TURN_SECONDS)):
+            if until is None:  # in what it takes beyond that, this process did not run: servers have not been heard
+                deadline += max(0.0, time.monotonic() - now - longest - _MOST_LATE_SECONDS)
+            if is_wanted:
                 return not is_done()
         return False
+
+    def _latest(self, what: Operation | str) -> float:
+        """When the deadline of the job is over; that of an operation begins when it is first waited for."""
+        factor, more = _GRACE
+        latest = time.monotonic() + self._config.deadline_seconds * factor + more
+        if isinstance(what, str):
+            return latest
+        what.latest = what.latest or latest
+        return what.latest
 
     def _turn(self, timeout: float) -> bool:
         """Do what can be done now; if there is nothing, wait for it. Returns whether somebody else wants to come in."""
@@ -366,15 +460,16 @@ class Worker:
                 if upstream.lost_since is not None:
                     self._reconnect(upstream, now)
                     due = min(due, now + 0.1)
-                if self._config.kv_resend:
-                    due = min(due, upstream.resend(now) or due)
                 upstream.flush()
-                self._watch(upstream)
-            for fd, _ in self._poll.poll(max(0.0, due - now) * 1000):
-                if fd == self._driving.fileno():
+                if self._config.kv_resend:  # of what has left
+                    due = min(due, upstream.resend(now) or due)
+                    upstream.flush()
+                self._watch.update(upstream)
+            for ready in self._watch.wait(max(0.0, due - now)):
+                if ready is self._driving:
                     self._driving.heed()
-                elif fd in self._by_descriptor:
-                    self._by_descriptor[fd].receive()
+                elif isinstance(ready, Upstream):
+                    ready.receive()
                 else:
                     self._learn()
             for upstream in self._upstreams:
@@ -383,32 +478,25 @@ class Worker:
             self._fail(error)
         return self._driving.is_wanted
 
-    def _watch(self, upstream: Upstream) -> None:
-        """Have the poll wait for what the connection needs now."""
-        now = upstream.fileno(), select.POLLIN | (select.POLLOUT if upstream.wants_to_send else 0)
-        before = self._watched.get(upstream, (-1, 0))
-        if now == before:
-            return
-        if before[0] >= 0 and before[0] != now[0] and self._by_descriptor.get(before[0]) is upstream:
-            del self._by_descriptor[before[0]]
-            self._poll.unregister(before[0])
-        if now[0] >= 0:
-            self._by_descriptor[now[0]] = upstream
-            self._poll.register(*now)
-        self._watched[upstream] = now
-
     def _reconnect(self, upstream: Upstream, now: float) -> None:
-        is_awaited = upstream.peer.number in self._awaited
-        patience = self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
+        upstream.connect(now + self._patience(upstream))
+        if upstream.lost_since is None or now - upstream.lost_since <= self._patience(upstream):
+            return
+        self._learn()  # the scheduler knows better
+        patience = self._patience(upstream)
         if upstream.lost_since is not None and now - upstream.lost_since > patience:
             raise PeerLostError(f"{upstream.name} is lost: no connection for {patience:g} s ({upstream.last_error})")
-        upstream.connect(now + patience)
+
+    def _patience(self, upstream: Upstream) -> float:
+        """For how long there may be no connection."""
+        is_awaited = upstream.peer.number in self._awaited
+        return self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
 
     def _learn(self) -> None:
         """Hear what the scheduler tells."""
         for event in self.member.events():
             if isinstance(event, Stop):
-                raise PeerLostError(f"the job is over: {event.reason}")
+                raise event.error()
             if isinstance(event, ServerMoved):
                 self._awaited.discard(event.server.number)
                 self._upstreams[event.server.number].moved(event.server)
@@ -460,6 +548,7 @@ class Worker:
         if request.kind in READING:
             track.num_reads -= 1
         while track.held and not track.must_wait(track.held[0]):
+            self._num_held -= 1
             self._ask(track.held.popleft())
 
     def _fail(self, error: ReigenError) -> None:
@@ -478,6 +567,7 @@ class Worker:
         request.track = None
         self.over(request)
         while track is not None and track.held:
+            self._num_held -= 1
             for each in track.held.popleft():
                 self._give_up(each, error)
 
@@ -500,6 +590,7 @@ class Worker:
                     if request.operation is operation and request.into is not None:
                         request.into = np.empty_like(request.into)
             operation.fail(error)
+            operation.is_told = True  # by this error, which whoever waits gets
         self._leave_to_thread()
         return error
 

@@ -61,7 +61,7 @@ class Agent:
         self._pipes = Pipes(self._loop, descriptors, (ANSWERS, ORDERS), self._hear, self._on_end)
         self._crew = LocalCrew(self._loop, self)
         self._post = Post(self._loop, self._pipes.send, lambda: self._pipes.has_pending)
-        self._heard_at = time.monotonic()
+        self._heard_at = self._turned_at = time.monotonic()
         self._beat_at = self._heard_at + BEAT_SECONDS
         self._silence_seconds = _FIRST_SILENCE_SECONDS
         #: What may still be sent of each stream.
@@ -83,7 +83,10 @@ class Agent:
         return self._exit_code
 
     def _turn(self) -> None:
-        now = time.monotonic()
+        now, before = time.monotonic(), self._turned_at
+        self._turned_at = now
+        if now - before > 2 * BEAT_SECONDS:  # this process did not run: what came meanwhile is still to be read
+            self._heard_at = now
         if now - self._heard_at > self._silence_seconds:
             self._end(f"the launcher has not been heard of for {self._silence_seconds:g} s")
             return

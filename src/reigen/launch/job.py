@@ -9,7 +9,9 @@ b. A rank fails, or a signal asks the launcher to stop: the rest are asked to st
 c. A servant is killed: it is started again (Restart), if it may be; else it ends the job as a rank would. One that ends
    by itself with an error ends the job in any case: it has a reason, such as that the others are lost. Ranks may be
    started again, too, or the job may go on without those that fail, if the user wants it so: the parameter server's
-   policies for lost workers. A failure that stops nobody still gives the exit code.
+   policies for lost workers. A failure that stops nobody still gives the exit code. A servant that says, by its exit
+   code, that the ranks are lost has noticed it before they have ended: a timer starts, and the first rank that fails
+   is the failure; the servant is, when the timer ends and none has failed.
 d. The last rank has exited, and servants still run: they are about to end by themselves, a timer starts: ENDING. They
    are asked to stop when it ends, or when a signal comes: STOPPING. How they exit does not matter any more.
 e. The timer ends in STOPPING, or Ctrl-C is pressed again: what is left is killed (Kill), and the timer starts again.
@@ -31,6 +33,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from signal import SIGINT, Signals
+
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 
 #: A terminal, or a tool like `timeout`, may send one request to stop twice; a second Ctrl-C comes later than this.
 SAME_REQUEST_SECONDS = 0.2
@@ -189,6 +193,8 @@ class Job:
         self.running = {*range(num_ranks), *self._allowed}
         #: Set once, in RUNNING, by the first process that fails. Stops the others, unless the job goes on.
         self.failure: Failure | None = None
+        #: Set once, in RUNNING, by the first servant that says that the ranks are lost.
+        self._rumour: Failure | None = None
         #: Set once, in RUNNING, by the first signal.
         self.signum: int | None = None
         self._stopped_at = float("-inf")
@@ -240,7 +246,14 @@ class Job:
         if self.phase is Phase.RUNNING and may_return and times < self._allowed.get(number, 0):
             self._restarted[number] = times + 1
             return [Restart(number, times + 1, exit_code)]
-        return self._gone({number}, Failure(number, exit_code, 0, num_restarts=times))
+        failure = Failure(number, exit_code, 0, num_restarts=times)
+        if self.phase is Phase.RUNNING and number >= self._num_ranks and exit_code == WORKERS_LOST_EXIT_CODE:
+            self.running.discard(number)
+            if self._rumour is not None:
+                return []
+            self._rumour = failure
+            return [StartGrace()]
+        return self._gone({number}, failure)
 
     def _lost(self, numbers: Iterable[int], reason: str) -> list[Instruction]:
         gone = self.running.intersection(numbers)
@@ -283,7 +296,7 @@ class Job:
 
     def _grace_over(self) -> list[Instruction]:
         if self.phase is Phase.RUNNING:
-            return []
+            return [] if self._rumour is None else self._gone({self._rumour.rank}, self._rumour)
         if self.phase is Phase.ENDING:
             return self._stop()
         return self._finish() if self._killed else self._kill()
@@ -297,7 +310,7 @@ class Job:
 
     def _finish(self) -> list[Instruction]:
         self.phase = Phase.DONE
-        if self.failure is not None:
-            code = self.failure.exit_code
-            return [Finish(code if code > 0 else 128 - code, self.failure, None)]
+        if (failure := self.failure or (None if self.signum else self._rumour)) is not None:
+            code = failure.exit_code
+            return [Finish(code if code > 0 else 128 - code, failure, None)]
         return [Finish(0 if self.signum is None else 128 + self.signum, None, self.signum)]

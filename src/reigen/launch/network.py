@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from reigen.wire.tls import Tls
 
 _ON = frozenset({"1", "true", "yes", "on"})
+_INTERFACES = ("REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE", "SM_NETWORK_INTERFACE_NAME")
 _PEER_TIMEOUT_SECONDS = 20.0
 _START_TIMEOUT_SECONDS = 30.0
 _LONGEST_SILENCE_SECONDS = 3600.0
@@ -41,7 +42,7 @@ class Network:
             >>> Network.of({"DMLC_INTERFACE": "eth0", "REIGEN_PEER_TIMEOUT": "soon"})
             Network(interfaces=('eth0',), peer_timeout_seconds=20.0, tls=False, start_timeout_seconds=30.0)
         """
-        listed = _first(environ, "REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE")
+        listed = _first(environ, *_INTERFACES)
         start = _first(environ, "REIGEN_START_TIMEOUT", "HOROVOD_START_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")
         return cls(
             tuple(name.strip() for name in listed.split(",") if name.strip()),

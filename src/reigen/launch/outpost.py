@@ -90,7 +90,7 @@ class Outpost:
         self._pipes: Pipes[Order, Answer] = Pipes(
             loop, self._descriptors(), (ORDERS, ANSWERS), self._hear, self._on_end, self._preface
         )
-        self._heard_at = time.monotonic()
+        self._heard_at = self._turned_at = time.monotonic()
         self._beat_at = self._heard_at
 
     def _descriptors(self) -> tuple[int, int]:
@@ -158,7 +158,10 @@ class Outpost:
         """Say that the launcher is alive; see whether the agent is."""
         if self.step is Step.GONE:
             return None
-        now = time.monotonic()
+        now, before = time.monotonic(), self._turned_at
+        self._turned_at = now
+        if now - before > 2 * BEAT_SECONDS:  # this process did not run: what came meanwhile is still to be read
+            self._heard_at = now
         if self.step is not Step.CALLED and now - self._heard_at > self._silence_seconds:
             self._on_end(f"nothing has been heard of it for {self._silence_seconds:g} s")
             return None

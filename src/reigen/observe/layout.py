@@ -236,9 +236,9 @@ def describe(operation: Operation, batch_size: int) -> Arguments:
     elif operation.dtype:
         shape = ", ".join(map(str, operation.shape))
         arguments |= {"dtype": operation.dtype, "shape": f"[{shape}]", "bytes": operation.nbytes}
-    elif operation.kind is Kind.ALLOCATE:
+    elif operation.kind in (Kind.ALLOCATE, Kind.ALLOCATE_SHARED):
         arguments["bytes"] = operation.shape[0]
-    if operation.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER):
+    if operation.kind in (Kind.ALLREDUCE, Kind.REDUCESCATTER, Kind.REDUCE_TO_OWNERS):
         arguments["op"] = operation.op.name
     if operation.kind is Kind.BROADCAST:
         arguments["root"] = operation.root

@@ -1,6 +1,7 @@
 """Optimizers by names and numbers: what servers, local stores and trainers update weights with. No framework."""
 
 from reigen.optim.base import Optimizer, Step, states_type
+from reigen.optim.files import check_can_be_written, packed, unpacked, write_atomically
 from reigen.optim.registry import OPTIMIZERS, create, from_spec
 from reigen.optim.rules import LAMB, LARS, NAG, SGD, AdaGrad, Adam, AdamW, Ftrl, RMSProp, Signum, Test
 from reigen.optim.schedules import (
@@ -11,7 +12,7 @@ from reigen.optim.schedules import (
     Schedule,
 )
 from reigen.optim.slots import Slot
-from reigen.optim.states import Piece, States, piece_of, slot_of, write_atomically
+from reigen.optim.states import Piece, States, piece_of, slot_of
 from reigen.optim.updater import Updater
 
 __all__ = [  # noqa: RUF022  sorted as in the other rooms: LAMB is no constant
@@ -38,10 +39,13 @@ __all__ = [  # noqa: RUF022  sorted as in the other rooms: LAMB is no constant
     "Step",
     "Test",
     "Updater",
+    "check_can_be_written",
     "create",
     "from_spec",
+    "packed",
     "piece_of",
     "slot_of",
     "states_type",
+    "unpacked",
     "write_atomically",
 ]

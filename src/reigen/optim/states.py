@@ -1,29 +1,15 @@
 """Optimizer states as plain bytes: for files, and between servers and workers.
 
-The layout, all numbers little endian::
-
-    8 bytes     b"REIGENST"
-    4 bytes     version of the layout, 1
-    4 bytes     length of the header
-    header      MessagePack: the optimizer's spec or nil; facts; for each piece its key, range, counts, and for each of
-                its arrays name, element type and offset from the first array
-    zeros       up to a multiple of 64
-    arrays      one after the other, each followed by zeros up to a multiple of 64
-    32 bytes    BLAKE2b of everything before
-
-Nothing in it can run: reading it makes numbers, texts and arrays. A piece says which range of the flat elements of its
-key it covers, so that any number of servers may have written it and any other may read it: `States.cut` puts a range
-together from the pieces that cover it.
+`reigen.optim.files` has the layout: nothing in it can run, reading it makes numbers, texts and arrays. A piece says
+which range of the flat elements of its key it covers, so that any number of servers may have written it and any other
+may read it: `States.cut` puts a range together from the pieces that cover it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import secrets
-import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,23 +20,13 @@ from numpy.typing import NDArray
 
 from reigen.errors import ConfigError
 from reigen.optim.base import Key, Optimizer
+from reigen.optim.files import STORAGES, Buffer, packed, unpacked, write_atomically
 from reigen.optim.registry import from_spec
 from reigen.optim.slots import Slot
 from reigen.types import DTYPES
 
-_MAGIC = b"REIGENST"
-_VERSION = 1
-_FIXED = struct.Struct("<8sII")
-_ALIGNMENT = 64
-_DIGEST_BYTES = 32
-#: A header of a million pieces fits; a length that a broken file claims does not fill the memory.
-_MAX_HEADER_BYTES = 256 << 20
-#: Element types that arrays may have: plain bytes, no objects.
-_STORAGES = {dtype.storage.name: dtype.storage for dtype in DTYPES.values()}
-
 #: What a file may say beside pieces: plain values.
 Fact = int | float | str | bool | None
-Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +59,13 @@ class Piece:
         if self.dtype not in DTYPES:
             raise ConfigError(f"key {self.key!r} has the unknown element type {self.dtype!r}")
         for name, array in self.arrays.items():
-            if array.shape != (self.end - self.begin,) or _STORAGES.get(array.dtype.name) != array.dtype:
+            if array.shape != (self.end - self.begin,) or STORAGES.get(array.dtype.name) != array.dtype:
                 raise ConfigError(f"key {self.key!r}: {name} is no flat array of {self.end - self.begin} numbers")
 
     def part(self, begin: int, end: int) -> Piece:
         """The piece of a range within this one; its arrays are views."""
         arrays = {name: array[begin - self.begin : end - self.begin] for name, array in self.arrays.items()}
         return replace(self, begin=begin, end=end, arrays=arrays)
-
-
-class _ArrayHeader(msgspec.Struct, array_like=True, frozen=True):
-    name: str
-    dtype: str
-    offset: int
 
 
 class _PieceHeader(msgspec.Struct, array_like=True, frozen=True):
@@ -106,7 +76,9 @@ class _PieceHeader(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     count: int
     rate: float | None
-    arrays: list[_ArrayHeader]
+
+
+_FACTS = _PieceHeader.__struct_fields__
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -189,39 +161,10 @@ class States:
 
     def buffers(self) -> list[Buffer]:
         """The bytes, as buffers to be written one after the other; arrays are not copied."""
-        arrays = [(piece, name, array) for piece in self.pieces for name, array in piece.arrays.items()]
-        offsets, position = [], 0
-        for _, _, array in arrays:
-            offsets.append(position)
-            position += _padded(array.nbytes)
+        headers = [_PieceHeader(*(getattr(piece, name) for name in _FACTS)) for piece in self.pieces]
+        arrays = {f"{place} {name}": a for place, piece in enumerate(self.pieces) for name, a in piece.arrays.items()}
         spec = None if self.optimizer is None else self.optimizer.to_spec()
-        header = msgspec.msgpack.encode(_Header(spec, dict(self.facts), self._piece_headers(offsets)))
-        if len(header) > _MAX_HEADER_BYTES:
-            raise ConfigError("too many pieces for one file of optimizer states")
-        result: list[Buffer] = [_FIXED.pack(_MAGIC, _VERSION, len(header)), header, _filling(_FIXED.size + len(header))]
-        for _, _, array in arrays:
-            data = np.ascontiguousarray(array).view(np.uint8).data if array.nbytes else b""
-            result += [data, _filling(array.nbytes)]
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        for part in result:
-            digest.update(part)
-        return [*result, digest.digest()]
-
-    def _piece_headers(self, offsets: list[int]) -> list[_PieceHeader]:
-        following = iter(offsets)
-        return [
-            _PieceHeader(
-                piece.key,
-                piece.num_elements,
-                piece.begin,
-                piece.end,
-                piece.dtype,
-                piece.count,
-                piece.rate,
-                [_ArrayHeader(name, array.dtype.name, next(following)) for name, array in piece.arrays.items()],
-            )
-            for piece in self.pieces
-        ]
+        return packed(_Header(spec, dict(self.facts), headers), arrays)
 
     def to_bytes(self) -> bytes:
         """`buffers` in one."""
@@ -234,13 +177,17 @@ class States:
         Raises:
             ConfigError: these are not the bytes of states, or not all of them; or what they say makes no sense.
         """
-        view = memoryview(data).cast("B")
-        header, start = _read_header(view)
-        pieces = []
-        for said in header.pieces:
-            arrays = {item.name: _read_array(view, start, item, said) for item in said.arrays}
-            facts = {item.name: getattr(said, item.name) for item in fields(Piece) if item.name != "arrays"}
-            pieces.append(Piece(arrays=arrays, **facts))
+        header, arrays = unpacked(data, _Header)
+        of_piece: list[dict[str, NDArray[Any]]] = [{} for _ in header.pieces]
+        for label, array in arrays.items():
+            place, _, name = label.partition(" ")
+            if not (place.isdecimal() and place.isascii() and len(place) < 10 and int(place) < len(of_piece)):
+                raise ConfigError(f"an array of no piece among the states: {label!r:.80}")
+            of_piece[int(place)][name] = array
+        pieces = [
+            Piece(arrays=own, **{name: getattr(said, name) for name in _FACTS})
+            for said, own in zip(header.pieces, of_piece, strict=True)
+        ]
         return cls(pieces, None if header.optimizer is None else from_spec(header.optimizer), header.facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -308,43 +255,6 @@ def slot_of(piece: Piece, optimizer: Optimizer, weight: NDArray[Any]) -> Slot:
     return slot
 
 
-def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *, mode: int = 0o666) -> None:
-    """Write a file so that there is, at any moment and after a power failure, the old one or the new one.
-
-    Args:
-        path: of the file.
-        buffers: its contents, one after the other.
-        mode: who may do what with it, less what the umask forbids.
-
-    Raises:
-        OSError: it cannot be written; what was there is still there.
-    """
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
-    try:
-        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), "wb") as file:
-            file.writelines(buffers)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _filling(size: int) -> bytes:
-    return bytes(_padded(size) - size)
-
-
 def _joined(parts: list[Piece]) -> Piece:
     first = parts[0]
     if len(parts) == 1:
@@ -357,32 +267,3 @@ def _joined(parts: list[Piece]) -> Piece:
     arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in first.arrays}
     latest = max(parts, key=lambda part: part.count)  # in an asynchronous store pieces may be some updates apart
     return replace(latest, begin=first.begin, end=parts[-1].end, arrays=arrays)
-
-
-def _read_header(view: memoryview) -> tuple[_Header, int]:
-    if len(view) < _FIXED.size + _DIGEST_BYTES:
-        raise ConfigError("no file of optimizer states: too short")
-    magic, version, length = _FIXED.unpack_from(view)
-    if magic != _MAGIC:
-        raise ConfigError("no file of optimizer states (files of MXNet are pickled code and are not read)")
-    if version != _VERSION:
-        raise ConfigError(f"optimizer states in layout {version}; this version of Reigen reads layout {_VERSION}")
-    start = _padded(_FIXED.size + length)
-    if length > _MAX_HEADER_BYTES or start + _DIGEST_BYTES > len(view):
-        raise ConfigError("the optimizer states are cut off")
-    if hashlib.blake2b(view[:-_DIGEST_BYTES], digest_size=_DIGEST_BYTES).digest() != bytes(view[-_DIGEST_BYTES:]):
-        raise ConfigError("the optimizer states are damaged or cut off: their checksum is wrong")
-    try:
-        return msgspec.msgpack.decode(view[_FIXED.size : _FIXED.size + length], type=_Header), start
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ConfigError(f"the header of the optimizer states makes no sense: {error}") from None
-
-
-def _read_array(view: memoryview, start: int, said: _ArrayHeader, piece: _PieceHeader) -> NDArray[Any]:
-    storage = _STORAGES.get(said.dtype)
-    if storage is None:
-        raise ConfigError(f"key {piece.key!r}: arrays of {said.dtype!r} are not supported")
-    count, begin = piece.end - piece.begin, start + said.offset
-    if count < 0 or begin < start or begin + count * storage.itemsize > len(view) - _DIGEST_BYTES:
-        raise ConfigError(f"key {piece.key!r}: an array lies outside the file")
-    return np.frombuffer(view, storage, count, begin)

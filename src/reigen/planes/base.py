@@ -59,12 +59,22 @@ class Region:
     Attributes:
         offset: where it begins, in an order of the plane's own; the same on every rank, so it serves as its name.
         nbytes: its length.
-        array: this rank's copy, uint8, ``nbytes`` long, zeroed when fresh and 64-byte aligned.
+        array: this rank's copy, uint8, ``nbytes`` long, zeroed when fresh and 64-byte aligned. Of shared memory, the
+            one that all ranks of the machine have.
+        owned: the copy of every owner of this machine, by owner, for this rank to read. Owners are the ranks that
+            `DataPlane.reduce_to_owners` gives something to: as many on every machine.
     """
 
     offset: int
     nbytes: int
     array: NDArray[np.uint8]
+    owned: tuple[NDArray[np.uint8], ...] = ()
+
+    @property
+    def owner(self) -> int | None:
+        """Which owner this rank is, of a region that is not shared; None for a rank that is none."""
+        own = self.array.ctypes.data
+        return next((owner for owner, array in enumerate(self.owned) if array.ctypes.data == own), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +128,19 @@ class DataPlane(Protocol):
         """
         ...
 
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        """Reduce registered memory; of the result each owner gets a part, and keeps it.
+
+        Args:
+            buffer: registered memory on all ranks, written before the first of them calls, as for `allreduce`. On
+                every machine owner o's copy has the result in elements ``sum(counts[:o])`` to ``sum(counts[: o + 1])``
+                then, the bits of `allreduce`. All other elements are undefined.
+            counts: for each owner, how many elements it gets; together all.
+            reduction: as for `allreduce`.
+            deadline: as everywhere.
+        """
+        ...
+
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
@@ -145,6 +168,17 @@ class DataPlane(Protocol):
 
         Raises:
             SharedMemoryError: on every rank, when one has not enough; the plane stays usable.
+        """
+        ...
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        """Memory that exists once on every machine: what one of its ranks writes, the others see.
+
+        It cannot be reduced in place. For a rank without others on its machine, and where the plane does not know who
+        shares a machine, it is memory of its own.
+
+        Raises:
+            SharedMemoryError: as `allocate`.
         """
         ...
 

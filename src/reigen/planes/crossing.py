@@ -49,12 +49,23 @@ class Crossing:
         self._spread([2] + [0] * nobody, shown, [Wanted(0, Strung([told]))] + [None] * nobody, told.dtype, deadline)
         return bool(told[0]), bool(told[1])
 
+    def owned(self, copies: Sequence[Array]) -> tuple[Array, ...]:
+        """Of an array of each rank of this machine, those of the ranks that own slices: who has a lane, by lane."""
+        return tuple(copies[rank] for rank in self._carriers)
+
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce_registered(self, copies: Sequence[Strung], stages: Stages, deadline: float) -> None:
         """Reduce where it lies. ``copies``: of each rank of this machine."""
+        bounds = self._slice(copies[0].size, stages.whole.dtype.itemsize)
+        self._reduce_registered(copies, bounds, stages, deadline, keep=False)
+
+    def _reduce_registered(
+        self, copies: Sequence[Strung], bounds: tuple[int, int], stages: Stages, deadline: float, *, keep: bool
+    ) -> None:
+        """Reduce this rank's slice of all copies, here and between machines; ``keep``: into its own copy alone."""
         storage, combine = stages.whole.dtype.storage, _combine(stages)
-        low, high = self._slice(copies[0].size, storage.itemsize)
+        low, high = bounds
         step = self._chunk_bytes // storage.itemsize if stages.wide else high - low
         for begin in range(low, high, max(1, step)):
             here = [copy.cut(begin, min(high, begin + step)) for copy in copies]
@@ -63,11 +74,19 @@ class Crossing:
             self._local.reduce_copies(here, partial, combine, storage)
             self._local.ended("SHM_REDUCE")
             result = self._between(partial, stages, deadline + GRACE_SECONDS)
-            for copy in here:
+            for copy in [own] if keep else here:
                 if copy is not result:
                     _copy(result, copy)
             self._local.ended("MEMCPY_OUT_FUSION_BUFFER")
         self._local.plane.barrier(deadline + 2 * GRACE_SECONDS)
+
+    def reduce_to_owners(
+        self, copies: Sequence[Strung], counts: Sequence[int], stages: Stages, deadline: float
+    ) -> None:
+        """See `DataPlane.reduce_to_owners`: `allreduce_registered` without its last step. ``counts``: by lane."""
+        low = 0 if self.index is None else sum(counts[: self.index])
+        high = low if self.index is None else low + counts[self.index]
+        self._reduce_registered(copies, (low, high), stages, deadline, keep=True)
 
     def allreduce(self, source: Strung, target: Strung, stages: Stages, deadline: float) -> None:
         """See `DataPlane.allreduce`. A lane's local sums come to be where its results will be: in its rank's target."""

@@ -52,7 +52,7 @@ class Exchange:
     Args:
         mesh: where connections come from.
         failure: what the job knows of ranks that others wait for.
-        num_sockets: how many connections to make to each rank.
+        num_sockets: how many connections to make to each rank; within a machine as many for each direction.
         hosts: of every rank, for messages.
     """
 
@@ -126,19 +126,30 @@ class Exchange:
 
     def _connect(self, missing: Sequence[int]) -> None:
         peers = {rank: Peer(rank) for rank in missing}
-        for number in range(self._num_sockets):
+        self._open(peers, "data")
+        near = {rank: peer for rank, peer in peers.items() if peer.lanes[0].is_within_machine}
+        self._open(near, "back")
+        for rank, peer in near.items():
+            there, back = peer.lanes[: self._num_sockets], peer.lanes[self._num_sockets :]
+            peer.outgoing, peer.incoming = (there, back) if self.rank < rank else (back, there)
+        self._peers.update(peers)
+        if len(self._peers) > 1:
+            for lane in self._lanes.values():
+                lane.leave_little_unsent()
+
+    def _open(self, peers: Mapping[int, Peer], purpose: str) -> None:
+        """More connections to these ranks, for both directions."""
+        for number in range(self._num_sockets if peers else 0):
             try:
-                streams = self._mesh.open(missing, f"data/{number}", self._deadline, self._wait_to_connect, bulk=True)
+                streams = self._mesh.open(
+                    list(peers), f"{purpose}/{number}", self._deadline, self._wait_to_connect, bulk=True
+                )
             except AuthenticationError as error:
                 raise CollectiveError(str(error)) from error
             for rank, stream in streams.items():
                 lane = Lane(peers[rank], Link(*stream.detach()))
                 peers[rank].lanes.append(lane)
                 self._lanes[lane.fd] = lane
-        self._peers.update(peers)
-        if len(self._peers) > 1:
-            for lane in self._lanes.values():
-                lane.leave_little_unsent()
 
     def send(self, rank: int, data: Place, then: Then | None = None) -> None:
         """Post a message. Its memory stays as it is until ``then`` is called, or `run` returns."""
@@ -149,7 +160,7 @@ class Exchange:
     def receive(self, rank: int, into: memoryview, then: Then | None = None) -> None:
         """Post the place of the next message that has none; it must have exactly that length."""
         peer = self._peers[rank]
-        lanes = peer.lanes
+        lanes = peer.incoming
         lane = lanes[peer.num_expected % len(lanes)]
         peer.num_expected += 1
         lane.link.post_receive(into)
@@ -198,7 +209,7 @@ class Exchange:
                 self._push(peer)
             if peer.expects_more:
                 peer.expects_more = False
-                for lane in peer.lanes:
+                for lane in peer.incoming:
                     if lane.receiving:  # the end of any other may only mean that its rank has done its part, and left
                         self._pull(lane)
 
@@ -207,7 +218,7 @@ class Exchange:
         queue = self._queue
         while queue:
             peer, place, then = queue[0]
-            lane = peer.lanes[peer.num_given % len(peer.lanes)]
+            lane = peer.outgoing[peer.num_given % len(peer.outgoing)]
             if len(lane.sending) >= _DEPTH or (not peer.num_leaving and self._breadth >= _BREADTH):
                 return
             queue.popleft()
@@ -232,7 +243,7 @@ class Exchange:
 
     def _push(self, peer: Peer) -> None:
         """Send to a rank what its links take."""
-        for lane in peer.lanes:
+        for lane in peer.outgoing:
             if lane.sending:
                 try:
                     completed = lane.link.advance_sends()

@@ -27,7 +27,7 @@ machine and in its lane. Whoever waits in a lane learns what fails on its own ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -35,7 +35,17 @@ from numpy.typing import NDArray
 
 from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reduction
-from reigen.planes.base import Array, Buffer, Capabilities, DataPlane, Lacking, Meanwhile, Network, PhaseEnded, Region
+from reigen.planes.base import (
+    Array,
+    Buffer,
+    Capabilities,
+    DataPlane,
+    Lacking,
+    Meanwhile,
+    Network,
+    PhaseEnded,
+    Region,
+)
 from reigen.planes.crossing import GRACE_SECONDS, Crossing
 from reigen.planes.lanes import Lanes, stages_of
 from reigen.planes.local import Local
@@ -158,6 +168,12 @@ class HierarchicalPlane:
                 source, target = Strung([b.source for b in buffers]), Strung([b.target for b in buffers])
                 self._crossing.allreduce(source, target, stages, deadline)
 
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.reduce_to_owners`. What a lane carries stays with the rank that carries it."""
+        with self._telling():
+            copies = [Strung([copy]) for copy in self._copies(buffer, reduction.dtype.storage)]
+            self._crossing.reduce_to_owners(copies, counts, stages_of(reduction), deadline)
+
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
@@ -209,10 +225,17 @@ class HierarchicalPlane:
 
     def allocate(self, nbytes: int, deadline: float) -> Region:
         """See `DataPlane.allocate`."""
+        return self._allocated(self._local.plane.allocate, nbytes, deadline)
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate_shared`."""
+        return self._allocated(self._local.plane.allocate_shared, nbytes, deadline)
+
+    def _allocated(self, allocate: Callable[[int, float], Region], nbytes: int, deadline: float) -> Region:
         region, failure = None, None
         with self._telling():
             try:
-                region = self._local.plane.allocate(nbytes, deadline)
+                region = allocate(nbytes, deadline)
             except SharedMemoryError as error:
                 failure = error
             lost = self._lowest_that_failed(failure, deadline)
@@ -224,7 +247,7 @@ class HierarchicalPlane:
         offset = self._next_offset
         self._next_offset += -(-max(1, nbytes) // _LINE) * _LINE
         self._regions[offset] = region
-        return Region(offset, nbytes, region.array)
+        return Region(offset, nbytes, region.array, self._crossing.owned(region.owned))
 
     def free(self, offset: int) -> None:
         """See `DataPlane.free`."""

@@ -183,6 +183,10 @@ class MpiPlane:
         cuts = (slice_of(count, rank, self.size, dtype.itemsize) for rank in range(self.size))
         return [high - low for low, high in cuts]
 
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.reduce_to_owners`. Every rank is on its own, and owns all."""
+        self.allreduce([buffer], reduction, deadline)
+
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
@@ -363,6 +367,10 @@ class MpiPlane:
     def allocate(self, nbytes: int, deadline: float) -> Region:
         """Ordinary memory, aligned as everywhere."""
         return self._memory.allocate(nbytes, deadline)
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate_shared`. Every rank is on its own."""
+        return self.allocate(nbytes, deadline)
 
     def free(self, offset: int) -> None:
         """See `DataPlane.free`."""

@@ -33,6 +33,10 @@ class NullPlane:
         for buffer in buffers:
             reducer.reduce([buffer.source], buffer.target)
 
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.reduce_to_owners`."""
+        self.allreduce([buffer], reduction, deadline)
+
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
@@ -64,7 +68,12 @@ class NullPlane:
         begin = -raw.ctypes.data % _ALIGNMENT
         offset = self._next_offset
         self._next_offset += nbytes + _ALIGNMENT
-        return Region(offset, nbytes, raw[begin : begin + nbytes])
+        array = raw[begin : begin + nbytes]
+        return Region(offset, nbytes, array, (array,))
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate_shared`. There is nobody to share it with."""
+        return self.allocate(nbytes, deadline)
 
     def free(self, offset: int) -> None:
         """Nothing to do: the memory goes with its last view."""

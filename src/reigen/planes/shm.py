@@ -32,7 +32,7 @@ from __future__ import annotations
 import itertools
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ from reigen.planes.strung import Strung, slice_of
 from reigen.planes.turnstile import Turnstile
 from reigen.wire import crossmemory
 from reigen.wire.futex import Word
+from reigen.wire.segment import round_up
 
 _LINE = 64
 _WORDS_BYTES = 4096
@@ -67,6 +68,12 @@ def shm_plane_bytes() -> int:
 def typed(slot: NDArray[np.uint8], storage: np.dtype[np.generic], count: int) -> Array:
     """The first ``count`` elements of a slot."""
     return slot[: count * storage.itemsize].view(storage)
+
+
+def _best_fit(nbytes: int, free: Mapping[int, int]) -> int | None:
+    """Of free ranges, by offset and with their sizes, the smallest that holds ``nbytes`` without waste."""
+    fitting = [(size, offset) for offset, size in free.items() if nbytes <= size <= 2 * nbytes]
+    return min(fitting)[1] if fitting else None
 
 
 class ShmPlane:
@@ -97,6 +104,9 @@ class ShmPlane:
         #: registered memory in use and, after free(), waiting to be used again; by offset
         self._regions: dict[int, Mapped] = {}
         self._free: dict[int, Mapped] = {}
+        #: the same of shared memory, which only rank 0's segment has: every rank's view of it
+        self._shared: dict[int, NDArray[np.uint8]] = {}
+        self._free_shared: dict[int, NDArray[np.uint8]] = {}
         self._next_offset = 0
         #: the size of this rank's segment before the last allocation; -1 where it took what had been freed
         self._grown_from = -1
@@ -165,6 +175,18 @@ class ShmPlane:
             reducer.reduce([copy[begin:end] for copy in copies], total)
             for other in others:
                 other[begin:end] = total
+
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.reduce_to_owners`. Each rank reads a part of every copy, and writes it in its own."""
+        reducer, storage = Reducer(reduction), reduction.dtype.storage
+        copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
+        low, high = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
+        block = BLOCK_BYTES // storage.itemsize
+        for begin in range(low, high, block):
+            end = min(high, begin + block)
+            reducer.reduce([copy[begin:end] for copy in copies], copies[self.rank][begin:end])
+        self._ended("SHM_REDUCE")
+        self._wait_reduced(deadline)
 
     def copies(self, offset: int, nbytes: int, storage: np.dtype[np.generic]) -> list[Array]:
         """A part of registered memory, every rank's copy of it."""
@@ -405,20 +427,38 @@ class ShmPlane:
 
     def allocate(self, nbytes: int, deadline: float) -> Region:
         """See `DataPlane.allocate`. A freed range of at most twice the size is used again before the segments grow."""
-        fitting = [
-            (m.arrays[0].size, offset) for offset, m in self._free.items() if nbytes <= m.arrays[0].size <= 2 * nbytes
-        ]
-        if fitting:
-            offset = min(fitting)[1]
+        offset = _best_fit(nbytes, {offset: mapped.arrays[0].size for offset, mapped in self._free.items()})
+        if offset is not None:
             mapped = self._free.pop(offset)
             self._grown_from = -1
         else:
             self._grown_from = self._neighbours.reserved_bytes
             mapped = self._grow(nbytes, deadline)
-            offset = self._next_offset
-            self._next_offset += mapped.arrays[0].size
+            offset = self._new_offset(mapped.arrays[0].size)
         self._regions[offset] = mapped
-        return Region(offset, nbytes, mapped.arrays[self.rank][:nbytes])
+        return Region(offset, nbytes, mapped.arrays[self.rank][:nbytes], tuple(a[:nbytes] for a in mapped.arrays))
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate_shared`. It lies in rank 0's segment, and is cleared by rank 0 when used again."""
+        offset = _best_fit(nbytes, {offset: array.size for offset, array in self._free_shared.items()})
+        if offset is not None:
+            array = self._free_shared.pop(offset)
+            self._grown_from = -1
+            if self.rank == 0:
+                array[:] = 0
+            self.barrier(deadline)
+        else:
+            self._grown_from = self._neighbours.reserved_bytes
+            begin = self._reserve(nbytes if self.rank == 0 else 0, "shared memory (parameters)", deadline)[0]
+            array = self._neighbours.map_one(0, begin, round_up(nbytes))
+            offset = self._new_offset(array.size)
+        self._shared[offset] = array
+        return Region(offset, nbytes, array[:nbytes], (array[:nbytes],) * self.size)
+
+    def _new_offset(self, nbytes: int) -> int:
+        offset = self._next_offset
+        self._next_offset += nbytes
+        return offset
 
     def _grow(self, nbytes: int, deadline: float) -> Mapped:
         begin = self._neighbours.reserved_bytes
@@ -454,14 +494,19 @@ class ShmPlane:
 
     def free(self, offset: int) -> None:
         """See `DataPlane.free`."""
-        self._free[offset] = self._regions.pop(offset)
+        if offset in self._shared:
+            self._free_shared[offset] = self._shared.pop(offset)
+        else:
+            self._free[offset] = self._regions.pop(offset)
 
     def undo(self, region: Region) -> None:
         """Take back the last allocation, which nobody has used. Every rank calls it: nothing else came in between."""
         if self._grown_from < 0:
             self.free(region.offset)
             return
-        self._next_offset -= self._regions.pop(region.offset).arrays[0].size
+        self._next_offset = region.offset
+        if self._shared.pop(region.offset, None) is None:
+            del self._regions[region.offset]
         self._neighbours.shrink(self._grown_from)
 
     # -- some of the ranks --------------------------------------------------------------------------------------------
@@ -500,7 +545,7 @@ class ShmPlane:
 
     def close(self) -> None:
         """See `DataPlane.close`."""
-        self._regions.clear()
-        self._free.clear()
+        for regions in (self._regions, self._free, self._shared, self._free_shared):
+            regions.clear()
         self._slots.clear()
         self._give_back()

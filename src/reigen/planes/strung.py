@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -27,9 +28,11 @@ class Strung:
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._arrays = arrays
-        self._starts = list(itertools.accumulate((a.size for a in arrays), initial=0))
-        self.size = self._starts[-1]
         self.num_arrays = len(arrays)
+        self._starts = (
+            [0, arrays[0].size] if self.num_arrays == 1 else [*accumulate((a.size for a in arrays), initial=0)]
+        )
+        self.size = self._starts[-1]
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
         """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
@@ -48,6 +51,8 @@ class Strung:
 
     def whole(self, begin: int, end: int) -> Array | None:
         """Elements ``begin`` to ``end`` where they lie in one array, without copying; None where they do not."""
+        if self.num_arrays == 1:
+            return self._arrays[0][begin:end]
         i = bisect.bisect_right(self._starts, begin) - 1
         start = self._starts[i]
         return self._arrays[i][begin - start : end - start] if end <= self._starts[i + 1] else None

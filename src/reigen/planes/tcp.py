@@ -47,7 +47,8 @@ class TcpNetwork:
         mesh: where connections come from. It stays the caller's.
         failure: what the job knows of ranks that others wait for.
         algorithm: how to reduce, or ``auto``; see `reigen.planes.tcp_choice`.
-        num_sockets: how many connections to make between two ranks. All ranks must have the same options.
+        num_sockets: how many connections to make between two ranks; between two of a machine as many for each
+            direction. All ranks must have the same options.
         hosts: the name of every rank's host, for messages.
     """
 
@@ -97,6 +98,8 @@ class TcpPlane:
         self._members = {rank: member for member, rank in enumerate(ranks)}
         self._others = frozenset(ranks) - {exchange.rank}
         self._next_offset = 0
+        #: of the last reduction: often the next one is alike
+        self._reducer: Reducer | None = None
 
     def connect(self, deadline: float) -> None:
         """Connect to all. Collective; errors are those of an operation."""
@@ -114,7 +117,7 @@ class TcpPlane:
         others = self._team.others
         needed = (others[0], others[-1]) if algorithm == "ring" else others
         with self._operation(deadline, needed) as exchange:
-            reducer, itemsize = Reducer(reduction), reduction.dtype.itemsize
+            reducer, itemsize = self._reducer_of(reduction), reduction.dtype.itemsize
             work: Everything | Direct | Ring
             if algorithm == "direct":
                 work = Direct(self._team, source, target, reducer, rows_of(source.size, itemsize, self.size))
@@ -122,8 +125,11 @@ class TcpPlane:
                 work = _WORK[algorithm](self._team, source, target, reducer)
             work.start()
             exchange.run()
-        work.finish()
         self._ended("TCP_ALLREDUCE")
+
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.reduce_to_owners`. Every rank is on its own, and owns all."""
+        self.allreduce([buffer], reduction, deadline)
 
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
@@ -133,12 +139,22 @@ class TcpPlane:
         rows, origin = rows_between(spans, source.itemsize), spans[self.rank][0]
         with self._operation(deadline, self._team.others) as exchange:
             work = Direct(
-                self._team, Strung([source]), Strung([target]), Reducer(reduction), rows, origin, is_shared=False
+                self._team,
+                Strung([source]),
+                Strung([target]),
+                self._reducer_of(reduction),
+                rows,
+                origin,
+                is_shared=False,
             )
             work.start()
             exchange.run()
-        work.finish()
         self._ended("TCP_REDUCESCATTER")
+
+    def _reducer_of(self, reduction: Reduction) -> Reducer:
+        if self._reducer is None or self._reducer.reduction is not reduction:
+            self._reducer = Reducer(reduction)
+        return self._reducer
 
     # -- copying ------------------------------------------------------------------------------------------------------
 
@@ -234,7 +250,12 @@ class TcpPlane:
         begin = -raw.ctypes.data % _ALIGNMENT
         offset = self._next_offset
         self._next_offset += nbytes + _ALIGNMENT
-        return Region(offset, nbytes, raw[begin : begin + nbytes])
+        array = raw[begin : begin + nbytes]
+        return Region(offset, nbytes, array, (array,))
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate_shared`. Every rank is on its own."""
+        return self.allocate(nbytes, deadline)
 
     def free(self, offset: int) -> None:
         """Nothing to do: the memory goes with its last view."""
@@ -257,6 +278,7 @@ class TcpPlane:
     def close(self) -> None:
         """The connections are the network's; scratch goes."""
         self._team.scratch.clear()
+        self._reducer = None
 
     def _operation(self, deadline: float, members: Iterable[int]) -> Exchange:
         """For a ``with`` statement: an operation for which this rank needs connections to these members."""

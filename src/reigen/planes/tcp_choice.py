@@ -12,6 +12,8 @@ ring         2 (n-1)/n S         2 (n-1)   Patarasuk and Yuan, "Bandwidth optima
 
 from __future__ import annotations
 
+import bisect
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ Algorithm = Literal["latency", "direct", "ring"]
 
 #: What a hop may cost in bytes: about as many as travel while a message gets from one process to another.
 HOP_BYTES = 1 << 16
-#: The most that every rank adds up all of.
-LATENCY_BYTES = 1 << 18
+#: The most that every rank adds up all of; between two ranks, where that sends no more bytes, it is one hop less.
+LATENCY_BYTES = 1 << 20
 #: The most that is broadcast along a tree.
 TREE_BYTES = 1 << 16
 #: From so many ranks on arrays of so many bytes go around the ring. Among 4 hosts, each with 100 Mbit/s and a queue of
@@ -36,9 +38,19 @@ RING_RANKS, RING_BYTES = 8, 1 << 22
 LEAST_BYTES, MOST_BYTES = 1 << 16, 1 << 20
 #: Rows of a chunk for each rank: the last, and the largest where its chunks are not too small then. Some rows are on
 #: their way at once, and what exceeds the network's queues is dropped: with 4 hosts, each with 200 Mbit/s, 5 ms one way
-#: and a queue of 100 ms, rows of 1.6 MB took 3.1 s for 25 MiB (600 packets sent again), rows of 512 KiB take 1.73 s.
+#: and a queue of 100 ms, rows of 1.6 MB took 3.1 s for 25 MiB (600 packets sent again), rows of 512 KiB take 1.73 s;
+#: 1.93 s where only the last MiB, not the last two, is in smaller ones.
 LEAST_ROW_BYTES, MOST_ROW_BYTES = 1 << 17, 1 << 19
+#: The same between two ranks: nobody hears from two at once, so nothing piles up, and fewer messages are less work.
+LEAST_PAIR_BYTES, MOST_PAIR_BYTES = 1 << 18, 1 << 20
+#: By so many of the largest rows contributions are ahead of sums, and by more rows where they are small, at the end: a
+#: sum can leave when the last contribution to it has come, and until then others are to fill the wire. With 4, four
+#: hosts with 200 Mbit/s, 5 ms one way and a queue of 100 ms sent four times as many packets again
+#: (one run, on a busy machine).
+AHEAD = 3
 _LINE = 64
+#: How arrays are cut is remembered for so many: the same ones come again and again.
+_MOST_PLANS = 64
 
 
 def choose(nbytes: int, size: int, requested: str = "auto") -> tuple[Algorithm, str]:
@@ -63,32 +75,38 @@ def choose(nbytes: int, size: int, requested: str = "auto") -> tuple[Algorithm, 
     return "direct", f"{nbytes} bytes: two hops, and sums in rank order"
 
 
+@functools.lru_cache(maxsize=_MOST_PLANS)
 def cut(
-    begin: int, end: int, itemsize: int, most_bytes: int = MOST_BYTES, least_bytes: int = LEAST_BYTES
-) -> list[Span]:
+    begin: int, end: int, itemsize: int, most_bytes: int = MOST_BYTES, least_bytes: int = LEAST_BYTES, divisor: int = 4
+) -> tuple[Span, ...]:
     """Elements ``begin`` to ``end`` in chunks: large ones first, because each costs some work, then ever smaller ones.
 
-    What is left to be done when the last chunk has come is done after everything else, so that one is small.
+    What is left to be done when the last chunk has come is done after everything else, so that one is small. None is
+    more than one ``divisor``-th of what is left, unless it is of the least size.
     """
     line = max(1, _LINE // itemsize)
     most, least = most_bytes // itemsize, least_bytes // itemsize
     chunks = []
     while begin < end:
         left = end - begin
-        step = -(-max(least, min(most, left // 4)) // line) * line
+        step = -(-max(least, min(most, left // divisor)) // line) * line
         stop = end if left < step + step // 2 else begin + step
         chunks.append((begin, stop))
         begin = stop
-    return chunks
+    return tuple(chunks)
 
 
-def rows_of(count: int, itemsize: int, size: int) -> list[list[Span]]:
+@functools.lru_cache(maxsize=_MOST_PLANS)
+def rows_of(count: int, itemsize: int, size: int) -> tuple[tuple[Span, ...], ...]:
     """``count`` elements in rows, each of which has a chunk for every rank, in their order; some may be empty."""
+    most, least, divisor = max(MOST_ROW_BYTES, size * LEAST_BYTES), LEAST_ROW_BYTES, 4
+    if size == 2:
+        most, least, divisor = MOST_PAIR_BYTES, LEAST_PAIR_BYTES, 2
     rows = []
-    for begin, end in cut(0, count, itemsize, max(MOST_ROW_BYTES, size * LEAST_BYTES), LEAST_ROW_BYTES):
+    for begin, end in cut(0, count, itemsize, most, least, divisor):
         slices = (slice_of(end - begin, rank, size, itemsize) for rank in range(size))
-        rows.append([(begin + low, begin + high) for low, high in slices])
-    return rows
+        rows.append(tuple((begin + low, begin + high) for low, high in slices))
+    return tuple(rows)
 
 
 def rows_between(bounds: Sequence[Span], itemsize: int) -> list[list[Span]]:
@@ -96,6 +114,19 @@ def rows_between(bounds: Sequence[Span], itemsize: int) -> list[list[Span]]:
     size = len(bounds)
     columns = [cut(*span, itemsize, max(LEAST_BYTES, MOST_ROW_BYTES // size), LEAST_BYTES) for span in bounds]
     return [list(row) for row in itertools.zip_longest(*columns, fillvalue=(0, 0))]
+
+
+def leads(rows: Sequence[Sequence[Span]], itemsize: int) -> tuple[int, ...]:
+    """To how many rows contributions leave before anything is complete, before row 1 is, and so on, up to all.
+
+    Before row r is complete there have left those to the rows from r on that have as many bytes as `AHEAD` of the
+    largest, and to no fewer than `AHEAD`.
+    """
+    most = AHEAD * (MOST_PAIR_BYTES if len(rows[0]) == 2 else MOST_ROW_BYTES) // itemsize if rows else 0
+    ends = [*itertools.accumulate((sum(end - begin for begin, end in row) for row in rows), initial=0)]
+    return tuple(
+        min(len(rows), max(row + AHEAD, bisect.bisect_right(ends, ends[row] + most) - 1)) for row in range(len(ends))
+    )
 
 
 def adds_in_order(size: int, requested: str = "auto") -> bool:

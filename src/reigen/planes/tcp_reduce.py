@@ -10,6 +10,7 @@ has left for everybody who needs it: see each class.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +22,11 @@ from reigen.kernels.reduce import Reducer, Reduction
 from reigen.planes.base import Array
 from reigen.planes.exchange import Exchange
 from reigen.planes.strung import Strung, slice_of
-from reigen.planes.tcp_choice import MOST_BYTES, Span, cut
+from reigen.planes.tcp_choice import LEAST_BYTES, MOST_BYTES, Span, cut, leads
 from reigen.types import ReduceOp
 
 #: How many messages from each rank have a place before they come.
 WINDOW = 3
-#: How many rows contributions are ahead of sums.
-AHEAD = 3
 _MOST_KEPT = 32
 
 
@@ -79,11 +78,11 @@ class Team:
 
     def send(self, member: int, array: Array, then: Callable[[], None] | None = None) -> None:
         """Post a message of a contiguous array to a member."""
-        self.exchange.send(self.ranks[member], array.view(np.uint8).data, then)
+        self.exchange.send(self.ranks[member], array.data, then)
 
     def receive(self, member: int, array: Array, then: Callable[[], None] | None = None) -> None:
         """Post a contiguous array as the place of a member's next message."""
-        self.exchange.receive(self.ranks[member], array.view(np.uint8).data, then)
+        self.exchange.receive(self.ranks[member], array.data, then)
 
 
 class _Chunks:
@@ -93,25 +92,20 @@ class _Chunks:
         self._team, self._source, self._target, self._reducer = team, source, target, reducer
         self._storage = reducer.reduction.dtype.storage
         self._scratch = team.scratch
-        #: for chunks that are coming, a block for each rank; used by turns
-        self._slots: list[dict[int, Block]] = []
-
-    def finish(self) -> None:
-        """Give scratch back. After everything has arrived."""
-        for slot in self._slots:
-            for block in slot.values():
-                self._scratch.give(block)
-        self._slots.clear()
-
-    def _take_slots(self, count: int) -> None:
-        self._slots = [{} for _ in range(count)]
+        #: for chunks that are coming, a block for each rank
+        self._slots: dict[int, dict[int, Block]] = {}
 
     def _slot(self, index: int, member: int, count: int) -> Array:
-        """Room for a member's contribution to the chunk ``index``."""
-        slot = self._slots[index % len(self._slots)]
+        """Room for a member's contribution to the chunk ``index``, until `_release`."""
+        slot = self._slots.setdefault(index, {})
         if member not in slot:
             slot[member] = self._scratch.take()
         return self._typed(slot[member], count)
+
+    def _release(self, index: int) -> None:
+        """The contributions to a chunk are not needed any more."""
+        for block in self._slots.pop(index, {}).values():
+            self._scratch.give(block)
 
     def _typed(self, block: Block, count: int) -> Array:
         assert count * self._storage.itemsize <= block.size, "a chunk fits a block"
@@ -124,6 +118,18 @@ class _Chunks:
             return piece
         self._source.read(begin, end, room)
         return room
+
+    def _own_contribution(self, index: int, begin: int, end: int) -> Array:
+        """The same; copied, if it must be, to this rank's slot for the chunk ``index``."""
+        piece = self._source.whole(begin, end)
+        return (
+            self._contribution(begin, end, self._slot(index, self._team.rank, end - begin)) if piece is None else piece
+        )
+
+    def _inputs(self, index: int, count: int, own: Array) -> list[Array]:
+        """All contributions to the chunk ``index``, in rank order."""
+        size, rank = len(self._team.ranks), self._team.rank
+        return [own if member == rank else self._slot(index, member, count) for member in range(size)]
 
     def _send_contribution(self, member: int, begin: int, end: int) -> None:
         """Post it to a member. If it must be copied, it is when it is its turn."""
@@ -161,10 +167,11 @@ class _Chunks:
 class Direct(_Chunks):
     """Of every row rank r gets all contributions to chunk r, adds them up, and sends the sum to all.
 
-    Rows follow each other closely: contributions to row c + AHEAD leave when this rank's chunk of row c is complete, so
-    what is on its way to one rank is bounded, everybody goes at the pace of the slowest, and nobody's sums wait behind
-    contributions that nobody needs yet. Between two ranks messages have this order, on both sides: the contributions
-    to the first rows; then by turns the sum of row c and the contribution to row c + AHEAD.
+    Contributions are ahead of sums by so many rows as `tcp_choice.leads` says: when this rank's chunk of a row is
+    complete, contributions to the next rows leave. So what is on its way to one rank is bounded, everybody goes at the
+    pace of the slowest, and nobody's sums wait behind contributions that nobody needs yet. Between two ranks messages
+    have this order, on both sides: the contributions to the first rows; then by turns the sum of a row and the
+    contributions that leave when it is complete.
 
     A chunk of the target is written when all contributions to it are here, or when its sum comes, which its rank makes
     of this rank's contribution among others.
@@ -192,6 +199,7 @@ class Direct(_Chunks):
     ) -> None:
         super().__init__(team, source, target, reducer)
         self._rows, self._origin, self._is_shared = rows, origin, is_shared
+        self._leads = leads(rows, self._storage.itemsize)
         #: how many contributions to this rank's chunk are missing, by row; the first row that is not complete
         self._missing = [0 if begin == end else len(team.others) for begin, end in (row[team.rank] for row in rows)]
         self._current = 0
@@ -199,23 +207,24 @@ class Direct(_Chunks):
 
     def start(self) -> None:
         """Post the first messages."""
-        self._take_slots(min(AHEAD + 1, len(self._rows)))
-        for row in range(min(AHEAD, len(self._rows))):
-            self._contribute(row)
+        self._contribute(0, self._leads[0])
         self._advance()
 
     def _script(self, member: int) -> Iterator[tuple[int, bool]]:
         """What comes from a member, message by message: of which row, and whether it is a sum."""
-        for row in range(len(self._rows) + AHEAD):
-            if self._is_shared and row >= AHEAD and _is_there(self._rows[row - AHEAD][member]):
-                yield row - AHEAD, True
-            if row < len(self._rows) and _is_there(self._rows[row][self._team.rank]):
-                yield row, False
+        for row, (begin, end) in enumerate(itertools.pairwise((0, *self._leads)), start=-1):
+            if self._is_shared and row >= 0 and _is_there(self._rows[row][member]):
+                yield row, True
+            for other in range(begin, end):
+                if _is_there(self._rows[other][self._team.rank]):
+                    yield other, False
 
-    def _contribute(self, row: int) -> None:
-        for member in self._team.others:
-            if _is_there(self._rows[row][member]):
-                self._send_contribution(member, *self._rows[row][member])
+    def _contribute(self, begin: int, end: int) -> None:
+        """Post the contributions to some rows."""
+        for row in range(begin, end):
+            for member in self._team.others:
+                if _is_there(self._rows[row][member]):
+                    self._send_contribution(member, *self._rows[row][member])
 
     def _expect(self, member: int) -> None:
         """Post the places of a member's next messages, as far as there is room."""
@@ -226,7 +235,7 @@ class Direct(_Chunks):
                 begin, end = self._rows[row][member]
                 place, block = self._result(begin, end)
                 then = partial(self._sum_arrived, member, begin, place, block)
-            elif row <= self._current + AHEAD:
+            elif row < self._leads[self._current + 1]:
                 begin, end = self._rows[row][self._team.rank]
                 place = self._slot(row, member, end - begin)
                 then = partial(self._contribution_arrived, member, row)
@@ -254,19 +263,17 @@ class Direct(_Chunks):
         while self._current < len(self._rows) and not self._missing[self._current]:
             if _is_there(self._rows[self._current][self._team.rank]):
                 self._complete(self._current)
-            if self._current + AHEAD < len(self._rows):
-                self._contribute(self._current + AHEAD)
+            self._contribute(self._leads[self._current], self._leads[self._current + 1])
             self._current += 1
         for member in self._team.others:
             self._expect(member)
 
     def _complete(self, row: int) -> None:
         begin, end = self._rows[row][self._team.rank]
-        own = self._contribution(begin, end, self._slot(row, self._team.rank, end - begin))
-        inputs = [self._slot(row, member, end - begin) for member in range(len(self._team.ranks))]
-        inputs[self._team.rank] = own
+        inputs = self._inputs(row, end - begin, self._own_contribution(row, begin, end))
         total, block = self._result(begin - self._origin, end - self._origin)
         self._reducer.reduce(inputs, total)
+        self._release(row)
         if self._is_shared:
             self._hand_out(begin, total, block)
         else:
@@ -312,7 +319,7 @@ class Everything(_Chunks):
 
     def __init__(self, team: Team, source: Strung, target: Strung, reducer: Reducer) -> None:
         super().__init__(team, source, target, reducer)
-        self._chunks = cut(0, source.size, self._storage.itemsize)
+        self._chunks = cut(0, source.size, self._storage.itemsize, least_bytes=4 * LEAST_BYTES, divisor=2)
         #: how many messages have not left or arrived, by chunk; the first chunk that is not complete
         self._missing = [2 * len(team.others)] * len(self._chunks)
         self._current = 0
@@ -320,14 +327,12 @@ class Everything(_Chunks):
 
     def start(self) -> None:
         """Post the first messages."""
-        self._take_slots(min(WINDOW, len(self._chunks)))
-        for index in range(len(self._slots)):
+        for index in range(min(WINDOW, len(self._chunks))):
             self._post(index)
 
     def _post(self, index: int) -> None:
         begin, end = self._chunks[index]
-        own = self._contribution(begin, end, self._slot(index, self._team.rank, end - begin))
-        self._own[index] = own
+        own = self._own[index] = self._own_contribution(index, begin, end)
         for member in self._team.others:
             self._team.send(member, own, partial(self._moved, index))
             self._team.receive(member, self._slot(index, member, end - begin), partial(self._moved, index))
@@ -342,10 +347,10 @@ class Everything(_Chunks):
 
     def _complete(self, index: int) -> None:
         begin, end = self._chunks[index]
-        inputs = [self._slot(index, member, end - begin) for member in range(len(self._team.ranks))]
-        inputs[self._team.rank] = self._own.pop(index)
+        inputs = self._inputs(index, end - begin, self._own.pop(index))
         result, block = self._result(begin, end)
         self._reducer.reduce(inputs, result)
+        self._release(index)
         self._conclude(begin, result, block)
 
 
@@ -383,8 +388,7 @@ class Ring(_Chunks):
                 self._send_contribution(self._next, begin, end)
             else:
                 self._send_late(self._next, partial(self._scaled, begin, end))
-        self._take_slots(min(WINDOW, len(self._coming)))
-        for index in range(len(self._slots)):
+        for index in range(min(WINDOW, len(self._coming))):
             self._expect(index)
 
     def _scaled(self, begin: int, end: int, block: Block) -> Array:
@@ -413,6 +417,7 @@ class Ring(_Chunks):
         is_last = step == len(self._team.others) - 1
         (self._ending if is_last else self._combining).reduce([partial_sum, own], result)
         self._scratch.give(scratch)
+        self._release(index)
         self._pass_on(index, result, block)
 
     def _pass_on(self, index: int, result: Array, block: Block | None) -> None:

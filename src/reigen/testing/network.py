@@ -18,7 +18,16 @@ import numpy as np
 
 from reigen.errors import CollectiveError, DeadlineError
 from reigen.kernels.reduce import Reducer, Reduction
-from reigen.planes.base import Array, Buffer, Capabilities, DataPlane, Lacking, Meanwhile, PhaseEnded, Region
+from reigen.planes.base import (
+    Array,
+    Buffer,
+    Capabilities,
+    DataPlane,
+    Lacking,
+    Meanwhile,
+    PhaseEnded,
+    Region,
+)
 from reigen.planes.null import NullPlane
 from reigen.planes.strung import Strung, slice_of
 
@@ -100,6 +109,10 @@ class MemoryPlane:
         self.allgather(mine, counts, total, deadline)
         target.write(0, total)
 
+    def reduce_to_owners(self, buffer: Buffer, counts: Sequence[int], reduction: Reduction, deadline: float) -> None:
+        """See `DataPlane.reduce_to_owners`. Every rank is on its own, and owns all."""
+        self.allreduce([buffer], reduction, deadline)
+
     def reducescatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
@@ -146,6 +159,10 @@ class MemoryPlane:
     def allocate(self, nbytes: int, deadline: float) -> Region:
         """See `DataPlane.allocate`. Ordinary memory."""
         return self._memory.allocate(nbytes, deadline)
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> Region:
+        """See `DataPlane.allocate_shared`. Every rank is on its own."""
+        return self.allocate(nbytes, deadline)
 
     def free(self, offset: int) -> None:
         """See `DataPlane.free`."""

@@ -24,6 +24,7 @@ OPS = (ReduceOp.SUM, ReduceOp.AVERAGE, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
 PATIENCE_SECONDS = 60.0
 _GUARD = 8
 _LARGE_BYTES = (5 << 19) + 24  # two and a half MiB and a bit: several chunks, no round number
+_MEMORY_BYTES = 64 << 20
 _SIZES = (0, 1, 7, 1031)
 _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -34,23 +35,29 @@ def soon() -> float:
 
 
 class Memory:
-    """What ranks that are threads of one process need not all compute: inputs and truths, the last few of them."""
+    """What ranks that are threads of one process need not all compute: inputs and truths, the last ones of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, tuple[list[Array], int]] = {}
+        self._bytes = 0
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         return Memory, ()  # another process remembers for itself
 
-    def of(self, key: Hashable, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns, or has returned for that key lately."""
+    def of(self, key: Hashable, compute: Callable[[], list[Array]]) -> list[Array]:
+        """What ``compute`` returns, or has returned for that key lately: arrays, which become read-only."""
         with self._lock:
             if key not in self._known:
-                while len(self._known) >= 4:
-                    del self._known[next(iter(self._known))]
-                self._known[key] = compute()
-            return self._known[key]
+                arrays = compute()
+                for array in arrays:
+                    array.flags.writeable = False
+                nbytes = sum(array.nbytes for array in arrays)
+                while self._known and self._bytes + nbytes > _MEMORY_BYTES:
+                    self._bytes -= self._known.pop(next(iter(self._known)))[1]
+                self._known[key] = arrays, nbytes
+                self._bytes += nbytes
+            return self._known[key][0]
 
 
 class Conformance:
@@ -85,8 +92,10 @@ class Conformance:
         yield "barrier", self._barrier
         if self._plane.capabilities.registered_memory:
             yield "registered memory", self._registered
+        yield "reduction to owners", self._to_owners
+        yield "shared memory", self._shared
         if self._size & (self._size - 1) == 0:
-            for name in _EPSILON:
+            for name in (name for name in _EPSILON if name in names):
                 yield f"adasum {name}", partial(self._adasum, dtype_named(name))
         yield "a random mixture", self._mixture
 
@@ -149,7 +158,7 @@ class Conformance:
         buffers = [Buffer(source, target) for source, target in zip(sources, targets, strict=True)]
         self._plane.allreduce(buffers, Reduction(dtype, op, self._size), soon())
         for index, (column, target) in enumerate(zip(columns, targets, strict=True)):
-            self._same(target, reduced(column, dtype, op), dtype)
+            self._same(target, self._reduced(column, dtype, op, index, {}), dtype)
             self._record(f"several {index}", target)
 
     def _allgather(self) -> None:
@@ -223,9 +232,62 @@ class Conformance:
                 buffer = Buffer(part, part, offset=region.offset + 4 * first)
                 self._plane.allreduce([buffer], Reduction(dtype, op, self._size), soon())
                 truth = inputs[self._rank].copy()
-                truth[first:last] = reduced([array[first:last] for array in inputs], dtype, op)
+                truth[first:last] = self._reduced(inputs, dtype, op, first, {})[first:last]
                 self._same(values, truth, dtype)
                 self._plane.barrier(soon())
+            self._plane.free(region.offset)
+
+    def _to_owners(self) -> None:
+        """Every owner has its part, and whoever is on its machine sees it there; parts may be empty."""
+        region = self._plane.allocate(1, soon())
+        num_owners, own = len(region.owned), region.owner
+        self._plane.free(region.offset)
+        for name, op, factors in (
+            ("float32", ReduceOp.AVERAGE, {}),
+            ("float64", ReduceOp.SUM, {"prescale": 0.5, "postscale": 3.0}),
+            ("bfloat16", ReduceOp.AVERAGE, {}),
+            ("int32", ReduceOp.MAX, {}),
+        ):
+            dtype = dtype_named(name)
+            for unit in (1, 40, 3 * _LARGE_BYTES // 8 // num_owners):
+                counts = [unit * (1 + owner % 2) + owner % 3 for owner in range(num_owners)]
+                counts[-1] = 0 if num_owners > 2 else counts[-1]
+                size = sum(counts)
+                region = self._plane.allocate(size * dtype.itemsize, soon())
+                assert len(region.owned) == num_owners
+                inputs = self._inputs(dtype, [size] * self._size, unit, small=_needs_small(op, factors))
+                values = region.array.view(dtype.storage)
+                values[:] = inputs[self._rank]
+                self._plane.barrier(soon())
+                reduction = Reduction(dtype, op, self._size, **factors)
+                self._plane.reduce_to_owners(Buffer(values, values, region.offset), counts, reduction, soon())
+                truth = self._reduced(inputs, dtype, op, unit, factors)
+                for owner in range(num_owners):
+                    part = slice(sum(counts[:owner]), sum(counts[: owner + 1]))
+                    self._same(region.owned[owner].view(dtype.storage)[part], truth[part], dtype)
+                    if owner == own:
+                        self._same(values[part], truth[part], dtype)
+                self._plane.barrier(soon())
+                self._plane.free(region.offset)
+
+    def _shared(self) -> None:
+        """What an owner writes all of its machine see; zeroed when fresh, also when it is used again."""
+        region = self._plane.allocate(1, soon())
+        num_owners, own = len(region.owned), region.owner
+        self._plane.free(region.offset)
+        for nbytes in (8 * num_owners, _LARGE_BYTES, _LARGE_BYTES):
+            region = self._plane.allocate_shared(nbytes, soon())
+            assert region.array.shape == (nbytes,)
+            assert region.array.ctypes.data % 64 == 0
+            assert not region.array.any(), "shared memory is not zeroed"
+            self._plane.barrier(soon())
+            self._record(f"offset of {nbytes} shared bytes", np.array([region.offset]))
+            words = region.array[: 8 * num_owners].view(np.int64)
+            if own is not None:
+                words[own] = own + 1
+            self._plane.barrier(soon())
+            np.testing.assert_array_equal(words, np.arange(1, num_owners + 1), "not everybody's writing is seen")
+            self._plane.barrier(soon())
             self._plane.free(region.offset)
 
     def _adasum(self, dtype: DType) -> None:
@@ -236,7 +298,7 @@ class Conformance:
         targets = [np.empty_like(source) for source in sources]
         adasum(self._plane, sources, targets, dtype, 1.0, 1.0, soon())
         for source, target, column in zip(sources, targets, columns, strict=True):
-            truth = adasummed([widened(array, dtype) for array in column])
+            truth = self._adasummed(column, dtype)
             limit = 4 * _EPSILON[dtype.name] * np.abs(truth).max()
             np.testing.assert_allclose(widened(target, dtype), truth, rtol=0, atol=limit)
             adasum(self._plane, [source], [source], dtype, 1.0, 1.0, soon())
@@ -266,27 +328,28 @@ class Conformance:
 
     def _inputs(self, dtype: DType, counts: Sequence[int], seed: int, *, small: bool = False) -> list[Array]:
         """Every rank's source, read-only."""
-
-        def compute() -> list[Array]:
-            arrays = [example(dtype, count, (seed, rank), small=small) for rank, count in enumerate(counts)]
-            for array in arrays:
-                array.flags.writeable = False
-            return arrays
-
-        inputs: list[Array] = self._memory.of(("inputs", dtype.name, tuple(counts), seed, small), compute)
-        return inputs
+        key = ("inputs", dtype.name, tuple(counts), seed, small and not dtype.is_floating)
+        return self._memory.of(
+            key, lambda: [example(dtype, count, (seed, rank), small=small) for rank, count in enumerate(counts)]
+        )
 
     def _reduced(self, inputs: list[Array], dtype: DType, op: ReduceOp, seed: int, factors: dict[str, float]) -> Array:
         """The truth about inputs made from ``seed``."""
         key = ("truth", dtype.name, op, inputs[0].size, seed, tuple(factors.items()))
-        truth: Array = self._memory.of(key, lambda: reduced(inputs, dtype, op, **factors))
-        return truth
+        return self._memory.of(key, lambda: [reduced(inputs, dtype, op, **factors)])[0]
+
+    def _adasummed(self, inputs: list[Array], dtype: DType) -> Array:
+        """The truth about inputs whose seed is their size."""
+        key = ("adasummed", dtype.name, inputs[0].size)
+        return self._memory.of(key, lambda: [adasummed([widened(array, dtype) for array in inputs])])[0]
 
     def _same(self, result: Array, truth: Array, dtype: DType) -> None:
         """The same bits, any NaN for a NaN; almost the same numbers where a plane adds in its own order."""
         assert result.dtype == dtype.storage
         if not dtype.is_floating:
             np.testing.assert_array_equal(result, truth)
+            return
+        if np.array_equal(_bits(result), _bits(truth)):
             return
         numbers, expected = widened(result, dtype), widened(truth, dtype)
         if self._plane.capabilities.ordered_sums:

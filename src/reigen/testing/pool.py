@@ -21,6 +21,9 @@ from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources
 from reigen.testing.process import RankProcess
 
+#: What ranks may still take once one of them has died.
+_LAST_SECONDS = 30.0
+
 
 class RankPool:
     """``size`` rank processes that run one function after another, all at the same time.
@@ -33,6 +36,7 @@ class RankPool:
     Args:
         size: how many ranks.
         env: variables for all calls, on top of the test's own environment without its launcher's variables.
+        processes: a list that this pool shares with others of the same environment: they use the same processes.
 
     Example::
 
@@ -43,12 +47,15 @@ class RankPool:
             assert pool.run(places, init=True) == [(0, 2), (1, 2)]
     """
 
-    def __init__(self, size: int, *, env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, size: int, *, env: Mapping[str, str] | None = None, processes: list[RankProcess] | None = None
+    ) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least 1 rank, not {size}")
         self.size = size
         self._environment = {**clean_environment(), **(env or {})}
-        self._processes: list[RankProcess] = []
+        #: by rank; there may be more than this pool needs
+        self._processes: list[RankProcess] = [] if processes is None else processes
         self._outputs: list[tuple[str, str]] = [("", "")] * size
 
     def __enter__(self) -> Self:
@@ -70,7 +77,7 @@ class RankPool:
     @property
     def pids(self) -> tuple[int, ...]:
         """The process ids by rank; empty before the first call and after one that failed."""
-        return tuple(process.pid for process in self._processes)
+        return tuple(process.pid for process in self._processes[: self.size])
 
     def output(self, rank: int) -> tuple[str, str]:
         """What a rank wrote to stdout and stderr during the last call."""
@@ -80,7 +87,7 @@ class RankPool:
         self,
         func: Callable[..., Any],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = 120.0,
         init: bool = False,
         check_leaks: bool = False,
         env: Mapping[str, str] | None = None,
@@ -90,7 +97,7 @@ class RankPool:
         Args:
             func: a function of a module that can be imported; with cloudpickle installed, any function.
             args: what it is called with, the same everywhere.
-            timeout: seconds that all ranks together may take. Once a rank has died, the others get five.
+            timeout: seconds that all ranks together may take. Once a rank has died, the others get thirty.
             init: call Reigen's init before and shutdown after it. Without, ``func`` does, or does not.
             check_leaks: fail the ranks where the call leaves threads, descriptors, children or shared memory.
             env: variables for this call alone.
@@ -104,12 +111,13 @@ class RankPool:
         self.start()
         call = dump((func, args))
         with _job(self.size, self._environment) as environments:
-            for process, environment in zip(self._processes, environments, strict=True):
+            processes = self._processes[: self.size]
+            for process, environment in zip(processes, environments, strict=True):
                 task = Task(call, {**environment, **(env or {})}, list(sys.path), init, check_leaks)
                 with contextlib.suppress(OSError):  # it is gone: _collect sees that
                     process.begin(task)
-            results, failures = self._collect(time.monotonic() + timeout, timeout)
-            self._outputs = [process.output() for process in self._processes]
+            results, failures = self._collect(set(processes), time.monotonic() + timeout, timeout)
+            self._outputs = [process.output() for process in processes]
             if failures:
                 self.close(kill=True)
         if failures:
@@ -131,13 +139,14 @@ class RankPool:
             process.connection.close()  # all of them learn at once
         for process in self._processes:
             process.close(kill=kill)
-        self._processes = []
+        self._processes.clear()
 
-    def _collect(self, deadline: float, timeout: float) -> tuple[dict[int, Any], list[RankFailure]]:
+    def _collect(
+        self, waiting: set[RankProcess], deadline: float, timeout: float
+    ) -> tuple[dict[int, Any], list[RankFailure]]:
         """Results and failures by rank, as soon as all ranks have one or the deadline has passed."""
         results: dict[int, Any] = {}
         failures: list[RankFailure] = []
-        waiting = set(self._processes)
         while waiting:
             ready = wait(
                 [p.connection for p in waiting] + [p.pidfd for p in waiting], max(0.0, deadline - time.monotonic())
@@ -151,7 +160,7 @@ class RankPool:
                     reply = process.reply()
                 except EOFError:
                     failures.append(_died(process))
-                    deadline = min(deadline, time.monotonic() + 5.0)
+                    deadline = min(deadline, time.monotonic() + _LAST_SECONDS)
                     continue
                 if reply.result is not None:
                     results[process.rank] = load(reply.result)
@@ -164,7 +173,7 @@ def run_ranks(
     func: Callable[..., Any],
     size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     init: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -181,27 +190,24 @@ def run_ranks(
 
 
 class PoolCache:
-    """Pools that live as long as a test session, one for each size."""
+    """Pools that live as long as a test session, one for each size. A rank is the same process in all of them."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
+        self._processes: list[RankProcess] = []
 
     def get(self, size: int) -> RankPool:
         """The pool of ``size`` ranks, made when it is first asked for."""
-        return self._pools.setdefault(size, RankPool(size))
+        return self._pools.setdefault(size, RankPool(size, processes=self._processes))
 
     @property
     def resources(self) -> Resources:
         """Everything that the pools keep between calls."""
-        kept = Resources()
-        for pool in self._pools.values():
-            kept |= pool.resources
-        return kept
+        return RankPool(1, processes=self._processes).resources
 
-    def close(self) -> None:
-        """Ends all processes."""
-        for pool in self._pools.values():
-            pool.close()
+    def close(self, *, kill: bool = False) -> None:
+        """Ends all processes; see `RankPool.close`."""
+        RankPool(1, processes=self._processes).close(kill=kill)
         self._pools.clear()
 
 

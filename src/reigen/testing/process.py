@@ -76,11 +76,13 @@ class RankProcess:
         self.connection.send_bytes(dump(task))
 
     def reply(self) -> Reply:
-        """The reply, once the connection is readable.
+        """The reply, once the connection is readable or the process has ended.
 
         Raises:
             EOFError: the process ended instead.
         """
+        if not self.connection.poll():  # it has ended, and a child that it has forked keeps the connection open
+            raise EOFError
         try:
             reply = load(self.connection.recv_bytes())
         except ConnectionResetError as error:  # it ended with a task unread

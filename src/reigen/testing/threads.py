@@ -13,7 +13,7 @@ from reigen.cluster.rendezvous import LocalRendezvous
 from reigen.testing.failures import RankError, RankFailure
 
 
-def run_threads(func: Callable[[int, LocalRendezvous], Any], size: int, *, timeout: float = 60.0) -> list[Any]:
+def run_threads(func: Callable[[int, LocalRendezvous], Any], size: int, *, timeout: float = 120.0) -> list[Any]:
     """Calls ``func(rank, rendezvous)`` in ``size`` threads at the same time.
 
     Args:

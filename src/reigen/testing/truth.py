@@ -137,7 +137,10 @@ def example(dtype: DType, count: int, seed: Sequence[int], *, small: bool = Fals
     """
     random = np.random.default_rng(list(seed))
     if dtype.is_floating:
-        return narrowed(random.standard_normal(count), dtype)
+        numbers = random.standard_normal(count, np.float64 if dtype.name == "float64" else np.float32)
+        if dtype.name == "bfloat16":  # the upper half of a float32
+            return numbers.view(np.uint16)[int(sys.byteorder == "little") :: 2].copy()
+        return numbers.astype(dtype.storage)
     if dtype.name == "bool":
         return random.integers(0, 2, count).astype(np.bool_)
     limits = np.iinfo(dtype.name)

@@ -60,7 +60,8 @@ class TorchAdapter:
 
     def array(self, tensor: torch.Tensor) -> tuple[Array, bool]:
         """The contents, and whether the array is the tensor's memory."""
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         aliases = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_neg()
         if not aliases:
             tensor = tensor.cpu().resolve_neg().clone(memory_format=torch.contiguous_format)

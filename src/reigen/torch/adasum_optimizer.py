@@ -7,10 +7,9 @@ each rank's, as in Horovod.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -217,20 +216,8 @@ class AdasumOptimizer(WrappedOptimizer):
         self._exchange = exchange
         weakref.finalize(self, exchange.release).atexit = False
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups.
-
-        GradScaler reads the gradients through this list before it decides whether to call ``step()``, which all ranks
-        must do or none.
-        """
-        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
-            self._exchange.share_overflow()
-        return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
+    def _before_unscaling(self) -> None:
+        self._exchange.share_overflow()
 
     @property
     def backward_passes_per_step(self) -> int:

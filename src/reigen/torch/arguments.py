@@ -9,27 +9,12 @@ from typing import Any
 import torch
 
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Reducing, check_op
 from reigen.frontends.compression import Cast, Coded, check_adds_up, compression_of
-from reigen.torch.compression import Compressor
+from reigen.torch.compression import NAMES, Compressor
 from reigen.types import ReduceOp
 
 #: How many groups, or the number of its group for each parameter that is in one; None for buckets of the usual size.
 Groups = int | Mapping[torch.Tensor, int] | None
-
-
-def choose_reduction(op: int, predivide: float) -> Reducing:
-    """The operator and its factors that ``op`` and ``gradient_predivide_factor`` mean.
-
-    Raises:
-        ArgumentError: there is no such operator, or a factor that does not go with it.
-    """
-    chosen = check_op(op)
-    if predivide != 1.0 and chosen is not ReduceOp.AVERAGE:
-        raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
-    if not predivide > 0:
-        raise ArgumentError(f"gradient_predivide_factor must be positive, got {predivide!r}")
-    return Reducing(chosen, 1.0 / predivide, float(predivide))
 
 
 def choose_compression(compression: object, op: ReduceOp) -> Cast | Coded:
@@ -38,7 +23,7 @@ def choose_compression(compression: object, op: ReduceOp) -> Cast | Coded:
     Raises:
         ArgumentError: nothing of the kind; or it does not go with the operator.
     """
-    chosen = compression_of(compression, "Compression.none, .fp16 or .bf16")
+    chosen = compression_of(compression, NAMES)
     check_adds_up(op, chosen)
     return chosen
 

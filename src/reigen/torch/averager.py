@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 
@@ -123,6 +124,32 @@ class GradientAverager:
             del failure  # it holds this frame
         self._finished = by
         self.num_passes += 1
+
+    def unsent(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any] | None:
+        """What error feedback has not sent yet, for a state dict: whose it is, and by the parameters' positions."""
+        residuals = {one: left for reducer in self.reducers for one, left in reducer.residuals().items()}
+        if not residuals:
+            return None
+        positions = {place: residuals[one] for place, one in enumerate(parameters) if one in residuals}
+        return {"rank": self._context.rank, "size": self._context.size, "residuals": positions}
+
+    def send_later(self, unsent: Mapping[str, Any] | None, parameters: Sequence[torch.Tensor]) -> None:
+        """Go on with what `unsent` told on this rank; with nothing after another rank's, or None.
+
+        Raises:
+            ArgumentError: it is none of these parameters.
+        """
+        is_mine = unsent is not None and unsent["rank"] == self._context.rank
+        residuals: dict[torch.Tensor, torch.Tensor] = {}
+        for place, left in unsent["residuals"].items() if unsent is not None and is_mine else ():
+            if not 0 <= place < len(parameters) or parameters[place].shape != left.shape:
+                raise ArgumentError(
+                    f"the state dict has a residual of shape {tuple(left.shape)} for parameter {place}, and there is "
+                    "none of that shape: it belongs to another model"
+                )
+            residuals[parameters[place]] = left
+        for reducer in self.reducers:
+            reducer.restore(residuals)
 
     def stepped(self) -> None:
         """The gradients have been used or dropped: the next step needs new ones."""

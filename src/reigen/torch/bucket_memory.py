@@ -6,7 +6,8 @@ it, and whoever needs the gradients lets his stream wait for the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from reigen.errors import CollectiveError, JoinedError
 from reigen.frontends.buckets import BucketPlan
 from reigen.frontends.coded import CodedBuckets
 from reigen.frontends.compression import Cast, Coded
+from reigen.frontends.sharing import Shares, share_out
 from reigen.frontends.team import Team
 from reigen.planes.device import DeviceArray, Stream
 from reigen.torch.adapter import TorchAdapter
@@ -109,6 +111,49 @@ class HostMemory:
             team.free(region)
 
 
+class OwnedMemory(HostMemory):
+    """Registered with the job; what is reduced stays with the owners of the slices: see `reigen.frontends.sharing`.
+
+    Attributes:
+        shares: who owns what, once it is registered.
+        region: the buckets; those of the other owners, too.
+    """
+
+    kind = "cpu, with shared parameters"
+
+    def __init__(self, places: Places) -> None:
+        super().__init__(places)
+        self.shares = Shares((), ())
+
+    @property
+    def region(self) -> Region:
+        """Where the buckets are."""
+        assert self._region is not None
+        return self._region
+
+    def register(self, team: Team, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`."""
+        super().register(team, plan)
+        self.shares = share_out(plan, len(self.region.owned))
+
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+        """See `BucketMemory.reduce`."""
+        array = self._places.arrays[bucket]
+        if not array.size:
+            return None
+        return team.reduce_to_owners(array, dtype, part, self.region, self.shares.counts[bucket])
+
+    def gather(self, team: Team, plan: BucketPlan) -> None:
+        """Bring what the other owners have into this rank's buckets; collective, and nothing is on its way."""
+        for bucket, counts in zip(plan.buckets, self.shares.counts, strict=True):
+            itemsize = DTYPES[bucket.dtype].itemsize
+            bounds = itertools.accumulate((count * itemsize for count in counts), initial=bucket.offset)
+            for owner, (begin, end) in enumerate(itertools.pairwise(bounds)):
+                if owner != self.region.owner:
+                    self.region.array[begin:end] = self.region.owned[owner][begin:end]
+        team.barrier("gathered")  # until now the others read what is here
+
+
 class DeviceMemory:
     """Ordinary memory of the device on which all parameters are."""
 
@@ -178,6 +223,8 @@ class CodedMemory:
         self._plan: BucketPlan | None = None
         #: None while buckets travel as they are
         self._coded: CodedBuckets | None = None
+        #: by parameter, what is to be sent with its next gradient: until the buckets are laid out
+        self._left: dict[int, torch.Tensor] = {}
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """See `BucketMemory.holds`."""
@@ -189,6 +236,37 @@ class CodedMemory:
         dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
         self._coded = CodedBuckets(self._codec, team, self._places.arrays, dtypes)
         self.is_registered = True
+        self.restore(self._left)
+
+    def residuals(self) -> dict[int, torch.Tensor]:
+        """What error feedback has not sent yet of each parameter's gradient: float32, shaped like it; copies."""
+        if self._coded is None:
+            return {number: left.clone() for number, left in self._left.items()}
+        return {number: torch.empty_like(view).copy_(view) for number, view in self._residual_views()}
+
+    def restore(self, residuals: Mapping[int, torch.Tensor]) -> None:
+        """Go on with what `residuals` told, of as many parameters as it did, and with nothing for the others."""
+        if self._coded is None:
+            self._left = dict(residuals)
+            return
+        for number, view in self._residual_views():
+            if number in residuals:
+                view.copy_(residuals[number])
+            else:
+                view.zero_()
+        self._left = {}
+
+    def _residual_views(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of each parameter, its part of its bucket's residual."""
+        assert self._coded is not None
+        assert self._plan is not None
+        for bucket, residual in zip(self._plan.buckets, self._coded.residuals, strict=True):
+            if residual is None:
+                continue
+            itemsize = DTYPES[bucket.dtype].itemsize
+            for place in bucket.places:
+                begin, length = (place.offset - bucket.offset) // itemsize, place.nbytes // itemsize
+                yield place.parameter, self._places.shaped(residual[begin : begin + length], place.parameter)
 
     def improvise(self, plan: BucketPlan) -> None:
         """See `BucketMemory.improvise`. Some rank has joined: for this pass the buckets travel as they are."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from reigen.errors import ArgumentError
 from reigen.frontends.compression import Cast
 from reigen.types import DTYPES
+
+#: The casts there are, for messages.
+NAMES = "Compression.none, .fp16 or .bf16"
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,6 @@ class Compressor(Cast):
     def decompress(self, tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
         """The tensor in the element type that it had before :meth:`compress`."""
         return tensor if ctx is None else tensor.to(ctx)
-
-
-def as_compressor(compression: Compressor) -> Compressor:
-    """``compression`` itself, if it makes tensors of tensors; a class of the user's own may, too, as in Horovod.
-
-    Raises:
-        ArgumentError: it does not.
-    """
-    if not (hasattr(compression, "compress") and hasattr(compression, "decompress")):
-        raise ArgumentError(
-            "compression must be Compression.none, .fp16 or .bf16 here, or have compress() and decompress(), got "
-            f"{compression!r}; codes of fewer bits are for DistributedOptimizer and parameter servers"
-        )
-    return compression
 
 
 class Compression:

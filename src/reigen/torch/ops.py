@@ -21,10 +21,11 @@ import torch
 
 from reigen.errors import ArgumentError
 from reigen.frontends.collectives import Average, as_group, reducing
+from reigen.frontends.compression import as_compressor
 from reigen.frontends.functions import Handle, SharedFunctions
 from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.torch import differentiable
-from reigen.torch.compression import Compression, Compressor, as_compressor
+from reigen.torch.compression import NAMES, Compression, Compressor
 from reigen.torch.differentiable import COLLECTIVES, with_counts
 
 _SHARED: SharedFunctions[torch.Tensor, torch.Tensor] = SharedFunctions(COLLECTIVES)
@@ -70,7 +71,7 @@ def allreduce(
         process_set: whose ranks take part.
     """
     how = reducing(average, op, prescale_factor, postscale_factor)
-    compressed, ctx = as_compressor(compression).compress(tensor)
+    compressed, ctx = as_compressor(compression, NAMES).compress(tensor)
     return compression.decompress(differentiable.allreduce(compressed, how, name, process_set), ctx)
 
 
@@ -90,7 +91,7 @@ def grouped_allreduce(
     device.
     """
     how = reducing(average, op, prescale_factor, postscale_factor)
-    compressed = list(map(as_compressor(compression).compress, as_group(tensors)))
+    compressed = list(map(as_compressor(compression, NAMES).compress, as_group(tensors)))
     results = differentiable.grouped_allreduce([tensor for tensor, _ in compressed], how, name, process_set)
     return _decompressed(compression, results, compressed)
 
@@ -175,7 +176,7 @@ def reducescatter(
     The arguments are those of :func:`allreduce`; a scalar is refused, and so is Adasum.
     """
     how = reducing(None, op, prescale_factor, postscale_factor)
-    compressed, ctx = as_compressor(compression).compress(tensor)
+    compressed, ctx = as_compressor(compression, NAMES).compress(tensor)
     return compression.decompress(differentiable.reducescatter(compressed, how, name, process_set), ctx)
 
 
@@ -190,7 +191,7 @@ def grouped_reducescatter(
 ) -> list[torch.Tensor]:
     """:func:`reducescatter` of several tensors, all or none of them. Differentiable."""
     how = reducing(None, op, prescale_factor, postscale_factor)
-    compressed = list(map(as_compressor(compression).compress, as_group(tensors)))
+    compressed = list(map(as_compressor(compression, NAMES).compress, as_group(tensors)))
     results = differentiable.grouped_reducescatter([tensor for tensor, _ in compressed], how, name, process_set)
     return _decompressed(compression, results, compressed)
 

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
 
 from reigen import context as contexts
 from reigen.compression import Codec
+from reigen.errors import ArgumentError
 from reigen.frontends.collectives import Average
 from reigen.frontends.process_sets import ProcessSet, global_process_set
+from reigen.frontends.team import choose_reduction
 from reigen.torch.adasum_optimizer import AdasumOptimizer, DeltaExchange, check_adasum_options
-from reigen.torch.arguments import (
-    choose_compression,
-    choose_compressor,
-    choose_groups,
-    choose_reduction,
-    name_parameters,
-)
-from reigen.torch.averager import Finished, GradientAverager, release
+from reigen.torch.arguments import choose_compression, choose_compressor, choose_groups, name_parameters
+from reigen.torch.averager import GradientAverager
+from reigen.torch.averaging_optimizer import AveragingOptimizer
 from reigen.torch.compression import Compression, Compressor
-from reigen.torch.reducer import ReduceOptions, check_finished
-from reigen.torch.wrapping import Closure, WrappedOptimizer, check_plain, wrap
+from reigen.torch.reducer import ReduceOptions
+from reigen.torch.sharing_choice import choose_sharing
+from reigen.torch.sharing_optimizer import SharingOptimizer
+from reigen.torch.wrapping import check_plain, wrap
 from reigen.types import ReduceOp
 
 
@@ -41,6 +36,9 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    share_parameters: bool | Literal["auto"] = False,
+    elementwise: bool = False,
 ) -> Any:
     """Wrap an optimizer so that ``step()`` uses gradients reduced over all ranks.
 
@@ -76,6 +74,12 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
         sparse_as_dense: make sparse gradients dense. Otherwise their indices and values are gathered, for parameters
             whose gradient is sparse in the first step on any rank.
         process_set: the ranks that average among themselves. A rank outside it has a plain optimizer of its own.
+        share_parameters: from the first step on the parameters and the optimizer's state exist once a host, and every
+            rank updates a part of them (docs/shared-parameters.md). For optimizers that treat every element by itself,
+            without closures, and parameters on the host. ``p.grad`` is None after ``step()``; clip with
+            ``clip_grad_norm_()`` of the optimizer. "auto": where that is exact, and some host has several ranks.
+        elementwise: with ``share_parameters``: an optimizer whose class is not one of torch's own does treat every
+            element by itself.
 
     Returns:
         The optimizer, with ``synchronize()``, ``skip_synchronize()`` and ``set_backward_passes_per_step()`` added.
@@ -98,6 +102,8 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
     check_plain(optimizer)
     named = name_parameters(optimizer, named_parameters)
     if op == ReduceOp.ADASUM:
+        if share_parameters is True:
+            raise ArgumentError("share_parameters does not go with op=Adasum, for which every rank updates all weights")
         check_adasum_options(gradient_predivide_factor, process_set)
         if contexts.current().size > 1:
             exchange = DeltaExchange(named, choose_compressor(compression), backward_passes_per_step, sparse_as_dense)
@@ -106,139 +112,16 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             return combining
         op = Average  # of one rank
     how = choose_reduction(op, gradient_predivide_factor)
+    choice = choose_compression(compression, how.op)
     options = ReduceOptions(
         how=how,
-        compression=choose_compression(compression, how.op),
+        compression=choice,
         sparse_as_dense=sparse_as_dense,
         groups=choose_groups(groups, num_groups),
         process_set=process_set,
+        owned=choose_sharing(optimizer, share_parameters, choice, process_set, vouched=elementwise),
     )
     averager = GradientAverager(named, options, backward_passes_per_step)
-    wrapped = wrap(optimizer, AveragingOptimizer)
+    wrapped = wrap(optimizer, SharingOptimizer if options.owned else AveragingOptimizer)
     wrapped.attach(averager)
     return wrapped
-
-
-class AveragingOptimizer(WrappedOptimizer):
-    """What :func:`DistributedOptimizer` puts in front of an optimizer's own class."""
-
-    _averager: GradientAverager
-    _skips: bool
-
-    def attach(self, averager: GradientAverager) -> None:
-        """Use this averager from now on, and free its memory with this object."""
-        self._averager = averager
-        self._skips = False
-        weakref.finalize(self, release, averager.reducers).atexit = False
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups.
-
-        GradScaler reads the gradients through this list before it calls ``step()``. They must be the averaged ones by
-        then: it changes them in place, and all ranks must come to the same answer about infinities.
-        """
-        if sys._getframe(1).f_code.co_name == "_unscale_grads_" and self._averager.finished is Finished.NOBODY:
-            self._finish(Finished.READER)
-        return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
-
-    @property
-    def backward_passes_per_step(self) -> int:
-        """Gradients that are summed up locally before they are communicated."""
-        return self._averager.backward_passes_per_step
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many gradients are summed up locally; not between ``backward()`` and ``step()``."""
-        self._averager.set_backward_passes_per_step(passes)
-
-    def synchronize(self) -> None:
-        """Wait until every ``p.grad`` is the reduced gradient. Follow it with ``skip_synchronize()`` around ``step()``.
-
-        Raises:
-            CollectiveError: a reduction failed; gradients are undefined then.
-        """
-        self._finish(Finished.USER)
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Within it, ``step()`` takes the gradients as they are, because ``synchronize()`` has been called."""
-        self._skips = True
-        try:
-            yield
-        finally:
-            self._skips = False
-
-    def step(self, closure: Closure | None = None) -> Any:
-        """Reduce the gradients if that has not been done, then let the wrapped class update the parameters.
-
-        Args:
-            closure: computes the loss anew, with its gradients; they are reduced after each call.
-
-        Raises:
-            StepOrderError: within ``skip_synchronize()`` although gradients are on their way; or gradients have been
-                changed (clipped) since backward, without ``synchronize()``.
-            CollectiveError: a reduction failed; no parameter has been changed.
-            ReplicaError: REIGEN_CHECK_REPLICAS is set, and the ranks hold different parameters after this step.
-        """
-        averager = self._averager
-        if self._skips:
-            check_finished(averager.reducers, "optimizer.step() within skip_synchronize()")
-        elif averager.finished is Finished.USER:
-            warnings.warn(
-                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
-                "The gradients are not reduced a second time.",
-                stacklevel=2,
-            )
-        elif averager.finished is Finished.NOBODY and (closure is None or averager.outstanding):
-            self._finish(Finished.READER)
-        try:
-            loss = super().step() if closure is None else super().step(self._reduced(closure))
-        finally:
-            averager.stepped()
-        averager.updated(self._parameters())
-        contexts.mark("STEP")
-        return loss
-
-    # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.
-    step.hooked = True  # type: ignore[attr-defined]
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients.
-
-        Raises:
-            StepOrderError: complete gradients are on their way (an AssertionError, as in Horovod).
-        """
-        self._averager.discard()
-        super().zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters; their gradients are reduced from the next step on. All ranks must do it at the same step."""
-        super().add_param_group(param_group)
-        self._averager.adopt(param_group["params"])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state; what is on its way is completed first."""
-        if self._averager.outstanding:
-            self._finish(Finished.NOBODY)
-        super().load_state_dict(state_dict)
-
-    def _finish(self, by: Finished) -> None:
-        self._averager.finish(self._parameters(), by)
-
-    def _reduced(self, closure: Closure) -> Closure:
-        """The closure, followed by the reduction of the gradients that it computed."""
-
-        def call() -> Any:
-            loss = closure()
-            if self._averager.finished is Finished.NOBODY:
-                self._finish(Finished.READER)
-            if isinstance(self, torch.optim.LBFGS):
-                self._averager.stepped()
-                return self._averager.average(torch.as_tensor(loss).detach())
-            return loss
-
-        return call

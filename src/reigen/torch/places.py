@@ -58,6 +58,12 @@ class Places:
                 array = memory[place.offset : place.offset + place.nbytes]
                 self.tensors[place.parameter] = _place(array, wire, self._parameters[place.parameter])
 
+    def shaped(self, flat: Array, parameter: int) -> torch.Tensor:
+        """A tensor over the elements of a place, in whatever type they are, shaped like its parameter."""
+        return torch.from_numpy(flat).as_strided(
+            self._parameters[parameter].shape, strides_of(self._parameters[parameter])
+        )
+
     def forget(self, copy: bool) -> None:
         """The memory is used no more. With ``copy`` gradients that lie there are copied out, because it goes away."""
         for parameter, place in zip(self._parameters, self.tensors, strict=True):

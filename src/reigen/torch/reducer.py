@@ -27,8 +27,10 @@ from reigen.frontends.collectives import Reducing
 from reigen.frontends.compression import Cast, Coded, describe
 from reigen.frontends.gradients import GradientTracker
 from reigen.frontends.process_sets import ProcessSet
+from reigen.frontends.sharing import Piece
 from reigen.frontends.team import Team
-from reigen.torch.bucket_memory import bucket_memory
+from reigen.torch.adapter import tensor_over
+from reigen.torch.bucket_memory import BucketMemory, CodedMemory, OwnedMemory, bucket_memory
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.places import Places, strides_of
 from reigen.torch.sparse import SparseGradients
@@ -52,6 +54,7 @@ class ReduceOptions:
         sparse_as_dense: sparse gradients are made dense instead of being gathered.
         groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
         process_set: the ranks that reduce together.
+        owned: what is reduced stays with the owners of the slices: see `reigen.frontends.sharing`.
     """
 
     how: Reducing
@@ -59,6 +62,22 @@ class ReduceOptions:
     sparse_as_dense: bool
     groups: int | Mapping[torch.Tensor, int] | None
     process_set: ProcessSet
+    owned: bool = False
+
+
+@dataclass(frozen=True)
+class OwnedGradient:
+    """Reduced elements of a gradient that this rank owns.
+
+    Attributes:
+        piece: which elements; its parameter is a number in `Reducer.parameters`.
+        gradient: where they lie after each pass, flat, in the element type that travels.
+        is_direct: that is the parameter's element type.
+    """
+
+    piece: Piece
+    gradient: torch.Tensor
+    is_direct: bool
 
 
 class Reducer:
@@ -81,13 +100,15 @@ class Reducer:
         self.parameters = [parameter for _, parameter in parameters]
         self.tracker = GradientTracker(len(parameters), backward_passes_per_step)
         self.team = Team(context, options.process_set, options.how)
-        self._names = [name for name, _ in parameters]
+        self.names = [name for name, _ in parameters]
         self._options = options
         self._wire = [options.compression.wire_dtype(dtype_of(p.dtype)) for p in self.parameters]
         self._places = Places(self.parameters)
         self._choose_memory()
         #: what p.grad was, and its version, when it was last seen in this pass: who changes it later spoils the sum
         self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
+        #: called when the first gradient of a pass comes
+        self.before_pass: Callable[[], None] | None = None
         self._handles: dict[int, Handle] = {}
         self._sparse = SparseGradients({})
         self._hooks = [watch(p, self._hook(i)) for i, p in enumerate(self.parameters)]
@@ -125,24 +146,62 @@ class Reducer:
             failure.add_note(self._contents(bucket))
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
-        if failure is None:
-            for index, place in enumerate(self._places.tensors):
-                if place is not None:
-                    self._deliver(self.parameters[index], place, self._direct[index])
+        if failure is None and not self._options.owned:
+            self._deliver_all()
         if not self._memory.is_registered:
             self.tracker.abandon()
             self._places.forget(copy=False)
-        self._sparse.wait(self.team, self.parameters, self._names)
+        self._sparse.wait(self.team, self.parameters, self.names)
         try:
             if failure is not None:
                 raise failure
         finally:
             del failure, failures  # they hold this frame
 
+    def gather(self) -> None:
+        """Collective: every ``p.grad`` becomes the whole reduced gradient, where so far each owner had its part."""
+        assert self.tracker.plan is not None
+        self.owned_memory.gather(self.team, self.tracker.plan)
+        self._deliver_all()
+
+    @property
+    def owned_memory(self) -> OwnedMemory:
+        """The buckets, where what is reduced stays with its owners."""
+        assert isinstance(self._memory, OwnedMemory)
+        return self._memory
+
+    def owned(self) -> list[OwnedGradient]:
+        """What this rank owns of the gradients; nothing before they have been reduced for the first time."""
+        plan, memory = self.tracker.plan, self.owned_memory
+        if plan is None or memory.region.owner is None:
+            return []
+        places = {place.parameter: (bucket, place) for bucket in plan.buckets for place in bucket.places}
+        found: list[OwnedGradient] = []
+        for piece in memory.shares.pieces[memory.region.owner]:
+            bucket, place = places[piece.parameter]
+            wire = DTYPES[bucket.dtype]
+            begin = place.offset + piece.start * wire.itemsize
+            array = memory.region.array[begin : begin + piece.numel * wire.itemsize]
+            gradient = tensor_over(array.view(wire.storage), wire)
+            found.append(OwnedGradient(piece, gradient, self._direct[piece.parameter]))
+        return found
+
+    def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By parameter, what error feedback has not sent yet of its gradient; copies. Nothing without any."""
+        if not isinstance(self._memory, CodedMemory):
+            return {}
+        return {self.parameters[number]: residual for number, residual in self._memory.residuals().items()}
+
+    def restore(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Go on with these, and with nothing for all other parameters; without error feedback they mean nothing."""
+        if isinstance(self._memory, CodedMemory):
+            parameters = enumerate(self.parameters)
+            self._memory.restore({number: residuals[one] for number, one in parameters if one in residuals})
+
     def changed(self) -> list[str]:
         """Names of parameters whose complete gradients somebody has changed or replaced since they were taken."""
         return [
-            self._names[index]
+            self.names[index]
             for index in self.tracker.order
             if self.parameters[index].grad is not None and self._seen[index] != _state_of(self.parameters[index])
         ]
@@ -164,7 +223,12 @@ class Reducer:
             self._choose_memory()
 
     def _choose_memory(self) -> None:
-        self._memory = bucket_memory(self.team, self._places, self.parameters, self._wire, self._options.compression)
+        self._memory: BucketMemory
+        if self._options.owned:
+            self._memory = OwnedMemory(self._places)
+        else:
+            compression = self._options.compression
+            self._memory = bucket_memory(self.team, self._places, self.parameters, self._wire, compression)
         #: whether p.grad may be the place in the bucket itself: same element type, same device
         self._direct = [
             wire is dtype_of(p.dtype) and self._memory.holds(p)
@@ -180,11 +244,13 @@ class Reducer:
             # Runs for every parameter in every backward: microseconds count.
             if not self.tracker.num_arrived:
                 self._follow_context()
+                if self.before_pass is not None:
+                    self.before_pass()
             arrival = self.tracker.gradient(index)
             if arrival.collect:
                 self._collect(index, parameter)
                 self._seen[index] = _state_of(parameter)
-                self._submit(arrival.submit)
+                self._submit(arrival.submit, in_backward=True)
             else:
                 self._seen[index] = _state_of(parameter)
 
@@ -210,7 +276,13 @@ class Reducer:
         if self._direct[index]:
             parameter.grad = place
 
-    def _submit(self, buckets: tuple[int, ...]) -> None:
+    def _submit(self, buckets: tuple[int, ...], *, in_backward: bool = False) -> None:
+        if in_backward and self._options.owned and buckets:
+            assert self.tracker.plan is not None
+            kept_back = len(self.tracker.plan.buckets) - 1
+            if kept_back in buckets:  # step b of `reigen.frontends.sharing`
+                self.tracker.failed([kept_back])
+                buckets = tuple(bucket for bucket in buckets if bucket != kept_back)
         for position, bucket in enumerate(buckets):
             try:
                 self._reduce(bucket)
@@ -229,8 +301,13 @@ class Reducer:
     def _contents(self, bucket: int) -> str:
         """For whoever reads an error that names a bucket."""
         assert self.tracker.plan is not None
-        names = [self._names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
+        names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
         return f"The gradients in it: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
+
+    def _deliver_all(self) -> None:
+        for index, place in enumerate(self._places.tensors):
+            if place is not None:
+                self._deliver(self.parameters[index], place, self._direct[index])
 
     def _deliver(self, parameter: torch.Tensor, place: torch.Tensor, direct: bool) -> None:
         gradient = parameter.grad
@@ -248,6 +325,8 @@ class Reducer:
         try:
             agreement = self.team.agree(self._proposal())
         except JoinedError as error:
+            if self._options.owned:
+                raise
             self._improvise(error)
             return
         order = arrival_order(agreement.order, len(self.parameters))
@@ -262,7 +341,7 @@ class Reducer:
         dims = np.array([self._sparse_dims(p) for p in self.parameters], np.uint8)
         self.team.maximum(dims, DTYPES["uint8"], "sparse")
         if dims.any():
-            name = self._names[int(dims.argmax())]
+            name = self.names[int(dims.argmax())]
             raise SparseGradients.refused(name, refusal) from None
         plan = self._plan(range(len(self.parameters)))
         self._memory.improvise(plan)
@@ -284,12 +363,12 @@ class Reducer:
         number = f", {groups} groups" if isinstance(groups, int) else ""
         scaled = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}"
         lines = [f"{scaled}, on {self._memory.kind}, {describe(self._options.compression)}"]
-        for name, parameter, wire in zip(self._names, self.parameters, self._wire, strict=True):
+        for name, parameter, wire in zip(self.names, self.parameters, self._wire, strict=True):
             layout = f"shape {tuple(parameter.shape)}, strides {strides_of(parameter)}"
             lines.append(f"{name}: {parameter.dtype} as {wire.name}, {layout}")
         if isinstance(groups, Mapping):
             members = _grouped(self.parameters, groups)
-            lines += [f"a group of {', '.join(self._names[index] for index in group)}" for group in members]
+            lines += [f"a group of {', '.join(self.names[index] for index in group)}" for group in members]
         return Proposal(tuple(lines), tuple(self.tracker.order), tuple(map(self._sparse_dims, self.parameters)))
 
     def _sparse_dims(self, parameter: torch.Tensor) -> int:
@@ -301,6 +380,11 @@ class Reducer:
     def _sparse_gradients(self, agreement: Agreement) -> SparseGradients:
         dims = {index: dim for index, dim in enumerate(agreement.sparse_dims) if dim}
         op = self._options.how.op
+        if dims and self._options.owned:
+            name = self.names[min(dims)]
+            raise ArgumentError(
+                f"share_parameters needs dense gradients, that of {name} is sparse: sparse_as_dense=True"
+            )
         if dims and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
             raise ArgumentError(f"sparse gradients need op=Average or op=Sum, got {op.name}")
         return SparseGradients(dims, average=op is ReduceOp.AVERAGE)

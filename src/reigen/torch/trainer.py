@@ -15,6 +15,7 @@ import torch
 
 from reigen import kv, optim
 from reigen.cluster.environ import detect
+from reigen.compression import means_none
 from reigen.errors import ArgumentError, ConfigError, StepOrderError
 from reigen.kv.update_place import StoreKind, kind_of
 from reigen.torch.contributions import Contributions
@@ -80,6 +81,8 @@ class Trainer:
         self._scale, self._told_scale = self._optimizer.rescale_grad, 0.0
         self._num_steps = 0
         self._has_left = False
+        if means_none(compression_params):
+            compression_params = None
         self._is_compressed = bool(compression_params)
         self._owns_store = isinstance(kvstore, str)
         self.kvstore: Any = kv.create(kvstore) if isinstance(kvstore, str) else kvstore

@@ -12,7 +12,8 @@ import torch
 from reigen import context as contexts
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.averager import GradientAverager
-from reigen.torch.optimizer import AveragingOptimizer
+from reigen.torch.averaging_optimizer import AveragingOptimizer
+from reigen.torch.sharing_optimizer import SharingOptimizer
 from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 from reigen.types import DTYPES, ReduceOp
 
@@ -82,6 +83,8 @@ def _averager_of(optimizer: object) -> GradientAverager:
         raise ArgumentError(
             f"uneven_data() needs a DistributedOptimizer (not with op=Adasum), got {type(optimizer).__name__}"
         )
+    if isinstance(optimizer, SharingOptimizer):
+        raise ArgumentError("uneven_data() cannot be used with share_parameters: a rank without data updates nothing")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ArgumentError("uneven_data() cannot be used with LBFGS, whose state cannot be broadcast")
     averager = optimizer._averager

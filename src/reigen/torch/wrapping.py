@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -17,6 +18,29 @@ Front = TypeVar("Front", bound="WrappedOptimizer")
 
 class WrappedOptimizer(torch.optim.Optimizer):
     """Base of what stands in front of an optimizer's own class."""
+
+    #: the attributes that it had
+    _plain_names: frozenset[str]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups.
+
+        GradScaler reads the gradients through this list before it calls ``step()``: see `_before_unscaling`.
+        """
+        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
+            self._before_unscaling()
+        return cast("list[dict[str, Any]]", self.__dict__["param_groups"])
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def _before_unscaling(self) -> None:
+        """GradScaler is about to change the gradients in place, and to decide whether to call ``step()``.
+
+        It must come to the same answer about infinities on all ranks.
+        """
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.__dict__["param_groups"] for parameter in group["params"]]
@@ -44,7 +68,15 @@ def wrap(optimizer: torch.optim.Optimizer, front: type[Front]) -> Front:
     wrapped: Front = object.__new__(cls)
     # A scheduler made before has put a bound `step` of the plain optimizer here; it would bypass the front.
     wrapped.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    wrapped._plain_names = frozenset(vars(wrapped))
     return wrapped
+
+
+def unwrapped(optimizer: WrappedOptimizer) -> torch.optim.Optimizer:
+    """A plain optimizer of the class that was wrapped, with the same groups and state: not a copy of them."""
+    plain: torch.optim.Optimizer = _blank(type(optimizer).__bases__[1])
+    plain.__dict__.update({key: vars(optimizer)[key] for key in optimizer._plain_names})
+    return plain
 
 
 def _blank(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:

@@ -29,7 +29,7 @@ from collections import deque
 
 from reigen.errors import WireError
 from reigen.wire.auth import TAG_BYTES, Identity, Session
-from reigen.wire.sockets import lost
+from reigen.wire.sockets import ended, lost
 from reigen.wire.tls import TlsSocket
 
 MAX_REASON_BYTES = 1024
@@ -119,7 +119,7 @@ class Link:
             data: contiguous, of any format.
         """
         data = data.cast("B") if data.nbytes else memoryview(b"")
-        self._pieces.append(self._seal_header(_DATA, len(data)))
+        self._pieces.append(self._session.seal(_HEADER.pack(_DATA, len(data))))
         self._pieces.append(data)
 
     def post_receive(self, into: memoryview) -> None:
@@ -182,7 +182,7 @@ class Link:
         self._session.take_back((len(self._pieces) - num_begun) // 2)
         while len(self._pieces) > num_begun:
             self._pieces.pop()
-        self._pieces.append(self._seal_header(_ABORT, len(reason)))
+        self._pieces.append(self._session.seal(_HEADER.pack(_ABORT, len(reason))))
         self._pieces.append(reason)
         with contextlib.suppress(ConnectionError):
             self.advance_sends()
@@ -192,9 +192,6 @@ class Link:
         self._connection.close()
         self._pieces.clear()
         self._posted.clear()
-
-    def _seal_header(self, kind: int, length: int) -> bytes:
-        return self._session.seal(_HEADER.pack(kind, length))
 
     def _num_begun_pieces(self) -> int:
         """How many of the pieces belong to messages that have begun to leave, or are encrypted already."""
@@ -225,7 +222,8 @@ class Link:
 
     def _read_header(self) -> bool:
         """Go on reading a header, and the beginning of its message in the same call; whether it is complete."""
-        wanted = [self._header_view[self._num_header_bytes :], *itertools.islice(self._posted, 1)]
+        rest = self._header_view[self._num_header_bytes :] if self._num_header_bytes else self._header_view
+        wanted = (rest, self._posted[0]) if self._posted else (rest,)
         try:
             num_read = self._connection.recvmsg_into(wanted)[0]
         except BlockingIOError:
@@ -282,5 +280,4 @@ class Link:
         return self._num_received_bytes == len(place)
 
     def _ended(self) -> ConnectionError:
-        amid = " in the middle of a message" if self._length is not None or self._num_header_bytes else ""
-        return ConnectionResetError(f"the other end closed the connection{amid}")
+        return ended(amid=self._length is not None or self._num_header_bytes > 0)

@@ -170,6 +170,10 @@ class Mailbox:
         """From now on rings wake ``who``."""
         self._sleeper.store(who)
 
+    def hand_back(self) -> bool:
+        """No: who rings a doorbell knows no moments."""
+        return False
+
     def wake(self, who: Sleeper) -> None:
         """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
         self._store_new(self._doorbell)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
@@ -91,14 +92,31 @@ class Segment:
         self.size = status.st_size
 
     @classmethod
-    def create(cls, name: str) -> Segment:
-        """A new, empty segment of this process. ``name`` is for /proc/PID/maps alone."""
-        return cls(os.memfd_create(name, os.MFD_CLOEXEC))
+    def create(cls, name: str, *, only_grows: bool = False) -> Segment:
+        """A new, empty segment of this process.
+
+        Args:
+            name: for /proc/PID/maps alone.
+            only_grows: nobody, this process neither, can make it smaller: whoever maps what is there can read it for
+                ever, while a page that is cut off would end the reader (SIGBUS).
+        """
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        if only_grows:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return cls(fd)
 
     @classmethod
     def open(cls, pid: int, fd: int) -> Segment:
         """The segment that process ``pid`` holds as descriptor ``fd``."""
         return cls(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
+
+    @property
+    def only_grows(self) -> bool:
+        """Whether nobody can make it smaller."""
+        try:
+            return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+        except OSError:  # a file of a kind that has no seals
+            return False
 
     def grow(self, nbytes: int, what: str, *, sharers: int = 1) -> int:
         """Append ``nbytes`` zeroed bytes, already backed by memory, and return the offset at which they begin.

@@ -63,6 +63,11 @@ def lost(error: OSError) -> ConnectionError:
     return ConnectionAbortedError(error.errno, error.strerror or os.strerror(error.errno or 0))
 
 
+def ended(*, amid: bool) -> ConnectionError:
+    """The error of a connection that the other end has closed; ``amid``: with a part of a message there."""
+    return ConnectionResetError(f"the other end closed the connection{' in the middle of a message' if amid else ''}")
+
+
 @contextlib.contextmanager
 def losses_are_connection_errors() -> Iterator[None]:
     """Turn what the kernel says of a lost connection into ConnectionError; a deadline's TimeoutError passes.

@@ -6,6 +6,11 @@ then on, and remembered in ``lost``: why it ended is for the control service to 
 Whom a message wakes: every thread that may sleep has a bed, an epoll instance, with an eventfd in it by which other
 threads of this rank wake it. The connections, an epoll instance of their own, lie in the caller's bed always, because a
 caller sleeps only while it drives, and in the engine's bed only while nobody has taken over from it.
+
+Rank 0 hears from the others before it submits what they have. Where one blocking call follows another, each would wake
+the engine's thread there, only for it to find the caller back at work, and both would contend for the interpreter and a
+core. So behind a caller the connections stay out of that bed for a moment (`hand_back`); a timer that lies in it ends
+the moment, and is set anew by every call.
 """
 
 from __future__ import annotations
@@ -18,6 +23,10 @@ from collections.abc import Mapping
 
 from reigen.wire.mailbox import MAX_MESSAGE_BYTES, Sleeper
 from reigen.wire.stream import Conversation, Stream
+from reigen.wire.timer import Timer
+
+#: For how long the engine's thread lets messages lie for a caller who may come back.
+_MOMENT_SECONDS = 0.001
 
 
 class _Ray:
@@ -39,18 +48,21 @@ class _Ray:
     def flush(self) -> None:
         """Send what the kernel takes; raises OSError when the other end has gone."""
         outgoing = self._conversation.outgoing
-        with contextlib.suppress(BlockingIOError):
+        try:
             while outgoing:
                 del outgoing[: self.connection.send(outgoing)]
-        if not outgoing:
             self.num_outgoing = 0
+        except BlockingIOError:
+            pass
 
     def receive(self) -> tuple[list[bytes], str]:
         """The messages that have come, and why no more will come, if so."""
-        end, messages = "", []
+        end, messages, wanted = "", [], self._conversation.num_wanted_bytes
         try:
-            while data := self.connection.recv(self._conversation.num_wanted_bytes):
+            while data := self.connection.recv(wanted):
                 messages += self._conversation.receive(data)
+                if len(data) < wanted:
+                    return messages, end  # that was all; what comes later, the end too, makes it readable anew
             end = "the other end closed it"
         except BlockingIOError:
             pass
@@ -86,13 +98,20 @@ class Star:
             self._beds[who].register(alarm, select.EPOLLIN)
             self._beds[who].register(self._sky.fileno(), select.EPOLLIN)
         self._taker = Sleeper.ENGINE
+        #: whether messages wake the engine's thread, and whether they will in a moment
+        self._engine_hears, self._is_moment = True, False
+        self._moment = Timer(_MOMENT_SECONDS)
+        self._beds[Sleeper.ENGINE].register(self._moment.fileno(), select.EPOLLIN)
         #: readable when a message has come, or a caller was woken
         self.descriptor = self._beds[Sleeper.CALLER].fileno()
 
     @property
     def backlog(self) -> int:
         """Messages that could not leave yet."""
-        return sum(ray.num_outgoing for ray in self._rays.values())
+        number = 0
+        for ray in self._rays.values():
+            number += ray.num_outgoing
+        return number
 
     def send(self, message: bytes) -> None:
         """Send a message to every rank there is a connection to. Never blocks."""
@@ -150,10 +169,21 @@ class Star:
 
     def take_over(self, who: Sleeper) -> None:
         """From now on messages wake ``who``."""
-        if (self._taker is Sleeper.ENGINE) != (who is Sleeper.ENGINE):
-            events = select.EPOLLIN if who is Sleeper.ENGINE else 0
-            self._beds[Sleeper.ENGINE].modify(self._sky.fileno(), events)
+        if self._is_moment:
+            self._is_moment = False
+            self._moment.stop()
+        hears = who is Sleeper.ENGINE
+        if hears != self._engine_hears:
+            self._engine_hears = hears
+            self._beds[Sleeper.ENGINE].modify(self._sky.fileno(), select.EPOLLIN if hears else 0)
         self._taker = who
+
+    def hand_back(self) -> bool:
+        """A caller goes: the engine's thread looks for work in a moment; until then messages leave it asleep."""
+        self._is_moment = True
+        self._moment.start()
+        self._taker = Sleeper.ENGINE
+        return True
 
     def wake(self, who: Sleeper) -> None:
         """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
@@ -177,6 +207,7 @@ class Star:
         self._rays.clear()
         for bed in (self._sky, *self._beds.values()):
             bed.close()
+        self._moment.close()
         for alarm in self._alarms.values():
             os.close(alarm)
         self._alarms = {}

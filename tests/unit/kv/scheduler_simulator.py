@@ -12,8 +12,21 @@ from typing import Any
 
 from reigen.kv.events import LossPolicy
 from reigen.kv.nodes import NodeLeft, NodeLost, Stop
-from reigen.kv.registry import ANSWERS, CALLS, Call, EnterBarrier, Heartbeat, Leave, News, Refused, Register
-from reigen.kv.roster import Roster, Terms
+from reigen.kv.registry import (
+    ANSWERS,
+    CALLS,
+    BarrierBroken,
+    BarrierDone,
+    Call,
+    EnterBarrier,
+    Heartbeat,
+    Leave,
+    News,
+    Refused,
+    Register,
+)
+from reigen.kv.roster import Roster
+from reigen.kv.seats import Terms
 from reigen.kv.standing import Standing
 
 MOST_STEPS = 20_000
@@ -35,6 +48,8 @@ class Plan:
     hurry: int
     #: nodes are told their numbers
     numbered: bool
+    #: how likely it is that a worker at a barrier loses its patience with the next heartbeat
+    haste: float
 
 
 def make_plan(rng: random.Random) -> Plan:
@@ -60,6 +75,7 @@ def make_plan(rng: random.Random) -> Plan:
         pace=rng.choice((0.1, 0.03, 0.01)),
         hurry=rng.choice((1, 5, 20)),
         numbered=rng.random() < 0.7,
+        haste=rng.choice((0.0, 0.1, 0.5)),
     )
 
 
@@ -77,6 +93,7 @@ class Node:
     #: what comes next in its program; None: not begun
     step: int | None = None
     entry: tuple[str, int] | None = None
+    has_given_up: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -104,7 +121,11 @@ class Simulator:
         self.rng = random.Random(self.seed)
         self.plan = make_plan(self.rng)
         self.left = dict(self.plan.faults)
-        self.roster = Roster(self.plan.terms)
+        self.roster = Roster(self.plan.terms, 1)
+        #: the scheduler has just said how a barrier ended
+        self.is_telling = False
+        #: how each barrier ended, as workers were told: by their incarnations
+        self.outcomes: dict[tuple[str, int], dict[int, type]] = {}
         self.nodes: list[Node] = []
         #: by connection: to the scheduler, and to the node
         self.up: dict[int, deque[Message]] = {}
@@ -145,7 +166,11 @@ class Simulator:
         return self.roster.stop is not None and not any(self.up.values()) and not any(self.down.values())
 
     def _step(self) -> None:
-        faults = [kind for kind, count in self.left.items() if count]
+        faults = [kind for kind, count in self.left.items() if count and (kind != "crash" or self._here())]
+        if "crash" in faults and self.is_telling and self.rng.random() < 0.2:  # some may have heard, others not
+            self._fault("crash")
+            return
+        self.is_telling = False
         if faults and self.rng.random() < self.plan.pace and self.roster.stop is None:
             self._fault(self.rng.choice(faults))
             return
@@ -175,6 +200,7 @@ class Simulator:
                     self._connect(node)
                 elif node.standing.is_assigned:
                     self._say(node, Heartbeat())
+                self._lose_patience(node)
                 node.next = self.now + BEAT_SECONDS
 
     def _start(self, role: Any, number: int) -> None:
@@ -185,6 +211,12 @@ class Simulator:
         address = f"h:{self.incarnations}" if role == "server" else ""
         me = Register(role, number, "h", address, self.incarnations, terms.num_workers, terms.num_servers)
         self.nodes.append(Node(Standing(me, is_loss_fatal=terms.policy is LossPolicy.ABORT), next=self.now))
+
+    def _lose_patience(self, node: Node, *, at_once: bool = False) -> None:
+        if node.entry is not None and not node.has_given_up and (at_once or self.rng.random() < self.plan.haste):
+            node.has_given_up = True
+            self._say(node, node.standing.give_up(node.entry))
+            self.seen["given up"] += 1
 
     # -- connections
 
@@ -218,6 +250,7 @@ class Simulator:
         self.roster.validate()
         for line, answer in instructions:
             self.note("   ->", line, answer)
+            self.is_telling = self.is_telling or isinstance(answer, BarrierDone | BarrierBroken)
             if isinstance(answer, News):
                 lost = [event for event in answer.events if isinstance(event, NodeLost)]
                 self.lost_workers.update(event.number for event in lost if event.role == "worker")
@@ -266,10 +299,12 @@ class Simulator:
             return
         if node.step is None:  # a replacement goes on where the others are
             node.step = min(sum(standing._entered.values()), len(self.plan.barriers))
-        if node.entry is not None and standing.is_done(node.entry):
-            self._check_barrier(node, node.entry)
+        if node.entry is not None and (outcome := standing.outcome(node.entry)) is not None:
+            self.outcomes.setdefault(node.entry, {})[standing.registration().incarnation] = type(outcome)
+            if isinstance(outcome, BarrierDone):
+                self._check_barrier(node, node.entry)
             standing.forget(node.entry)
-            node.entry = None
+            node.entry, node.has_given_up = None, False
             node.step += 1
         if node.entry is None and node.step < len(self.plan.barriers):
             node.entry = standing.enter(self.plan.barriers[node.step])
@@ -322,12 +357,21 @@ class Simulator:
             told = number if self.plan.numbered else -1
             self.births.append((self.now + self.rng.choice((0.1, 1.0, 5.0, 28.0)), role, told))
 
+    def _here(self) -> list[Node]:
+        """All nodes, once all are there: before, another scheduler could not tell who comes for the first time."""
+        here = [node for node in self.nodes if node.standing.servers and (node.alive or node.standing.has_left)]
+        terms = self.plan.terms
+        all_are_here = self.roster.stop is None and len(here) >= terms.num_workers + terms.num_servers
+        return here if all_are_here else []
+
     def _crash(self) -> None:
         self.note("crash")
-        here = [node for node in self.nodes if node.standing.servers and (node.alive or node.standing.has_left)]
-        if self.roster.stop is not None or len(here) < self.plan.terms.num_workers + self.plan.terms.num_servers:
-            return  # another could not tell who comes for the first time
-        self.roster = Roster(self.plan.terms)
+        here = self._here()
+        gone = [node.standing for node in self.nodes if not node.alive or node.standing.has_left]
+        for told in self.outcomes.values():  # nobody waits for what processes know that have left
+            for standing in gone:
+                told.pop(standing.registration().incarnation, None)
+        self.roster = Roster(self.plan.terms, 1 + self.rng.getrandbits(62))
         for line, node in self.owners.items():
             if any(message.payload for message in self.up[line]) and not node.alive:
                 self.is_harmless = False  # it has left, and nobody will ever know
@@ -339,12 +383,18 @@ class Simulator:
             self.down[line].clear()
             if node.link == line:
                 self.down[line].append(Message(self.now, None))
+        if self.plan.haste:
+            for node in self.rng.sample(here, len(here) // 2):  # their deadlines come while there is no scheduler
+                self._lose_patience(node, at_once=True)
 
     # -- what must be true in the end
 
     def _check_end(self) -> None:
         stop, faults = self.roster.stop, self.plan.faults
         assert stop is not None
+        for entry, told in self.outcomes.items():
+            assert len(set(told.values())) <= 1, f"{entry} was passed by some and broken for others"
+            self.seen["broken barrier"] += BarrierBroken in told.values()
         if self.is_harmless:
             assert stop.exit_code == 0, stop
         if stop.exit_code == 0:

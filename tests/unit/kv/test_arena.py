@@ -9,6 +9,7 @@ import pytest
 from reigen.errors import SharedMemoryError, WireError
 from reigen.kv.arena import Arena, PeerArena
 from reigen.kv.protocol import Hello
+from reigen.wire.segment import Segment
 
 
 @pytest.fixture
@@ -106,6 +107,20 @@ def test_why_memory_is_not_shared(arena):
         peer, reason = PeerArena.open(hello, "m")
         assert peer is None
         assert says in reason
+
+
+def test_memory_that_could_become_smaller_while_it_is_read_is_not_mapped(arena):
+    arena.allocate(100)
+    with pytest.raises(PermissionError):  # F_SEAL_SHRINK
+        os.ftruncate(arena.segment.fd, 0)
+    arena.allocate(9 << 20)  # it may still grow
+    unsealed = Segment.create("reigen-test-unsealed")
+    try:
+        hello = Hello(0, 0, "there", "m", os.getpid(), unsealed.fd, unsealed.inode)
+        with pytest.raises(SharedMemoryError, match=r"process \d+ on host there is not sealed"):
+            PeerArena.open(hello, "m")
+    finally:
+        unsealed.close()
 
 
 def test_alignment_serves_every_dtype(arena):

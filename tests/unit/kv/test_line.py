@@ -1,17 +1,18 @@
 """Messages over real sockets: places, priorities, losses on purpose, and bytes that are no messages."""
 
+import contextlib
 import logging
+import random
 import select
 import time
 
 import pytest
 from tests.unit.kv.lines import connected_streams
 
-from reigen.errors import WireError
+from reigen.errors import AuthenticationError, WireError
 from reigen.kv.line import AHEAD_BYTES, Drops, Line
 from reigen.kv.protocol import HEADER_BYTES, Header, Kind
-from reigen.wire.auth import Identity, Role
-from reigen.wire.link import Link
+from reigen.wire.auth import TAG_BYTES, Identity, Role
 from reigen.wire.tls import Tls
 
 
@@ -34,7 +35,7 @@ def ends(request):
     """Two lines to each other, and what arrived at each."""
     streams = connected_streams(Tls() if request.param == "tls" else None)
     kept = [Kept(), Kept()]
-    lines = [Line(Link(*stream.detach()), one, name) for stream, one, name in zip(streams, kept, "ab", strict=True)]
+    lines = [Line(*stream.detach(), one, name) for stream, one, name in zip(streams, kept, "ab", strict=True)]
     yield (*lines, *kept)
     for line in lines:
         line.close()
@@ -115,7 +116,7 @@ def test_a_header_must_be_true_of_its_body(ends):
 def test_the_end_of_a_connection_in_the_middle_of_a_body_is_an_error(ends):
     a, b, _, at_b = ends
     a.send(Header(Kind.PUSH, 1, body_bytes=64 << 20), bytes(64 << 20))
-    until(lambda: b.is_receiving, a, b)
+    until(lambda: b.receiving is not None, a, b)
     assert b.receiving.request == 1
     a.close()
     with pytest.raises(ConnectionError, match="in the middle of a message"):
@@ -125,33 +126,69 @@ def test_the_end_of_a_connection_in_the_middle_of_a_body_is_an_error(ends):
 
 @pytest.fixture
 def bare():
-    """A line, and the bare link of its peer, for one that lies."""
+    """A line, and the socket and session of its peer, for one that lies."""
     streams = connected_streams()
-    line, link = Line(Link(*streams[0].detach()), Kept(), "liar"), Link(*streams[1].detach())
-    yield line, link
+    kept = Kept()
+    line, (connection, session) = Line(*streams[0].detach(), kept, "liar"), streams[1].detach()
+    yield line, kept, connection, session
     line.close()
-    link.close()
+    connection.close()
+
+
+def received(line):
+    assert select.select([line], [], [], 10)[0]
+    while line.receive():
+        pass
 
 
 @pytest.mark.parametrize(
-    "data",
-    [b"\xff" * HEADER_BYTES, b"short", Header(Kind.HELLO, body_bytes=1 << 30).pack()],
-    ids=["junk", "short", "long"],
+    "header",
+    [b"\xff" * HEADER_BYTES, Header(Kind.HELLO, body_bytes=1 << 30).pack()],
+    ids=["junk", "long"],
 )
-def test_what_is_no_header_ends_the_line(bare, data):
-    line, link = bare
-    link.post_send(memoryview(data))
-    link.advance_sends()
-    assert select.select([line], [], [], 10)[0]
+def test_what_is_no_header_ends_the_line(bare, header):
+    line, _, connection, session = bare
+    connection.sendall(session.seal(header))
     with pytest.raises(WireError):
-        line.receive()
+        received(line)
+
+
+@pytest.mark.parametrize("changed", ["tag", "header", "control body", "repeated"])
+def test_what_was_changed_on_its_way_ends_the_line(bare, changed):
+    line, _, connection, session = bare
+    header = Header(Kind.COMMAND, 1, body_bytes=6).pack()
+    data = bytearray(session.seal(header) + session.seal(b"states"))
+    where = {"tag": 3, "header": TAG_BYTES + 9, "control body": len(data) - 1}.get(changed)
+    if where is None:
+        data = data + data
+    else:
+        data[where] ^= 1
+    connection.sendall(data)
+    with pytest.raises(AuthenticationError):
+        received(line)
+
+
+def test_messages_arrive_whatever_the_pieces_that_they_travel_in(bare):
+    line, kept, connection, session = bare
+    messages = pushes([5, 0, 3 * HEADER_BYTES, 200_000, 1])
+    data = b"".join(session.seal(header.pack()) + body for header, body in messages)
+    rng = random.Random(5)
+    while data:
+        size = rng.choice([1, 7, 79, 80, 1000, 150_000])
+        connection.settimeout(0.01)
+        with contextlib.suppress(TimeoutError):
+            data = data[connection.send(data[:size]) :]
+        if select.select([line], [], [], 10)[0]:
+            while line.receive():
+                pass
+    assert kept.messages == messages
 
 
 def test_messages_are_lost_on_purpose_but_never_the_first():
     streams = connected_streams()
     at_b = Kept()
-    a = Line(Link(*streams[0].detach()), Kept(), "a")
-    b = Line(Link(*streams[1].detach()), at_b, "b", drops=Drops(30, seed=3))
+    a = Line(*streams[0].detach(), Kept(), "a")
+    b = Line(*streams[1].detach(), at_b, "b", drops=Drops(30, seed=3))
     try:
         a.send(Header(Kind.HELLO))
         for header, body in pushes([4] * 1000, first=1):
@@ -168,14 +205,14 @@ def test_messages_are_lost_on_purpose_but_never_the_first():
 
 def test_every_message_is_logged_if_wanted(caplog):
     streams = connected_streams()
-    a = Line(Link(*streams[0].detach()), Kept(), "server 0", log_messages=True)
+    a = Line(*streams[0].detach(), Kept(), "server 0", log_messages=True)
     try:
         with caplog.at_level(logging.INFO, "reigen.kv"):
             a.send(Header(Kind.PUSH, 4, 5, 6, 7, body_bytes=3), b"abc")
         assert caplog.messages == ["to server 0: PUSH request=4 key=5 cell=6 round=7 bytes=3"]
     finally:
         a.close()
-        Link(*streams[1].detach()).close()
+        streams[1].close()
 
 
 def test_the_peer_is_who_it_proved_to_be():

@@ -61,6 +61,13 @@ def test_the_secret_of_a_job_is_that_of_its_port() -> None:
     assert str(one.secret) not in repr(one)
 
 
+def test_a_job_of_our_launchers_has_one_number_for_all_its_schedulers() -> None:
+    by_hand, launched = {"REIGEN_SECRET": SECRET}, {"REIGEN_SECRET": SECRET, "REIGEN_RENDEZVOUS": "127.0.0.1:1"}
+    assert found(DMLC, **by_hand).job == 0
+    assert found(DMLC, **launched).job == found(DMLC, DMLC_ROLE="scheduler", **launched).job != 0
+    assert found(DMLC, **{**launched, "REIGEN_SECRET": SECRET[::-1]}).job != found(DMLC, **launched).job
+
+
 def test_all_problems_are_listed() -> None:
     with pytest.raises(ConfigError) as caught:
         found({"DMLC_ROLE": "boss", "DMLC_NUM_WORKER": "0", "DMLC_NUM_SERVER": "0", "DMLC_PS_ROOT_PORT": "70000"})

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
+from reigen.errors import DeadlineError
 from reigen.kv.barriers import MAX_BARRIERS
 from reigen.kv.events import LossPolicy
 from reigen.kv.nodes import Event, NodeLeft, NodeLost, NodeReturned, Peer, ServerMoved, Stop
@@ -15,22 +17,35 @@ from reigen.kv.registry import (
     ANSWERS,
     Answer,
     Assigned,
+    BarrierBroken,
     BarrierDone,
     Call,
     EnterBarrier,
+    GiveUp,
     Heartbeat,
     Leave,
     Missing,
     News,
     Refused,
     Register,
+    Silent,
     Welcome,
     WhoIsMissing,
+    WhoIsSilent,
 )
-from reigen.kv.roster import GRACE_SECONDS, Roster, Terms
+from reigen.kv.roster import GRACE_SECONDS, Roster
+from reigen.kv.seats import Terms
 
 TERMS = Terms(2, 1)
 WAIT, CONTINUE = (replace(TERMS, policy=policy) for policy in (LossPolicy.WAIT, LossPolicy.CONTINUE))
+
+
+#: number of the job
+JOB = 4711
+
+
+def assigned(number: int, is_recovery: bool, barriers: tuple[tuple[str, int], ...] = ()) -> Assigned:
+    return Assigned(number, is_recovery, JOB, barriers)
 
 
 def register(owner: str, terms: Terms = TERMS, *, number: int | None = None, known: bool = False) -> Register:
@@ -45,7 +60,7 @@ def register(owner: str, terms: Terms = TERMS, *, number: int | None = None, kno
         process,
         terms.num_workers,
         terms.num_servers,
-        known,
+        JOB if known else 0,
     )
 
 
@@ -58,7 +73,7 @@ class Job:
     """A roster with a clock, validated after every step; keeps what each connection was told last."""
 
     def __init__(self, terms: Terms = TERMS, *present: str) -> None:
-        self.terms, self.roster, self.now = terms, Roster(terms), 100.0
+        self.terms, self.roster, self.now = terms, Roster(terms, JOB), 100.0
         for owner in present:
             self.come(owner)
 
@@ -110,18 +125,18 @@ def started(terms: Terms = TERMS) -> Job:
 
 def test_everybody_is_told_where_the_servers_are_when_all_have_come() -> None:
     job = Job(replace(TERMS, num_servers=2))
-    assert job.come("w1") == {"w1": [Assigned(1, False)]}
-    assert job.come("s1") == {"s1": [Assigned(1, False)]}
+    assert job.come("w1") == {"w1": [assigned(1, False)]}
+    assert job.come("s1") == {"s1": [assigned(1, False)]}
     welcome = Welcome((peer("s0"), peer("s1")))
-    assert job.come("s0") == {"s0": [Assigned(0, False), welcome], "w1": [welcome], "s1": [welcome]}
-    assert job.come("w0") == {"w0": [Assigned(0, False), welcome]}
+    assert job.come("s0") == {"s0": [assigned(0, False), welcome], "w1": [welcome], "s1": [welcome]}
+    assert job.come("w0") == {"w0": [assigned(0, False), welcome]}
 
 
 def test_numbers_go_by_arrival_where_nobody_was_told_one() -> None:
     job = Job(Terms(3, 1))
-    assert job.come("w1") == {"w1": [Assigned(1, False)]}
-    assert job.come("w7", number=-1) == {"w7": [Assigned(0, False)]}
-    assert job.come("w8", number=-1) == {"w8": [Assigned(2, False)]}
+    assert job.come("w1") == {"w1": [assigned(1, False)]}
+    assert job.come("w7", number=-1) == {"w7": [assigned(0, False)]}
+    assert job.come("w8", number=-1) == {"w8": [assigned(2, False)]}
     assert job.come("w9", number=-1) == {"w9": [Refused("all 3 worker(s) of this job are there already")]}
 
 
@@ -139,7 +154,7 @@ def test_a_process_that_ends_before_the_start_is_forgotten() -> None:
     job = Job(TERMS, "w0", "w1")
     job.say("w0", EnterBarrier("b", 1))
     assert job.end("w0") == {}
-    assert job.come("w0'") == {"w0'": [Assigned(0, False)]}
+    assert job.come("w0'") == {"w0'": [assigned(0, False)]}
     job.come("s0")
     assert job.say("w1", EnterBarrier("b", 1)) == {}
     assert job.say("w0'", EnterBarrier("b", 1)) == {"w0'": [BarrierDone("b", 1)], "w1": [BarrierDone("b", 1)]}
@@ -147,17 +162,39 @@ def test_a_process_that_ends_before_the_start_is_forgotten() -> None:
 
 def test_servers_that_do_not_come_end_the_job() -> None:
     job = Job(TERMS, "w0")
-    assert job.say("w0", WhoIsMissing()) == {"w0": [Missing("", 0, (1,), (0,))]}
+    assert job.say("w0", WhoIsMissing()) == {"w0": [Missing((1,), (0,))]}
     told = job.beat(31, "w0")
-    assert told["w0"] == [Stop(1, "worker 1, server 0 did not come in time")]
-    assert job.roster.stop == told["w0"][0]
-    assert job.come("s0") == {"s0": [Refused("the job is over: worker 1, server 0 did not come in time")]}
+    reason = (
+        "worker 1, server 0 did not come in time: after the first process, servers are waited for 30 s "
+        "(REIGEN_START_TIMEOUT), workers 600 s (REIGEN_DEADLINE)"
+    )
+    assert told["w0"] == [Stop(1, reason, is_late=True, workers=(1,))] == [job.roster.stop]
+    assert job.come("s0") == {"s0": [Refused(f"the job is over: {reason}")]}
 
 
 def test_workers_have_longer_to_come() -> None:
     job = Job(TERMS, "w0", "s0")
     assert job.beat(599, "w0", "s0") == {}
-    assert job.beat(2, "w0", "s0")["s0"] == [Stop(1, "worker 1 did not come in time")]
+    (stop,) = job.beat(2, "w0", "s0")["s0"]
+    assert isinstance(stop, Stop)
+    assert "worker 1 did not come in time" in stop.reason
+    with pytest.raises(DeadlineError, match="the job is over: worker 1 did not come") as caught:  # servers had come
+        raise stop.error()
+    assert caught.value.ranks == (1,)
+
+
+def test_nobody_is_late_because_the_scheduler_did_not_run() -> None:
+    job = Job(TERMS, "w0")
+    job.now += 1000
+    assert job.say("w0", Heartbeat()) == {}
+    assert job.wait(5) == {}
+    assert job.come("w1") == {"w1": [assigned(1, False)]}
+    job.come("s0")
+    assert job.roster.stop is None
+    job.end("w1")
+    job.now += 1000
+    job.come("w1")
+    assert job.beat(60, "w0", "w1", "s0") == {}
 
 
 # -- loss and return --------------------------------------------------------------------------------------------------
@@ -170,13 +207,13 @@ def test_a_connection_that_ends_is_a_loss_that_all_are_told() -> None:
     assert job.wait(GRACE_SECONDS) == {"s0": [loss], "w0": [loss]}
     (refused,) = job.come("w1'")["w1'"]
     assert refused == Refused("worker 1 on host h1 is lost: its process ended; this job does not go on without it")
-    assert job.say("w0", Leave())["s0"][-1] == Stop(1, str(loss))
+    assert job.say("w0", Leave())["s0"][-1] == Stop(WORKERS_LOST_EXIT_CODE, str(loss))
 
 
 def test_a_connection_may_be_made_again() -> None:
     job = started()
     job.end("w1")
-    assert job.come("w1", known=True) == {"w1": [Assigned(1, False), Welcome((peer("s0"),))]}
+    assert job.come("w1", known=True) == {"w1": [assigned(1, False), Welcome((peer("s0"),))]}
     assert job.beat(60, "w0", "w1", "s0") == {}
     job.say("w1 again", register("w1", known=True))  # before the end of the old one was seen
     assert job.end("w1") == {}
@@ -192,7 +229,7 @@ def test_a_process_that_comes_for_a_lost_workers_number_takes_its_place(terms: T
     assert job.come("w1'") == {  # its predecessor cannot be there any more
         "s0": [loss, back],
         "w0": [loss, back],
-        "w1'": [Assigned(1, True), back, Welcome((peer("s0"),))],
+        "w1'": [assigned(1, True), back, Welcome((peer("s0"),))],
     }
     (refused,) = job.come("w1", known=True)["w1"]
     assert refused == Refused("another process has become worker 1")
@@ -202,7 +239,7 @@ def test_a_process_without_a_number_takes_a_lost_ones_place() -> None:
     job = started(WAIT)
     job.end("w0")
     job.wait(5)
-    assert job.come("w9'", number=-1)["w9'"][0] == Assigned(0, True)
+    assert job.come("w9'", number=-1)["w9'"][0] == assigned(0, True)
 
 
 def test_silence_is_a_loss_and_whoever_was_silent_may_be_there_again() -> None:
@@ -227,7 +264,7 @@ def test_while_the_first_may_be_alive_another_process_waits_for_its_place() -> N
     assert job.say("w1", Heartbeat()) == {"w1'": [Refused("worker 1 is there already, on host h1")]}
     assert job.come("w1''") == {}
     told = job.beat(21, "w0", "s0")  # its machine has crashed, and nobody closed its connection
-    assert told["w1''"][:1] == [Assigned(1, True)]
+    assert told["w1''"][:1] == [assigned(1, True)]
     assert told["w1"][-1] == Refused("another process has become worker 1")
     assert told["w0"] == [
         NodeLost("worker", 1, "h1", "nothing was heard of it for 20 s", True, 1),
@@ -249,6 +286,13 @@ def test_a_process_that_waits_for_a_place_asks_for_no_other() -> None:
     assert job.come("w1'", number=0) == {"w1'": [Refused("this connection has registered before")]}
 
 
+def test_an_older_connection_of_a_process_asks_for_no_other_place() -> None:
+    job = Job(TERMS, "s0", "w0")
+    job.say("again", register("w0"))  # the same process: what it had before is kept for what it may still say
+    assert job.come("w0", number=1) == {"w0": [Refused("this connection has registered before")]}
+    assert job.come("w1")["w1"][0] == assigned(1, False)
+
+
 def test_without_heartbeats_nobody_waits_for_a_place_that_is_taken() -> None:
     job = started(replace(WAIT, heartbeat_timeout_seconds=math.inf))
     assert job.come("w1'") == {"w1'": [Refused("worker 1 is there already, on host h1")]}
@@ -266,18 +310,18 @@ def test_a_connection_that_is_made_again_is_no_restart_of_the_scheduler() -> Non
     job = Job(Terms(3, 1), "w0", "s0")
     job.end("w0")
     job.come("w0", known=True)
-    assert job.come("w1")["w1"][0] == Assigned(1, False)
+    assert job.come("w1")["w1"][0] == assigned(1, False)
     early = Job(TERMS, "w0")
     early.end("w0")  # before the start: forgotten
-    assert early.come("w0", known=True) == {"w0": [Assigned(0, False)]}
-    assert early.come("w1")["w1"][0] == Assigned(1, False)
+    assert early.come("w0", known=True) == {"w0": [assigned(0, False)]}
+    assert early.come("w1")["w1"][0] == assigned(1, False)
 
 
 def test_connections_of_one_process_may_be_heard_in_another_order() -> None:
     job = started()
     job.say("newer", register("w1", known=True))
     job.say("older", register("w1", known=True))
-    assert job.end("older")["newer"][0] == Assigned(1, False)
+    assert job.end("older")["newer"][0] == assigned(1, False)
     assert job.end("w1") == {}
     assert job.beat(60, "w0", "newer", "s0") == {}
 
@@ -290,7 +334,7 @@ def test_a_server_that_is_started_again_is_found_where_it_is_now() -> None:
     moved = ServerMoved(peer("s0'"))
     told = job.come("s0'")
     assert told["w0"] == told["w1"] == [moved]
-    assert told["s0'"] == [Assigned(0, True), moved, Welcome((peer("s0'"),))]
+    assert told["s0'"] == [assigned(0, True), moved, Welcome((peer("s0'"),))]
 
 
 def test_a_server_that_nobody_starts_again_is_lost_for_good() -> None:
@@ -322,11 +366,53 @@ def test_who_comes_is_told_what_has_happened() -> None:
 def test_a_barrier_is_done_when_all_have_entered_as_often() -> None:
     job = started()
     assert job.say("w0", EnterBarrier("b", 1)) == {}
-    assert job.say("w0", WhoIsMissing("b", 1)) == {"w0": [Missing("b", 1, (1,), ())]}
     done = BarrierDone("b", 1)
     assert job.say("w1", EnterBarrier("b", 1)) == {"w0": [done], "w1": [done]}
     assert job.say("w1", EnterBarrier("b", 1)) == {"w1": [done]}
     assert job.say("w1", EnterBarrier("b", 2)) == job.say("w0", EnterBarrier("c", 2)) == {}
+
+
+def test_a_barrier_that_one_gives_up_is_broken_for_all_whenever_they_come() -> None:
+    job = Job(Terms(3, 1), "s0", "w0", "w1", "w2")
+    for owner in ("w0", "w1"):
+        job.say(owner, EnterBarrier("b", 1))
+    broken = BarrierBroken("b", 1, 0, (2,))
+    assert job.say("w0", GiveUp("b", 1)) == {"w0": [broken], "w1": [broken]}
+    assert job.say("w0", EnterBarrier("b", 2)) == {}  # it tries again
+    assert job.say("w2", EnterBarrier("b", 1)) == {"w2": [broken]}
+    assert job.say("w2", EnterBarrier("b", 1)) == {"w2": [broken]}  # whose answer got lost
+    assert job.say("w2", EnterBarrier("b", 2)) == {}
+    done = BarrierDone("b", 2)
+    assert job.say("w1", EnterBarrier("b", 2)) == {"w0": [done], "w1": [done], "w2": [done]}
+    assert job.say("w0", GiveUp("b", 2)) == {"w0": [done]}  # too late: all have come
+
+
+def test_a_replacement_passes_over_barriers_that_are_broken() -> None:
+    job = started(WAIT)
+    job.say("w0", EnterBarrier("b", 1))
+    job.say("w0", GiveUp("b", 1))
+    job.end("w1")
+    assert job.come("w1'")["w1'"][0] == assigned(1, True, (("b", 1),))
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_after_a_restart_nothing_is_given_up_that_somebody_may_have_passed(passed: bool) -> None:
+    job = Job(Terms(2, 1))
+    job.come("s0", known=True)
+    job.come("w0", known=True)
+    assert job.say("w0", GiveUp("b", 1)) == {}  # worker 1 may have heard that all came
+    one = structs.replace(register("w1", known=True), barriers=(EnterBarrier("b", 1, is_over=True),) if passed else ())
+    told = job.say("w1", one)
+    assert told["w0"][-1] == BarrierDone("b", 1) if passed else BarrierBroken("b", 1, 0, (1,))
+
+
+def test_how_a_barrier_ended_is_told_again_by_those_who_know_it() -> None:
+    job = Job(Terms(2, 1))
+    job.come("s0", known=True)
+    broken = (GiveUp("b", 1, is_over=True),)
+    job.say("w0", structs.replace(register("w0", known=True), barriers=broken))
+    told = job.say("w1", structs.replace(register("w1", known=True), barriers=(EnterBarrier("b", 1),)))
+    assert told["w1"][-1] == BarrierBroken("b", 1, 0, (1,))
 
 
 def test_a_worker_that_leaves_is_not_waited_for_at_barriers() -> None:
@@ -343,7 +429,7 @@ def test_a_replacement_goes_on_with_the_barriers_where_the_others_are() -> None:
     job.say("w0", EnterBarrier("b", 3))
     job.end("w1")
     assert job.wait(1)["w0"][-1] != BarrierDone("b", 3)
-    assert job.come("w1'")["w1'"][0] == Assigned(1, True, (("b", 2),))
+    assert job.come("w1'")["w1'"][0] == assigned(1, True, (("b", 2),))
     assert job.say("w1'", EnterBarrier("b", 3))["w0"] == [BarrierDone("b", 3)]
 
 
@@ -381,7 +467,7 @@ def test_a_worker_that_has_left_may_connect_again_and_be_silent() -> None:
     job = started()
     job.say("w0", Leave())
     job.end("w0")
-    assert job.come("w0", known=True)["w0"][0] == Assigned(0, False)
+    assert job.come("w0", known=True)["w0"][0] == assigned(0, False)
     assert job.beat(60, "w1", "s0") == {}
     assert job.say("w1", Leave())["s0"][-1] == Stop(0, "all workers have left")
 
@@ -399,7 +485,7 @@ def test_a_job_that_has_lost_all_workers_ends_badly() -> None:
     job.end("w1")
     stop = job.wait(1)["s0"][-1]
     assert isinstance(stop, Stop)
-    assert stop.exit_code == 1
+    assert stop.exit_code == WORKERS_LOST_EXIT_CODE
     assert "worker 0 on host h0 is lost: its process ended; worker 1 on host h1" in stop.reason
 
 
@@ -413,6 +499,7 @@ def test_the_end_tells_of_the_first_loss_first() -> None:
     assert "w0" not in told
     assert job.roster.stop is not None
     assert job.roster.stop.reason.startswith("server 0 on host h0 is lost: its process ended; worker 0")
+    assert job.roster.stop.exit_code == 1
 
 
 def test_nobody_waits_forever_for_replacements_of_all_workers() -> None:
@@ -420,7 +507,8 @@ def test_nobody_waits_forever_for_replacements_of_all_workers() -> None:
     job.say("w0", Leave())
     job.end("w1")
     assert not any(isinstance(event, Stop) for event in job.beat(30, "s0")["s0"])
-    assert job.beat(2, "s0")["s0"] == [Stop(1, "all workers have left or are lost, and nobody came in their place")]
+    reason = "all workers have left or are lost, and nobody came in their place"
+    assert job.beat(2, "s0")["s0"] == [Stop(WORKERS_LOST_EXIT_CODE, reason)]
 
 
 # -- restart of the scheduler -----------------------------------------------------------------------------------------
@@ -428,11 +516,11 @@ def test_nobody_waits_forever_for_replacements_of_all_workers() -> None:
 
 def test_a_scheduler_that_is_started_again_learns_from_the_nodes_who_is_there() -> None:
     job = Job(TERMS)
-    assert job.come("w1", known=True) == {"w1": [Assigned(1, False)]}
+    assert job.come("w1", known=True) == {"w1": [assigned(1, False)]}
     assert job.say("w1", EnterBarrier("b", 7)) == {}
     job.come("s0", known=True)
     told = job.come("w0", known=True)
-    assert told == {"w0": [Assigned(0, False), Welcome((peer("s0"),))]}
+    assert told == {"w0": [assigned(0, False), Welcome((peer("s0"),))]}
     assert job.say("w0", EnterBarrier("b", 7))["w1"] == [BarrierDone("b", 7)]
     assert job.beat(60, "w0", "w1", "s0") == {}
 
@@ -445,16 +533,67 @@ def test_whoever_does_not_come_back_to_it_is_lost_but_not_who_had_left() -> None
     loss = NodeLost("worker", 2, "", "it did not come back within 30 s", False)
     assert told == {"w0": [loss], "s0": [loss]}
     assert job.come("w2", known=True) == {"w2": [Refused("worker 2 was given up: it did not come back within 30 s")]}
-    assert job.say("w0", Leave())["s0"][-1] == Stop(1, str(loss))
+    assert job.say("w0", Leave())["s0"][-1] == Stop(WORKERS_LOST_EXIT_CODE, str(loss))
 
 
 def test_a_worker_that_had_left_says_so_again() -> None:
     job = Job(TERMS)
     job.say("w0", structs.replace(register("w0", known=True), left=(1,)))
     job.come("s0", known=True)
-    assert job.come("w1", known=True)["w1"][0] == Assigned(1, False)
+    assert job.come("w1", known=True)["w1"][0] == assigned(1, False)
     job.say("w1", Leave())
     assert job.say("w0", Leave())["s0"][-1] == Stop(0, "all workers have left")
+
+
+def test_servers_that_come_back_to_it_after_all_workers_are_told_of_the_end() -> None:
+    job = Job(TERMS)
+    for worker in ("w0", "w1"):
+        job.come(worker, known=True)
+        job.say(worker, Leave())
+    assert job.roster.stop is None
+    assert job.come("s0", known=True)["s0"][-1] == Stop(0, "all workers have left")
+
+
+def test_a_replacement_may_come_to_it_before_those_who_know_the_job() -> None:
+    job = Job(WAIT)
+    job.come("w0'")
+    assert job.come("s0", known=True)["s0"][0] == assigned(0, False)
+    assert job.come("w1", known=True)["w1"][0] == assigned(1, False)
+
+
+def test_a_process_of_another_job_is_refused_by_name() -> None:
+    new = started()
+    (refused,) = new.say("w1 old", structs.replace(register("w1"), job=99))["w1 old"]
+    assert isinstance(refused, Refused)
+    assert "serves another job, on the same port" in refused.reason
+    again = Job(TERMS)
+    told = again.say("w1", structs.replace(register("w1"), job=99))
+    assert told == {"w1": [Assigned(1, False, 99)]}  # the job that it goes on with
+    assert again.say("s0", structs.replace(register("s0"), job=99))["s0"][0] == Assigned(0, False, 99)
+    assert isinstance(again.come("w0", known=True)["w0"][0], Refused)
+
+
+def test_a_new_job_does_not_mix_with_what_is_left_of_an_old_one() -> None:
+    job = Job(TERMS)
+    job.say("w1 old", structs.replace(register("w1", known=True), is_open=True))
+    (refused,) = job.come("s0")["s0"]
+    assert isinstance(refused, Refused)
+    assert "end the processes of the old one (worker 1 on host h1), or take another DMLC_PS_ROOT_PORT" in refused.reason
+    with_snapshots = Job(replace(TERMS, servers_return=True))
+    with_snapshots.say("w1 old", structs.replace(register("w1", known=True), is_open=True))
+    assert with_snapshots.come("s0")["s0"][0] == assigned(0, True)
+
+
+def test_who_was_not_heard_of_is_counted() -> None:
+    job = started(replace(CONTINUE, heartbeat_timeout_seconds=20.0))
+    job.beat(10, "w0", "s0")
+    assert job.say("w0", WhoIsSilent(9.5)) == {"w0": [Silent(9.5, 1)]}
+    assert job.say("w0", WhoIsSilent(10.5)) == {"w0": [Silent(10.5, 0)]}
+    job.beat(11, "w0", "s0")
+    assert job.say("w0", WhoIsSilent(60.0)) == {"w0": [Silent(60.0, 1)]}  # it is known to be lost
+    job.say("s0", Leave())
+    job.beat(10, "w0")
+    assert job.say("w0", WhoIsSilent(5.0)) == {"w0": [Silent(5.0, 1)]}  # who has left is not dead
 
 
 def test_a_process_that_it_does_not_know_is_a_replacement() -> None:

@@ -31,7 +31,9 @@ def test_schedules() -> None:
         seen.update(dict.fromkeys(play(seed).seen, 1))
     if _REPLAY is None:
         assert min(seen.values()) >= 10, seen
-        assert set(seen) == {"good end", "bad end", "barrier", "cut", "kill", "crash", "freeze"}
+        assert set(seen) == {
+            "good end", "bad end", "barrier", "given up", "broken barrier", "cut", "kill", "crash", "freeze",
+        }  # fmt: skip
 
 
 @pytest.mark.slow

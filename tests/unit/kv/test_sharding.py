@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from reigen.kv.sharding import UNIT, Cell, Placer, home
+from reigen.kv.sharding import UNIT, Cell, Placer, choose_slice_bytes, home
 
 _MIB = 1 << 20
 
@@ -36,6 +36,19 @@ def test_a_large_key_is_spread_over_all_servers_in_equal_shares() -> None:
     assert max(cell.num_elements for cell in cells) - min(cell.num_elements for cell in cells) <= UNIT
     assert reason == "1440000 elements, the bound is 1000000: 7 cell(s) on 7 server(s)"
     assert placer.place(2, 999_999, 4)[1].endswith("(below the bound): 1 cell(s)")
+
+
+@pytest.mark.parametrize(
+    ("asked", "hosts", "chosen"),
+    [
+        (None, ["127.0.0.1", "::1"], 4 << 20),
+        (None, ["10.0.0.1"], 1 << 20),
+        (None, ["127.0.0.1", "fd00::2"], 1 << 20),
+        (12345, ["10.0.0.1"], 12345),
+    ],
+)
+def test_cells_are_smaller_where_a_wire_is_between(asked: int | None, hosts: list[str], chosen: int) -> None:
+    assert choose_slice_bytes(asked, hosts)[0] == chosen
 
 
 def test_cells_are_no_larger_than_the_slice_and_servers_take_turns() -> None:

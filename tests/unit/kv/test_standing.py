@@ -6,18 +6,22 @@ from reigen.errors import ConfigError, DeadlineError, PeerLostError
 from reigen.kv.nodes import NodeLeft, NodeLost, NodeReturned, Peer, ServerMoved, Stop
 from reigen.kv.registry import (
     Assigned,
+    BarrierBroken,
     BarrierDone,
     EnterBarrier,
+    GiveUp,
     Leave,
     Missing,
     News,
     Refused,
     Register,
+    Silent,
     Welcome,
     name_nodes,
 )
 from reigen.kv.standing import Standing
 
+JOB = 4711
 ME = Register("worker", -1, "here", "", 77, 3, 2)
 SERVERS = (Peer(0, "10.0.0.1:5000", 11, "a"), Peer(1, "10.0.0.2:5000", 12, "b"))
 LOST = NodeLost("worker", 2, "c", "its process ended")
@@ -25,7 +29,7 @@ LOST = NodeLost("worker", 2, "c", "its process ended")
 
 def placed(*, is_loss_fatal: bool = True) -> Standing:
     standing = Standing(ME, is_loss_fatal=is_loss_fatal)
-    standing.take(Assigned(1, is_recovery=False))
+    standing.take(Assigned(1, is_recovery=False, job=JOB))
     standing.take(Welcome(SERVERS))
     return standing
 
@@ -33,9 +37,9 @@ def placed(*, is_loss_fatal: bool = True) -> Standing:
 def test_the_scheduler_gives_a_number_which_is_said_from_then_on() -> None:
     standing = Standing(ME, is_loss_fatal=True)
     assert standing.registration() == ME
-    assert standing.take(Assigned(1, is_recovery=True)) == []
+    assert standing.take(Assigned(1, is_recovery=True, job=JOB)) == []
     assert (standing.number, standing.is_recovery, standing.name) == (1, True, "worker 1")
-    assert standing.registration() == Register("worker", 1, "here", "", 77, 3, 2, is_known=True, is_recovery=True)
+    assert standing.registration() == Register("worker", 1, "here", "", 77, 3, 2, JOB, is_recovery=True)
 
 
 def test_a_refusal_at_first_is_about_how_it_was_started() -> None:
@@ -63,29 +67,45 @@ def test_a_new_scheduler_is_told_again_where_this_node_waits() -> None:
     standing.forget(first)
     standing.take(News((NodeLeft("worker", 2, "c"), NodeLeft("server", 1, "b"))))
     assert standing.registration().left == (2,)
+    third = standing.enter("c")
+    standing.give_up(third)
     # of every barrier the last time, and where it waits
-    assert standing.take(Assigned(1, is_recovery=False)) == [EnterBarrier("a", 1), EnterBarrier("b", 1)]
+    again = [EnterBarrier("a", 1), EnterBarrier("b", 1, is_over=True), GiveUp("c", 1)]
+    assert standing.take(Assigned(1, is_recovery=False, job=JOB)) == again
+    assert standing.registration().barriers == tuple(again)
+    standing.take(BarrierBroken("c", 1, 0, (2,)))
+    standing.forget(third)
+    assert standing.registration().barriers[-1] == GiveUp("c", 1, is_over=True)
     standing.has_left = True
-    assert standing.take(Assigned(1, is_recovery=False))[-1] == Leave()
-    assert not standing.is_done(second)
+    assert standing.take(Assigned(1, is_recovery=False, job=JOB))[-1] == Leave()
+    assert standing.outcome(second) is None
+
+
+def test_a_worker_goes_when_a_scheduler_has_heard_that_it_leaves() -> None:
+    standing = placed()
+    assert standing.is_out, "one that does not leave has nothing to say"
+    standing.has_left = True
+    assert not standing.is_out
+    standing.take(News((NodeLeft("worker", 1, "here"),)))
+    assert standing.is_out
 
 
 def test_barriers_of_one_name_are_counted() -> None:
     standing = placed()
     first = standing.enter("epoch")
     standing.take(BarrierDone("epoch", 1))
-    assert standing.is_done(first)
+    assert standing.outcome(first) == BarrierDone("epoch", 1)
     standing.forget(first)
     second = standing.enter("epoch")
     standing.take(BarrierDone("epoch", 1))  # an answer that comes late
-    assert not standing.is_done(second)
+    assert standing.outcome(second) is None
     standing.take(BarrierDone("epoch", 2))
-    assert standing.is_done(second)
+    assert standing.outcome(second) == BarrierDone("epoch", 2)
 
 
 def test_who_takes_a_place_goes_on_there_with_barriers() -> None:
     standing = Standing(ME, is_loss_fatal=False)
-    standing.take(Assigned(1, is_recovery=True, barriers=(("epoch", 3),)))
+    standing.take(Assigned(1, is_recovery=True, job=JOB, barriers=(("epoch", 3),)))
     assert standing.enter("epoch") == ("epoch", 4)
     assert standing.enter("other") == ("other", 1)
 
@@ -113,8 +133,11 @@ def test_without_which_nodes_nobody_can_go_on() -> None:
 
 
 def test_a_server_that_moved_is_found_at_its_new_place() -> None:
-    standing = placed()
     new = Peer(1, "10.0.0.3:6000", 13, "c")
+    early = Standing(ME, is_loss_fatal=True)
+    early.take(News((ServerMoved(new),)))
+    assert (early.servers, early.events) == ({}, []), "servers are known when all are"
+    standing = placed()
     standing.take(News((NodeLost("server", 1, "b", "silent", will_return=True), ServerMoved(new))))
     assert standing.servers[1] == new
     assert standing.lost == {}
@@ -135,16 +158,18 @@ def test_the_end_of_the_job_ends_waiting() -> None:
 
 def test_a_job_that_ends_before_all_have_come_has_missed_its_start() -> None:
     standing = Standing(ME, is_loss_fatal=True)
-    standing.take(Assigned(1, is_recovery=False))
-    standing.take(News((Stop(1, "server 1 did not come in time"),)))
+    standing.take(Assigned(1, is_recovery=False, job=JOB))
+    standing.take(News((Stop(1, "worker 2 did not come in time", is_late=True, workers=(2,)),)))
     assert isinstance(standing.failure, DeadlineError)
+    assert standing.failure.ranks == (2,)
 
 
-def test_answers_are_kept_by_question() -> None:
+def test_answers_are_kept() -> None:
     standing = placed()
-    answer = Missing("epoch", 2, (0, 2), ())
+    answer = Missing((0, 2), ())
     standing.take(answer)
-    assert standing.missing == {("epoch", 2): answer}
+    standing.take(Silent(3.0, 2))
+    assert (standing.missing, standing.silent) == (answer, {3.0: 2})
 
 
 def test_nodes_in_words() -> None:

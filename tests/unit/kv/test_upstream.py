@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from reigen.errors import ArgumentError, AuthenticationError, WireError
+from reigen.kv.arena import Arena
 from reigen.kv.line import Line
 from reigen.kv.nodes import Peer
 from reigen.kv.operations import Operation, Request
@@ -30,7 +32,6 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.upstream import Manner, Upstream
 from reigen.wire.auth import Identity, Role
-from reigen.wire.link import Link
 from reigen.wire.stream import accept
 
 SECONDS = 10.0
@@ -58,7 +59,7 @@ class Server:
                 stream = accept(connection, secret, me, 1 << 12, time.monotonic() + SECONDS)
             except AuthenticationError:
                 return
-            self.line = Line(Link(*stream.detach()), self, "worker")
+            self.line = Line(*stream.detach(), self, "worker")
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -125,11 +126,10 @@ class Owner:
 class Bench:
     """A worker's end that is ready, and the server's."""
 
-    def __init__(self, *, resend_seconds: float | None = None) -> None:
+    def __init__(self, *, resend_seconds: float | None = None, machine: str = "") -> None:
         self.server, self.owner = Server(), Owner()
-        manner = Manner(
-            Identity(Role.RANK, 1, PURPOSE), SECRET, None, Hello(1, 9, "w"), 5, resend_seconds, 20.0, 0.0, False
-        )
+        hello = Hello(1, 9, "w", machine)
+        manner = Manner(Identity(Role.RANK, 1, PURPOSE), SECRET, None, hello, 5, resend_seconds, 20.0, 0.0, False)
         self.upstream = Upstream(Peer(3, self.server.address, 1, "h"), manner, self.owner)
 
     def begin(self, kind: Kind = Kind.PUSH, **facts: Any) -> Request:
@@ -149,12 +149,12 @@ class Bench:
 def bench() -> Iterator[Callable[..., Bench]]:
     made: list[Bench] = []
 
-    def make(**options: Any) -> Bench:
+    def make(*, welcome: dict[str, Any] | None = None, **options: Any) -> Bench:
         one = Bench(**options)
         made.append(one)
         one.server.meet(one.upstream)
         assert one.server.hear(1)[0][0].kind == Kind.HELLO
-        one.server.welcome(one.upstream)
+        one.server.welcome(one.upstream, **(welcome or {}))
         assert one.upstream.is_ready
         return one
 
@@ -189,6 +189,33 @@ def test_values_land_where_they_belong(bench: Make) -> None:
     asked = one.begin(Kind.GET_STATES)
     one.answer(asked, Kind.VALUE, b"states")
     assert asked.answer == b"states"
+
+
+def test_values_in_the_servers_memory_are_given_back_together(bench: Make) -> None:
+    arena = Arena("test")
+    segment = arena.segment
+    shared = {"machine": "m", "pid": os.getpid(), "fd": segment.fd, "inode": segment.inode}
+    one = bench(machine="m", welcome=shared)
+    block = arena.allocate(12)
+    block.array.view(np.float32)[:] = 7
+    where = {"flags": Flag.IN_MEMORY, "offset": block.offset, "memory_bytes": 12}
+    intos = [np.zeros(3, np.float32) for _ in range(4)]
+    requests = [one.begin(Kind.PULL, into=into) for into in intos[:3]]
+    one.server.hear(3)
+    one.answer(requests[0], Kind.VALUE, **where)
+    one.upstream.flush()
+    requests.append(one.begin(Kind.PULL, into=intos[3]))
+    (release, ids), (asked, _) = one.server.hear(2)
+    assert (release.kind, np.frombuffer(ids, "<u8").tolist()) == (Kind.RELEASE, [requests[0].request])
+    assert asked.request == requests[3].request, "what is asked next takes it along"
+    for request in requests[1:]:
+        one.answer(request, Kind.VALUE, **where)
+        one.upstream.flush()
+    ((release, ids),) = one.server.hear(1)
+    assert release.kind == Kind.RELEASE, "with the last answer"
+    assert np.frombuffer(ids, "<u8").tolist() == [each.request for each in requests[1:]]
+    assert np.stack(intos).tolist() == [[7, 7, 7]] * 4
+    arena.close()
 
 
 def test_errors_are_those_of_the_server(bench: Make) -> None:
@@ -286,7 +313,7 @@ def test_the_question_where_the_server_is_may_be_lost(bench: Make) -> None:
     one.server.welcome(one.upstream, is_empty=False)
     one.upstream.flush()
     first = one.server.hear(1)[0]
-    due = one.upstream.resend(time.monotonic())
+    due = one.upstream.resend(0.0)
     assert due is not None
     one.upstream.resend(due)
     one.upstream.flush()
@@ -295,6 +322,19 @@ def test_the_question_where_the_server_is_may_be_lost(bench: Make) -> None:
     one.upstream.receive()
     one.upstream.flush()
     assert one.server.hear(1)[0][0].request == request.request
+
+
+def test_what_waits_for_its_turn_on_the_wire_is_not_sent_again(bench: Make) -> None:
+    one = bench(resend_seconds=1.0)
+    request = one.begin(body=bytes(64 << 20))  # more than the kernel takes
+    assert one.upstream.wants_to_send
+    assert one.upstream.resend(time.monotonic() + 100) is None
+    assert one.server.line is not None
+    while one.upstream.wants_to_send:
+        one.upstream.flush()
+        one.server.line.receive()
+    one.server.hear(1)
+    assert one.upstream.resend(request.sent_at) == request.sent_at + 1
 
 
 def test_a_server_that_is_slow_is_asked_less_and_less_often(bench: Make) -> None:
@@ -308,6 +348,7 @@ def test_a_server_that_is_slow_is_asked_less_and_less_often(bench: Make) -> None
         waited.append(round(due - request.sent_at))
         request.sent_at -= due - request.sent_at
         one.upstream.resend(time.monotonic())
+        one.upstream.flush()
     assert waited == [1, 2, 4, 8, 16, 16, 16]
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -21,7 +19,9 @@ from reigen.optim import (
     Slot,
     States,
     Updater,
+    check_can_be_written,
     create,
+    packed,
     piece_of,
     slot_of,
     write_atomically,
@@ -109,32 +109,33 @@ def test_no_changed_or_missing_byte_goes_unnoticed() -> None:
         States.from_bytes(data + b"x")
     with pytest.raises(ConfigError, match="pickled code"):
         States.from_bytes(b"\x80\x04" + bytes(100))
-    with pytest.raises(ConfigError, match="layout 2"):
-        States.from_bytes(data[:8] + struct.pack("<I", 2) + data[12:])
+    with pytest.raises(ConfigError, match="layout 3"):
+        States.from_bytes(data[:8] + struct.pack("<I", 3) + data[12:])
 
 
 def test_what_a_consistent_file_claims_is_checked() -> None:
     """A right checksum proves nothing about who wrote it."""
 
-    def forged(pieces: Any, optimizer: Any = None) -> bytes:
-        header = msgspec.msgpack.encode({"optimizer": optimizer, "facts": {}, "pieces": pieces})
-        data = struct.pack("<8sII", b"REIGENST", 1, len(header)) + header + bytes(64)
-        return data + hashlib.blake2b(data, digest_size=32).digest()
+    def forged(pieces: Any, optimizer: Any = None, arrays: Any = None) -> bytes:
+        return b"".join(packed({"optimizer": optimizer, "facts": {}, "pieces": pieces}, arrays or {}))
 
-    wrong: list[tuple[Any, Any, str]] = [
-        ([["w", 10, 0, 10**15, "float32", 0, None, []]], None, "no range"),
-        ([["w", 10**15, 0, 10**15, "float32", 0, None, [["m", "float32", 0]]]], None, "outside the file"),
-        ([["w", 4, 0, 4, "float32", 0, None, [["m", "float32", -64]]]], None, "outside the file"),
-        ([["w", 4, 0, 4, "float32", 0, None, [["m", "object", 0]]]], None, "'object' are not supported"),
-        ([["w", 4, 0, 4, "object", 0, None, []]], None, "unknown element type"),
-        ([["w", 4, 4, 0, "float32", 0, None, [["m", "float32", 0]]]], None, "outside the file"),
-        ([["w", 4, 0]], None, "makes no sense"),
-        ([[["w"], 4, 0, 4, "float32", 0, None, []]], None, "makes no sense"),
-        ([], {"name": "os.system"}, "no optimizer is called 'os.system'"),
+    four = np.zeros(4, np.float32)
+    wrong: list[tuple[Any, Any, Any, str]] = [
+        ([["w", 10, 0, 10**15, "float32", 0, None]], None, None, "no range"),
+        ([["w", 10**15, 0, 10**15, "float32", 0, None]], None, {"0 m": four}, "m is no flat array"),
+        ([["w", 4, 0, 4, "float32", 0, None]], None, {"1 m": four}, "no piece among the states: '1 m'"),
+        ([["w", 4, 0, 4, "float32", 0, None]], None, {"-1 m": four}, "no piece among the states"),
+        ([["w", 4, 0, 4, "float32", 0, None]], None, {"m": four}, "no piece among the states"),
+        ([["w", 4, 0, 4, "float32", 0, None]], None, {"0 m": four.reshape(2, 2)}, "m is no flat array"),
+        ([["w", 4, 0, 4, "object", 0, None]], None, None, "unknown element type"),
+        ([["w", 4, 4, 0, "float32", 0, None]], None, {"0 m": four}, "no range"),
+        ([["w", 4, 0]], None, None, "makes no sense"),
+        ([[["w"], 4, 0, 4, "float32", 0, None]], None, None, "makes no sense"),
+        ([], {"name": "os.system"}, None, "no optimizer is called 'os.system'"),
     ]
-    for pieces, optimizer, words in wrong:
+    for pieces, optimizer, arrays, words in wrong:
         with pytest.raises(ConfigError, match=words):
-            States.from_bytes(forged(pieces, optimizer))
+            States.from_bytes(forged(pieces, optimizer, arrays))
 
 
 def test_ranges_are_put_together_and_gaps_named() -> None:
@@ -192,8 +193,15 @@ def test_a_file_may_be_private_and_a_directory_is_no_file(tmp_path: Path) -> Non
     assert (tmp_path / "states").read_bytes() == b"new one"
     assert (tmp_path / "states").stat().st_mode & 0o777 == 0o600
     (tmp_path / "directory").mkdir()
-    with pytest.raises(OSError, match="directory"):
-        write_atomically(tmp_path / "directory", [b"x"])
+    missing = tmp_path / "nowhere" / "states"
+    for check in (lambda path: write_atomically(path, [b"x"]), check_can_be_written):
+        with pytest.raises(IsADirectoryError, match=f"directory: '{tmp_path / 'directory'}'"):
+            check(tmp_path / "directory")
+        with pytest.raises(FileNotFoundError, match=f"'{missing}'$"):  # and not a temporary file
+            check(missing)
+    check_can_be_written(tmp_path / "new")
+    check_can_be_written(tmp_path / "states")
+    assert (tmp_path / "states").read_bytes() == b"new one"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["directory", "states"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from reigen.bench.models import Backward, Training
+from reigen.bench.models import Backward, Training, variant_of
 from reigen.bench.work import Case
 
 
@@ -17,7 +17,7 @@ class Alone:
 
     def open(self, case: Case) -> Training:
         """The training of a model; ``MODEL/backward``: the backward pass alone."""
-        return (Backward if case.name.endswith("/backward") else Training)(case, self._rank)
+        return (Backward if variant_of(case) == "backward" else Training)(case, self._rank)
 
     def close(self) -> None:
         """Nothing to leave."""

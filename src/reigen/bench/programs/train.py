@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import reigen.torch as hvd
 from reigen import __version__
-from reigen.bench.models import Training
+from reigen.bench.models import Training, variant_of
 from reigen.bench.work import Case
 
 
@@ -24,12 +25,13 @@ class Trainer:
         self.versions = {"reigen": __version__, "torch": str(torch.__version__)}
 
     def open(self, case: Case) -> Training:
-        """The training of a model, ``MODEL/timeline`` with a timeline from then on."""
-        if case.name.endswith("/timeline"):
+        """The training of a model: /timeline with a timeline from then on, /shared with one model a host."""
+        variant = variant_of(case)
+        if variant == "timeline":
             directory = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="reigen-bench-"))
             hvd.stop_timeline()
             hvd.start_timeline(str(Path(directory, "timeline.json")))
-        return Training(case, hvd.rank(), wrap_optimizer=_wrapped)
+        return Training(case, hvd.rank(), wrap_optimizer=partial(_wrapped, share_parameters=variant == "shared"))
 
     def close(self) -> None:
         """Leave the job."""
@@ -37,9 +39,11 @@ class Trainer:
         self._stack.close()
 
 
-def _wrapped(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+def _wrapped(optimizer: torch.optim.Optimizer, model: nn.Module, *, share_parameters: bool) -> torch.optim.Optimizer:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    averaging: torch.optim.Optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    averaging: torch.optim.Optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), share_parameters=share_parameters
+    )
     return averaging
 
 

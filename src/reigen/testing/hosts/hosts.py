@@ -92,7 +92,7 @@ class Host:
         *,
         env: Mapping[str, str] | None = None,
         cwd: str | Path = "/",
-        timeout: float = 30.0,
+        timeout: float = 60.0,
     ) -> subprocess.CompletedProcess[str]:
         """Runs a process on it to its end, whatever its exit code is.
 
@@ -115,7 +115,7 @@ class Host:
         """What runs on it besides what a machine runs by itself: process numbers outside, and command lines."""
         return {pid: command for pid, command in self._machine.processes().items() if pid not in self._own}
 
-    def wait_until_listening(self, port: int, timeout: float = 10.0) -> None:
+    def wait_until_listening(self, port: int, timeout: float = 60.0) -> None:
         """Waits until some process on it listens on a TCP port.
 
         Raises:

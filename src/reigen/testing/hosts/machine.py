@@ -133,7 +133,7 @@ class HostProcess:
         """Sends it SIGKILL."""
         self.signal(signal.SIGKILL)
 
-    def wait(self, timeout: float = 30.0) -> int:
+    def wait(self, timeout: float = 60.0) -> int:
         """Waits for its end; the exit code, minus the signal's number if it was killed.
 
         Raises:

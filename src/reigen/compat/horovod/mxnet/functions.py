@@ -1,0 +1,5 @@
+"""Whole Python objects."""
+
+from reigen.mxnet import allgather_object, broadcast_object
+
+__all__ = ["allgather_object", "broadcast_object"]

@@ -1,0 +1,77 @@
+"""NDArrays, seen as NumPy arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.frontends.adapter import Array
+from reigen.mxnet import arrays
+from reigen.types import DType
+
+
+class MXNetAdapter:
+    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense NDArrays, also those of ``mx.np``.
+
+    What MXNet has still to write into one is waited for. Those of a GPU are copied to the host and back.
+    """
+
+    lender = None
+
+    def given(self, value: Any, *, writable: bool = False) -> Any:
+        """The value itself, if it is a dense NDArray."""
+        if not arrays.is_ndarray(value):
+            raise UnsupportedTypeError(f"an NDArray of MXNet is needed, got {type(value).__name__}")
+        if arrays.is_sparse(value):
+            raise UnsupportedTypeError(f"an NDArray of storage type {value.stype} is not supported; use tostype()")
+        if writable and not value.writable:
+            raise ArgumentError("an in-place collective needs an NDArray that may be written, and this one is not")
+        return value
+
+    def dtype(self, tensor: Any) -> DType:
+        """See `TensorAdapter.dtype`."""
+        return arrays.dtype_of(tensor)
+
+    def device(self, tensor: Any) -> str:
+        """``cpu`` or ``gpu``."""
+        return "cpu" if arrays.on_host(tensor) else str(tensor.context.device_type)
+
+    def array(self, tensor: Any) -> tuple[Array, bool]:
+        """See `TensorAdapter.array`."""
+        if arrays.on_host(tensor):
+            return arrays.view(tensor), True
+        copied = tensor.asnumpy()
+        return np.ascontiguousarray(copied).view(arrays.dtype_of(tensor).storage).reshape(tensor.shape), False
+
+    def wrap(self, array: Array, like: Any) -> Any:
+        """See `TensorAdapter.wrap`."""
+        new = empty_like(like, array.shape)
+        self.write(new, array)
+        return new
+
+    def write(self, tensor: Any, array: Array) -> None:
+        """See `TensorAdapter.write`."""
+        if arrays.on_host(tensor):
+            arrays.view(tensor)[...] = array
+        else:
+            tensor[:] = self.wrap(array, empty_like(tensor, array.shape, mx.cpu()))
+
+    def modified(self, tensor: Any) -> None:
+        """See `TensorAdapter.modified`."""
+
+
+class InEngine(MXNetAdapter):
+    """The same for an operation that MXNet's engine has started, on the arrays that it reads and writes: no waiting."""
+
+    def array(self, tensor: Any) -> tuple[Array, bool]:
+        """See `TensorAdapter.array`."""
+        return arrays.view_in_engine(tensor), True
+
+
+def empty_like(like: Any, shape: tuple[int, ...] | None = None, context: Any = None) -> Any:
+    """A new NDArray of the type and kind (``mx.nd``, ``mx.np``) of ``like``; by default of its shape and place, too."""
+    make = mx.np.empty if isinstance(like, mx.np.ndarray) else mx.nd.empty
+    return make(like.shape if shape is None else shape, dtype=like.dtype, ctx=context or like.context)

@@ -1,0 +1,252 @@
+"""Operations of Reigen as operations of MXNet's engine.
+
+MXNet runs nothing at once: each call becomes an operation in its engine, with the arrays that it reads and those that
+it writes, and is started when earlier operations are done with them. A collective is one of them:
+
+a. `MXNetQueue.push` puts it into the engine, with its arrays, and returns.
+b. When the arrays are ready (the gradient has been computed), one of the engine's threads calls `_begin`. That submits
+   the collective to Reigen's engine, and returns: the thread is free for the next. Other operations go on meanwhile.
+c. When the collective is complete, Reigen's engine calls back, which tells MXNet's engine; that starts what waited for
+   the result (the update of the weight). A failed one hands over its error, which is raised where somebody waits for
+   the array, or for whatever was computed from it.
+
+The interface is `MXEnginePushAsyncND` of MXNet's C API. What it hands to the operation, the callback for its end, is a
+C++ object of three pointers (`CallbackOnComplete` in mxnet/engine.h: function, engine, parameter). An error is a C++
+`std::runtime_error`, which the C++ runtime's own constructor makes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from mxnet.base import _LIB, check_call
+
+from reigen import context
+from reigen.errors import ReigenError
+from reigen.mxnet.errors import Failures, as_mxnet_error
+
+_POINTER = ctypes.c_void_p
+_ASYNC_FUNCTION = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER)
+_DELETER = ctypes.CFUNCTYPE(None, _POINTER)
+_ON_COMPLETE = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER)
+#: `FnProperty::kCPUPrioritized`: by threads that do not compute, the largest priority first
+_PRIORITIZED = ctypes.c_int(3)
+#: more than any std::runtime_error has: a pointer to functions and one to the text
+_ERROR_BYTES = 64
+#: how long the end of a script waits for what is still to be reduced, beyond the deadline of each collective
+_GRACE_SECONDS = 5.0
+
+
+class _Context(ctypes.Structure):
+    """`mxnet::Context`: a kind of device, and its number."""
+
+    _fields_ = [("kind", ctypes.c_int), ("number", ctypes.c_int)]
+
+
+class Ending(Protocol):
+    """Something that was begun, as `reigen.frontends.collectives.Pending` is."""
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Have it called once, when it is over; at once, if it is."""
+
+    def wait(self) -> object:
+        """Raise what it has met, if it has failed."""
+
+
+class _Operation:
+    """What was pushed and is not over.
+
+    Attributes:
+        begin: submits the collective.
+        forgotten: called when it has left.
+        error: why it failed.
+        thread: which one began it.
+    """
+
+    __slots__ = ("begin", "error", "forgotten", "thread")
+
+    def __init__(self, begin: Callable[[], Ending], forgotten: Callable[[], None] | None) -> None:
+        self.begin, self.forgotten = begin, forgotten
+        self.error: BaseException | None = None
+        self.thread: int | None = None
+
+
+class _KnownThreads(threading.local):
+    """Threads of MXNet's engine that Python knows.
+
+    ctypes has Python make, and forget, the state of a thread that is not its own with each call, which takes longer
+    than what `MXNetQueue._begin` does. Ensured once more, it stays for as long as the thread.
+    """
+
+    _stays = False
+
+    def stay(self) -> None:
+        """Have Python keep what it knows of this thread."""
+        if not self._stays:
+            self._stays = True
+            ctypes.pythonapi.PyGILState_Ensure()
+
+
+class MXNetQueue:
+    """This process's collectives in MXNet's engine."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        #: by number; each leaves when MXNet forgets it, and so also if MXNet never runs it
+        self._operations: dict[int, _Operation] = {}
+        self._forgotten = threading.Condition()
+        self._failures = Failures()
+        self._known_threads = _KnownThreads()
+        self._cpp = ctypes.CDLL("libstdc++.so.6")
+        self._push = ctypes.CDLL(_LIB._name).MXEnginePushAsyncND  # ours alone: other code may declare it otherwise
+        self._push.argtypes = [
+            *(_ASYNC_FUNCTION, _POINTER, _DELETER, _POINTER, _POINTER, ctypes.c_int, _POINTER, ctypes.c_int, _POINTER),
+            *(ctypes.c_int, ctypes.c_char_p, ctypes.c_bool),
+        ]
+        # MXNet keeps these for as long as the process lives
+        self._begin_function = _ASYNC_FUNCTION(self._begin)
+        self._forget_function = _DELETER(self._forget)
+        self._host = _Context(1, 0)
+
+    def push(
+        self,
+        begin: Callable[[], Ending],
+        reads: Sequence[Any],
+        writes: Sequence[Any],
+        priority: int,
+        name: str,
+        forgotten: Callable[[], None] | None = None,
+    ) -> None:
+        """Put a collective into MXNet's engine; does not wait.
+
+        Args:
+            begin: submits it. Called when the arrays are ready, on a thread of MXNet's; never if one of them could not
+                be written. It has to keep the arrays alive.
+            reads: NDArrays in host memory, which it reads only.
+            writes: those that it writes.
+            priority: the largest is begun first, among those that are ready.
+            name: for MXNet's profiler.
+            forgotten: called once, when it is over, or will never be begun.
+
+        Raises:
+            ReigenError, MXNetError: only where MXNet's engine runs everything at once (MXNET_ENGINE_TYPE=NaiveEngine).
+        """
+        written = _distinct(writes)
+        mutable = _handles(written.values())
+        const = _handles(array for chunk, array in _distinct(reads).items() if chunk not in written)
+        number = next(self._numbers)
+        operation = self._operations[number] = _Operation(begin, forgotten)
+        try:
+            status = self._push(
+                self._begin_function,
+                number,
+                self._forget_function,
+                ctypes.byref(self._host),
+                const,
+                len(const),
+                mutable,
+                len(mutable),
+                ctypes.byref(_PRIORITIZED),
+                priority,
+                name.encode(),
+                False,
+            )
+            check_call(status)
+        except BaseException:
+            self._forget(number)
+            raise
+        if operation.thread == threading.get_ident() and operation.error is not None:
+            error = operation.error
+            raise as_mxnet_error(error) if isinstance(error, ReigenError) else error
+
+    def drain(self) -> None:
+        """Wait for the end of everything that was pushed: it is complete, or has failed, in Reigen's deadline."""
+        if not self._operations or not context.is_initialized():
+            return
+        latest = time.monotonic() + context.current().config.deadline_seconds + _GRACE_SECONDS
+        with self._forgotten:
+            while self._operations and (left := latest - time.monotonic()) > 0:
+                self._forgotten.wait(left)
+
+    # -- on threads of MXNet's engine ---------------------------------------------------------------------------------
+
+    def _begin(self, run_context: int, on_complete: int, number: int) -> None:
+        operation = self._operations[number]
+        callback, engine, parameter = (_POINTER * 3).from_address(on_complete)  # copied: it lives for this call
+        assert callback is not None
+        end = functools.partial(_ON_COMPLETE(callback), engine, parameter)
+        operation.thread = threading.get_ident()
+        self._known_threads.stay()
+        try:
+            pending = operation.begin()
+            pending.add_done_callback(lambda: self._end(operation, pending, end))
+        except BaseException as error:  # noqa: BLE001  whoever waits for the arrays is told
+            self._fail(operation, error, end)
+
+    def _forget(self, number: int) -> None:
+        with self._forgotten:
+            operation = self._operations.pop(number, None)
+            self._forgotten.notify_all()
+        if operation is not None and operation.forgotten is not None:
+            operation.forgotten()
+
+    # -- on whichever thread of Reigen completes the collective -------------------------------------------------------
+
+    def _end(self, operation: _Operation, pending: Ending, end: Callable[[Any], None]) -> None:
+        try:
+            pending.wait()
+        except BaseException as error:  # noqa: BLE001  whoever waits for the arrays is told
+            self._fail(operation, error, end)
+        else:
+            end(None)
+
+    def _fail(self, operation: _Operation, error: BaseException, end: Callable[[Any], None]) -> None:
+        operation.error = error
+        told = (ctypes.c_char * _ERROR_BYTES)()
+        self._cpp._ZNSt13runtime_errorC1EPKc(told, self._failures.text_of(error).encode())  # std::runtime_error()
+        end(ctypes.addressof(told))
+        self._cpp._ZNSt13runtime_errorD1Ev(told)  # and its end; MXNet has made a copy
+
+
+@functools.cache
+def queue() -> MXNetQueue:
+    """This process's."""
+    made = MXNetQueue()
+    pid = os.getpid()
+
+    def at_exit() -> None:
+        # A script that ends without waiting for its last step has done its part all the same: the others may wait for
+        # it. One that was ended by an exception has not.
+        if os.getpid() == pid and not hasattr(sys, "last_type"):
+            made.drain()
+
+    atexit.register(at_exit)
+    # MXNet's engine stops for a fork (of gluon's DataLoader, for one): its threads finish what they have begun, which
+    # needs the interpreter, and that is in the hands of the thread that forks.
+    os.register_at_fork(before=made.drain)
+    return made
+
+
+def _handles(arrays: Any) -> ctypes.Array[ctypes.c_void_p]:
+    handles = [array.handle for array in arrays]
+    return (_POINTER * len(handles))(*handles)
+
+
+def _distinct(arrays: Sequence[Any]) -> dict[int | None, Any]:
+    """One of all that are slices of the same: by their `Chunk`, the first field of an NDArray."""
+    return {_POINTER.from_address(array.handle.value).value: array for array in arrays}
+
+
+def shutdown() -> None:
+    """Leave the job, when everything that was put into MXNet's engine is complete. ``init()`` may be called again."""
+    queue().drain()
+    context.shutdown()

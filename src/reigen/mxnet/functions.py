@@ -1,0 +1,86 @@
+"""Starting from one state, and whole Python objects."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import mxnet as mx
+from mxnet.gluon.parameter import DeferredInitializationError, Parameter, ParameterDict
+
+from reigen import context
+from reigen.errors import ArgumentError
+from reigen.frontends import functions
+from reigen.frontends.collectives import check_root
+from reigen.frontends.process_sets import ProcessSet, global_process_set
+from reigen.mxnet.errors import raises_mxnet_errors
+from reigen.mxnet.ops import broadcast_
+
+
+@raises_mxnet_errors
+def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = None) -> None:
+    """Overwrite parameters in place with those of the root, and wait for it.
+
+    A parameter whose shape is not known yet (deferred initialisation) is broadcast when it gets its values, in the
+    first forward pass: the ranks must come to that, too. One that is on several contexts gets the root's values on all.
+
+    Args:
+        params: ``net.collect_params()``, or a dict of Parameters or NDArrays; the same names on all ranks.
+        root_rank: whose values all get.
+        prefix: put before the names; different for models that are broadcast at the same time.
+
+    Raises:
+        ArgumentError: ``params`` is something else.
+        UnsupportedTypeError: a parameter is sparse, or of a dtype that cannot be communicated.
+        CollectiveError: the ranks' parameters differ in shape or dtype, or the job is broken. An MXNetError, too.
+    """
+    if not isinstance(params, (Mapping, ParameterDict)):
+        raise ArgumentError(f"invalid params of type: {type(params)}")
+    check_root(root_rank, context.current().size)
+    under_way = []
+    for key, value in sorted(params.items()):
+        name = f"parameters.{prefix or ''}{key}"
+        if not isinstance(value, Parameter):
+            under_way.append(broadcast_(value, root_rank, name))
+            continue
+        try:
+            copies = value.list_data()
+        except DeferredInitializationError:
+            _broadcast_when_initialised(value, root_rank, name)
+        else:
+            under_way += _broadcast_copies(copies, root_rank, name)
+    for array in under_way:
+        array.wait_to_read()
+
+
+def _broadcast_copies(copies: list[Any], root_rank: int, name: str) -> list[Any]:
+    """The first becomes the root's, the others become like it; does not wait."""
+    broadcast_(copies[0], root_rank, name)
+    return [copies[0], *(copies[0].copyto(other) for other in copies[1:])]
+
+
+def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> None:
+    """Once, when the parameter gets its first values."""
+
+    def initialise(self: Any, data: Any, ctx_list: Any) -> None:
+        del self.__dict__["_init_impl"]  # from now on it is the class's again
+        self._init_impl(data, ctx_list)
+        with mx.autograd.pause():
+            _broadcast_copies(self.list_data(), root_rank, name)
+
+    parameter._init_impl = types.MethodType(initialise, parameter)
+
+
+@raises_mxnet_errors
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object, on every rank; see :func:`reigen.frontends.functions.broadcast_object`."""
+    return functions.broadcast_object(obj, root_rank, name, process_set)
+
+
+@raises_mxnet_errors
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
+    """Every rank's object, as a list by rank."""
+    return functions.allgather_object(obj, name)

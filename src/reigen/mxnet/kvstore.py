@@ -1,0 +1,434 @@
+"""Reigen's stores for MXNet: what `mx.kv.create`, `gluon.Trainer` and `mx.mod.Module` take.
+
+``import reigen.mxnet.kvstore`` registers them as ``reigen_dist_sync``, ``reigen_dist_async`` and so on, beside MXNet's
+own. :func:`take_over` puts them in the place of MXNet's distributed ones: `reigen run --as-mxnet` calls it in scripts
+that know nothing of Reigen.
+
+Dense pushes and pulls go through MXNet's engine (:mod:`reigen.mxnet.lane`): the caller does not wait. Values are read
+and written where they are; those on GPUs go through an NDArray in host memory. A small NDArray for each key, which all
+its operations seem to write, keeps them in order. Row-sparse operations, and those that all workers do together, wait.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import mxnet as mx
+from mxnet.base import KVStoreHandle
+
+from reigen import kv, optim
+from reigen.errors import ArgumentError, PeerLostError
+from reigen.kv import Pending
+from reigen.kv.factory import TYPES
+from reigen.kv.values import ROW_SPARSE, Key, grouped
+from reigen.mxnet.arrays import is_sparse, on_host, reorder_in_engine
+from reigen.mxnet.errors import raises_mxnet_errors
+from reigen.mxnet.keys import Held, rows_into, rows_of
+from reigen.mxnet.lane import Lane
+from reigen.mxnet.translation import Rate, translate
+
+#: The types that have no counterpart, or another meaning, in MXNet 1.9.1; those of one process stay MXNet's.
+NAMES = tuple(sorted(name for name, meant in TYPES.items() if meant.where != "local"))
+
+
+class _Updater:
+    """What a Trainer looks for after it has loaded states: ``kvstore._updater.optimizer``."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+
+class KVStore(mx.kvstore.KVStore):
+    """A store of :mod:`reigen.kv` behind MXNet's interface. It inherits from MXNet's, which is what some code asks for.
+
+    Args:
+        name: its type; None: that of the class.
+        options: of `reigen.kv.create`.
+
+    Attributes:
+        store: the store of `reigen.kv`. Call it only while nothing is on its way (`wait`).
+    """
+
+    registered_type: ClassVar[str] = "dist_sync"
+
+    @raises_mxnet_errors
+    def __init__(self, name: str | None = None, **options: Any) -> None:
+        # not the one of the base class, which wants a store of MXNet's library
+        self.handle = KVStoreHandle()
+        self._type = (name or self.registered_type).lower()
+        self.store = kv.create(self._type.removeprefix("reigen_"), **options)
+        self._is_ring = TYPES[self.store.type].where == "ring"
+        self._lane = Lane(self.store)
+        self._held: dict[Key, Held] = {}
+        self._updater: Any = None
+        self._rate: Rate | None = None
+        #: the optimizer as it was set, and the rate that servers know
+        self._ours: optim.Optimizer | None = None
+        self._told_rate = 0.0
+        self._is_closed = False
+        atexit.register(self._at_exit)
+
+    def __del__(self) -> None:
+        """There is no store of MXNet's library to be freed."""
+
+    # -- what it is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def type(self) -> str:
+        """The name that it was created by."""
+        return self._type
+
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self.store.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers share the store."""
+        return self.store.num_workers
+
+    def is_capable(self, capability: str) -> bool:
+        """Whether it can do something; ``"optimizer"``: update weights, which those on servers can.
+
+        Raises:
+            ValueError: there is no such capability.
+        """
+        if capability.lower() != self.OPTIMIZER:
+            raise ValueError(f"unknown capability {capability!r}")
+        return not self._is_ring
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    @raises_mxnet_errors
+    def init(self, key: Any, value: Any) -> None:
+        """Create keys, with the values of worker 0. All workers call it alike."""
+        self._lane.settle()
+        given = grouped(key, value)
+        values = [self._first_value(one, each[0]) for one, each in given]
+        for one, each in given:
+            if len(each) > 1:
+                raise ArgumentError(f"key {one!r} was given {len(each)} times in one init(); a key has one value")
+        with self._lane.store_lock:
+            self.store.init([one for one, _ in given], values)
+        for (one, each), first in zip(given, values, strict=True):
+            self._held[one] = Held(each[0], isinstance(first, kv.RowSparse))
+
+    @raises_mxnet_errors
+    def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
+        """`init`, then `pull`."""
+        self.init(key, value)
+        self.pull(key, out, priority)
+
+    @raises_mxnet_errors
+    def push(self, key: Any, value: Any, priority: int = 0) -> None:
+        """Add values to this round of their keys. It does not wait; nor does `pull`, nor `pushpull`, if dense."""
+        groups = self._checked(key, value)
+        self._tell_rate([one for one, _ in groups])
+        for one, values in groups:
+            if any(is_sparse(each) for each in values) and self._held[one].is_sparse:
+                self._lane.settle()
+                with self._lane.store_lock:
+                    self.store.push(one, [rows_of(each) for each in values], priority)
+            else:
+                self._begin(one, _on_host(values), [], priority)
+
+    @raises_mxnet_errors
+    def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
+        """Have ``out`` hold what is stored. Row_sparse ones are left as they are, with a warning: `row_sparse_pull`."""
+        if out is None:
+            raise ArgumentError("pull() needs out=: the NDArray that receives what is stored")
+        if not ignore_sparse and not self._is_ring:  # as in MXNet
+            raise ArgumentError("pull() of a distributed store leaves row_sparse outs alone; use row_sparse_pull()")
+        for one, outs in self._checked(key, out, "out"):
+            dense = [each for each in outs if not is_sparse(each)]
+            sparse = [each for each in outs if is_sparse(each)]
+            if dense:
+                self._begin(one, [], dense, priority)
+            if sparse and ignore_sparse:
+                warnings.warn(
+                    f"key {one!r}: pull() leaves row_sparse outs as they are; use row_sparse_pull()", stacklevel=2
+                )
+            elif sparse:
+                self._pull_rows(one, sparse, None, priority)
+
+    @raises_mxnet_errors
+    def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
+        """`push` and `pull` in one; into the values themselves without ``out``."""
+        groups = self._checked(key, value)
+        outs = dict(groups if out is None else self._checked(key, out, "out"))
+        if set(outs) != {one for one, _ in groups}:
+            raise ArgumentError("pushpull() needs an out for each key that it is given a value for")
+        for one, values in groups:
+            if any(is_sparse(each) for each in (*values, *outs[one])):
+                raise ArgumentError(f"key {one!r}: pushpull() takes dense NDArrays only, got a row_sparse one")
+        self._tell_rate([one for one, _ in groups])
+        for one, values in groups:
+            self._begin(one, _on_host(values), outs[one], priority)
+
+    @raises_mxnet_errors
+    def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
+        """Have row_sparse ``out`` hold some of the stored rows."""
+        if out is None or row_ids is None:
+            raise ArgumentError("row_sparse_pull() needs out= and row_ids=")
+        for (one, outs), (_, ids) in zip(grouped(key, out, "out"), grouped(key, row_ids, "row_ids"), strict=True):
+            if not all(is_sparse(each) for each in outs):
+                raise ArgumentError(f"key {one!r}: out of row_sparse_pull() is a row_sparse NDArray, got a dense one")
+            if len(ids) == 1:
+                self._pull_rows(one, outs, ids[0], priority)
+            else:
+                for each, rows in zip(outs, ids, strict=True):
+                    self._pull_rows(one, [each], rows, priority)
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------
+
+    @raises_mxnet_errors
+    def set_optimizer(self, optimizer: Any) -> None:
+        """From now on, pushes update the stored values. All workers call it alike, before the first push.
+
+        A later change of the optimizer's learning rate reaches the servers with the next push.
+
+        Args:
+            optimizer: MXNet's, if it has a counterpart (`reigen.mxnet.translation`), or one of `reigen.optim`.
+
+        Raises:
+            ConfigError: it has no counterpart; the message says what to do.
+        """
+        self._lane.settle()
+        if isinstance(optimizer, optim.Optimizer):
+            ours, self._rate = optimizer, None
+        else:
+            ours, self._rate = translate(optimizer)
+            self._updater = _Updater(optimizer)
+        before, self._ours = self._ours, ours
+        if before is not None and _is_same_but_for_rate(before, ours):
+            self._send_rate(ours.learning_rate)  # a common way to change the rate, since MXNet's servers see no other
+            return
+        self._told_rate = ours.learning_rate
+        with self._lane.store_lock:
+            self.store.set_optimizer(ours)
+
+    @raises_mxnet_errors
+    def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
+        """Have dense values travel in fewer bits; before `init`. Types beside MXNet's: docs/kv.md.
+
+        Args:
+            compression_params: ``{"type": "2bit", "threshold": 0.5}``; numbers may be texts, as in MXNet.
+        """
+        if not isinstance(compression_params, Mapping):
+            raise ArgumentError(
+                'compression_params is a dict such as {"type": "2bit", "threshold": 0.5}, '
+                f"got {type(compression_params).__name__} {compression_params!r:.100}"
+            )
+        self._lane.settle()
+        with self._lane.store_lock:
+            self.store.set_gradient_compression({name: _meant(each) for name, each in compression_params.items()})
+
+    @raises_mxnet_errors
+    def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
+        """Write the optimizer's states, of all servers, to a file: numbers and names, no code."""
+        self._lane.settle()
+        with self._lane.store_lock:
+            self.store.save_optimizer_states(fname, dump_optimizer)
+
+    @raises_mxnet_errors
+    def load_optimizer_states(self, fname: str | Path) -> None:
+        """Read what `save_optimizer_states` wrote. All workers call it, before they go on."""
+        self._lane.settle()
+        with self._lane.store_lock:
+            self.store.load_optimizer_states(fname)
+            self.store.barrier()
+        saved = optim.States.load(fname).optimizer
+        if saved is not None and self._updater is not None and self._updater.optimizer.lr_scheduler is None:
+            self._updater.optimizer.set_learning_rate(saved.learning_rate)
+
+    @raises_mxnet_errors
+    def _set_updater(self, updater: Any) -> None:
+        raise ArgumentError("a store on servers takes no updater, which is code; use set_optimizer()")
+
+    # -- the others ---------------------------------------------------------------------------------------------------
+
+    @raises_mxnet_errors
+    def _barrier(self) -> None:
+        """Wait until all workers have come here. It does not wait for what is on its way."""
+        self._lane.check()
+        self.store.barrier()
+
+    @raises_mxnet_errors
+    def _send_command_to_servers(self, head: int, body: str) -> None:
+        self.store._send_command_to_servers(head, body)
+
+    @raises_mxnet_errors
+    def wait(self) -> None:
+        """Return when nothing is on its way, and raise what it has met."""
+        self._lane.settle()
+
+    @raises_mxnet_errors
+    def close(self) -> None:
+        """Wait, and give the store up. May be called twice; the end of the process does it."""
+        if not self._is_closed:
+            self._is_closed = True
+            atexit.unregister(self._at_exit)
+            try:
+                if not self._is_ring:  # others may wait until they hear that this worker has nothing more to push
+                    self._lane.let_begin()
+                    self._leave()
+            finally:
+                self._lane.let_finish()
+                self.store.close()
+                self._lane.close()
+
+    def _leave(self) -> None:
+        with contextlib.suppress(PeerLostError, ArgumentError):  # nobody is there to be told; it was closed
+            self.store.leave()
+
+    def _at_exit(self) -> None:
+        """MXNet's engine must not call Python any more when this process has left it."""
+        if not self._lane.is_here:
+            return
+        if getattr(sys, "last_value", None) is not None:  # the others are to learn that this worker is lost
+            self.store.__exit__(sys.last_type, sys.last_value, None)
+        self.close()
+
+    # -- how it is done -----------------------------------------------------------------------------------------------
+
+    def _begin(self, key: Key, values: Sequence[Any], outs: Sequence[Any], priority: int) -> None:
+        """Have MXNet's engine push ``values`` (none: nothing), and fill ``outs`` (none: push alone)."""
+        held = self._held[key]
+        is_here = all(on_host(out) for out in outs)
+        targets = outs if is_here else [held.landing]
+        begin = functools.partial(self._operate, key, values, targets, priority)
+        name = f"kv.{'pushpull' if values and outs else 'push' if values else 'pull'} {key}"
+        self._lane.add(begin, reads=values, writes=[held.order, *targets], priority=priority, name=name)
+        if not is_here:
+            with mx.autograd.pause():
+                for out in outs:
+                    held.landing.copyto(out)
+
+    def _operate(self, key: Key, values: Sequence[Any], targets: Sequence[Any], priority: int) -> Pending | None:
+        """In MXNet's engine."""
+        for target in targets:
+            reorder_in_engine(target)
+        held = self._held[key]
+        reads, writes = _one_or_all([*map(held.view, values)]), _one_or_all([*map(held.view, targets)])
+        if not values:
+            return self.store.pull(key, writes, priority, wait=False)
+        if targets:
+            return self.store.pushpull(key, reads, writes, priority, wait=False)
+        pending = self.store.push(key, reads, priority)
+        return pending if self._is_ring else None  # servers have it when they have it
+
+    def _pull_rows(self, key: Key, outs: Sequence[Any], rows: Any, priority: int) -> None:
+        self._lane.settle()
+        with self._lane.store_lock:
+            received = self._held[key].rows()
+            if rows is None:
+                self.store.pull(key, received, priority, ignore_sparse=False)
+            else:
+                self.store.row_sparse_pull(key, received, priority, rows.asnumpy())
+        with mx.autograd.pause():  # a gluon parameter pulls its rows in the forward pass
+            for out in outs:
+                rows_into(received, out)
+
+    def _tell_rate(self, keys: Sequence[Key]) -> None:
+        """Have the servers know a new learning rate, before the pushes that it is for and behind all others."""
+        if self._rate is None:
+            return
+        self._send_rate(self._rate.before(keys))
+
+    def _send_rate(self, rate: float) -> None:
+        if rate == self._told_rate:
+            return
+        self._told_rate = rate
+        if self.store.staleness and self.rank:  # a worker that lags behind would set it back
+            return
+        self._lane.settle()
+        with self._lane.store_lock:
+            self.store.set_learning_rate(rate)
+
+    def _first_value(self, key: Key, value: Any) -> Any:
+        """What a key is initialised with: as row-sparse where a Trainer's parameter has row-sparse gradients."""
+        if is_sparse(value):
+            return rows_of(value)
+        parameters = {} if self._updater is None else self._updater.optimizer.param_dict
+        if getattr(parameters.get(key), "_grad_stype", "default") == ROW_SPARSE:
+            return rows_of(value)
+        return value.asnumpy()
+
+    def _checked(self, key: Any, value: Any, what: str = "value") -> list[tuple[Key, list[Any]]]:
+        """Arguments as keys that exist, and NDArrays that are like what those hold."""
+        groups = grouped(key, value, what)
+        for one, values in groups:
+            if one not in self._held:
+                raise ArgumentError(f"key {one!r} was never initialised; call init() with its first value")
+            for each in values:
+                self._held[one].check(one, each)
+        return groups
+
+
+def create(name: str, **options: Any) -> KVStore:
+    """A store by its name in `reigen.kv.create`, with its options: ``create("dist_ssp", staleness=2)``."""
+    return KVStore(name, **options)
+
+
+def take_over() -> None:
+    """Have `mx.kv.create` make Reigen's stores under MXNet's names of distributed ones, ``horovod`` and ``byteps``.
+
+    Other names with ``dist`` in them are errors then. MXNet takes any, and looks for servers of its own, which do not
+    come.
+    """
+    for name in NAMES:
+        _register(name, name)
+    theirs = mx.kvstore.create
+
+    @functools.wraps(theirs)
+    @raises_mxnet_errors
+    def create(name: Any = "local") -> Any:
+        if isinstance(name, str) and "dist" in name.lower() and name.lower() not in mx.kvstore.KVStoreBase.kv_registry:
+            raise ArgumentError(f"unknown type of store {name!r}; the distributed ones are {', '.join(NAMES)}")
+        return theirs(name)
+
+    mx.kvstore.create = create
+
+
+def _register(name: str, kind: str) -> None:
+    """Under a name, unless it is there already."""
+    if name not in mx.kvstore.KVStoreBase.kv_registry:
+        made = type(name, (KVStore,), {"registered_type": kind, "__module__": __name__})
+        mx.kvstore.KVStoreBase.register(made)
+
+
+def _one_or_all(arrays: list[Any]) -> Any:
+    """As stores take them: most have one device."""
+    return arrays[0] if len(arrays) == 1 else arrays
+
+
+def _meant(value: Any) -> Any:
+    """A number that was given as text, as command lines have it."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
+
+
+def _is_same_but_for_rate(one: optim.Optimizer, other: optim.Optimizer) -> bool:
+    has_schedule = one.lr_scheduler is not None or other.lr_scheduler is not None
+    return not has_schedule and one == other.replace(learning_rate=one.learning_rate)
+
+
+def _on_host(values: Sequence[Any]) -> list[Any]:
+    """The devices' values as dense NDArrays in host memory."""
+    with mx.autograd.pause():
+        dense = [each.tostype("default") if is_sparse(each) else each for each in values]
+        return [each if on_host(each) else each.as_in_context(mx.cpu()) for each in dense]
+
+
+for _name in NAMES:
+    _register(f"reigen_{_name}", f"reigen_{_name}")

@@ -1,0 +1,130 @@
+"""DistributedOptimizer: an optimizer of MXNet whose gradients are averages over all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mxnet as mx
+
+from reigen import context
+from reigen.errors import ArgumentError
+from reigen.frontends.process_sets import ProcessSet, global_process_set
+from reigen.mxnet.buckets import GradientBuckets, StepBuckets
+from reigen.mxnet.compression import Compression
+from reigen.mxnet.errors import raises_mxnet_errors
+from reigen.mxnet.gradients import GradientSum
+
+_OWN = {"_optimizer", "_gradients", "_buckets"}
+
+
+class DistributedOptimizer(mx.optimizer.Optimizer):
+    """Stands in front of an optimizer: before a weight is updated, its gradient is averaged over all ranks.
+
+    For ``gluon.Trainer(params, opt, kvstore=None)`` and for ``Module``. With gluon the first update of a step starts
+    the reductions of all gradients, which lie in buckets, as those of a :class:`~reigen.mxnet.DistributedTrainer` do.
+    All attributes are those of the optimizer, read and written; the factor of the average is put to its
+    ``rescale_grad`` where only it sees it.
+
+    A pickle of it, as ``save_states(dump_optimizer=True)`` makes one, is a DistributedOptimizer again in a job, and the
+    plain optimizer outside one.
+
+    Args:
+        optimizer: any of MXNet's.
+        gradient_predivide_factor: gradients are divided by it before they are added, and multiplied after.
+        num_groups: reduce the gradients in so many groups; 0: in buckets of the usual size.
+        process_set: whose ranks average; the others update with their own gradients.
+
+    Raises:
+        ArgumentError: it is no optimizer, or one of these already; or a factor or number that makes no sense.
+        NotInitializedError: ``init()`` has not been called.
+    """
+
+    @raises_mxnet_errors
+    def __init__(
+        self,
+        optimizer: mx.optimizer.Optimizer,
+        gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        if not isinstance(optimizer, mx.optimizer.Optimizer) or isinstance(optimizer, DistributedOptimizer):
+            raise ArgumentError(f"an optimizer of MXNet is needed, not distributed yet, got {optimizer!r}")
+        gradients = GradientSum(gradient_predivide_factor, num_groups, process_set)
+        team = gradients.team
+        buckets = StepBuckets(GradientBuckets(team, num_groups, Compression.none)) if team else None
+        self.__dict__.update(_optimizer=optimizer, _gradients=gradients, _buckets=buckets)
+        optimizer.rescale_grad *= gradients.factor
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OWN:  # not there yet, while it is being made
+            raise AttributeError(name)
+        value = getattr(self._optimizer, name)
+        return value / self._gradients.factor if name == "rescale_grad" else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "rescale_grad" and self._buckets is not None:  # gluon's Trainer does it once in every step
+            self._buckets.begin()
+        setattr(self._optimizer, name, value * self._gradients.factor if name == "rescale_grad" else value)
+
+    def __reduce__(self) -> Any:
+        gradients = self._gradients
+        parts = (self._optimizer, gradients.factor, gradients.predivide, gradients.num_groups, gradients.process_set)
+        return _restored, parts
+
+    def unwrapped(self) -> mx.optimizer.Optimizer:
+        """The optimizer as it was before; this object is of no use any more."""
+        self._optimizer.rescale_grad /= self._gradients.factor
+        return self._optimizer
+
+    def create_state(self, index: Any, weight: Any) -> Any:
+        """The optimizer's."""
+        return self._optimizer.create_state(index, weight)
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        """The optimizer's."""
+        return self._optimizer.create_state_multi_precision(index, weight)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average the gradient, or gradients, and update. Does not wait."""
+        self._optimizer.update(index, weight, self._reduced(index, grad), state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Average the gradient, or gradients, and update. Does not wait."""
+        self._optimizer.update_multi_precision(index, weight, self._reduced(index, grad), state)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the optimizer's learning rate."""
+        self._optimizer.set_learning_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: Any) -> None:
+        """Set the optimizer's factors of the learning rate."""
+        self._optimizer.set_lr_mult(args_lr_mult)
+
+    def set_wd_mult(self, args_wd_mult: Any) -> None:
+        """Set the optimizer's factors of the weight decay."""
+        self._optimizer.set_wd_mult(args_wd_mult)
+
+    @raises_mxnet_errors
+    def _reduced(self, index: Any, grad: Any) -> Any:
+        """The gradient, or gradients, whose reduction is in MXNet's engine."""
+        if self._buckets is None:
+            return grad
+        is_list = isinstance(index, (list, tuple))
+        numbers, arrays = (list(index), list(grad)) if is_list else ([index], [grad])
+        reduced = self._buckets.take(self._optimizer.param_dict, numbers)
+        if reduced is None:
+            self._gradients.reduce([(n, _priority(n), array) for n, array in zip(numbers, arrays, strict=True)])
+            reduced = arrays
+        return reduced if is_list else reduced[0]
+
+
+def _priority(index: Any) -> int:
+    """Those that the next forward pass needs first come first."""
+    return -index if isinstance(index, int) else 0
+
+
+def _restored(optimizer: Any, factor: float, predivide: float, num_groups: int, process_set: ProcessSet) -> Any:
+    optimizer.rescale_grad /= factor
+    if not context.is_initialized():
+        return optimizer
+    return DistributedOptimizer(optimizer, predivide, num_groups, process_set)

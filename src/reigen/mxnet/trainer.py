@@ -1,0 +1,131 @@
+"""DistributedTrainer: gluon's Trainer, whose gradients are added up over all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen import context
+from reigen.errors import UnsupportedTypeError
+from reigen.frontends.compression import Cast, compression_of
+from reigen.frontends.process_sets import ProcessSet, global_process_set
+from reigen.frontends.replicas import Schedule
+from reigen.mxnet.adapter import MXNetAdapter
+from reigen.mxnet.buckets import GradientBuckets
+from reigen.mxnet.compression import Compression
+from reigen.mxnet.errors import raises_mxnet_errors
+from reigen.mxnet.gradients import GradientSum
+from reigen.mxnet.optimizer import DistributedOptimizer
+
+
+class DistributedTrainer(mx.gluon.Trainer):
+    """A ``gluon.Trainer`` that needs no kvstore: ``step()`` updates with the averages of all ranks' gradients.
+
+    From the first step on, the gradients of a host's ranks lie in memory that all of them share, in buckets. The
+    reduction of a bucket is an operation of MXNet's engine, which begins it when its gradients have been computed,
+    while the rest of the backward pass goes on.
+
+    As in Horovod, ``allreduce_grads()`` leaves *sums* in the gradients; ``update()`` and ``step()`` divide by the
+    number of ranks, through the optimizer's ``rescale_grad``. A script that clips between the two reckons with sums.
+
+    Args:
+        params: ``net.collect_params()``, a dict or a list of Parameters; the same on every rank, in the same order.
+        optimizer: a name of MXNet's, or one of its optimizers.
+        optimizer_params: the optimizer's arguments, if it is given by name.
+        compression: in which type gradients travel (Compression.fp16), or as which codes of fewer bits, with error
+            feedback: a codec of `reigen.compression`, or its parameters (``{"type": "2bit", "threshold": 0.5}``).
+        gradient_predivide_factor: gradients are divided by it before they are added, and multiplied after.
+        prefix: accepted for Horovod's sake: trainers are told apart by the order in which they are made.
+        num_groups: reduce the gradients in so many groups; 0: in buckets of the usual size.
+        process_set: whose ranks average; the others update with their own gradients.
+
+    Raises:
+        ArgumentError: an argument makes no sense.
+        NotInitializedError: ``init()`` has not been called.
+    """
+
+    @raises_mxnet_errors
+    def __init__(
+        self,
+        params: Any,
+        optimizer: str | mx.optimizer.Optimizer,
+        optimizer_params: dict[str, Any] | None = None,
+        compression: Any = Compression.none,
+        gradient_predivide_factor: float = 1.0,
+        prefix: str | None = None,
+        num_groups: int = 0,
+        process_set: ProcessSet = global_process_set,
+    ) -> None:
+        chosen = None if _is_the_users(compression) else compression_of(compression, "Compression.none or .fp16")
+        self._compressor = compression
+        self._gradients = GradientSum(gradient_predivide_factor, num_groups, process_set)
+        del prefix
+        if isinstance(optimizer, DistributedOptimizer):
+            warnings.warn(
+                "DistributedTrainer does not take DistributedOptimizer as its optimizer. It has been unwrapped.",
+                stacklevel=3,
+            )
+            optimizer = optimizer.unwrapped()
+        super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
+        self._scale *= self._gradients.factor
+        self._comparisons = Schedule()
+        team = self._gradients.team
+        #: None where nobody has to be asked, or a class of the user's own compresses tensors
+        self._buckets = GradientBuckets(team, num_groups, chosen) if team and chosen else None
+
+    @raises_mxnet_errors
+    def _allreduce_grads(self) -> None:
+        if self._gradients.team is None:
+            return
+        parameters = [(index, p) for index, p in enumerate(self._params) if p.grad_req != "null"]
+        for _, parameter in parameters:
+            _add_up_here(parameter, parameter.list_grad())
+        if self._buckets is not None:
+            self._buckets.reduce(parameters)
+        else:
+            self._reduce_compressed([(index, parameter.list_grad()[0]) for index, parameter in parameters])
+        for _, parameter in parameters:
+            first, *others = parameter.list_grad()
+            for other in others:
+                first.copyto(other)
+
+    @raises_mxnet_errors
+    def _update(self, ignore_stale_grad: bool = False) -> None:
+        super()._update(ignore_stale_grad)
+        team = self._gradients.team
+        if team is not None and self._comparisons.due(team.context.config.check_replicas, team.context.num_joins):
+            names = [parameter.name for parameter in self._params]
+            team.check_replicas([_bytes_of(parameter) for parameter in self._params], names)
+        context.mark("STEP")
+
+    def _reduce_compressed(self, gradients: list[tuple[int, Any]]) -> None:
+        compressed = [(index, *self._compressor.compress(gradient)) for index, gradient in gradients]
+        self._gradients.reduce([(index, -index, array) for index, array, _ in compressed])
+        for (_, gradient), (_, array, ctx) in zip(gradients, compressed, strict=True):
+            if array is not gradient:
+                self._compressor.decompress(array, ctx).copyto(gradient)
+
+
+def _is_the_users(compression: object) -> bool:
+    """Whether it is a class of the user's own, as Horovod has them, which makes tensors of tensors."""
+    return not isinstance(compression, Cast) and hasattr(compression, "compress") and hasattr(compression, "decompress")
+
+
+def _bytes_of(parameter: Any) -> NDArray[np.uint8]:
+    array, _ = MXNetAdapter().array(parameter.list_data()[0])
+    return array.reshape(-1).view(np.uint8)
+
+
+def _add_up_here(parameter: Any, copies: list[Any]) -> None:
+    """The gradients of this rank's contexts become one sum, in the first."""
+    if copies[0].stype != "default":
+        raise UnsupportedTypeError(
+            f"the gradient of {parameter.name} is {copies[0].stype}, and only dense ones can be reduced: create the "
+            "layer with sparse_grad=False, or use a kvstore"
+        )
+    for other in copies[1:]:
+        copies[0][:] += other.as_in_context(copies[0].context)

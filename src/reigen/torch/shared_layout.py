@@ -1,0 +1,135 @@
+"""Where everything lies in the memory that the ranks of a host share: progress, marks, weights and optimizer state."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reigen.frontends.sharing import PIECE_ALIGNMENT_BYTES, Piece
+from reigen.torch.adapter import tensor_over
+from reigen.torch.dtypes import dtype_of
+from reigen.torch.places import strides_of
+from reigen.torch.state_layout import Kind, StateEntry
+
+#: By the number of a parameter, what its optimizer keeps for it.
+Layouts = Sequence[Mapping[str, StateEntry]]
+
+#: A tensor in shared memory; None for what an optimizer keeps as None.
+Held = dict[str, torch.Tensor | None]
+
+_WORD_BYTES = 8
+
+
+class SharedLayout:
+    """Places for some parameters, each on cache lines of its own; the same on every rank.
+
+    Tensors like a parameter lie there whole. Tensors of one number, such as Adam's ``step``, lie there once for every
+    piece of the parameter, since every owner counts for itself.
+
+    Args:
+        parameters: dense tensors on the host.
+        layouts: what the optimizer keeps for each.
+        pieces: by owner; every piece has a number, in this order.
+
+    Attributes:
+        nbytes: how much memory is needed.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], layouts: Layouts, pieces: Sequence[Sequence[Piece]]) -> None:
+        self._parameters, self._layouts = parameters, layouts
+        self._num_owners = len(pieces)
+        self._pieces = [piece for of_owner in pieces for piece in of_owner]
+        self._firsts = [*itertools.accumulate(map(len, pieces), initial=0)]
+        #: by parameter, the numbers of its pieces
+        self.numbers: list[list[int]] = [[] for _ in parameters]
+        for number, piece in enumerate(self._pieces):
+            self.numbers[piece.parameter].append(number)
+        self.nbytes = 0
+        self._progress = self._reserve(self._num_owners * PIECE_ALIGNMENT_BYTES)
+        self._marks = self._reserve(len(self._pieces))
+        self._weights = [self._reserve(p.numel() * p.itemsize) for p in parameters]
+        self._states: list[dict[str, list[int]]] = []
+        for index, (parameter, layout) in enumerate(zip(parameters, layouts, strict=True)):
+            places: dict[str, list[int]] = {}
+            for name, entry in layout.items():
+                if entry.dtype is not None:
+                    numel = parameter.numel() if entry.kind is Kind.LIKE_PARAMETER else 1
+                    count = 1 if entry.kind is Kind.LIKE_PARAMETER else len(self.numbers[index])
+                    places[name] = [self._reserve(numel * entry.dtype.itemsize) for _ in range(count)]
+            self._states.append(places)
+
+    def first_number(self, owner: int) -> int:
+        """The number of the first piece of an owner."""
+        return self._firsts[owner]
+
+    def progress(self, memory: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """For each owner: the last update that it began, and the last one that it ended."""
+        size = self._num_owners * PIECE_ALIGNMENT_BYTES
+        words = memory[self._progress : self._progress + size].view(np.int64)
+        return words.reshape(self._num_owners, PIECE_ALIGNMENT_BYTES // _WORD_BYTES)[:, :2]
+
+    def marks(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """For each piece: 1 if there is state of it."""
+        return memory[self._marks : self._marks + len(self._pieces)]
+
+    def weight(self, memory: NDArray[np.uint8], index: int) -> torch.Tensor:
+        """A parameter's values."""
+        return self._shaped(memory, self._weights[index], index, self._parameters[index].dtype)
+
+    def state(self, memory: NDArray[np.uint8], index: int) -> Held:
+        """What the optimizer keeps for a parameter: tensors like it whole, of one number that of its first piece."""
+        return {name: self._entry(memory, index, name, None) for name in self._layouts[index]}
+
+    def state_of_piece(self, memory: NDArray[np.uint8], number: int) -> Held:
+        """What the optimizer keeps for a piece."""
+        index = self._pieces[number].parameter
+        return {name: self._entry(memory, index, name, number) for name in self._layouts[index]}
+
+    def _entry(self, memory: NDArray[np.uint8], index: int, name: str, number: int | None) -> torch.Tensor | None:
+        entry, places = self._layouts[index][name], self._states[index].get(name)
+        if entry.dtype is None or not places:
+            return None
+        if entry.kind is Kind.LIKE_PARAMETER:
+            whole = self._shaped(memory, places[0], index, entry.dtype)
+            return whole if number is None else elements(whole, self._pieces[number])
+        place = places[0 if number is None else self.numbers[index].index(number)]
+        return _over(memory, place, 1, entry.dtype).reshape(())
+
+    def _shaped(self, memory: NDArray[np.uint8], place: int, index: int, dtype: torch.dtype) -> torch.Tensor:
+        parameter = self._parameters[index]
+        return _over(memory, place, parameter.numel(), dtype).as_strided(parameter.shape, strides_of(parameter))
+
+    def _reserve(self, nbytes: int) -> int:
+        begin = self.nbytes
+        self.nbytes += -(-nbytes // PIECE_ALIGNMENT_BYTES) * PIECE_ALIGNMENT_BYTES
+        return begin
+
+
+def elements(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The elements of a piece, as they lie in memory; if that is all of a dense tensor, in its shape."""
+    if piece.numel == whole.numel():
+        return whole
+    return whole.as_strided((piece.numel,), (1,), whole.storage_offset() + piece.start)
+
+
+def laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The values in the order in which the parameter's lie in shared memory: ``value`` itself if they do.
+
+    Args:
+        parameter: whose.
+        value: of its shape.
+    """
+    strides = strides_of(parameter)
+    if value.stride() == strides:
+        return value
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype).copy_(value)
+
+
+def _over(memory: NDArray[np.uint8], place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor with a storage of its own."""
+    kind = dtype_of(dtype)
+    return tensor_over(memory[place : place + numel * kind.itemsize].view(kind.storage), kind)

@@ -1,0 +1,318 @@
+"""Parameters and optimizer state that exist once a host: those of one `Reducer`.
+
+`reigen.frontends.sharing` tells what a step is, `SharedLayout` what lies where. Every owner writes its own pieces, and
+says how far it has come; everybody reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import operator
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from reigen.errors import ArgumentError, StepOrderError
+from reigen.frontends.replicas import fingerprint
+from reigen.frontends.sharing import Piece, Progress
+from reigen.torch.adapter import bytes_of
+from reigen.torch.reducer import OwnedGradient, Reducer
+from reigen.torch.shared_layout import Held, Layouts, SharedLayout, elements, laid_out_like
+from reigen.types import DTYPES
+
+if TYPE_CHECKING:
+    from reigen.context import Region
+
+_log = logging.getLogger(__name__)
+
+#: What an optimizer keeps, by parameter.
+States = MutableMapping[Any, Any]
+
+#: How long to look whether the owners that live come to the end of an update in which one was lost.
+_SETTLE_SECONDS, _LOOK_SECONDS = 1.0, 0.01
+
+
+@dataclass(frozen=True)
+class OwnPiece:
+    """A piece that this rank updates.
+
+    Attributes:
+        piece: which elements of which parameter.
+        weight: the elements, for the optimizer that updates them: flat, or with the parameter's shape if that is all.
+        owned: where the reduced gradient lies.
+        gradient: the same in the shape and the element type of ``weight``.
+        number: among all pieces.
+        state: its part of the shared state, by name.
+    """
+
+    piece: Piece
+    weight: torch.nn.Parameter
+    owned: OwnedGradient
+    gradient: torch.Tensor
+    number: int
+    state: Held
+
+    def take(self, parameter: torch.Tensor, *, from_parameter: bool) -> None:
+        """The gradient to be used next: ``parameter.grad``'s elements, or what this rank has of the reduction."""
+        if not from_parameter:
+            if not self.owned.is_direct:
+                self.gradient.copy_(self.owned.gradient.view_as(self.gradient))
+            self.weight.grad = self.gradient
+            return
+        whole = parameter.grad
+        assert whole is not None
+        part = elements(laid_out_like(parameter, whole.detach()), self.piece)
+        if part.data_ptr() != self.gradient.data_ptr():
+            self.gradient.copy_(part.view_as(self.gradient))
+        self.weight.grad = self.gradient
+
+
+class SharedParameters:
+    """Makes the parameters of a reducer, whose gradients have been reduced once, common to the ranks of each host.
+
+    Collective. Every ``p.data`` is a view of the shared weights afterwards.
+
+    Args:
+        reducer: whose parameters.
+        layouts: what the optimizer keeps, by parameter.
+
+    Raises:
+        ReplicaError: the ranks hold different weights.
+        ArgumentError: parameters overlap in memory.
+        SharedMemoryError: a host has not enough memory.
+        CollectiveError: the job is broken.
+    """
+
+    def __init__(self, reducer: Reducer, layouts: Layouts) -> None:
+        self.reducer, self.team = reducer, reducer.team
+        self.parameters = reducer.parameters
+        _check_apart(self.parameters, reducer.names)
+        self.team.check_replicas([bytes_of(p) for p in self.parameters], reducer.names)
+        memory = reducer.owned_memory
+        self._owner = memory.region.owner
+        self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
+        self._region: Region = self.team.allocate(self._layout.nbytes, shared=True)
+        self._progress = self._layout.progress(self._region.array)
+        self._marks = self._layout.marks(self._region.array)
+        self._step = 0
+        #: fingerprints of this rank's pieces after an update that is to be looked at: REIGEN_CHECK_REPLICAS
+        self._remembered: list[int] | None = None
+        weights = [self._layout.weight(self._region.array, index) for index in range(len(self.parameters))]
+        first = 0 if self._owner is None else self._layout.first_number(self._owner)
+        self.own = [
+            self._own_piece(number, owned, weights[owned.piece.parameter])
+            for number, owned in enumerate(reducer.owned(), first)
+        ]
+        for own in self.own:
+            parameter = self.parameters[own.piece.parameter]
+            own.weight.data.copy_(elements(laid_out_like(parameter, parameter.data), own.piece).view_as(own.weight))
+        self.team.barrier("shared")
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.data = weight
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        #: what the user's optimizer was given as the state of each parameter; it may have been replaced since
+        self._given: list[tuple[Held, list[torch.Tensor | None]] | None] = [None] * len(self.parameters)
+        reducer.before_pass = self.check
+
+    def check(self) -> None:
+        """Accept if the parameters are still where they were put.
+
+        Raises:
+            StepOrderError: one is not.
+        """
+        for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
+            if parameter.data_ptr() != address:
+                raise StepOrderError(
+                    f"parameter {self.reducer.names[index]} no longer lies in the memory that the ranks of this host "
+                    "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
+                    "to happen before the first step; to change values, write into the parameter (p.copy_())"
+                )
+
+    def take_state(self, states: States, inner: torch.optim.Optimizer) -> None:
+        """Go on with what the user's optimizer holds, where that was replaced since it was given (load_state_dict).
+
+        Raises:
+            ArgumentError: it is not what this class of optimizer kept when the parameters were shared.
+        """
+        held_now = [states.get(parameter) for parameter in self.parameters]
+        replaced = {
+            index: held
+            for index, (held, given) in enumerate(zip(held_now, self._given, strict=True))
+            if not _is_same(held, given)
+        }
+        if not replaced:
+            return
+        for own in self.own:
+            if own.piece.parameter not in replaced:
+                continue
+            held = replaced[own.piece.parameter]
+            if held:
+                inner.state[own.weight] = self._filled(own, held)
+            else:
+                inner.state.pop(own.weight, None)
+            self._marks[own.number] = bool(held)
+        for index in replaced:
+            self._given[index] = None
+
+    def begin(self) -> None:
+        """Step c: this rank begins to update its slice."""
+        self._step += 1
+        if self._owner is not None:
+            self._progress[self._owner, 0] = self._step
+
+    def end(self, inner: torch.optim.Optimizer) -> None:
+        """Step c: move what the optimizer has made in this update into shared memory; the update is done."""
+        for own in self.own:
+            state = inner.state.get(own.weight)
+            if not state:
+                continue
+            for name, value in state.items():
+                view = own.state.get(name)
+                if value is not view:
+                    if view is None or value is None:
+                        raise self._unknown(own.piece.parameter, name)
+                    view.copy_(value)
+                    state[name] = view
+            self._marks[own.number] = 1
+        if self._owner is not None:
+            self._progress[self._owner, 1] = self._step
+
+    def norm_of_all(self, norm: torch.Tensor, norm_type: float) -> float:
+        """Collective: the p-norm of everything, from that of what this rank owns. The same on all ranks.
+
+        The owners of another host have the same numbers, so each owner's is the largest that anybody has for it.
+        """
+        norms = np.zeros(len(self._progress), np.float64)
+        if self._owner is not None:
+            norms[self._owner] = norm.double().item()
+        self.team.maximum(norms, DTYPES["float64"], "norm")
+        return float(torch.linalg.vector_norm(torch.from_numpy(norms), norm_type))
+
+    def check_untouched(self, every: int) -> None:
+        """Warn if somebody else than the optimizer has changed this rank's part of the weights since `remember`."""
+        if not every or self._remembered is None:
+            return
+        names = [self.reducer.names[own.piece.parameter] for own in self.own]
+        changed = [name for name, old, new in zip(names, self._remembered, self._prints(), strict=True) if old != new]
+        self._remembered = None
+        if changed:
+            _log.warning(
+                "shared parameters were changed outside the optimizer between updates %d and %d: %s%s. All ranks of "
+                "the host have one copy: what each of them does to it happens as often as there are ranks. If that was "
+                "load_state_dict(), with the same values on all ranks, all is well",
+                self._step,
+                self._step + 1,
+                ", ".join(changed[:5]),
+                " ..." if len(changed) > 5 else "",
+            )
+
+    def remember(self, every: int) -> None:
+        """Every so many updates, keep in mind what this rank's part of the weights is."""
+        if every and self._step % every == 0:
+            self._remembered = self._prints()
+
+    def _prints(self) -> list[int]:
+        return [fingerprint(bytes_of(own.weight)) for own in self.own]
+
+    def give_state(self, states: States) -> None:
+        """Let the user's optimizer hold the whole state of every parameter: views of what all ranks write."""
+        has_moved = False
+        for index, given in enumerate(self._given):
+            numbers = self._layout.numbers[index]
+            if given is None and numbers and self._marks[numbers[0]]:
+                whole = states[self.parameters[index]] = self._layout.state(self._region.array, index)
+                self._given[index] = whole, list(whole.values())
+                has_moved = True
+        if has_moved:
+            _trim()
+
+    def progress(self) -> Progress:
+        """How far the owners have come; waits a moment for those that may still come to an end."""
+        until = time.monotonic() + _SETTLE_SECONDS
+        while self._progress[:, 1].min() < self._step and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        return Progress(self._step, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
+
+    def release(self) -> None:
+        """Give every parameter memory of its own again."""
+        self.reducer.before_pass = None
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if parameter.numel() and parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+        self.team.free(self._region)
+
+    def _own_piece(self, number: int, owned: OwnedGradient, whole: torch.Tensor) -> OwnPiece:
+        weight = torch.nn.Parameter(elements(whole, owned.piece))
+        if owned.is_direct:
+            gradient = owned.gradient.as_strided(weight.shape, weight.stride())
+        else:
+            gradient = torch.empty_like(weight, requires_grad=False)
+        state = self._layout.state_of_piece(self._region.array, number)
+        return OwnPiece(owned.piece, weight, owned, gradient, number, state)
+
+    def _filled(self, own: OwnPiece, held: Held) -> Held:
+        """The piece's part of what was loaded, in its place."""
+        parameter = self.parameters[own.piece.parameter]
+        for name, value in held.items():
+            view = own.state.get(name)
+            if value is None:
+                continue
+            if view is None or not isinstance(value, torch.Tensor):
+                raise self._unknown(own.piece.parameter, name)
+            if view.dim() == 0 and value.numel() == 1 and parameter.dim():
+                if not self._is_shared(value):  # else it is another piece's, whose owner may be one step ahead
+                    view.copy_(value.reshape(()))
+            elif value.shape == parameter.shape:
+                view.copy_(elements(laid_out_like(parameter, value), own.piece).view_as(view))
+            else:
+                raise ArgumentError(
+                    f"the state {name!r} of {self.reducer.names[own.piece.parameter]} has the shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it belongs to another model"
+                )
+        return {name: None if value is None else own.state[name] for name, value in held.items()}
+
+    def _is_shared(self, value: torch.Tensor) -> bool:
+        begin = self._region.array.ctypes.data
+        return begin <= value.data_ptr() < begin + self._region.nbytes
+
+    def _unknown(self, index: int, name: str) -> ArgumentError:
+        return ArgumentError(
+            f"the optimizer keeps {name!r} for {self.reducer.names[index]}, which it did not when the parameters were "
+            "shared; with share_parameters, change such options before the first step"
+        )
+
+
+def _trim() -> None:
+    """Weights and states have moved: give what they leave back to the system, which glibc keeps where it is small."""
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _is_same(held: Held | None, given: tuple[Held, list[torch.Tensor | None]] | None) -> bool:
+    """Whether an optimizer still holds what it was given: the same dict with the same tensors."""
+    if held is None or given is None:
+        return not held and given is None
+    return held is given[0] and len(held) == len(given[1]) and all(map(operator.is_, held.values(), given[1]))
+
+
+def _check_apart(parameters: list[torch.Tensor], names: list[str]) -> None:
+    """Accept parameters on the host that have no element in common."""
+    begins: list[tuple[int, int, str]] = []
+    for parameter, name in zip(parameters, names, strict=True):
+        if parameter.device.type != "cpu":
+            raise ArgumentError(f"share_parameters needs parameters on the host, {name} is on {parameter.device}")
+        begins.append((parameter.data_ptr(), bytes_of(parameter).nbytes if parameter.numel() else 0, name))
+    begins.sort()
+    for (begin, nbytes, name), (after, size, other) in itertools.pairwise(begins):
+        if nbytes and size and begin + nbytes > after:
+            raise ArgumentError(
+                f"parameters {name} and {other} lie in the same memory; share_parameters would take them apart. Use "
+                "one Parameter in both places instead"
+            )

@@ -1,0 +1,295 @@
+"""DistributedOptimizer with parameters that exist once a host: `reigen.frontends.sharing` tells how a step goes."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+
+from reigen import context as contexts
+from reigen.errors import ArgumentError, CollectiveError, StepOrderError
+from reigen.torch.averager import Finished, GradientAverager
+from reigen.torch.averaging_optimizer import AveragingOptimizer
+from reigen.torch.reducer import Reducer
+from reigen.torch.shared_parameters import SharedParameters
+from reigen.torch.state_layout import StateEntry, inner_step, second_instance, state_layout
+from reigen.torch.wrapping import Closure, unwrapped
+
+#: As in `torch.nn.utils.clip_grad_norm_`.
+_CLIP_EPSILON = 1e-6
+#: Keys of a parameter group that say which parameters it has.
+_NAMES = ("params", "param_names")
+
+
+class SharingOptimizer(AveragingOptimizer):
+    """What ``DistributedOptimizer(..., share_parameters=True)`` puts in front of an optimizer's own class.
+
+    A second optimizer of that class updates what this rank owns. The groups' options go to it before each step and come
+    back after it; ``state`` holds views of what all ranks keep.
+    """
+
+    #: updates this rank's pieces; made in the first step
+    _inner: torch.optim.Optimizer | None
+    _shared: list[SharedParameters]
+    #: for which groups and parameters the pieces were put into groups
+    _placed: tuple[object, ...]
+    #: every p.grad is the whole reduced gradient, so the pieces' are to be taken from there
+    _is_gathered: bool
+    #: what p.grad was when a part of it was reduced before step(): who changes it changes nothing
+    _seen: list[tuple[int, int]]
+    #: the pieces have their gradients for the next update
+    _is_taken: bool
+
+    def attach(self, averager: GradientAverager) -> None:
+        """Use this averager from now on, and free its memory with this object."""
+        super().attach(averager)
+        self._inner, self._shared, self._placed = None, [], ()
+        self._forget_gradients()
+        weakref.finalize(self, _release_shared, self._shared).atexit = False
+
+    def _before_unscaling(self) -> None:
+        self._gather()
+
+    def synchronize(self) -> None:
+        """Wait until every ``p.grad`` is the reduced gradient, as without shared parameters.
+
+        It takes a copy of what the other ranks of this host own, which ``step()`` alone and `clip_grad_norm_` do not.
+
+        Raises:
+            CollectiveError: a reduction failed; gradients are undefined then.
+        """
+        self._finish(Finished.USER)
+        self._gather()
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Reduce the gradients if that has not been done, and update the parameters: this rank does its part.
+
+        Afterwards every ``p.grad`` is None, unless `synchronize` was called: averages exist in parts only.
+
+        Raises:
+            ArgumentError: there is a closure.
+            StepOrderError: see `AveragingOptimizer.step`; or the module was moved.
+            CollectiveError: the job is broken. A note says whether the weights are whole, as `weights_are_whole` does.
+            ReplicaError: hosts hold different parameters (REIGEN_CHECK_REPLICAS), or ranks did at the first step.
+        """
+        if closure is not None:
+            raise ArgumentError("step() takes no closure with share_parameters: weights may change once a step only")
+        if self.__dict__["_optimizer_step_pre_hooks"] and not self._skips:
+            self._gather()  # the user's hooks see gradients as everywhere
+        self._hooked_step()
+
+    # torch wraps every class's step() once with profiling and the user's step hooks; here `_hooked_step` has them.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @torch.optim.Optimizer.profile_hook_step
+    def _hooked_step(self) -> None:
+        averager = self._averager
+        came_early = averager.finished is not Finished.NOBODY
+        self._reduce_for_step(wanted=True, stacklevel=5)
+        try:
+            self._update(came_early or self._skips, from_parameters=self._is_gathered or self._skips)
+        finally:
+            averager.stepped()
+            self._forget_gradients()
+        averager.updated(self._parameters())
+        contexts.mark("STEP")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            StepOrderError: complete gradients are on their way (an AssertionError, as in Horovod).
+        """
+        super().zero_grad(set_to_none=set_to_none)
+        self._forget_gradients()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """See `AveragingOptimizer.clip_grad_norm_`. Every rank looks at its part alone; one number each is exchanged.
+
+        The norm is that of the parts' norms, so its last bits may differ from those of torch's, which is of tensors'.
+        """
+        if self._averager.finished is Finished.NOBODY:
+            self._finish(Finished.READER)
+        if self._is_gathered or not self._shared:
+            return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        self._take(from_parameters=False)
+        own = [own.weight.grad for one in self._shared for own in one.own]
+        gradients = [gradient for gradient in own if gradient is not None and gradient.numel()]
+        norm = self._shared[0].norm_of_all(torch.nn.utils.get_total_norm(gradients, norm_type), norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(f"the norm of order {norm_type} of the gradients is {norm}, so they cannot be clipped")
+        total = torch.tensor(norm, dtype=torch.float64 if self._has_doubles() else torch.float32)
+        if gradients:
+            scale = torch.clamp(max_norm / (total + _CLIP_EPSILON), max=1.0)
+            torch._foreach_mul_(gradients, scale)
+        return total
+
+    def _has_doubles(self) -> bool:
+        return any(parameter.dtype is torch.float64 for parameter in self._parameters())
+
+    def _forget_gradients(self) -> None:
+        self._is_gathered, self._is_taken, self._seen = False, False, []
+
+    def _finish(self, by: Finished) -> None:
+        self._is_taken = False
+        try:
+            super()._finish(by)
+            self._share()
+        except CollectiveError as error:
+            self._tell_progress(error)
+            raise
+        self._seen = [_state_of(p) for shared in self._shared for p in shared.parameters]
+
+    def _gather(self) -> None:
+        if self._averager.finished is Finished.NOBODY:
+            self._finish(Finished.READER)
+        if not self._is_gathered:
+            for reducer in self._averager.reducers:
+                reducer.gather()
+            self._is_gathered = True
+
+    def _share(self) -> None:
+        """Put the parameters into shared memory that are not there yet. Collective where there are any."""
+        known = {id(shared.reducer): shared for shared in self._shared}
+        for reducer in self._averager.reducers:
+            shared = known.get(id(reducer))
+            if reducer.team.size == 1 or (shared is not None and shared.team is reducer.team):
+                continue
+            if shared is not None:  # of a job that is over: the optimizer's state is taken from there
+                self._shared.remove(shared)
+                self._inner = None
+            self._shared.append(SharedParameters(reducer, self._layouts(reducer)))
+
+    def _layouts(self, reducer: Reducer) -> list[dict[str, StateEntry]]:
+        plain = unwrapped(self)
+        found: dict[tuple[int, torch.dtype], dict[str, StateEntry]] = {}
+        group_of = self._group_numbers()
+        for parameter in reducer.parameters:
+            key = group_of[parameter], parameter.dtype
+            if key not in found:
+                found[key] = state_layout(plain, plain.param_groups[key[0]], parameter.dtype)
+        return [found[group_of[parameter], parameter.dtype] for parameter in reducer.parameters]
+
+    def _group_numbers(self) -> dict[torch.Tensor, int]:
+        groups = self.__dict__["param_groups"]
+        return {parameter: number for number, group in enumerate(groups) for parameter in group["params"]}
+
+    def _update(self, came_early: bool, *, from_parameters: bool) -> None:
+        if not self._shared:  # nothing has a gradient, or there is one rank by now
+            inner_step(unwrapped(self))
+            return
+        if not from_parameters:
+            self._check_unchanged()
+        inner = self._prepared(from_parameters=from_parameters)
+        try:
+            if came_early:
+                self._shared[0].team.barrier("before update")
+            for shared in self._shared:
+                shared.check_untouched(shared.team.context.config.check_replicas)
+                shared.begin()
+            inner_step(inner)
+            for shared in self._shared:
+                shared.end(inner)
+            self._shared[0].team.barrier("updated")
+        except CollectiveError as error:
+            self._tell_progress(error)
+            raise
+        self._exchange_options(inner, back=True)
+        states = self.__dict__["state"]
+        for shared in self._shared:
+            shared.give_state(states)
+            shared.remember(shared.team.context.config.check_replicas)
+            torch.autograd.graph.increment_version(shared.parameters)
+            if not from_parameters:
+                for parameter in shared.parameters:
+                    parameter.grad = None
+
+    def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
+        """The optimizer of this rank's pieces, with options, state and gradients for this step."""
+        if self._inner is None:
+            self._inner, self._placed = self._new_inner(), ()
+        inner = self._inner
+        self._place_pieces(inner)
+        self._exchange_options(inner, back=False)
+        for shared in self._shared:
+            shared.check()
+            shared.take_state(self.__dict__["state"], inner)
+        if not self._is_taken:
+            self._take(from_parameters=from_parameters)
+        for name in ("grad_scale", "found_inf"):  # of a fused optimizer, by GradScaler
+            if name in vars(self):
+                setattr(inner, name, vars(self)[name])
+            elif name in vars(inner):
+                delattr(inner, name)
+        return inner
+
+    def _take(self, *, from_parameters: bool) -> None:
+        """Give every piece its gradient."""
+        for shared in self._shared:
+            for own in shared.own:
+                parameter = shared.parameters[own.piece.parameter]
+                if parameter.grad is None:
+                    own.weight.grad = None
+                else:
+                    own.take(parameter, from_parameter=from_parameters)
+        self._is_taken = True
+
+    def _new_inner(self) -> torch.optim.Optimizer:
+        plain = unwrapped(self)
+        return second_instance(plain, [{**group, "params": []} for group in plain.param_groups])
+
+    def _place_pieces(self, inner: torch.optim.Optimizer) -> None:
+        """Every piece is in the group in which its parameter is."""
+        groups = self.__dict__["param_groups"]
+        placed = tuple((id(group["params"]), len(group["params"])) for group in groups), len(self._shared)
+        if placed == self._placed:
+            return
+        self._placed = placed
+        for group in groups[len(inner.param_groups) :]:
+            inner.param_groups.append({**group, "params": []})
+        group_of = self._group_numbers()
+        members: list[list[torch.nn.Parameter]] = [[] for _ in groups]
+        for shared in self._shared:
+            for own in shared.own:
+                number = group_of.get(shared.parameters[own.piece.parameter])
+                if number is not None:
+                    members[number].append(own.weight)
+        for group, pieces in zip(inner.param_groups, members, strict=True):
+            group["params"] = pieces
+
+    def _exchange_options(self, inner: torch.optim.Optimizer, *, back: bool) -> None:
+        for outer, own in zip(self.__dict__["param_groups"], inner.param_groups, strict=True):
+            source, target = (own, outer) if back else (outer, own)
+            target.update((key, value) for key, value in source.items() if key not in _NAMES)
+
+    def _check_unchanged(self) -> None:
+        now = [_state_of(p) for shared in self._shared for p in shared.parameters]
+        if now != self._seen:
+            raise StepOrderError(
+                "gradients were changed after they had been reduced, and each rank has only its part of them: clip "
+                "with optimizer.clip_grad_norm_(), or call optimizer.synchronize() first: p.grad is whole after it"
+            )
+
+    def _tell_progress(self, error: CollectiveError) -> None:
+        for shared in self._shared:
+            progress = shared.progress()
+            error.add_note(f"With share_parameters: {progress.describe()}.")
+            self.weights_are_whole = self.weights_are_whole and progress.weights is not None
+
+    #: False after an error in the middle of an update: a part of the weights is of another step than the rest
+    weights_are_whole: bool = True
+
+
+def _state_of(parameter: torch.Tensor) -> tuple[int, int]:
+    gradient = parameter.grad
+    return id(gradient), -1 if gradient is None else gradient._version
+
+
+def _release_shared(shared: list[SharedParameters]) -> None:
+    for one in shared:
+        one.release()
+    shared.clear()

@@ -1,0 +1,180 @@
+"""A second optimizer of the user's class, for other parameters; and what such a class keeps for each parameter.
+
+Where every rank updates a part of the parameters alone, it does so with an optimizer of the user's own class and
+options, whose parameters are those parts. The user's object is not touched: its constructor's arguments are unknown, so
+the second one is made as a copy of everything but parameters, state and hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reigen.errors import ArgumentError
+from reigen.torch.wrapping import check_plain
+
+#: What an optimizer keeps for each of its parameters, under names.
+State = Mapping[Any, dict[str, Any]]
+
+#: Elements of the parameter that is tried out; no state of an allowed class has this many elements by chance.
+_NUM_ELEMENTS = 97
+_NUM_STEPS = 2
+#: Attributes that every optimizer has for itself. A scheduler puts a bound ``step`` of the first one into it.
+_OWN = frozenset({"param_groups", "state", "step"})
+
+
+class Kind(enum.Enum):
+    """What a class keeps for a parameter under one name."""
+
+    LIKE_PARAMETER = "like parameter"
+    SCALAR = "scalar tensor"
+    NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One entry of a parameter's state: its kind, and for tensors the dtype."""
+
+    kind: Kind
+    dtype: torch.dtype | None
+
+
+def second_instance(
+    optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], state: State | None = None
+) -> torch.optim.Optimizer:
+    """An optimizer of the same class and options, without the first one's hooks; neither changes the other.
+
+    Args:
+        optimizer: a plain one.
+        groups: all parameter groups of the new one, with all options; the dicts are its own from now on.
+        state: what it keeps for its parameters already.
+
+    Raises:
+        ArgumentError: the optimizer has attributes that belong to its parameters: another optimizer, a module, a tensor
+            of more than one element; or an attribute cannot be copied.
+    """
+    check_plain(optimizer)
+    second: torch.optim.Optimizer = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name in _OWN:
+            continue
+        if name.startswith("_optimizer_") and name.endswith("_hooks"):
+            second.__dict__[name] = type(value)()
+            continue
+        if (found := _bound(value)) is not None:
+            raise ArgumentError(
+                f"{type(optimizer).__name__} has {found} in its attribute {name!r}: an optimizer for a part of the "
+                "parameters cannot be made of it"
+            )
+        try:
+            second.__dict__[name] = copy.deepcopy(value)
+        except Exception as error:
+            raise ArgumentError(
+                f"{type(optimizer).__name__}: the attribute {name!r} cannot be copied: {error}"
+            ) from error
+    second.param_groups = list(groups)
+    second.state = defaultdict(dict)
+    second.state.update(state or {})
+    return second
+
+
+def _bound(value: Any) -> str | None:
+    """What in an attribute belongs to certain parameters, in words."""
+    if isinstance(value, torch.optim.Optimizer):
+        return "another optimizer"
+    if isinstance(value, torch.nn.Module):
+        return "a module"
+    if isinstance(value, torch.Tensor):
+        return "a tensor" if isinstance(value, torch.nn.Parameter) or value.numel() > 1 else None
+    if isinstance(value, Mapping):
+        return next((found for pair in value.items() for one in pair if (found := _bound(one))), None)
+    if isinstance(value, list | tuple | set | frozenset):
+        return next((found for one in value if (found := _bound(one))), None)
+    return None
+
+
+def inner_step(optimizer: torch.optim.Optimizer) -> None:
+    """One step of the optimizer's class, without the profiler's mark and the step hooks that torch puts around it."""
+    step = type(optimizer).step
+    # torch wraps the step of a class when its first object is made, and says so in this attribute.
+    if getattr(step, "hooked", False):
+        step = getattr(step, "__wrapped__", step)
+    step(optimizer)
+
+
+def state_layout(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype
+) -> dict[str, StateEntry]:
+    """What the optimizer's class keeps for a parameter of that dtype, found by trying it out for two steps.
+
+    Where the optimizer holds state for such a parameter already, the trial begins with the like of it.
+
+    Args:
+        optimizer: a plain one; it is not changed.
+        group: one of its parameter groups: the options.
+        dtype: of a parameter.
+
+    Raises:
+        ArgumentError: it keeps something that is neither of the parameter's shape nor one number in a tensor; or it
+            cannot step.
+    """
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, _NUM_ELEMENTS).to(dtype))
+    state = example_state(optimizer, group, parameter)
+    second = second_instance(optimizer, [{**group, "params": [parameter]}], {parameter: state} if state else None)
+    layout: dict[str, StateEntry] = {}
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        for _ in range(_NUM_STEPS):
+            parameter.grad = torch.randn(_NUM_ELEMENTS, generator=generator).to(dtype)
+            try:
+                inner_step(second)
+            except Exception as error:
+                raise ArgumentError(
+                    f"{type(optimizer).__name__} cannot step on a part of a parameter: {type(error).__name__}: {error}"
+                ) from error
+            for name, value in second.state[parameter].items():
+                entry = _entry(optimizer, name, value)
+                if layout.setdefault(name, entry).kind is Kind.NONE:
+                    layout[name] = entry
+    return layout
+
+
+def example_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """State for ``parameter``, like what the optimizer holds for the others of its group and dtype; {} if nothing.
+
+    Tensors of a parameter's shape are filled with their first element, so that values are such as occur.
+    """
+    for other in group["params"]:
+        held = optimizer.state.get(other)
+        if not held or other.dtype != parameter.dtype or not other.dim() or not other.numel():
+            continue
+        return {
+            name: torch.full_like(parameter, value.reshape(-1)[0].item(), dtype=value.dtype, requires_grad=False)
+            if isinstance(value, torch.Tensor) and value.shape == other.shape
+            else copy.deepcopy(value)
+            for name, value in held.items()
+        }
+    return {}
+
+
+def _entry(optimizer: torch.optim.Optimizer, name: str, value: Any) -> StateEntry:
+    if value is None:
+        return StateEntry(Kind.NONE, None)
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu":
+        if value.dim() == 0:
+            return StateEntry(Kind.SCALAR, value.dtype)
+        if value.shape == (_NUM_ELEMENTS,):
+            return StateEntry(Kind.LIKE_PARAMETER, value.dtype)
+    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise ArgumentError(
+        f"{type(optimizer).__name__} keeps {what} under {name!r} for a parameter of {_NUM_ELEMENTS} elements; its "
+        "state can be divided only if it consists of tensors of the parameter's shape and of tensors without dimensions"
+    )

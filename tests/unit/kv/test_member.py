@@ -1,0 +1,106 @@
+"""A member of a job, and a scheduler that is played by the test."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+from tests.kv.jobs import Port
+
+from reigen.cluster.given import job_secret
+from reigen.cluster.reception import Guest, Reception
+from reigen.config import load
+from reigen.errors import DeadlineError
+from reigen.kv.member import Member, _flush
+from reigen.kv.nodes import Stop
+from reigen.kv.registry import (
+    ANSWERS,
+    CALLS,
+    MAX_MESSAGE_BYTES,
+    SCHEDULER,
+    Answer,
+    Assigned,
+    Call,
+    Missing,
+    News,
+    Register,
+    WhoIsMissing,
+)
+from reigen.kv.roles import find
+from reigen.wire import auth
+from reigen.wire.stream import Conversation
+
+SECRET = b"s" * 32
+
+
+@contextmanager
+def member_of(answer: Callable[[Call], Answer | None]) -> Iterator[Member]:
+    """Worker 0 of one, whose scheduler says what the function does."""
+
+    def receive(guest: Guest, payload: bytes) -> None:
+        if (said := answer(CALLS.decode(payload))) is not None:
+            reception.send(guest, ANSWERS.encode(said))
+
+    with closing(Port()) as held:  # the secret of a job depends on its port
+        port = held.number
+        secret = job_secret(SECRET, f"kv {port}")
+        reception = Reception(secret, ("127.0.0.1", port), SCHEDULER, MAX_MESSAGE_BYTES, receive, lambda *_: None)
+    variables = {
+        "DMLC_ROLE": "worker",
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(port),
+        "DMLC_NUM_WORKER": "1",
+        "DMLC_NUM_SERVER": "2",
+        "REIGEN_SECRET": SECRET.hex(),
+        "REIGEN_START_TIMEOUT": "40",
+        "REIGEN_PEER_TIMEOUT": "1",
+    }
+    with closing(reception):
+        thread = threading.Thread(target=lambda: all(iter(lambda: reception.turn(None), False)))
+        thread.start()
+        try:
+            with closing(Member.join(find(variables, load(variables)), None, time.monotonic() + 40)) as member:
+                yield member
+        finally:
+            reception.end()
+            thread.join(10)
+
+
+def assigned(call: Call) -> Answer | None:
+    return Assigned(0, False, 1) if isinstance(call, Register) else None
+
+
+def test_who_is_missing_at_the_start_is_asked_of_the_scheduler() -> None:
+    def answer(call: Call) -> Answer | None:
+        return Missing((), (1,)) if isinstance(call, WhoIsMissing) else assigned(call)
+
+    with member_of(answer) as member, pytest.raises(DeadlineError, match="server 1 of 1 worker"):
+        member.servers(time.monotonic())
+
+
+def test_what_the_scheduler_said_before_it_went_is_heard_though_it_did_not_hear_everything() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as here:
+        there, _ = listener.accept()
+        here.sendall(b"a heartbeat that nobody reads")
+        assert there.recv(1, socket.MSG_PEEK)
+        there.sendall(b"it was given up")
+        there.close()
+        conversation = Conversation(auth.ServerHandshake(SECRET, SCHEDULER), 100)
+        conversation.outgoing += b"another one"
+        _flush(here, conversation)
+        assert here.recv(100) == b"it was given up"
+        assert not conversation.outgoing
+
+
+def test_a_scheduler_that_ends_the_job_instead_of_an_answer_says_who_is_missing() -> None:
+    def answer(call: Call) -> Answer | None:
+        if isinstance(call, WhoIsMissing):
+            return News((Stop(1, "server 1 did not come in time", is_late=True),))
+        return assigned(call)
+
+    with member_of(answer) as member, pytest.raises(DeadlineError, match="server 1 did not come in time"):
+        member.servers(time.monotonic())
