@@ -44,6 +44,8 @@ _PRIORITIZED = ctypes.c_int(3)
 _ERROR_BYTES = 64
 #: how long the end of a script waits for what is still to be reduced, beyond the deadline of each collective
 _GRACE_SECONDS = 5.0
+#: how often `MXNetQueue.let_leave` looks: threads cannot tell that they have left Python
+_LOOK_SECONDS = 0.0005
 
 
 class _Context(ctypes.Structure):
@@ -104,6 +106,8 @@ class MXNetQueue:
         #: by number; each leaves when MXNet forgets it, and so also if MXNet never runs it
         self._operations: dict[int, _Operation] = {}
         self._forgotten = threading.Condition()
+        #: calls of MXNet's that are in Python
+        self._calls: dict[object, None] = {}
         self._failures = Failures()
         self._known_threads = _KnownThreads()
         self._cpp = ctypes.CDLL("libstdc++.so.6")
@@ -162,7 +166,7 @@ class MXNetQueue:
             )
             check_call(status)
         except BaseException:
-            self._forget(number)
+            self._forget_operation(number)
             raise
         if operation.thread == threading.get_ident() and operation.error is not None:
             error = operation.error
@@ -176,10 +180,45 @@ class MXNetQueue:
         with self._forgotten:
             while self._operations and (left := latest - time.monotonic()) > 0:
                 self._forgotten.wait(left)
+        self.let_leave()
+
+    def let_leave(self) -> None:
+        """Return when no thread of MXNet's is in Python.
+
+        After the end of the operations, and before whatever stops the interpreter for such a thread: its end, or a
+        fork. A thread that then still needed the interpreter's lock would end the process, or never get it.
+        """
+        while self._calls:
+            time.sleep(_LOOK_SECONDS)
+
+    def prepare_fork(self) -> None:
+        """Wait until nothing that was pushed is left.
+
+        MXNet stops its engine for a fork (of gluon's DataLoader, for one) and joins its threads, with the interpreter's
+        lock in the hands of the thread that forks.
+        """
+        with self._forgotten:
+            self._forgotten.wait_for(lambda: not self._operations)
+        self.let_leave()
 
     # -- on threads of MXNet's engine ---------------------------------------------------------------------------------
 
+    # Each call notes that it is in Python. To take that back is the last that it does, with one instruction: between
+    # that and the thread's leave of Python nobody else gets the interpreter's lock.
+
     def _begin(self, run_context: int, on_complete: int, number: int) -> None:
+        call = object()
+        self._calls[call] = None
+        self._begin_operation(on_complete, number)
+        del self._calls[call]
+
+    def _forget(self, number: int) -> None:
+        call = object()
+        self._calls[call] = None
+        self._forget_operation(number)
+        del self._calls[call]
+
+    def _begin_operation(self, on_complete: int, number: int) -> None:
         operation = self._operations[number]
         callback, engine, parameter = (_POINTER * 3).from_address(on_complete)  # copied: it lives for this call
         assert callback is not None
@@ -192,7 +231,7 @@ class MXNetQueue:
         except BaseException as error:  # noqa: BLE001  whoever waits for the arrays is told
             self._fail(operation, error, end)
 
-    def _forget(self, number: int) -> None:
+    def _forget_operation(self, number: int) -> None:
         with self._forgotten:
             operation = self._operations.pop(number, None)
             self._forgotten.notify_all()
@@ -230,9 +269,7 @@ def queue() -> MXNetQueue:
             made.drain()
 
     atexit.register(at_exit)
-    # MXNet's engine stops for a fork (of gluon's DataLoader, for one): its threads finish what they have begun, which
-    # needs the interpreter, and that is in the hands of the thread that forks.
-    os.register_at_fork(before=made.drain)
+    os.register_at_fork(before=made.prepare_fork)
     return made
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,8 +90,6 @@ class Lane:
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="reigen-mxnet-kv", daemon=True)
         self._thread.start()
-        # MXNet's engine stops when a process forks, and waits for operations that need the interpreter's lock
-        os.register_at_fork(before=functools.partial(_let_finish, weakref.ref(self)))
 
     def add(
         self, begin: Beginning, *, reads: Sequence[Any] = (), writes: Sequence[Any], priority: int = 0, name: str
@@ -149,8 +146,9 @@ class Lane:
             self._changed.wait_for(lambda: not self._num_pending)
 
     def close(self) -> None:
-        """End the thread, when all operations are over."""
+        """End the thread, when all operations are over, and MXNet's threads have left them."""
         self.let_finish()
+        queue().let_leave()
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
@@ -246,10 +244,3 @@ class Lane:
             self._num_pending -= 1
             if not self._num_pending:
                 self._changed.notify_all()
-
-
-def _let_finish(lane: weakref.ref[Lane]) -> None:
-    """Before a fork."""
-    there = lane()
-    if there is not None and there.is_here:
-        there.let_finish()
