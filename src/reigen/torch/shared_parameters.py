@@ -12,16 +12,19 @@ import itertools
 import logging
 import operator
 import time
+import weakref
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.frontends.replicas import fingerprint
 from reigen.frontends.sharing import Piece, Progress
+from reigen.frontends.team import Team
 from reigen.torch.adapter import bytes_of
 from reigen.torch.reducer import OwnedGradient, Reducer
 from reigen.torch.shared_layout import Held, Layouts, SharedLayout, elements, laid_out_like
@@ -98,13 +101,13 @@ class SharedParameters:
         memory = reducer.owned_memory
         self._owner = memory.region.owner
         self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
-        self._region: Region = self.team.allocate(self._layout.nbytes, shared=True)
-        self._progress = self._layout.progress(self._region.array)
-        self._marks = self._layout.marks(self._region.array)
+        self._memory = _lent(self.team.allocate(self._layout.nbytes, shared=True), self.team)
+        self._progress = self._layout.progress(self._memory)
+        self._marks = self._layout.marks(self._memory)
         self._step = 0
         #: fingerprints of this rank's pieces after an update that is to be looked at: REIGEN_CHECK_REPLICAS
         self._remembered: list[int] | None = None
-        weights = [self._layout.weight(self._region.array, index) for index in range(len(self.parameters))]
+        weights = [self._layout.weight(self._memory, index) for index in range(len(self.parameters))]
         first = 0 if self._owner is None else self._layout.first_number(self._owner)
         self.own = [
             self._own_piece(number, owned, weights[owned.piece.parameter])
@@ -227,7 +230,7 @@ class SharedParameters:
         for index, given in enumerate(self._given):
             numbers = self._layout.numbers[index]
             if given is None and numbers and self._marks[numbers[0]]:
-                whole = states[self.parameters[index]] = self._layout.state(self._region.array, index)
+                whole = states[self.parameters[index]] = self._layout.state(self._memory, index)
                 self._given[index] = whole, list(whole.values())
                 has_moved = True
         if has_moved:
@@ -246,7 +249,6 @@ class SharedParameters:
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.numel() and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
-        self.team.free(self._region)
 
     def _own_piece(self, number: int, owned: OwnedGradient, whole: torch.Tensor) -> OwnPiece:
         weight = torch.nn.Parameter(elements(whole, owned.piece))
@@ -254,7 +256,7 @@ class SharedParameters:
             gradient = owned.gradient.as_strided(weight.shape, weight.stride())
         else:
             gradient = torch.empty_like(weight, requires_grad=False)
-        state = self._layout.state_of_piece(self._region.array, number)
+        state = self._layout.state_of_piece(self._memory, number)
         return OwnPiece(owned.piece, weight, owned, gradient, number, state)
 
     def _filled(self, own: OwnPiece, held: Held) -> Held:
@@ -279,14 +281,24 @@ class SharedParameters:
         return {name: None if value is None else own.state[name] for name, value in held.items()}
 
     def _is_shared(self, value: torch.Tensor) -> bool:
-        begin = self._region.array.ctypes.data
-        return begin <= value.data_ptr() < begin + self._region.nbytes
+        begin = self._memory.ctypes.data
+        return begin <= value.data_ptr() < begin + self._memory.nbytes
 
     def _unknown(self, index: int, name: str) -> ArgumentError:
         return ArgumentError(
             f"the optimizer keeps {name!r} for {self.reducer.names[index]}, which it did not when the parameters were "
             "shared; with share_parameters, change such options before the first step"
         )
+
+
+def _lent(region: Region, team: Team) -> NDArray[np.uint8]:
+    """The region's memory, which is given back with the last view of it.
+
+    What a user has taken from ``state_dict()`` may live longer than the optimizer.
+    """
+    memory = np.frombuffer(region.array.data, np.uint8)
+    weakref.finalize(memory, team.free, region).atexit = False
+    return memory
 
 
 def _trim() -> None:

@@ -249,6 +249,7 @@ class SharingOptimizer(AveragingOptimizer):
         if placed == self._placed:
             return
         self._placed = placed
+        del inner.param_groups[len(groups) :]
         for group in groups[len(inner.param_groups) :]:
             inner.param_groups.append({**group, "params": []})
         group_of = self._group_numbers()
