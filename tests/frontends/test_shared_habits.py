@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from tests.frontends.test_shared_parameters import assert_same_bits, assert_same_state, both, step, wrapped
 from tests.frontends.training import Net, batches, make_net, mean_loss, mine
@@ -170,3 +172,138 @@ def copies() -> None:
 
 def test_copies_are_a_rank_s_own_and_small(rank_pool):
     rank_pool(2).run(copies, init=True)
+
+
+# -- optimizers that look at whole parameters -------------------------------------------------------------------------
+
+
+class Wide(torch.nn.Module):
+    """Parameters of one dimension, two, four, one of which is larger than all others together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv = torch.nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
+        self.body = torch.nn.Linear(16, 300)
+        self.head = torch.nn.Linear(300, 2)
+        self.scale = torch.nn.Parameter(torch.tensor([[1.5]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(torch.tanh(self.conv(x)).flatten(1)))) * self.scale
+
+
+def optimizers_of(model: Wide, name: str, **options: Any) -> list[Any]:
+    """Muon takes matrices alone; another optimizer has the rest."""
+    if name == "Muon":
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        others = [p for p in model.parameters() if p.dim() != 2]
+        plain = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    else:
+        groups = [
+            {"params": [*model.conv.parameters(), model.scale]},
+            {"params": [*model.body.parameters()], "lr": 0.1},
+        ]
+        plain = [torch.optim.Adafactor([*groups, {"params": [*model.head.parameters()]}], lr=0.05)]
+    return [hvd.DistributedOptimizer(one, **options) for one in plain]
+
+
+def take(model: Wide, optimizers: list[Any], x: torch.Tensor, y: torch.Tensor) -> None:
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    (model(mine(x)) - mine(y)).square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def owns_whole_parameters(name: str) -> None:
+    torch.set_num_threads(1)
+    models, all_optimizers = [], []
+    for share in (False, True):
+        model = Wide().double()
+        optimizers = optimizers_of(model, name, share_parameters=share)
+        for x, y in batches(5):
+            take(model, optimizers, x, y)
+        again = Wide().double()
+        again.load_state_dict(model.state_dict())
+        resumed = optimizers_of(again, name, share_parameters=share)
+        for one, other in zip(resumed, optimizers, strict=True):
+            one.load_state_dict(copy.deepcopy(other.state_dict()))
+        for x, y in batches(2, seed=4):
+            take(again, resumed, x, y)
+            take(model, optimizers, x, y)
+        assert_same_bits(again, model)
+        models.append(model)
+        all_optimizers.append(optimizers)
+    assert_same_bits(models[1], models[0])
+    for mine_, other in zip(*all_optimizers, strict=True):
+        assert_same_state(mine_, other)
+    pieces = [own.piece for shared in all_optimizers[1][0]._shared for own in shared.own]
+    parameters = all_optimizers[1][0]._shared[0].parameters
+    assert all(piece.numel == parameters[piece.parameter].numel() for piece in pieces)
+    assert sum(map(len, hvd.allgather_object(pieces))) == len(parameters)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_who_looks_at_whole_parameters_updates_them_whole(rank_pool, name, size):
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    rank_pool(size).run(owns_whole_parameters, name, init=True, env={"REIGEN_BUCKET_BYTES": "4096"})
+
+
+# -- "auto" -----------------------------------------------------------------------------------------------------------
+
+
+def trains_automatically(name: str) -> bool:
+    torch.set_num_threads(1)
+    models = []
+    for share in (False, "auto"):
+        model = make_net()
+        optimizer = hvd.DistributedOptimizer(getattr(torch.optim, name)(model.parameters()), share_parameters=share)
+        for x, y in batches(2):
+            optimizer.zero_grad()
+            if name == "LBFGS":
+                optimizer.step(lambda: closure(model, optimizer, x, y))  # noqa: B023 - called at once
+            else:
+                mean_loss(model, mine(x), mine(y)).backward()
+                optimizer.step()
+        models.append(model)
+    assert_same_bits(models[1], models[0])
+    return bool(getattr(optimizer, "_shared", []))
+
+
+def closure(model: Net, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = mean_loss(model, mine(x), mine(y))
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "shares", "why"),
+    [
+        ("Adam", None, True, "once a host: each rank of a host updates its part of them, divided by elements"),
+        ("Adafactor", None, True, "divided by whole parameters"),
+        ("LBFGS", None, False, "once a rank: the parameters of LBFGS cannot be updated in parts: its closure"),
+        ("Adam", ("a", "b"), False, "once a rank: no host has several ranks"),
+    ],
+)
+def test_auto_shares_where_that_is_exact_and_says_why(rank_pool, name, hosts, shares, why):
+    pool = rank_pool(2)
+    function, arguments = (trains_automatically, (name,)) if hosts is None else (on_hosts, (hosts, name))
+    told = pool.run(function, *arguments, init=hosts is None, env={"REIGEN_LOG": "info"})
+    assert told == [shares] * 2
+    outputs = [pool.output(rank)[1] for rank in range(2)]
+    assert outputs[0].count("share_parameters='auto'") == 1
+    assert why in outputs[0]
+    assert "share_parameters" not in outputs[1]
+
+
+def on_hosts(hosts: tuple[str, ...], name: str) -> bool:
+    """As if every rank were on a host of its own."""
+    os.environ["REIGEN_HOST_ID"] = hosts[int(os.environ["REIGEN_RANK"])]
+    hvd.init()
+    try:
+        return trains_automatically(name)
+    finally:
+        hvd.shutdown()

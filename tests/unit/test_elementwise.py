@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from tests.unit.optimizer_cases import DTYPES, OPTIMIZERS  # noqa: E402
 
 from reigen.errors import ArgumentError  # noqa: E402
-from reigen.torch.elementwise import check_elementwise  # noqa: E402
+from reigen.frontends.sharing import Division  # noqa: E402
+from reigen.torch.elementwise import choose_division  # noqa: E402
 
 ALIGNMENT = 128
 
@@ -30,8 +31,8 @@ def matrix(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.linspace(-1, 1, 12, dtype=dtype).reshape(3, 4))
 
 
-def check(optimizer: torch.optim.Optimizer, *, vouched: bool = False) -> None:
-    check_elementwise(optimizer, vouched=vouched, alignment_bytes=ALIGNMENT)
+def check(optimizer: torch.optim.Optimizer, *, vouched: bool = False) -> Division:
+    return choose_division(optimizer, vouched=vouched, alignment_bytes=ALIGNMENT)
 
 
 def stepped(parameters: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -48,6 +49,10 @@ class Norm(torch.optim.SGD):
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=group["lr"])
+
+
+class LikeAdafactor(torch.optim.Adafactor):
+    """Somebody's own; nobody knows whether it still looks at each parameter by itself."""
 
 
 class Sign(torch.optim.Optimizer):
@@ -96,14 +101,14 @@ class Outside(Sign):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_torch_may_be_cut(name: str, dtype: torch.dtype) -> None:
     cls, options = OPTIMIZERS[name]
-    check(cls([matrix(dtype)], **options))
+    assert check(cls([matrix(dtype)], **options)) is Division.ELEMENTS
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
         (lambda p: torch.optim.LBFGS([p]), "closure"),
-        (lambda p: torch.optim.Adafactor([p]), "rows and columns"),
+        (lambda p: LikeAdafactor([p], lr=0.1), r"weights were others than those of whole tensors after step 1"),
         (lambda p: torch.optim.SparseAdam([p]), "sparse"),
         (lambda p: Norm([p], lr=0.1), r"weights were others than those of whole tensors after step 1"),
         (lambda p: Positions([p], lr=0.1), r"weights were others than those of whole tensors after step 1"),
@@ -111,17 +116,29 @@ def test_optimizers_of_torch_may_be_cut(name: str, dtype: torch.dtype) -> None:
         (lambda p: Outside([p], lr=0.1), "another optimizer in its attribute 'inner'"),
         (lambda p: torch.optim.Adam([p], capturable=True), "it failed"),
     ],
-    ids=["lbfgs", "adafactor", "sparse adam", "norm", "positions", "noise", "optimizer inside", "cannot step here"],
+    ids=[
+        "lbfgs",
+        "derived from adafactor",
+        "sparse adam",
+        "norm",
+        "positions",
+        "noise",
+        "optimizer inside",
+        "cannot step here",
+    ],
 )
 def test_what_looks_at_whole_tensors_is_refused_whoever_vouches(make: Any, why: str) -> None:
     with pytest.raises(ArgumentError, match=why):
         check(make(matrix()), vouched=True)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
-def test_muon_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="orthogonal"):
-        check(torch.optim.Muon([matrix()]), vouched=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_what_looks_at_each_parameter_by_itself_gets_it_whole(name: str, dtype: torch.dtype) -> None:
+    if not hasattr(torch.optim, name):
+        pytest.skip(f"this torch has no {name}")
+    others = [] if name == "Muon" else [torch.nn.Parameter(torch.ones(5, dtype=dtype))]
+    assert check(getattr(torch.optim, name)([matrix(dtype), *others])) is Division.PARAMETERS
 
 
 def test_an_unknown_class_needs_somebody_who_vouches() -> None:

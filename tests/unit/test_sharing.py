@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reigen.frontends.buckets import BucketPlan, ParameterSpec, plan_buckets
-from reigen.frontends.sharing import PIECE_ALIGNMENT_BYTES, Progress, share_out
+from reigen.frontends.sharing import PIECE_ALIGNMENT_BYTES, Division, Progress, share_out
 from reigen.types import DTYPES
 
 
@@ -19,10 +19,10 @@ def planned(sizes: list[tuple[int, str]], bucket_bytes: int) -> BucketPlan:
 MODELS = st.lists(st.tuples(st.integers(0, 5000), st.sampled_from(["float32", "float64", "bfloat16"])), max_size=9)
 
 
-@given(MODELS, st.integers(1, 1 << 15), st.integers(1, 5))
-def test_every_element_has_one_owner_in_the_slice_of_its_bucket(sizes, bucket_bytes, num_owners):
+@given(MODELS, st.integers(1, 1 << 15), st.integers(1, 5), st.sampled_from(Division))
+def test_every_element_has_one_owner_in_the_slice_of_its_bucket(sizes, bucket_bytes, num_owners, division):
     plan = planned(sizes, bucket_bytes)
-    shares = share_out(plan, num_owners)
+    shares = share_out(plan, num_owners, division=division)
     owned = {parameter: [0] * numel for parameter, (numel, _) in enumerate(sizes)}
     place_of = {place.parameter: (bucket, place) for bucket in plan.buckets for place in bucket.places}
     for owner, pieces in enumerate(shares.pieces):
@@ -33,6 +33,7 @@ def test_every_element_has_one_owner_in_the_slice_of_its_bucket(sizes, bucket_by
             assert 0 <= piece.start <= piece.stop <= sizes[piece.parameter][0]
             if not piece.numel:
                 continue
+            assert division is Division.ELEMENTS or piece.numel == sizes[piece.parameter][0]
             first = (place.offset - bucket.offset) // itemsize + piece.start
             assert sum(counts[:owner]) <= first
             assert first + piece.numel <= sum(counts[: owner + 1])
@@ -53,6 +54,16 @@ def test_owners_have_almost_equal_shares_and_few_parameters_are_cut(num_owners):
     assert max(numels) <= 1.07 * min(numels)
     cut = [piece for pieces in shares.pieces for piece in pieces if piece.numel < 1 << 16]
     assert len(cut) <= 2 * len(plan.buckets) * (num_owners - 1)
+
+
+@pytest.mark.parametrize("num_owners", [2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 18, 1 << 30])
+def test_whole_parameters_are_shared_out_almost_equally_whatever_a_bucket_holds(num_owners, bucket_bytes):
+    sizes = [1 << 12, 1 << 14, 1 << 16] * 12
+    plan = planned([(size, "float32") for size in sizes], bucket_bytes)
+    shares = share_out(plan, num_owners, division=Division.PARAMETERS)
+    numels = [sum(piece.numel for piece in pieces) for pieces in shares.pieces]
+    assert max(numels) - min(numels) <= 2 * max(sizes)
 
 
 def test_one_owner_has_all_whole():

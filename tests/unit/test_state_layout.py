@@ -13,7 +13,14 @@ from tests.unit.optimizer_cases import DTYPES, OPTIMIZERS  # noqa: E402
 from torch.optim.optimizer import register_optimizer_step_pre_hook  # noqa: E402
 
 from reigen.errors import ArgumentError  # noqa: E402
-from reigen.torch.state_layout import Kind, StateEntry, inner_step, second_instance, state_layout  # noqa: E402
+from reigen.torch.state_layout import (  # noqa: E402
+    Kind,
+    StateEntry,
+    example_shape,
+    inner_step,
+    second_instance,
+    state_layout,
+)
 
 LIKE, NUMBER = Kind.LIKE_PARAMETER, StateEntry(Kind.SCALAR, torch.float32)
 
@@ -71,6 +78,16 @@ def test_the_layout_is_what_the_class_keeps_for_a_real_parameter(name: str, dtyp
         for key, entry in layout.items()
         if entry.kind is not Kind.NONE
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(6, 7), (6, 6), (5, 1, 3, 3), (1, 9), (8,), (1,), ()], ids=str)
+def test_the_layout_for_whole_parameters_is_that_of_their_dimensions(shape: tuple[int, ...]) -> None:
+    one = torch.nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.Adafactor([one])
+    layout = state_layout(optimizer, optimizer.param_groups[0], torch.float32, example_shape(shape))
+    held = stepped(optimizer).state[one]
+    shapes = {key: (value.dtype, tuple(value.shape)) for key, value in held.items()}
+    assert shapes == {key: (entry.dtype, entry.shape(one)) for key, entry in layout.items()}
 
 
 def test_entries_that_a_checkpoint_brought_are_part_of_the_layout() -> None:

@@ -27,6 +27,7 @@ states: there is no update without it).
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,13 @@ PIECE_ALIGNMENT_BYTES = 128
 
 #: A cut moves to the end of a parameter that is nearer than this part of an owner's share.
 _SNAP_DIVISOR = 32
+
+
+class Division(enum.Enum):
+    """What one owner has to update together, for the sake of the optimizer's arithmetic."""
+
+    ELEMENTS = "elements"
+    PARAMETERS = "whole parameters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +79,16 @@ class Shares:
     pieces: tuple[tuple[Piece, ...], ...]
 
 
-def share_out(plan: BucketPlan, num_owners: int, alignment_bytes: int = PIECE_ALIGNMENT_BYTES) -> Shares:
+def share_out(
+    plan: BucketPlan,
+    num_owners: int,
+    alignment_bytes: int = PIECE_ALIGNMENT_BYTES,
+    division: Division = Division.ELEMENTS,
+) -> Shares:
     """Divide every bucket among the owners, in equal runs of bytes as far as that can be.
 
-    A parameter is cut at most ``num_owners - 1`` times, at multiples of ``alignment_bytes`` from its beginning.
+    A parameter is cut at most ``num_owners - 1`` times, at multiples of ``alignment_bytes`` from its beginning. Where
+    parameters are divided whole, owners that have had less of the buckets before get more of the next one.
 
     Example:
         >>> from reigen.frontends.buckets import ParameterSpec, plan_buckets
@@ -84,9 +98,13 @@ def share_out(plan: BucketPlan, num_owners: int, alignment_bytes: int = PIECE_AL
     """
     counts: list[tuple[int, ...]] = []
     pieces: list[list[Piece]] = [[] for _ in range(num_owners)]
+    loads = [0] * num_owners
     for bucket in plan.buckets:
         itemsize = DTYPES[bucket.dtype].itemsize
-        bounds = [0, *_cuts(bucket, num_owners, alignment_bytes), bucket.nbytes]
+        is_cut = division is Division.ELEMENTS
+        cuts = _cuts(bucket, num_owners, alignment_bytes) if is_cut else _ends(bucket, loads)
+        bounds = [0, *cuts, bucket.nbytes]
+        loads = [load + end - begin for load, (begin, end) in zip(loads, itertools.pairwise(bounds), strict=True)]
         counts.append(tuple((end - begin) // itemsize for begin, end in itertools.pairwise(bounds)))
         for owner in range(num_owners):
             low, high = (bucket.offset + bound for bound in bounds[owner : owner + 2])
@@ -113,6 +131,18 @@ def _cuts(bucket: Bucket, num_owners: int, alignment_bytes: int) -> list[int]:
         elif end - ideal <= near:
             cut = end
         cuts.append(max(min(cut - bucket.offset, bucket.nbytes), cuts[-1] if cuts else 0))
+    return cuts
+
+
+def _ends(bucket: Bucket, loads: Sequence[int]) -> list[int]:
+    """The same where parameters stay whole, and the owners have so many bytes already."""
+    total = sum(loads) + bucket.nbytes
+    lacking = [max(0, total - len(loads) * load) for load in loads]
+    cuts: list[int] = []
+    for wanted in itertools.accumulate(lacking[:-1]):
+        ideal = bucket.offset + bucket.nbytes * wanted // max(1, sum(lacking))
+        begin, end = _around(bucket, ideal)
+        cuts.append((begin if ideal - begin <= end - ideal else end) - bucket.offset)
     return cuts
 
 

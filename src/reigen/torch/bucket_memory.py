@@ -18,7 +18,7 @@ from reigen.errors import CollectiveError, JoinedError
 from reigen.frontends.buckets import BucketPlan
 from reigen.frontends.coded import CodedBuckets
 from reigen.frontends.compression import Cast, Coded
-from reigen.frontends.sharing import Shares, share_out
+from reigen.frontends.sharing import PIECE_ALIGNMENT_BYTES, Division, Shares, share_out
 from reigen.frontends.team import Team
 from reigen.planes.device import DeviceArray, Stream
 from reigen.torch.adapter import TorchAdapter
@@ -114,15 +114,19 @@ class HostMemory:
 class OwnedMemory(HostMemory):
     """Registered with the job; what is reduced stays with the owners of the slices: see `reigen.frontends.sharing`.
 
+    Args:
+        places: of the gradients.
+        division: what one owner has to update together.
+
     Attributes:
         shares: who owns what, once it is registered.
         region: the buckets; those of the other owners, too.
     """
 
-    kind = "cpu, with shared parameters"
-
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, division: Division) -> None:
         super().__init__(places)
+        self.kind = f"cpu, with shared parameters, divided by {division.value}"
+        self.division = division
         self.shares = Shares((), ())
 
     @property
@@ -134,7 +138,7 @@ class OwnedMemory(HostMemory):
     def register(self, team: Team, plan: BucketPlan) -> None:
         """See `BucketMemory.register`."""
         super().register(team, plan)
-        self.shares = share_out(plan, len(self.region.owned))
+        self.shares = share_out(plan, len(self.region.owned), PIECE_ALIGNMENT_BYTES, self.division)
 
     def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
         """See `BucketMemory.reduce`."""

@@ -1,9 +1,11 @@
-"""Which optimizers may update parts of a parameter, each part by itself: found out by trying.
+"""Which optimizers may update parts of parameters, or some of the parameters, by themselves: found out by trying.
 
 An optimizer is *element-wise* where the new value of every element follows from that element's own gradient and state,
 and from numbers that are the same for the whole parameter. Adam is, Adafactor (which looks at rows and columns) is not.
 For such a one it makes no difference who updates which elements, down to the last bit: vector kernels and their scalar
 remainders may round differently, so that cuts must lie where vectors begin, and this is tried out, too.
+
+Some look at whole parameters, but at each by itself. Of those it makes no difference who updates which parameters.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from reigen.errors import ArgumentError
+from reigen.frontends.sharing import Division
 from reigen.torch.state_layout import example_state, inner_step, second_instance
 
 #: Shapes of the parameters that are tried: matrices, whole vectors and remainders, a single number.
@@ -26,24 +29,26 @@ _NUM_THREADED_STEPS = 4
 _THREADED_SHAPES = ((8192,),)
 #: torch divides tensors of 32,768 elements and more among threads: at any element, but in fused kernels at cache lines.
 _FUSED_THREAD_BYTES = 64
+#: For optimizers that look at whole parameters: two of each number of dimensions; more than three are as three.
+_WHOLE_SHAPES = ((24, 97), (8, 3), (5, 7, 9), (2, 3, 4), (160,), (6,), (), ())
 #: For optimizers whose learning rate is so small, or 0 before a warm-up, that nothing would move.
 _TRIAL_LEARNING_RATE = 1e-2
 
-#: Classes of torch that look at whole tensors, and what they look at.
-_WHOLE = {
+#: Classes of torch that look at whole parameters, each by itself: at rows, columns and norms, or at the whole matrix.
+_PARAMETERWISE = ("Adafactor", "Muon")
+#: Classes of torch for which parameters cannot be divided, and why.
+_REFUSED = {
     "LBFGS": "its closure is called several times a step, and its directions come from all parameters together",
-    "Adafactor": "it keeps sums of rows and columns, and scales updates by the norm of the whole parameter",
-    "Muon": "it makes the whole matrix of the update orthogonal",
     "SparseAdam": "it takes sparse gradients, of which only the rows that occur are updated",
 }
 
 
-def check_elementwise(optimizer: torch.optim.Optimizer, *, vouched: bool, alignment_bytes: int) -> None:
-    """Refuse an optimizer that would not come to the same bits on parts of parameters.
+def choose_division(optimizer: torch.optim.Optimizer, *, vouched: bool, alignment_bytes: int) -> Division:
+    """Into what its parameters may be divided so that the bits stay the same.
 
-    Its class steps on small parameters with the options of each of its groups, whole and cut, and all weights are
-    compared. That takes some milliseconds for each set of options. The optimizer and the state of torch's generator
-    are not changed.
+    Its class steps on small parameters with the options of each of its groups, all together and divided, and all
+    weights are compared. That takes some milliseconds for each set of options. The optimizer and the state of torch's
+    generator are not changed.
 
     Args:
         optimizer: a plain one.
@@ -57,9 +62,16 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, vouched: bool, alignm
             did not do the same on parts as on the whole. Says which.
     """
     name = type(optimizer).__name__
-    for whole, reason in _WHOLE.items():
-        if isinstance(optimizer, getattr(torch.optim, whole, ())):
+    for refused, reason in _REFUSED.items():
+        if isinstance(optimizer, getattr(torch.optim, refused, ())):
             raise _refused(name, reason)
+    if type(optimizer) in [getattr(torch.optim, known, None) for known in _PARAMETERWISE]:
+        for group, dtype in _settings(optimizer):
+            dimensions = {min(one.dim(), 3) for one in group["params"] if one.dtype == dtype}
+            shapes = [shape for shape in _WHOLE_SHAPES if len(shape) in dimensions]
+            if reason := _Trial(optimizer, group, dtype).differs(shapes, _NUM_STEPS, None):
+                raise _refused(name, reason)
+        return Division.PARAMETERS
     if inspect.signature(type(optimizer).step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
         raise _refused(name, "its step() needs a closure")
     if not vouched and not type(optimizer).__module__.startswith("torch.optim."):
@@ -82,6 +94,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, vouched: bool, alignm
                 f"torch divides large tensors among {threads} threads, and with this class the bits depend on where: "
                 f"{reason}. Call torch.set_num_threads(1), or accept it: elementwise=True",
             )
+    return Division.ELEMENTS
 
 
 #: Keys of a group that say which parameters it has.
@@ -107,14 +120,20 @@ def _settings(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Mapping[str, A
 
 
 class _Trial:
-    """Steps of one set of options on parameters of one dtype, whole and cut."""
+    """Steps of one set of options on parameters of one dtype, all together and divided."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> None:
         self._optimizer, self._group, self._dtype = optimizer, group, dtype
 
-    def differs(self, shapes: Sequence[tuple[int, ...]], num_steps: int, alignment_bytes: int) -> str:
-        """Why cutting is not allowed; empty: all bits were the same."""
-        unit = max(1, alignment_bytes // self._dtype.itemsize)
+    def differs(self, shapes: Sequence[tuple[int, ...]], num_steps: int, alignment_bytes: int | None) -> str:
+        """Why dividing is not allowed; empty: all bits were the same.
+
+        Args:
+            shapes: of the parameters.
+            num_steps: how many.
+            alignment_bytes: cuts lie at its multiples; None: every parameter stays whole, and has another optimizer.
+        """
+        unit = None if alignment_bytes is None else max(1, alignment_bytes // self._dtype.itemsize)
         with torch.random.fork_rng(devices=[]):
             moved, reason = self._compare({}, shapes, num_steps, unit)
             if not moved and not reason and "lr" in self._group:
@@ -122,7 +141,7 @@ class _Trial:
         return reason if moved or reason else "it did not change the weights on which it was tried"
 
     def _compare(
-        self, options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], num_steps: int, unit: int
+        self, options: Mapping[str, Any], shapes: Sequence[tuple[int, ...]], num_steps: int, unit: int | None
     ) -> tuple[bool, str]:
         generator = torch.Generator().manual_seed(20)
         initial = [self._values(shape, generator) for shape in shapes]
@@ -133,7 +152,8 @@ class _Trial:
             for parameter in parameters:
                 parameter.grad = torch.empty_like(parameter)
         try:
-            optimizers = [self._on(whole, options), self._on(cut, options)]
+            lots = [cut] if unit is not None else [[one] for one in cut]
+            optimizers = [self._on(lot, options, resumes=unit is not None) for lot in (whole, *lots)]
             for step in range(1, num_steps + 1):
                 gradients = [self._values(shape, generator) for shape in shapes]
                 _give(whole, gradients)
@@ -148,7 +168,7 @@ class _Trial:
                 if unequal:
                     return True, (
                         f"tried on {self._dtype}, {unequal} of {numel} weights were others than "
-                        f"those of whole tensors after step {step}"
+                        f"those of {'whole tensors' if unit is not None else 'all together'} after step {step}"
                     )
         except ArgumentError:
             raise
@@ -156,9 +176,11 @@ class _Trial:
             return False, f"tried on {self._dtype}, it failed: {type(error).__name__}: {error}"
         return any(_num_unequal(one.detach(), other) for one, other in zip(whole, initial, strict=True)), ""
 
-    def _on(self, parameters: list[torch.nn.Parameter], options: Mapping[str, Any]) -> torch.optim.Optimizer:
+    def _on(
+        self, parameters: list[torch.nn.Parameter], options: Mapping[str, Any], *, resumes: bool
+    ) -> torch.optim.Optimizer:
         group = {key: value for key, value in self._group.items() if key not in _NAMES}
-        states = {one: example_state(self._optimizer, self._group, one) for one in parameters}
+        states = {one: example_state(self._optimizer, self._group, one) for one in parameters if resumes}
         held = {one: state for one, state in states.items() if state}
         return second_instance(self._optimizer, [{**group, **options, "params": parameters}], held)
 
@@ -169,12 +191,12 @@ class _Trial:
         return torch.where(torch.rand(shape, generator=generator) < 0.05, 0.0, values).to(self._dtype)
 
 
-def _pieces(tensor: torch.Tensor, unit: int) -> list[torch.Tensor]:
+def _pieces(tensor: torch.Tensor, unit: int | None) -> list[torch.Tensor]:
     """Flat views: one unit, two, three, and so on; the last one is what is left. A single number stays what it is.
 
-    Tensors without dimensions promote types differently.
+    Tensors without dimensions promote types differently. Without a unit the tensor stays whole.
     """
-    if not tensor.dim():
+    if unit is None or not tensor.dim():
         return [tensor]
     ends: list[int] = []
     end = 0

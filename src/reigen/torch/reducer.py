@@ -27,7 +27,7 @@ from reigen.frontends.collectives import Reducing
 from reigen.frontends.compression import Cast, Coded, describe
 from reigen.frontends.gradients import GradientTracker
 from reigen.frontends.process_sets import ProcessSet
-from reigen.frontends.sharing import Piece
+from reigen.frontends.sharing import Division, Piece
 from reigen.frontends.team import Team
 from reigen.torch.adapter import tensor_over
 from reigen.torch.bucket_memory import BucketMemory, CodedMemory, OwnedMemory, bucket_memory
@@ -54,7 +54,8 @@ class ReduceOptions:
         sparse_as_dense: sparse gradients are made dense instead of being gathered.
         groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
         process_set: the ranks that reduce together.
-        owned: what is reduced stays with the owners of the slices: see `reigen.frontends.sharing`.
+        owned: what is reduced stays with the owners of the slices, which have to update so much together: see
+            `reigen.frontends.sharing`. None: everybody gets it.
     """
 
     how: Reducing
@@ -62,7 +63,7 @@ class ReduceOptions:
     sparse_as_dense: bool
     groups: int | Mapping[torch.Tensor, int] | None
     process_set: ProcessSet
-    owned: bool = False
+    owned: Division | None = None
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ class Reducer:
     def _choose_memory(self) -> None:
         self._memory: BucketMemory
         if self._options.owned:
-            self._memory = OwnedMemory(self._places)
+            self._memory = OwnedMemory(self._places, self._options.owned)
         else:
             compression = self._options.compression
             self._memory = bucket_memory(self.team, self._places, self.parameters, self._wire, compression)

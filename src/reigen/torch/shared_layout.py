@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -27,8 +28,8 @@ _WORD_BYTES = 8
 class SharedLayout:
     """Places for some parameters, each on cache lines of its own; the same on every rank.
 
-    Tensors like a parameter lie there whole. Tensors of one number, such as Adam's ``step``, lie there once for every
-    piece of the parameter, since every owner counts for itself.
+    Tensors like a parameter, or of some of its dimensions, lie there whole. Tensors of one number, such as Adam's
+    ``step``, lie there once for every piece of the parameter, since every owner counts for itself.
 
     Args:
         parameters: dense tensors on the host.
@@ -57,8 +58,8 @@ class SharedLayout:
             places: dict[str, list[int]] = {}
             for name, entry in layout.items():
                 if entry.dtype is not None:
-                    numel = parameter.numel() if entry.kind is Kind.LIKE_PARAMETER else 1
-                    count = 1 if entry.kind is Kind.LIKE_PARAMETER else len(self.numbers[index])
+                    numel = math.prod(entry.shape(parameter))
+                    count = len(self.numbers[index]) if entry.kind is Kind.SCALAR else 1
                     places[name] = [self._reserve(numel * entry.dtype.itemsize) for _ in range(count)]
             self._states.append(places)
 
@@ -96,8 +97,11 @@ class SharedLayout:
         if entry.kind is Kind.LIKE_PARAMETER:
             whole = self._shaped(memory, places[0], index, entry.dtype)
             return whole if number is None else elements(whole, self._pieces[number])
-        place = places[0 if number is None else self.numbers[index].index(number)]
-        return _over(memory, place, 1, entry.dtype).reshape(())
+        shape = entry.shape(self._parameters[index])
+        place = places[0]
+        if number is not None and entry.kind is Kind.SCALAR:
+            place = places[self.numbers[index].index(number)]
+        return _over(memory, place, math.prod(shape), entry.dtype).reshape(shape)
 
     def _shaped(self, memory: NDArray[np.uint8], place: int, index: int, dtype: torch.dtype) -> torch.Tensor:
         parameter = self._parameters[index]

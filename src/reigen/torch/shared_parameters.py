@@ -271,6 +271,8 @@ class SharedParameters:
             if view.dim() == 0 and value.numel() == 1 and parameter.dim():
                 if not self._is_shared(value):  # else it is another piece's, whose owner may be one step ahead
                     view.copy_(value.reshape(()))
+            elif value.shape == view.shape and own.piece.numel == parameter.numel():
+                view.copy_(value)
             elif value.shape == parameter.shape:
                 view.copy_(elements(laid_out_like(parameter, value), own.piece).view_as(view))
             else:

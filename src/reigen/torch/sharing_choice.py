@@ -1,6 +1,8 @@
-"""Whether parameters can exist once a host: for these optimizers, options and ranks."""
+"""Whether parameters can exist once a host, and what is divided: for these optimizers, options and ranks."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 
@@ -8,8 +10,10 @@ from reigen import context as contexts
 from reigen.errors import ArgumentError
 from reigen.frontends.compression import Cast, Coded
 from reigen.frontends.process_sets import ProcessSet
-from reigen.frontends.sharing import PIECE_ALIGNMENT_BYTES
-from reigen.torch.elementwise import check_elementwise
+from reigen.frontends.sharing import PIECE_ALIGNMENT_BYTES, Division
+from reigen.torch.elementwise import choose_division
+
+_log = logging.getLogger(__name__)
 
 AUTO = "auto"
 
@@ -21,8 +25,10 @@ def choose_sharing(
     process_set: ProcessSet,
     *,
     vouched: bool,
-) -> bool:
-    """Whether to share: what ``share_parameters`` asks for, where there are several ranks.
+) -> Division | None:
+    """Whether to share, and what is divided: what ``share_parameters`` asks for, where there are several ranks.
+
+    With "auto" the lowest of these ranks logs what was chosen, and why.
 
     Args:
         optimizer: a plain one.
@@ -35,22 +41,32 @@ def choose_sharing(
         ArgumentError: it is wanted and cannot be, with the reason; also in a job of one rank. Or it is neither.
     """
     if wanted is False:
-        return False
+        return None
     if wanted is not True and wanted != AUTO:
         raise ArgumentError(f"share_parameters is True, False or 'auto', got {wanted!r}")
+    current = contexts.current()
+    members = sorted(process_set.ranks or range(current.size))
+    division: Division | None = None
     try:
-        _check(optimizer, compression, vouched=vouched)
+        division = _division(optimizer, compression, vouched=vouched)
+        reason = f"each rank of a host updates its part of them, divided by {division.value}"
     except ArgumentError as error:
         if wanted is True:
             raise ArgumentError(f"share_parameters: {error}") from error
-        return False
-    if not process_set.included() or (process_set.size() or 1) == 1:
-        return False
-    members = set(process_set.ranks or range(contexts.current().size))
-    return wanted is True or any(len(members.intersection(machine)) > 1 for machine in contexts.current().machines)
+        reason = str(error)
+    if not process_set.included() or len(members) == 1:
+        return None
+    if wanted is True:
+        return division
+    if division is not None and all(len(set(members).intersection(machine)) < 2 for machine in current.machines):
+        division, reason = None, "no host has several ranks"
+    if current.rank == members[0]:
+        where = "once a host" if division is not None else "once a rank"
+        _log.info("share_parameters='auto': parameters exist %s: %s", where, reason)
+    return division
 
 
-def _check(optimizer: torch.optim.Optimizer, compression: Cast | Coded, *, vouched: bool) -> None:
+def _division(optimizer: torch.optim.Optimizer, compression: Cast | Coded, *, vouched: bool) -> Division:
     if isinstance(compression, Coded):
         raise ArgumentError("gradients that travel as codes cannot be reduced to their owners; use another compression")
     for group in optimizer.param_groups:
@@ -58,4 +74,4 @@ def _check(optimizer: torch.optim.Optimizer, compression: Cast | Coded, *, vouch
             if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
                 where = f"{parameter.layout} on {parameter.device}"
                 raise ArgumentError(f"parameters must be dense tensors on the host, one is {where}")
-    check_elementwise(optimizer, vouched=vouched, alignment_bytes=PIECE_ALIGNMENT_BYTES)
+    return choose_division(optimizer, vouched=vouched, alignment_bytes=PIECE_ALIGNMENT_BYTES)

@@ -10,11 +10,12 @@ import torch
 
 from reigen import context as contexts
 from reigen.errors import ArgumentError, CollectiveError, StepOrderError
+from reigen.frontends.sharing import Division
 from reigen.torch.averager import Finished, GradientAverager
 from reigen.torch.averaging_optimizer import AveragingOptimizer
 from reigen.torch.reducer import Reducer
 from reigen.torch.shared_parameters import SharedParameters
-from reigen.torch.state_layout import StateEntry, inner_step, second_instance, state_layout
+from reigen.torch.state_layout import StateEntry, example_shape, inner_step, second_instance, state_layout
 from reigen.torch.wrapping import Closure, unwrapped
 
 #: As in `torch.nn.utils.clip_grad_norm_`.
@@ -166,13 +167,16 @@ class SharingOptimizer(AveragingOptimizer):
 
     def _layouts(self, reducer: Reducer) -> list[dict[str, StateEntry]]:
         plain = unwrapped(self)
-        found: dict[tuple[int, torch.dtype], dict[str, StateEntry]] = {}
+        is_cut = reducer.owned_memory.division is Division.ELEMENTS
+        found: dict[tuple[int, torch.dtype, tuple[int, ...] | None], dict[str, StateEntry]] = {}
         group_of = self._group_numbers()
+        layouts: list[dict[str, StateEntry]] = []
         for parameter in reducer.parameters:
-            key = group_of[parameter], parameter.dtype
+            key = group_of[parameter], parameter.dtype, None if is_cut else example_shape(parameter.shape)
             if key not in found:
-                found[key] = state_layout(plain, plain.param_groups[key[0]], parameter.dtype)
-        return [found[group_of[parameter], parameter.dtype] for parameter in reducer.parameters]
+                found[key] = state_layout(plain, plain.param_groups[key[0]], *key[1:])
+            layouts.append(found[key])
+        return layouts
 
     def _group_numbers(self) -> dict[torch.Tensor, int]:
         groups = self.__dict__["param_groups"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,16 +34,30 @@ class Kind(enum.Enum):
     """What a class keeps for a parameter under one name."""
 
     LIKE_PARAMETER = "like parameter"
+    SOME_DIMENSIONS = "of some of the parameter's dimensions"
     SCALAR = "scalar tensor"
     NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One entry of a parameter's state: its kind, and for tensors the dtype."""
+    """One entry of a parameter's state.
+
+    Attributes:
+        kind: what it is.
+        dtype: of a tensor.
+        dimensions: for SOME_DIMENSIONS, those of the parameter that it has; None for one of size 1.
+    """
 
     kind: Kind
     dtype: torch.dtype | None
+    dimensions: tuple[int | None, ...] = ()
+
+    def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Of the entry for a parameter, if it is a tensor."""
+        if self.kind is Kind.LIKE_PARAMETER:
+            return tuple(parameter.shape)
+        return tuple(1 if number is None else parameter.shape[number] for number in self.dimensions)
 
 
 def second_instance(
@@ -108,8 +123,21 @@ def inner_step(optimizer: torch.optim.Optimizer) -> None:
     step(optimizer)
 
 
+def example_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """One of as many dimensions, small, in which every dimension has a size of its own; those of 0 and 1 keep theirs.
+
+    Example:
+        >>> example_shape((512, 1, 3, 3))
+        (3, 1, 5, 6)
+    """
+    return tuple(3 + number if size > 1 else size for number, size in enumerate(shape))
+
+
 def state_layout(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None = None,
 ) -> dict[str, StateEntry]:
     """What the optimizer's class keeps for a parameter of that dtype, found by trying it out for two steps.
 
@@ -119,19 +147,21 @@ def state_layout(
         optimizer: a plain one; it is not changed.
         group: one of its parameter groups: the options.
         dtype: of a parameter.
+        shape: the `example_shape` of a parameter that is always updated whole; None if it may be cut.
 
     Raises:
         ArgumentError: it keeps something that is neither of the parameter's shape nor one number in a tensor; or it
             cannot step.
     """
-    parameter = torch.nn.Parameter(torch.linspace(-1, 1, _NUM_ELEMENTS).to(dtype))
-    state = example_state(optimizer, group, parameter)
+    whole = (_NUM_ELEMENTS,) if shape is None else shape
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, math.prod(whole)).to(dtype).reshape(whole))
+    state = example_state(optimizer, group, parameter) if shape is None else None
     second = second_instance(optimizer, [{**group, "params": [parameter]}], {parameter: state} if state else None)
     layout: dict[str, StateEntry] = {}
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):
         for _ in range(_NUM_STEPS):
-            parameter.grad = torch.randn(_NUM_ELEMENTS, generator=generator).to(dtype)
+            parameter.grad = torch.randn(whole, generator=generator).to(dtype)
             try:
                 inner_step(second)
             except Exception as error:
@@ -139,7 +169,7 @@ def state_layout(
                     f"{type(optimizer).__name__} cannot step on a part of a parameter: {type(error).__name__}: {error}"
                 ) from error
             for name, value in second.state[parameter].items():
-                entry = _entry(optimizer, name, value)
+                entry = _entry(optimizer, name, value, parameter, is_cut=shape is None)
                 if layout.setdefault(name, entry).kind is Kind.NONE:
                     layout[name] = entry
     return layout
@@ -165,16 +195,22 @@ def example_state(
     return {}
 
 
-def _entry(optimizer: torch.optim.Optimizer, name: str, value: Any) -> StateEntry:
+def _entry(
+    optimizer: torch.optim.Optimizer, name: str, value: Any, parameter: torch.Tensor, *, is_cut: bool
+) -> StateEntry:
     if value is None:
         return StateEntry(Kind.NONE, None)
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu":
         if value.dim() == 0:
             return StateEntry(Kind.SCALAR, value.dtype)
-        if value.shape == (_NUM_ELEMENTS,):
+        if value.shape == parameter.shape:
             return StateEntry(Kind.LIKE_PARAMETER, value.dtype)
+        sizes = tuple(parameter.shape)
+        if not is_cut and all(size == 1 or size in sizes for size in value.shape):
+            dimensions = tuple(None if size == 1 else sizes.index(size) for size in value.shape)
+            return StateEntry(Kind.SOME_DIMENSIONS, value.dtype, dimensions)
     what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
     raise ArgumentError(
-        f"{type(optimizer).__name__} keeps {what} under {name!r} for a parameter of {_NUM_ELEMENTS} elements; its "
+        f"{type(optimizer).__name__} keeps {what} under {name!r} for a parameter of {parameter.numel()} elements; its "
         "state can be divided only if it consists of tensors of the parameter's shape and of tensors without dimensions"
     )
