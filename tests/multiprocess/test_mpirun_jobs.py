@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, Mpi, find, run
+from tests.multiprocess import sharing_script
 
 _SCRIPTS = str(Path(__file__).with_name("mpi_scripts.py"))
 pytestmark = pytest.mark.slow
@@ -117,3 +119,16 @@ def test_a_script_may_end_mpi_itself(name: str, tmp_path: Path) -> None:
     ended = play(name, tmp_path, "finalizes", 2, FLAT)
     assert ended.exit_code == 0, ended
     assert ended.stdout.count("finalized") == 2
+
+
+@ALL
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_shared_parameters(name: str, hosts: int, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(sharing_script.__file__))]
+    if hosts == 2:
+        command = [*posing("")[:3], *command]
+    ended = run(mpi(name, tmp_path), 2 * hosts, command)
+    assert ended.exit_code == 0, ended
+    lines = sorted(map(json.loads, ended.stdout.splitlines()))
+    assert [line[:3] for line in lines] == [[rank, 2 * hosts, hosts] for rank in range(2 * hosts)]
+    assert {line[4] for line in lines} == {sharing_script.truth()}

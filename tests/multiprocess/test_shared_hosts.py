@@ -21,7 +21,7 @@ def bits(values: Any) -> list[bytes]:
     return [value.detach().numpy().tobytes() for value in values]
 
 
-def train(hosts: Sequence[int], share: bool) -> tuple[list[bytes], list[bytes], int]:
+def train(hosts: Sequence[int], share: bool, name: str = "Adam") -> tuple[list[bytes], list[bytes], int]:
     """Parameters and states as this rank sees them, and how many elements it updates."""
     import torch
 
@@ -33,7 +33,7 @@ def train(hosts: Sequence[int], share: bool) -> tuple[list[bytes], list[bytes], 
         torch.manual_seed(1)
         layers = [torch.nn.Linear(50, 300), torch.nn.Tanh(), torch.nn.Linear(300, 100), torch.nn.Linear(100, 10)]
         model = torch.nn.Sequential(*layers)
-        plain = torch.optim.Adam(model.parameters(), lr=0.01)
+        plain = getattr(torch.optim, name)(model.parameters(), lr=0.01)
         optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), share_parameters=share)
         data = torch.Generator().manual_seed(hvd.rank())
         for number in range(5):
@@ -71,3 +71,13 @@ def test_the_same_bits_as_without(rank_pool: Pools, hosts: Sequence[int]) -> Non
         assert sum(owned) == numel
         if hosts != (0, 1, 0, 1):  # there, only one lane is in one order
             assert max(owned) < 1.5 * numel / num_owners
+
+
+def test_the_same_bits_where_parameters_stay_whole(rank_pool: Pools) -> None:
+    hosts = (0, 0, 1, 1)
+    pool, env = rank_pool(len(hosts)), {"REIGEN_BUCKET_BYTES": "65536", "REIGEN_CHECK_REPLICAS": "2"}
+    weights, states, _ = pool.run(train, hosts, False, "Adafactor", env=env)[0]
+    results = pool.run(train, hosts, True, "Adafactor", env=env)
+    assert all((mine, kept) == (weights, states) for mine, kept, _ in results)
+    assert sum(numel for _, _, numel in results) == 2 * sum(map(len, weights)) // 4
+    assert min(numel for _, _, numel in results) > 0
