@@ -15,6 +15,7 @@ from tests.frontends.test_shared_parameters import assert_same_bits, assert_same
 from tests.frontends.training import Net, batches, make_net, mean_loss, mine
 
 import reigen.torch as hvd
+from reigen.errors import ReplicaError
 
 
 def trained(steps: int, *, share: bool = True, seed: int = 1) -> tuple[Net, Any]:
@@ -120,6 +121,24 @@ def schedules() -> None:
 
 def test_schedules(rank_pool):
     rank_pool(2).run(schedules, init=True)
+
+
+def looks_at_its_own_loss() -> None:
+    """What is wrong with and without shared parameters, and then makes no difference between replicas."""
+    model, optimizer = trained(3)
+    optimizer.param_groups[0]["lr"] *= 1 + hvd.rank()
+    before = copy.deepcopy(model)
+    x, y = next(batches(1))
+    with pytest.raises(ReplicaError, match="diverged") as caught:
+        step(model, optimizer, x, y)
+    assert caught.value.tensor == "the options of parameter group 0"
+    assert optimizer.weights_are_whole
+    assert_same_bits(model, before)
+    hvd.barrier()
+
+
+def test_ranks_with_other_learning_rates_are_told_of_on_request(rank_pool):
+    rank_pool(2).run(looks_at_its_own_loss, init=True, env={"REIGEN_CHECK_REPLICAS": "4"})
 
 
 def accumulates_three() -> None:
@@ -259,7 +278,8 @@ def trains_automatically(name: str) -> bool:
     models = []
     for share in (False, "auto"):
         model = make_net()
-        optimizer = hvd.DistributedOptimizer(getattr(torch.optim, name)(model.parameters()), share_parameters=share)
+        used = [parameter for parameter in model.parameters() if parameter.numel()]  # Adafactor divides by that
+        optimizer = hvd.DistributedOptimizer(getattr(torch.optim, name)(used), share_parameters=share)
         for x, y in batches(2):
             optimizer.zero_grad()
             if name == "LBFGS":

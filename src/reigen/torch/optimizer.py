@@ -75,9 +75,10 @@ def DistributedOptimizer(  # noqa: N802 - the name is Horovod's, and what it ret
             whose gradient is sparse in the first step on any rank.
         process_set: the ranks that average among themselves. A rank outside it has a plain optimizer of its own.
         share_parameters: from the first step on the parameters and the optimizer's state exist once a host, and every
-            rank updates a part of them (docs/shared-parameters.md). For optimizers that treat every element by itself,
-            without closures, and parameters on the host. ``p.grad`` is None after ``step()``; clip with
-            ``clip_grad_norm_()`` of the optimizer. "auto": where that is exact, and some host has several ranks.
+            rank updates a part of them (docs/shared-parameters.md). For optimizers that treat every element, or every
+            parameter, by itself, without closures, and parameters on the host. ``p.grad`` is None after ``step()``;
+            clip with ``clip_grad_norm_()`` of the optimizer. "auto": where that is exact, and some host has several
+            ranks; rank 0 logs the choice and its reason.
         elementwise: with ``share_parameters``: an optimizer whose class is not one of torch's own does treat every
             element by itself.
 

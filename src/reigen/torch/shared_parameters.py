@@ -13,7 +13,7 @@ import logging
 import operator
 import time
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -221,6 +221,16 @@ class SharedParameters:
         if every and self._step % every == 0:
             self._remembered = self._prints()
 
+    def check_options(self, groups: Sequence[Mapping[str, Any]], every: int) -> None:
+        """Collective: every so many updates, before one, compare the options with which each rank updates its part.
+
+        Raises:
+            ReplicaError: they differ; nobody has begun.
+        """
+        if every and (self._step + 1) % every == 0:
+            names = [f"the options of parameter group {number}" for number in range(len(groups))]
+            self.team.check_replicas([np.frombuffer(_told(group).encode(), np.uint8) for group in groups], names)
+
     def _prints(self) -> list[int]:
         return [fingerprint(bytes_of(own.weight)) for own in self.own]
 
@@ -301,6 +311,16 @@ def _lent(region: Region, team: Team) -> NDArray[np.uint8]:
     memory = np.frombuffer(region.array.data, np.uint8)
     weakref.finalize(memory, team.free, region).atexit = False
     return memory
+
+
+def _told(group: Mapping[str, Any]) -> str:
+    """All options of a parameter group."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return repr(sorted((key, _plain(value)) for key, value in options.items()))
+
+
+def _plain(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
 
 
 def _trim() -> None:

@@ -192,6 +192,7 @@ class SharingOptimizer(AveragingOptimizer):
         try:
             if came_early:
                 self._shared[0].team.barrier("before update")
+            self._shared[0].check_options(inner.param_groups, self._shared[0].team.context.config.check_replicas)
             for shared in self._shared:
                 shared.check_untouched(shared.team.context.config.check_replicas)
                 shared.begin()
