@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import shutil
 from typing import Any
 
 import pytest
@@ -153,6 +154,34 @@ def accumulates_three() -> None:
 
 def test_three_backward_passes_a_step(rank_pool):
     rank_pool(2).run(accumulates_three, init=True)
+
+
+def trains_compiled(backend: str) -> None:
+    """Compiled before or after the optimizer is wrapped, or when the parameters are shared already."""
+    torch.set_num_threads(1)
+    for compile_at in (-1, 0, 2):
+        models = []
+        for share in (False, True):
+            torch._dynamo.reset()
+            model = make_net()
+            forward = torch.compile(model, backend=backend) if compile_at < 0 else model
+            optimizer = wrapped(model, share_parameters=share)
+            for number, (x, y) in enumerate(batches(4)):
+                if number == compile_at:
+                    forward = torch.compile(model, backend=backend)
+                optimizer.zero_grad()
+                (forward(mine(x)) - mine(y)).square().mean().backward()
+                optimizer.step()
+            models.append(model)
+        assert_same_bits(models[1], models[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_compiled_model(rank_pool, backend):
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("there is no C++ compiler (apt-get install g++)")
+    rank_pool(2).run(trains_compiled, backend, init=True, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})
 
 
 def num_bytes(thing: Any) -> int:

@@ -414,27 +414,6 @@ def test_load_state_dict_of_the_model_and_evaluation_on_one_rank(rank_pool):
     rank_pool(2).run(loads_weights_and_evaluates, init=True)
 
 
-def trains_compiled() -> None:
-    torch.set_num_threads(1)
-    models = []
-    for share in (False, True):
-        torch._dynamo.reset()
-        model = make_net()
-        compiled = torch.compile(model, backend="aot_eager")
-        optimizer = wrapped(model, share_parameters=share)
-        for x, y in batches(4):
-            optimizer.zero_grad()
-            (compiled(mine(x)) - mine(y)).square().mean().backward()
-            optimizer.step()
-        models.append(model)
-    assert_same_bits(models[1], models[0])
-
-
-@pytest.mark.slow
-def test_a_compiled_model(rank_pool):
-    rank_pool(2).run(trains_compiled, init=True)
-
-
 # -- mistakes ---------------------------------------------------------------------------------------------------------
 
 
