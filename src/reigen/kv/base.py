@@ -29,14 +29,24 @@ from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from reigen.compression import means_none
 from reigen.errors import ArgumentError, UnsupportedError, UnsupportedTypeError
-from reigen.kv.values import ROW_SPARSE, Key, RowSparse, Spec, as_value, check_one_kind, check_specs, grouped, spec_of
+from reigen.kv.values import (
+    KEY_TYPES,
+    ROW_SPARSE,
+    Key,
+    RowSparse,
+    Spec,
+    as_value,
+    check_one_kind,
+    check_specs,
+    grouped,
+    spec_of,
+)
 from reigen.optim import Optimizer
 
 #: One key, or several.
 Keys: TypeAlias = "Key | Sequence[Key]"
 #: A tensor, a list with one for each device, or for several keys a list of these.
 Values: TypeAlias = Any
-_KEY_TYPES = frozenset({int, str})
 #: what a priority is below, and its negative not below
 _PRIORITIES = 2**31
 #: A key and its tensors.
@@ -441,10 +451,10 @@ class KVStore(ABC):
 
     def _tensors(self, keys: Keys, values: Values, what: str = "value") -> list[Group]:
         """A user's arguments as keys that exist, and tensors that are like what those hold."""
-        if type(keys) in _KEY_TYPES and keys in self._specs and not isinstance(values, (list, tuple)):
+        if type(keys) in KEY_TYPES and keys in self._specs and not isinstance(values, (list, tuple)):
             named: list[Group] = [(keys, [values])]  # the usual case, and the one that is timed
         else:
-            named = grouped(keys, values, what)
+            named = grouped(keys, values, what, self._specs)
         groups = []
         for key, several in named:
             spec = self._specs.get(key) or self._known(key)

@@ -30,7 +30,8 @@ from reigen.kv.stores import Store
 from reigen.kv.sums import Contribution
 from reigen.types import dtype_named
 
-_ENCODED = int(Flag.ENCODED)
+# As plain numbers: each request is compared with them, and enumerations are slow.
+_ENCODED, _RELEASE, _QUERY, _PUSHPULL = int(Flag.ENCODED), int(Kind.RELEASE), int(Kind.QUERY), int(Kind.PUSHPULL)
 _PUSHES = frozenset({int(Kind.PUSH), int(Kind.PUSHPULL), int(Kind.ROW_PUSH)})
 #: The largest body for a cell that is not here: it is read, and answered with an error.
 _MOST_LOST_BYTES = 1 << 28
@@ -69,9 +70,12 @@ class Desk:
         """
         if header.kind in CONTROL_KINDS:
             return np.empty(header.body_bytes, np.uint8)
-        most = self._most_bytes(header)
-        if header.body_bytes > most:
-            raise WireError(f"a {Kind(header.kind).name} of {header.body_bytes} bytes; at most {most} are expected")
+        cell = self.store.cells.get((header.key, header.cell))
+        # nearly all bodies are as long as the value, and none may not be
+        if cell is None or header.body_bytes > cell.num_bytes:
+            most = self._most_bytes(header, cell)
+            if header.body_bytes > most:
+                raise WireError(f"a {Kind(header.kind).name} of {header.body_bytes} bytes; at most {most} are expected")
         return self.store.around.buffers.take(header.body_bytes)
 
     def arrived(self, connection: Connection, header: Header, received: NDArray[np.uint8]) -> None:
@@ -80,11 +84,11 @@ class Desk:
         Raises:
             WireError: no worker of this version sends that.
         """
-        if header.kind == Kind.RELEASE:
+        if header.kind == _RELEASE:
             for request in np.frombuffer(received, np.uint64) if len(received) % 8 == 0 else ():
                 connection.release(int(request))
             return
-        if header.kind == Kind.QUERY:
+        if header.kind == _QUERY:
             self._query(connection, header)
             return
         handler = self._handlers.get(header.kind)
@@ -205,7 +209,7 @@ class Desk:
     def _pushed(self, request: Request, cell: Cell, worker: int) -> None:
         round_ = request.header.round
         events: list[Event] = [Pushed(worker, round_, request)]
-        if request.header.kind == Kind.PUSHPULL:
+        if request.header.kind == _PUSHPULL:
             request.reading = Reading(request)
             events.append(PullWanted(worker, round_, request.reading))
         self.store.happen(cell, *events)
@@ -303,12 +307,10 @@ class Desk:
             raise WireError(f"rows that are not ascending, or not below {cell.num_rows}")
         return numbers
 
-    def _most_bytes(self, header: Header) -> int:
+    def _most_bytes(self, header: Header, cell: Cell | None) -> int:
         """How long the body of a request may be."""
-        cell_id = header.key, header.cell
-        cell = self.store.cells.get(cell_id)
         if cell is None:
-            planned = self.store.planned.get(cell_id)
+            planned = self.store.planned.get((header.key, header.cell))
             return max(0 if planned is None else _num_bytes(*planned), _MOST_LOST_BYTES)
         if header.kind in {Kind.ROW_PUSH, Kind.ROW_PULL}:
             return cell.num_bytes + 8 * cell.num_rows

@@ -295,17 +295,15 @@ class Store:
             if cell.must_save:
                 self._save_cell(cell)
             elif cell.queue:
-                self._carry_out(cell, cell.queue.popleft())
+                instruction = cell.queue.popleft()
+                # by type, since `match` asks one case after the other, and this is done several times for each request
+                handler = _HANDLERS.get(type(instruction))
+                if handler is not None:
+                    handler(self, cell, instruction)
+                else:
+                    instruction()  # type: ignore[operator]  # all others have handlers
             else:
                 return
-
-    def _carry_out(self, cell: Cell, instruction: Instruction | ConsistencyState | Callable[[], None]) -> None:
-        # by type, since `match` asks one case after the other, and this is done several times for each request
-        handler = _HANDLERS.get(type(instruction))
-        if handler is not None:
-            handler(self, cell, instruction)
-        else:
-            instruction()  # type: ignore[operator]  # all others have handlers
 
     def _combine(self, cell: Cell, what: Combine) -> None:
         parts = [_part_of(token) for token in what.tokens]

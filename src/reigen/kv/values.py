@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from reigen.kv.keys import key_id
 from reigen.types import DType
 
 Key = int | str
+#: What needs no look at whether it is one.
+KEY_TYPES = frozenset({int, str})
 
 DENSE, ROW_SPARSE = "default", "row_sparse"
 
@@ -108,6 +110,8 @@ def as_value(value: object, *, writable: bool = False) -> Any:
         UnsupportedTypeError: it is none, or cannot be communicated.
         ArgumentError: it cannot be written.
     """
+    if type(value) is np.ndarray and (not writable or value.flags.writeable):
+        return value  # the usual case, and the one that is timed
     if isinstance(value, RowSparse):
         return value
     if not isinstance(value, np.ndarray) and getattr(value, "is_sparse", False) is True:
@@ -203,7 +207,7 @@ def as_key(key: object) -> Key:
     return str(key) if isinstance(key, str) else operator.index(key)  # type: ignore[arg-type]
 
 
-def grouped(keys: object, values: object, what: str = "value") -> list[tuple[Key, list[Any]]]:
+def grouped(keys: Any, values: object, what: str = "value", known: Container[Key] = ()) -> list[tuple[Key, list[Any]]]:
     """The tensors of each key, in the order in which the keys first come.
 
     Args:
@@ -211,6 +215,7 @@ def grouped(keys: object, values: object, what: str = "value") -> list[tuple[Key
         values: for one key a tensor, or a list of tensors, one of each device. For a list of keys a list of as many of
             that.
         what: what the values are called in errors.
+        known: keys that were looked at before.
 
     Raises:
         ArgumentError: the lengths differ, a list is empty, or int and str keys are mixed.
@@ -225,7 +230,7 @@ def grouped(keys: object, values: object, what: str = "value") -> list[tuple[Key
         given = len(values) if isinstance(values, (list, tuple)) else type(values).__name__
         raise ArgumentError(f"{len(keys)} keys need a list of {len(keys)} {what}s, got {given}")
     groups: dict[Key, list[Any]] = {}
-    names = [as_key(key) for key in keys]
+    names = [key if type(key) in KEY_TYPES and key in known else as_key(key) for key in keys]
     check_one_kind(names)
     for key, value in zip(names, values, strict=True):
         several = list(value) if isinstance(value, (list, tuple)) else [value]
@@ -242,7 +247,7 @@ def check_one_kind(keys: Iterable[Key], kind: type | None = None) -> type | None
         ArgumentError: they are mixed.
     """
     for key in keys:
-        if kind not in {None, type(key)}:
+        if kind is not type(key) and kind is not None:
             raise ArgumentError(
                 f"mixed key types are not allowed: this store's keys are {'str' if kind is str else 'int'}, got {key!r}"
             )
