@@ -178,7 +178,7 @@ class Config:
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
         kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by what carries it.
-        kv_threads: threads of a server, and of a worker's sums.
+        kv_threads: threads of a server that compute.
         kv_shared_memory: values travel through shared memory where worker and server are on one host.
         kv_verbose: 1: who is in the job and what connects to what is logged; 2: every message, too.
         kv_resend: a message whose receipt is not acknowledged is sent again.
