@@ -52,16 +52,17 @@ class SharedLayout:
         self.nbytes = 0
         self._progress = self._reserve(self._num_owners * PIECE_ALIGNMENT_BYTES)
         self._marks = self._reserve(len(self._pieces))
-        self._weights = [self._reserve(p.numel() * p.itemsize) for p in parameters]
-        self._states: list[dict[str, list[int]]] = []
-        for index, (parameter, layout) in enumerate(zip(parameters, layouts, strict=True)):
-            places: dict[str, list[int]] = {}
-            for name, entry in layout.items():
-                if entry.dtype is not None:
-                    numel = math.prod(entry.shape(parameter))
+        # In the order of the gradients: pieces that lie behind each other there do so here, too (`shared_runs`).
+        order = [*dict.fromkeys(itertools.chain((piece.parameter for piece in self._pieces), range(len(parameters))))]
+        self._weights = {index: self._reserve(parameters[index].nbytes) for index in order}
+        self._states: list[dict[str, list[int]]] = [{} for _ in parameters]
+        for name in dict.fromkeys(name for layout in layouts for name in layout):
+            for index in order:
+                entry = layouts[index].get(name)
+                if entry is not None and entry.dtype is not None:
+                    nbytes = math.prod(entry.shape(parameters[index])) * entry.dtype.itemsize
                     count = len(self.numbers[index]) if entry.kind is Kind.SCALAR else 1
-                    places[name] = [self._reserve(numel * entry.dtype.itemsize) for _ in range(count)]
-            self._states.append(places)
+                    self._states[index][name] = [self._reserve(nbytes) for _ in range(count)]
 
     def first_number(self, owner: int) -> int:
         """The number of the first piece of an owner."""

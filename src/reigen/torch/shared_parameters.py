@@ -14,7 +14,6 @@ import operator
 import time
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,11 +22,12 @@ from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, StepOrderError
 from reigen.frontends.replicas import fingerprint
-from reigen.frontends.sharing import Piece, Progress
+from reigen.frontends.sharing import Progress
 from reigen.frontends.team import Team
 from reigen.torch.adapter import bytes_of
 from reigen.torch.reducer import OwnedGradient, Reducer
 from reigen.torch.shared_layout import Held, Layouts, SharedLayout, elements, laid_out_like
+from reigen.torch.shared_runs import RUN_BYTES, Entry, OwnPiece, Run, joined
 from reigen.types import DTYPES
 
 if TYPE_CHECKING:
@@ -42,41 +42,6 @@ States = MutableMapping[Any, Any]
 _SETTLE_SECONDS, _LOOK_SECONDS = 1.0, 0.01
 
 
-@dataclass(frozen=True)
-class OwnPiece:
-    """A piece that this rank updates.
-
-    Attributes:
-        piece: which elements of which parameter.
-        weight: the elements, for the optimizer that updates them: flat, or with the parameter's shape if that is all.
-        owned: where the reduced gradient lies.
-        gradient: the same in the shape and the element type of ``weight``.
-        number: among all pieces.
-        state: its part of the shared state, by name.
-    """
-
-    piece: Piece
-    weight: torch.nn.Parameter
-    owned: OwnedGradient
-    gradient: torch.Tensor
-    number: int
-    state: Held
-
-    def take(self, parameter: torch.Tensor, *, from_parameter: bool) -> None:
-        """The gradient to be used next: ``parameter.grad``'s elements, or what this rank has of the reduction."""
-        if not from_parameter:
-            if not self.owned.is_direct:
-                self.gradient.copy_(self.owned.gradient.view_as(self.gradient))
-            self.weight.grad = self.gradient
-            return
-        whole = parameter.grad
-        assert whole is not None
-        part = elements(laid_out_like(parameter, whole.detach()), self.piece)
-        if part.data_ptr() != self.gradient.data_ptr():
-            self.gradient.copy_(part.view_as(self.gradient))
-        self.weight.grad = self.gradient
-
-
 class SharedParameters:
     """Makes the parameters of a reducer, whose gradients have been reduced once, common to the ranks of each host.
 
@@ -85,6 +50,11 @@ class SharedParameters:
     Args:
         reducer: whose parameters.
         layouts: what the optimizer keeps, by parameter.
+        joins: whether one tensor may stand for several parameters.
+
+    Attributes:
+        own: what this rank updates.
+        runs: the same as its optimizer sees it, once `join` has been called.
 
     Raises:
         ReplicaError: the ranks hold different weights.
@@ -93,7 +63,7 @@ class SharedParameters:
         CollectiveError: the job is broken.
     """
 
-    def __init__(self, reducer: Reducer, layouts: Layouts) -> None:
+    def __init__(self, reducer: Reducer, layouts: Layouts, *, joins: bool) -> None:
         self.reducer, self.team = reducer, reducer.team
         self.parameters = reducer.parameters
         _check_apart(self.parameters, reducer.names)
@@ -113,6 +83,12 @@ class SharedParameters:
             self._own_piece(number, owned, weights[owned.piece.parameter])
             for number, owned in enumerate(reducer.owned(), first)
         ]
+        self.runs: list[Run] = []
+        self._run_bytes = RUN_BYTES if joins else 0
+        #: what the optimizer holds for each of ``own`` while there are no runs
+        self._held: list[Held] = [{} for _ in self.own]
+        #: which of ``own`` had a gradient when they were joined; None while there are no runs
+        self._present: list[bool] | None = None
         for own in self.own:
             parameter = self.parameters[own.piece.parameter]
             own.weight.data.copy_(elements(laid_out_like(parameter, parameter.data), own.piece).view_as(own.weight))
@@ -152,17 +128,41 @@ class SharedParameters:
         }
         if not replaced:
             return
-        for own in self.own:
-            if own.piece.parameter not in replaced:
-                continue
-            held = replaced[own.piece.parameter]
-            if held:
-                inner.state[own.weight] = self._filled(own, held)
-            else:
-                inner.state.pop(own.weight, None)
-            self._marks[own.number] = bool(held)
+        self.part(inner)
+        for place, own in enumerate(self.own):
+            if own.piece.parameter in replaced:
+                held = replaced[own.piece.parameter]
+                self._held[place] = self._filled(own, held) if held else {}
+                self._marks[own.number] = bool(held)
         for index in replaced:
             self._given[index] = None
+
+    def join(self, inner: torch.optim.Optimizer, group_of: Mapping[torch.Tensor, int]) -> bool:
+        """Put the pieces into runs for an update of those that have a gradient; whether the runs are new ones."""
+        present = [own.weight.grad is not None for own in self.own]
+        if present == self._present:
+            return False
+        self.part(inner)
+        self._present = present
+        groups = [group_of.get(self.parameters[own.piece.parameter]) for own in self.own]
+        entries = [Entry(*entry) for entry in zip(self.own, groups, self._held, strict=True)]
+        self.runs = joined(entries, self._memory, self.reducer.owned_memory.region.array, self._run_bytes)
+        held_of = {entry.own.number: entry.held for entry in entries}
+        for run in self.runs:
+            if held := held_of[run.owns[0].number]:
+                inner.state[run.weight] = {n: None if v is None else run.state[n] for n, v in held.items()}
+        return True
+
+    def part(self, inner: torch.optim.Optimizer) -> None:
+        """There are no runs any more, since something has changed for some of the pieces; `join` comes next."""
+        held_of: dict[int, Held] = {}
+        for run in self.runs:
+            state = inner.state.pop(run.weight, {})
+            for own in run.owns:
+                held_of[own.number] = {n: None if v is None else own.state[n] for n, v in state.items()}
+        if self.runs:
+            self._held = [held_of[own.number] for own in self.own]
+        self.runs, self._present = [], None
 
     def begin(self) -> None:
         """Step c: this rank begins to update its slice."""
@@ -172,18 +172,19 @@ class SharedParameters:
 
     def end(self, inner: torch.optim.Optimizer) -> None:
         """Step c: move what the optimizer has made in this update into shared memory; the update is done."""
-        for own in self.own:
-            state = inner.state.get(own.weight)
+        for run in self.runs:
+            state = inner.state.get(run.weight)
             if not state:
                 continue
             for name, value in state.items():
-                view = own.state.get(name)
+                view = run.state.get(name)
                 if value is not view:
                     if view is None or value is None:
-                        raise self._unknown(own.piece.parameter, name)
+                        raise self._unknown(run.owns[0].piece.parameter, name)
                     view.copy_(value)
                     state[name] = view
-            self._marks[own.number] = 1
+            run.spread()
+            self._marks[run.owns[0].number : run.owns[-1].number + 1] = 1
         if self._owner is not None:
             self._progress[self._owner, 1] = self._step
 

@@ -34,8 +34,9 @@ class SharingOptimizer(AveragingOptimizer):
     #: updates this rank's pieces; made in the first step
     _inner: torch.optim.Optimizer | None
     _shared: list[SharedParameters]
-    #: for which groups and parameters the pieces were put into groups
+    #: which groups and parameters there were in the last step, and in which group each parameter was
     _placed: tuple[object, ...]
+    _group_of: dict[torch.Tensor, int]
     #: every p.grad is the whole reduced gradient, so the pieces' are to be taken from there
     _is_gathered: bool
     #: what p.grad was when a part of it was reduced before step(): who changes it changes nothing
@@ -46,7 +47,7 @@ class SharingOptimizer(AveragingOptimizer):
     def attach(self, averager: GradientAverager) -> None:
         """Use this averager from now on, and free its memory with this object."""
         super().attach(averager)
-        self._inner, self._shared, self._placed = None, [], ()
+        self._inner, self._shared, self._placed, self._group_of = None, [], (), {}
         self._forget_gradients()
         weakref.finalize(self, _release_shared, self._shared).atexit = False
 
@@ -163,7 +164,9 @@ class SharingOptimizer(AveragingOptimizer):
             if shared is not None:  # of a job that is over: the optimizer's state is taken from there
                 self._shared.remove(shared)
                 self._inner = None
-            self._shared.append(SharedParameters(reducer, self._layouts(reducer)))
+            is_torch_s = type(unwrapped(self)).__module__.startswith("torch.optim.")
+            joins = is_torch_s and reducer.owned_memory.division is Division.ELEMENTS
+            self._shared.append(SharedParameters(reducer, self._layouts(reducer), joins=joins))
 
     def _layouts(self, reducer: Reducer) -> list[dict[str, StateEntry]]:
         plain = unwrapped(self)
@@ -218,13 +221,14 @@ class SharingOptimizer(AveragingOptimizer):
         if self._inner is None:
             self._inner, self._placed = self._new_inner(), ()
         inner = self._inner
-        self._place_pieces(inner)
+        self._follow_groups(inner)
         self._exchange_options(inner, back=False)
         for shared in self._shared:
             shared.check()
             shared.take_state(self.__dict__["state"], inner)
         if not self._is_taken:
             self._take(from_parameters=from_parameters)
+        self._place_runs(inner)
         for name in ("grad_scale", "found_inf"):  # of a fused optimizer, by GradScaler
             if name in vars(self):
                 setattr(inner, name, vars(self)[name])
@@ -247,25 +251,31 @@ class SharingOptimizer(AveragingOptimizer):
         plain = unwrapped(self)
         return second_instance(plain, [{**group, "params": []} for group in plain.param_groups])
 
-    def _place_pieces(self, inner: torch.optim.Optimizer) -> None:
-        """Every piece is in the group in which its parameter is."""
+    def _follow_groups(self, inner: torch.optim.Optimizer) -> None:
+        """There are as many groups as the user's optimizer has; where they have changed, runs are made anew."""
         groups = self.__dict__["param_groups"]
         placed = tuple((id(group["params"]), len(group["params"])) for group in groups), len(self._shared)
         if placed == self._placed:
             return
-        self._placed = placed
+        self._placed, self._group_of = placed, self._group_numbers()
         del inner.param_groups[len(groups) :]
         for group in groups[len(inner.param_groups) :]:
             inner.param_groups.append({**group, "params": []})
-        group_of = self._group_numbers()
-        members: list[list[torch.nn.Parameter]] = [[] for _ in groups]
         for shared in self._shared:
-            for own in shared.own:
-                number = group_of.get(shared.parameters[own.piece.parameter])
-                if number is not None:
-                    members[number].append(own.weight)
-        for group, pieces in zip(inner.param_groups, members, strict=True):
-            group["params"] = pieces
+            shared.part(inner)
+
+    def _place_runs(self, inner: torch.optim.Optimizer) -> None:
+        """Every run is in the group in which its parameters are."""
+        are_new = [shared.join(inner, self._group_of) for shared in self._shared]
+        if not any(are_new):
+            return
+        members: list[list[torch.nn.Parameter]] = [[] for _ in inner.param_groups]
+        for shared in self._shared:
+            for run in shared.runs:
+                if run.group is not None:
+                    members[run.group].append(run.weight)
+        for group, weights in zip(inner.param_groups, members, strict=True):
+            group["params"] = weights
 
     def _exchange_options(self, inner: torch.optim.Optimizer, *, back: bool) -> None:
         for outer, own in zip(self.__dict__["param_groups"], inner.param_groups, strict=True):
