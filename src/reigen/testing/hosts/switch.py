@@ -71,7 +71,9 @@ class Switch:
     def __init__(self, seed: int) -> None:
         self._ports: list[Port] = []
         self._by_address: dict[bytes, Port] = {}
-        self._flying: list[tuple[float, int, Port, bytes]] = []
+        #: by the time of what happens next: a packet reaches its receiver's port (and is as long as this many bits),
+        #: or has passed it (None)
+        self._flying: list[tuple[float, int, Port, int | None, bytes]] = []
         self._num_packets = 0
         self._random = random.Random(seed)
 
@@ -143,25 +145,36 @@ class Switch:
         sent = max(now, sender.sent_until) + (num_bits / sender.rate_bits if sender.rate_bits else 0.0)
         if sent > now + _QUEUE_SECONDS:
             return
-        arrived = sent + sender.delay_seconds
-        if receiver.rate_bits:
-            arrived = max(arrived, receiver.received_until + num_bits / receiver.rate_bits)
         sender.sent_until = sent
-        if arrived > sent + sender.delay_seconds + _QUEUE_SECONDS:
-            return
-        receiver.received_until = arrived
+        self._fly(sent + sender.delay_seconds, receiver, num_bits, packet)
+
+    def _fly(self, until: float, receiver: Port, num_bits: int | None, packet: bytes) -> None:
         self._num_packets += 1
-        heapq.heappush(self._flying, (arrived, self._num_packets, receiver, packet))
+        heapq.heappush(self._flying, (until, self._num_packets, receiver, num_bits, packet))
 
     def _deliver(self) -> None:
         now = time.monotonic()
         while self._flying and self._flying[0][0] <= now:
-            _, _, port, packet = heapq.heappop(self._flying)
-            if port.up:
+            reached, _, port, num_bits, packet = heapq.heappop(self._flying)
+            if num_bits is not None:
+                self._pass(port, reached, num_bits, packet)
+            elif port.up:
                 try:
                     os.write(port.device, packet)
                 except OSError:  # the machine is gone, or its interface is down
                     continue
+
+    def _pass(self, receiver: Port, reached: float, num_bits: int, packet: bytes) -> None:
+        """Let a packet that has reached its receiver's port pass it, behind those that have reached it before.
+
+        Not behind those that were sent before: they may still wait for their turn at another sender's port.
+        """
+        arrived = reached
+        if receiver.rate_bits:
+            arrived = max(reached, receiver.received_until + num_bits / receiver.rate_bits)
+        if arrived <= reached + _QUEUE_SECONDS:
+            receiver.received_until = arrived
+            self._fly(arrived, receiver, None, packet)
 
 
 def destination(packet: bytes) -> bytes:
