@@ -26,6 +26,7 @@ from reigen.errors import (
     WireError,
 )
 from reigen.kv.nodes import NodeLeft, NodeLost, NodeReturned
+from reigen.kv.pacing import LEAST_WINDOW_BYTES
 from reigen.kv.protocol import (
     COUNT_UNKNOWN,
     DECLARE_CODEC,
@@ -90,6 +91,25 @@ def test_a_round_is_the_sum_of_all_workers(shares, length):
             ]
             for worker, request in zip(workers, asked, strict=True):
                 assert (worker.value(request) == round_ * 111).all()
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_that_share_the_wire_of_a_server_have_bounded_windows(monkeypatch, num_workers):
+    bounds = {}
+    monkeypatch.setattr(
+        "reigen.kv.server.bound_window", lambda connection, nbytes: bounds.setdefault(connection, []).append(nbytes)
+    )
+    with job(num_workers) as (_, workers):
+        start(workers, "w", np.zeros(1, np.float32))
+        for worker in workers:
+            worker.value(worker.begin(Kind.PULL, key="w"))
+        assert not bounds, "small messages pay nothing"
+        start(workers, "v", np.zeros(1 << 18, np.float32))
+        asked = [push(worker, "v", 1, np.ones(1 << 18), Kind.PUSHPULL) for worker in workers]
+        for worker, request in zip(workers, asked, strict=True):
+            assert (worker.value(request) == num_workers).all()
+        assert len(bounds) == (num_workers if num_workers > 1 else 0)
+        assert all(nbytes >= LEAST_WINDOW_BYTES for each in bounds.values() for nbytes in each)
 
 
 def test_a_push_is_answered_when_its_round_is_applied_and_a_pull_sees_it():

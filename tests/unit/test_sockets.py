@@ -1,15 +1,25 @@
 """Peers that fall silent: their packets are dropped by a filter on their socket, so nobody needs to be root."""
 
 import ctypes
+import fcntl
 import socket
 import struct
+import termios
 import time
 
 import pytest
 
-from reigen.wire.sockets import keepalive, losses_are_connection_errors, silent_seconds
+from reigen.wire.sockets import (
+    bound_window,
+    keepalive,
+    losses_are_connection_errors,
+    num_arrived_bytes,
+    round_trip_seconds,
+    silent_seconds,
+)
 
 SO_ATTACH_FILTER = 26
+SIOCOUTQNSD = 0x894B  # linux/sockios.h
 
 
 @pytest.fixture
@@ -101,3 +111,65 @@ def test_deadlines_stay_deadlines(ends):
     ends[0].settimeout(0.01)
     with pytest.raises(TimeoutError), losses_are_connection_errors():
         ends[0].recv(1)
+
+
+def drain(connection, after_each):
+    """Read until there is nothing."""
+    connection.setblocking(False)
+    try:
+        while connection.recv(1 << 16):
+            after_each()
+    except BlockingIOError:
+        pass
+
+
+def num_under_way(connection):
+    """Bytes that were sent and not acknowledged."""
+    queued, unsent = (
+        struct.unpack("i", fcntl.ioctl(connection, request, bytes(4)))[0] for request in (termios.TIOCOUTQ, SIOCOUTQNSD)
+    )
+    return queued - unsent
+
+
+@pytest.mark.parametrize("bound", [None, 1 << 15, 1 << 16])
+def test_no_more_than_the_window_is_under_way(bound):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 1448)
+        sender = socket.create_connection(listener.getsockname())
+        receiver = listener.accept()[0]
+    with sender, receiver:
+        for _ in range(20):
+            fill(sender)
+            drain(receiver, lambda: bound is None or bound_window(receiver, bound))
+        fall_silent(receiver)
+        fill(sender)
+        most = num_under_way(sender)
+    assert most <= bound if bound else most > 1 << 16
+
+
+def test_a_round_trip_takes_no_longer_than_the_fastest_exchange(ends):
+    one, other = ends
+    took = []
+    for _ in range(20):
+        begin = time.monotonic()
+        one.sendall(b"?")
+        other.recv(1)
+        other.sendall(b"!")
+        one.recv(1)
+        took.append(time.monotonic() - begin)
+    assert 0 < round_trip_seconds(one) <= min(took)
+
+
+def test_what_has_arrived_counts_before_it_is_read(ends):
+    one, other = ends
+    one.sendall(bytes(1000))
+    until = time.monotonic() + 60
+    while num_arrived_bytes(other) < 1000:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    other.recv(600)
+    one.sendall(b"?")
+    assert other.recv(400, socket.MSG_WAITALL) == bytes(400)
+    assert other.recv(1) == b"?"
+    assert num_arrived_bytes(other) == 1001
+    assert num_arrived_bytes(one) == 0

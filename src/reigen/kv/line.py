@@ -111,6 +111,11 @@ class Line:
         return bool(self._waiting) or self._framed.num_sent_bytes < self._framed.num_posted_bytes
 
     @property
+    def num_received_bytes(self) -> int:
+        """What has come since the beginning, headers included."""
+        return self._framed.num_received_bytes
+
+    @property
     def receiving(self) -> Header | None:
         """The header of the message that has arrived in part."""
         return self._header

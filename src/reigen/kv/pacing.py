@@ -1,12 +1,22 @@
-"""Which workers a server does not listen to for a moment, so that those behind come up with them. Pure.
+"""How a server has its workers come up with each other: by how much each may send, and whom it does not read. Pure.
 
 Where workers are synchronous, nothing can be sent back before it has come from all of them. Connections that share a
 wire do not share it fairly: TCP leaves one of them four fifths of it for seconds. So the server's other direction lies
-idle, and what has come early fills its memory. A server that does not read slows the sender down, and the wire is left
-to the others.
+idle, and what has come early fills its memory.
 
 That is so where there are more workers than servers: then more comes to a server than one worker sends. Otherwise the
 workers' own wires are the limit, and whoever is behind would gain nothing from another one that waits.
+
+First, windows. Senders that always have as much on its way as their receiver allows have equal parts of a wire if they
+are allowed equal parts; and where that is little, no queue overflows, and TCP does not slow down at all. Left to itself
+the kernel allows more and more, up to the 32 MiB of net.ipv4.tcp_rmem. `Inflow` measures at what rate bytes arrive from
+all workers together; each may have on its way its part of what comes in `UNDER_WAY_SECONDS` and two round trips, at the
+best rate that there was. A wire needs one round trip, so windows grow with the rate until something else is the limit.
+They do not shrink with it: where others fill the wire's queue, answers take longer than this allows for, smaller
+windows would lower the rate, and the rate the windows.
+
+Second, reading. A server that does not read slows the sender down, and the wire is left to the others. This is for
+what windows leave: queues that are shorter than them, and workers that came earlier.
 
 a. What a connection *holds* is the pushes that have come over it and wait for other workers' (where they need not wait,
    because workers are not synchronous, that is nothing).
@@ -18,11 +28,52 @@ c. It goes on when it holds less than half of that more, or when nothing comes o
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 #: What the kernels of both ends have in their buffers comes on top of it.
 AHEAD_BYTES = 8 << 20
 #: Nothing comes over a connection that was silent for so long.
 SILENT_SECONDS = 0.05
+
+#: Much more than hosts of one network take to answer each other, less than its queues usually hold.
+UNDER_WAY_SECONDS = 0.008
+#: That much is always allowed.
+LEAST_WINDOW_BYTES = 1 << 17
+#: After so many bytes from a worker they are counted, and its window is set: small messages pay nothing for it.
+STEP_BYTES = 1 << 16
+#: A rate is measured over so long.
+SAMPLE_SECONDS = 0.05
+
+
+@dataclass
+class Inflow:
+    """At what rate bytes come to a server.
+
+    Attributes:
+        rate: at best, in bytes a second.
+        num_senders: how many workers they came from, of late.
+    """
+
+    rate: float = 0.0
+    num_senders: int = 1
+    _num_bytes: int = 0
+    _senders: set[int] = field(default_factory=set)
+    _since: float = 0.0
+
+    def count(self, sender: int, num_bytes: int, now: float) -> None:
+        """So many bytes have arrived from a worker."""
+        self._num_bytes += num_bytes
+        self._senders.add(sender)
+        if (elapsed := now - self._since) >= SAMPLE_SECONDS:
+            self.rate = max(self.rate, self._num_bytes / elapsed)
+            self.num_senders = len(self._senders)
+            self._num_bytes, self._since = 0, now
+            self._senders.clear()
+
+    def window_bytes(self, round_trip_seconds: float) -> int:
+        """How much of a worker may be on its way."""
+        share = self.rate / self.num_senders
+        return max(LEAST_WINDOW_BYTES, int(share * (UNDER_WAY_SECONDS + 2 * round_trip_seconds)))
 
 
 def must_wait(held_bytes: int, others: Iterable[tuple[int, float]], *, waits: bool, now: float) -> tuple[bool, str]:

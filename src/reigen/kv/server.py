@@ -30,7 +30,7 @@ from reigen.kv.events import LossPolicy
 from reigen.kv.line import Drops, Line
 from reigen.kv.memory import Buffers, Memory
 from reigen.kv.nodes import Membership, NodeLeft, NodeLost, NodeReturned, Stop
-from reigen.kv.pacing import AHEAD_BYTES, SILENT_SECONDS, must_wait
+from reigen.kv.pacing import AHEAD_BYTES, SILENT_SECONDS, STEP_BYTES, Inflow, must_wait
 from reigen.kv.protocol import HELLO_CODEC, NOTICE_CODEC, PURPOSE, Header, Hello, Kind, Notice, Problem
 from reigen.kv.requests import Connection
 from reigen.kv.snapshots import Snapshots
@@ -38,7 +38,7 @@ from reigen.kv.stalls import Stalls
 from reigen.kv.stores import Store, Surroundings
 from reigen.kv.work import Workers
 from reigen.wire.auth import Identity, Role, ServerHandshake, Session
-from reigen.wire.sockets import keepalive
+from reigen.wire.sockets import bound_window, keepalive, num_arrived_bytes, round_trip_seconds
 from reigen.wire.stream import Conversation
 from reigen.wire.tls import TlsSocket
 
@@ -113,6 +113,10 @@ class _Visitor:
         log_messages: bool,
     ) -> None:
         self._server = server
+        self._socket = connection if isinstance(connection, socket.socket) else connection.carrier
+        self._round_trip_seconds = round_trip_seconds(self._socket)
+        #: when so much has been read, `bound` does something; what had arrived when it did so last
+        self._next_bound, self._num_arrived_bytes = STEP_BYTES, 0
         self.worker = session.peer.rank
         name = f"worker {self.worker}"
         self.line = Line(connection, session, self, name, drops=drops, log_messages=log_messages)
@@ -127,6 +131,15 @@ class _Visitor:
         """Whether this is of the same worker, in the same store."""
         known = self.connection
         return known is not None and (known.worker, known.store) == (connection.worker, connection.store)
+
+    def bound(self, inflow: Inflow) -> None:
+        """Have the worker send no more at a time than `reigen.kv.pacing` allows; called when something has come."""
+        if self.line.num_received_bytes < self._next_bound:
+            return
+        self._next_bound = self.line.num_received_bytes + STEP_BYTES
+        num_before, self._num_arrived_bytes = self._num_arrived_bytes, num_arrived_bytes(self._socket)
+        inflow.count(self.worker, self._num_arrived_bytes - num_before, self.heard_at)
+        bound_window(self._socket, inflow.window_bytes(self._round_trip_seconds))
 
     def place(self, line: Line, header: Header) -> memoryview:
         """See `reigen.kv.line.Receiver`."""
@@ -173,6 +186,7 @@ class Server:
         self._visitors: set[_Visitor] = set()
         #: the servers' wires are the narrowest; those that are ahead of others and are not read for the time being
         self._paces = member.num_workers > member.num_servers
+        self._inflow = Inflow()
         self._waiting: set[_Visitor] = set()
         #: lines with more messages than one call took
         self._busy: set[_Visitor] = set()
@@ -361,18 +375,19 @@ class Server:
     def _serve(self, visitor: _Visitor, events: int) -> None:
         if visitor not in self._visitors:
             return
-        try:
-            if events & selectors.EVENT_READ:
+        if events & selectors.EVENT_READ:
+            try:
                 (self._busy.add if visitor.line.receive() else self._busy.discard)(visitor)
-        except (ReigenError, OSError) as error:
-            self._lose(visitor, error)
-            return
+            except (ReigenError, OSError) as error:
+                self._lose(visitor, error)
+                return
+            visitor.heard_at = time.monotonic()
+            if self._paces and visitor.connection is not None:
+                visitor.bound(self._inflow)
+                if visitor.connection.num_held_bytes > AHEAD_BYTES:
+                    self._pace(visitor)
         if events & selectors.EVENT_WRITE:
             self._flush(visitor)
-        if events & selectors.EVENT_READ:
-            visitor.heard_at = time.monotonic()
-            if self._paces and visitor.connection is not None and visitor.connection.num_held_bytes > AHEAD_BYTES:
-                self._pace(visitor)
 
     def _pace(self, visitor: _Visitor) -> None:
         """Have a line wait for others, or go on, as `reigen.kv.pacing` says."""

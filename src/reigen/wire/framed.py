@@ -43,6 +43,7 @@ class Framed:
         peer: who is at the other end.
         num_posted_bytes: how much was posted since the beginning.
         num_sent_bytes: how much of that the kernel has taken.
+        num_received_bytes: how much was read since the beginning.
     """
 
     def __init__(self, connection: socket.socket | TlsSocket, session: Session, header_bytes: int) -> None:
@@ -50,7 +51,7 @@ class Framed:
         self._session = session
         self.peer: Identity = session.peer
         self._sealed_bytes = TAG_BYTES + header_bytes
-        self.num_posted_bytes = self.num_sent_bytes = 0
+        self.num_posted_bytes = self.num_sent_bytes = self.num_received_bytes = 0
         #: what is to be sent, the first piece without what has left
         self._pieces: deque[memoryview | bytes] = deque()
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -178,6 +179,7 @@ class Framed:
             raise lost(error) from None
         if not num_read:
             raise ended(amid=bool(place) or self._end > self._begin)  # of a body, or of a header
+        self.num_received_bytes += num_read
         self._is_drained = num_read < len(place) + len(ahead)
         num_placed = min(num_read, len(place))
         self._num_filled += num_placed

@@ -11,6 +11,12 @@ from collections.abc import Iterator
 _MOST_PROBES = 3
 #: Of struct tcp_info (linux/tcp.h): tcpi_unacked, tcpi_last_data_recv and tcpi_last_ack_recv, the latter two in ms.
 _TCP_INFO = struct.Struct("@24xI24xII")
+#: tcpi_bytes_received.
+_ARRIVED = struct.Struct("@128xQ")
+#: tcpi_min_rtt in microseconds, and what that is before the first one was measured.
+_ROUND_TRIP = struct.Struct("@148xI")
+_UNKNOWN_ROUND_TRIP = (1 << 32) - 1
+_MOST_WINDOW_BYTES = 1 << 30
 
 
 def keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
@@ -54,6 +60,40 @@ def silent_seconds(connection: socket.socket) -> float:
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
     num_unacknowledged, since_data, since_acknowledgement = _TCP_INFO.unpack(info)
     return min(since_data, since_acknowledgement) / 1000 if num_unacknowledged else 0.0
+
+
+def round_trip_seconds(connection: socket.socket) -> float:
+    """How long the way to the peer's kernel and back takes at least; 0.0 if nothing has come back yet.
+
+    Raises:
+        OSError: the connection is closed.
+    """
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
+    (microseconds,) = _ROUND_TRIP.unpack(info)
+    return 0.0 if microseconds == _UNKNOWN_ROUND_TRIP else float(microseconds / 1e6)
+
+
+def num_arrived_bytes(connection: socket.socket) -> int:
+    """How much the peer has sent that this machine's kernel has, read or not, since the beginning.
+
+    Raises:
+        OSError: the connection is closed.
+    """
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ARRIVED.size)
+    return int(_ARRIVED.unpack(info)[0])
+
+
+def bound_window(connection: socket.socket, nbytes: int) -> None:
+    """Have the peer send at most so many bytes that have not arrived here.
+
+    What has arrived and is not read does not count: the kernel's buffer bounds that. Linux forgets the bound when it
+    finds that the connection deserves a larger buffer, so it is to be said again while bytes come. What the peer has
+    been allowed to send before, it may still send.
+
+    Raises:
+        OSError: the connection is closed.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_WINDOW_CLAMP, min(nbytes, _MOST_WINDOW_BYTES))
 
 
 def lost(error: OSError) -> ConnectionError:

@@ -200,6 +200,11 @@ class TlsSocket:
         """Whether bytes have been read from the socket that nobody has received."""
         return self._channel.has_read_ahead
 
+    @property
+    def carrier(self) -> socket.socket:
+        """The socket that the records travel through, for its options."""
+        return self._connection
+
     def fileno(self) -> int:
         """The socket's descriptor."""
         return self._connection.fileno()
