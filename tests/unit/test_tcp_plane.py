@@ -112,6 +112,23 @@ def test_an_allreduce_sends_no_more_than_its_algorithm_must(
         assert told["messages"] <= 200
 
 
+@pytest.mark.parametrize("size", [2, 3])
+def test_where_there_are_several_ranks_a_link_is_given_a_message_when_its_last_has_left(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the second message to one rank is not ahead of the first to another."""
+    depths: set[int] = set()
+    post_send = Link.post_send
+
+    def watching(link: Link, data: memoryview) -> None:
+        post_send(link, data)
+        depths.add(len(link._pieces) // 2)
+
+    monkeypatch.setattr(Link, "post_send", watching)
+    run_planes(size, lambda plane: allreduce(plane, np.ones(1 << 20, np.float32)), algorithm="direct")
+    assert (max(depths) == 1) is (size > 2)
+
+
 def test_a_small_allreduce_is_one_message_to_each(sent: dict[str, Counter[str]]) -> None:
     tensors = [np.ones(count, np.float32) for count in (3, 0, 100, 1)]
     run_planes(4, lambda plane: allreduce(plane, *[a.copy() for a in tensors]))

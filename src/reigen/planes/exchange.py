@@ -8,6 +8,8 @@ Messages leave in the order in which they were posted, to at most two ranks at a
 next one and go on to the one after it, everybody then hears from about two at a time, too: as many as there are at once
 would fill the queue before a receiver's port, and what the network drops has to be sent again. (Four hosts, each with
 100 Mbit/s and a queue of 20 ms: some 500 packets dropped a second before, 1 since. One rank at a time leaves gaps.)
+A link gets its next message when the last one has left, so that the second to one rank is not ahead of the first to
+another: there the first row of a sum would be complete later, and nothing can follow until it is.
 
 Whatever goes wrong ends in one error of `reigen.planes.base`: see `planes.faults`. A machine that is silent is noticed
 by the kernel on connections on which nothing is owed (keepalive), and by this loop on the others.
@@ -37,7 +39,7 @@ Place = memoryview | Callable[[], memoryview]
 
 #: How often to look around while nothing moves.
 _SLICE_SECONDS = 0.1
-#: How many messages a link is given at a time, and to how many ranks messages leave.
+#: How many messages a link is given at a time where there is one rank to send to, and to how many ranks messages leave.
 _DEPTH, _BREADTH = 4, 2
 
 _IN, _OUT = select.POLLIN, select.POLLOUT
@@ -68,6 +70,8 @@ class Exchange:
         self._hot: deque[Peer] = deque()
         #: messages that no link has been given
         self._queue: deque[tuple[Peer, Place, Then | None]] = deque()
+        #: how many messages a link is given at a time; 1 where there are several ranks to send to
+        self._depth = _DEPTH
         #: how many ranks messages are leaving for
         self._breadth = 0
         self._num_pending = 0
@@ -134,6 +138,7 @@ class Exchange:
             peer.outgoing, peer.incoming = (there, back) if self.rank < rank else (back, there)
         self._peers.update(peers)
         if len(self._peers) > 1:
+            self._depth = 1
             for lane in self._lanes.values():
                 lane.leave_little_unsent()
 
@@ -219,7 +224,7 @@ class Exchange:
         while queue:
             peer, place, then = queue[0]
             lane = peer.outgoing[peer.num_given % len(peer.outgoing)]
-            if len(lane.sending) >= _DEPTH or (not peer.num_leaving and self._breadth >= _BREADTH):
+            if len(lane.sending) >= self._depth or (not peer.num_leaving and self._breadth >= _BREADTH):
                 return
             queue.popleft()
             lane.link.post_send(place() if callable(place) else place)
