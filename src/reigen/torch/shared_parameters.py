@@ -6,8 +6,6 @@ says how far it has come; everybody reads.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
 import logging
 import operator
@@ -24,6 +22,7 @@ from reigen.errors import ArgumentError, StepOrderError
 from reigen.frontends.replicas import fingerprint
 from reigen.frontends.sharing import Progress
 from reigen.frontends.team import Team
+from reigen.torch import heap
 from reigen.torch.adapter import bytes_of
 from reigen.torch.reducer import OwnedGradient, Reducer
 from reigen.torch.shared_layout import Held, Layouts, SharedLayout, elements, laid_out_like
@@ -98,6 +97,8 @@ class SharedParameters:
         self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         #: what the user's optimizer was given as the state of each parameter; it may have been replaced since
         self._given: list[tuple[Held, list[torch.Tensor | None]] | None] = [None] * len(self.parameters)
+        #: where they and their first gradients lay before: reserved from the first update on
+        self._vacated: list[NDArray[np.uint8]] | None = None
         reducer.before_pass = self.check
 
     def check(self) -> None:
@@ -244,8 +245,11 @@ class SharedParameters:
                 whole = states[self.parameters[index]] = self._layout.state(self._memory, index)
                 self._given[index] = whole, list(whole.values())
                 has_moved = True
-        if has_moved:
-            _trim()
+        if has_moved or self._vacated is None:
+            heap.trim()
+        if self._vacated is None:
+            left = [parameter.nbytes for parameter in self.parameters]  # by weights, and by the first gradients
+            self._vacated = heap.reserve(left * 2)
 
     def progress(self) -> Progress:
         """How far the owners have come; waits a moment for those that may still come to an end."""
@@ -257,6 +261,7 @@ class SharedParameters:
     def release(self) -> None:
         """Give every parameter memory of its own again."""
         self.reducer.before_pass = None
+        self._vacated = None
         for parameter, address in zip(self.parameters, self._addresses, strict=True):
             if parameter.numel() and parameter.data_ptr() == address:
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
@@ -322,12 +327,6 @@ def _told(group: Mapping[str, Any]) -> str:
 
 def _plain(value: Any) -> str:
     return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
-
-
-def _trim() -> None:
-    """Weights and states have moved: give what they leave back to the system, which glibc keeps where it is small."""
-    with contextlib.suppress(AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_same(held: Held | None, given: tuple[Held, list[torch.Tensor | None]] | None) -> bool:
