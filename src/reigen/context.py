@@ -431,6 +431,10 @@ class Context:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot go on, and nobody without it: the job is over for all of them; see `Engine.give_up`."""
+        self._engine.give_up(error)
+
     def close(self) -> None:
         """Leave the job. What is outstanding here fails; ranks that wait for this one get PeerLostError."""
         try:
@@ -467,10 +471,7 @@ class Context:
         return f"{kind}{UNNAMED}{self.num_joins}.{next(self._numbers[process_set])}"
 
     def _named(self, name: str | None, kind: str, process_set: int) -> str:
-        """The name that travels.
-
-        Called when everything else has been checked: an error takes no number of the unnamed operations.
-        """
+        """The name that travels. For when all else has been checked: an error takes no number of unnamed operations."""
         name = self.next_name(kind, process_set) if name is None else requests.checked_name(name)
         return requests.in_set(name, process_set)
 

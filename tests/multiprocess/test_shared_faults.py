@@ -1,4 +1,7 @@
-"""A rank is killed in a step with shared parameters: the others learn whose death it was, and what the weights are."""
+"""A rank is lost in a step with shared parameters: the others learn which one it was, and what the weights are.
+
+It is killed, stopped, or fails alone while the others wait for it.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.patience import patiently
 
 torch = pytest.importorskip("torch")
 
@@ -64,7 +68,17 @@ def model_of(seed: int) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(300, 200), torch.nn.Tanh(), torch.nn.Linear(200, 100))
 
 
-def train(when: str) -> tuple[str, tuple[int, ...], str, bool | None, list[Any]]:
+Told = tuple[str, tuple[int, ...], str, bool | None, list[Any]]
+
+
+def told_of(error: BaseException, optimizer: Any, model: Any) -> Told:
+    ranks = error.ranks if isinstance(error, CollectiveError) else ()
+    now = [p.detach().numpy().copy() for p in model.parameters()]
+    words = " ".join([str(error), *getattr(error, "__notes__", ())])
+    return type(error).__name__, ranks, words, optimizer.weights_are_whole, now
+
+
+def train(when: str) -> Told:
     """Four steps; in the last one the victim dies."""
     model = model_of(0)
     plain = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -81,9 +95,7 @@ def train(when: str) -> tuple[str, tuple[int, ...], str, bool | None, list[Any]]
         try:
             optimizer.step()
         except CollectiveError as error:
-            told = " ".join(error.__notes__)
-            now = [p.detach().numpy().copy() for p in model.parameters()]
-            return type(error).__name__, error.ranks, told, optimizer.weights_are_whole, now
+            return told_of(error, optimizer, model)
     raise AssertionError("nothing was raised")
 
 
@@ -123,3 +135,134 @@ def test_a_killed_rank_is_named_and_the_weights_are_told_of(when: str, update: i
             assert "last checkpoint" in told
             assert not is_after(3, weights)
             assert not is_after(4, weights)
+
+
+def stop_before(act: Any) -> Any:
+    @functools.wraps(act)
+    def done(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return act(*args)
+
+    return done
+
+
+def stop_when(when: str) -> None:
+    """From now on the victim stops at this point of a step, until it is continued."""
+    if when == "sum":
+        ShmPlane.reduce_to_owners = stop_before(ShmPlane.reduce_to_owners)  # type: ignore[method-assign]
+    elif when == "between":
+        SharedParameters.begin = stop_before(SharedParameters.begin)  # type: ignore[method-assign]
+    else:
+        sharing_optimizer.inner_step = stop_before(sharing_optimizer.inner_step)
+
+
+def train_while_one_stops(when: str, victim: int) -> Told:
+    """Five steps; in the fourth the victim stops. The others let it go on when they have their errors.
+
+    It may find its fourth step done then: rank 0 reads what the others had said before. The next one fails.
+    """
+    model = model_of(0)
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), share_parameters=True)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    numbers = hvd.allgather_object(os.getpid())
+    for number in range(5):
+        if number == 3 and hvd.rank() == victim:
+            stop_when(when)
+        try:
+            optimizer.zero_grad()
+            model(torch.randn(8, 300, generator=generator)).square().mean().backward()
+            optimizer.step()
+        except CollectiveError as error:
+            told = told_of(error, optimizer, model)
+            if hvd.rank() != victim:
+                os.kill(numbers[victim], signal.SIGCONT)
+            return told
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("when", ["sum", "between", "update"])
+def test_a_stopped_rank_is_named_at_the_deadline_and_gets_an_error_itself(when: str, victim: int) -> None:
+    def attempt(seconds: float) -> None:
+        env = {"REIGEN_DEADLINE": f"{seconds:g}"}
+        results = run_ranks(train_while_one_stops, 3, when, victim, init=True, env=env)
+        kind, *_ = results.pop(victim)
+        assert kind in ("CollectiveError", "DeadlineError", "PeerLostError")
+        for kind, ranks, told, is_whole, weights in results:
+            assert (kind, ranks) == ("DeadlineError", (victim,)), told
+            assert is_whole is (when == "sum"), told
+            if when == "sum":
+                assert "the weights are whole: those after update 3" in told
+                assert is_after(3, weights)
+            else:
+                assert "THE WEIGHTS ARE NOT CONSISTENT: of update 4, 2 of 3 slices are done" in told
+
+    patiently(attempt, 1.0)
+
+
+def raise_in_the_middle(inner: Any) -> None:
+    with torch.no_grad():
+        inner.param_groups[0]["params"][0].view(-1)[:10] += 1
+    raise ZeroDivisionError("a bug in the optimizer")
+
+
+def fail_alone(how: str, model: Any, optimizer: Any) -> None:
+    """The victim does something that only it does, before the forward pass of a step."""
+    if how == "raises in its update":
+        sharing_optimizer.inner_step = raise_in_the_middle
+    elif how == "loads another model's state":
+        state = optimizer.state_dict()
+        for name in ("exp_avg", "exp_avg_sq"):
+            state["state"][0][name] = torch.zeros(7)
+        optimizer.load_state_dict(state)
+    else:
+        model.double()
+
+
+def train_until_one_fails(how: str) -> Told:
+    """Four steps; before the last one the victim does something. Nobody may wait for the deadline of ten minutes."""
+    model = model_of(0)
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), share_parameters=True)
+    generator = torch.Generator().manual_seed(hvd.rank())
+    for number in range(4):
+        if number == 3 and hvd.rank() == VICTIM:
+            fail_alone(how, model, optimizer)
+        optimizer.zero_grad()
+        try:
+            inputs = torch.randn(8, 300, generator=generator)
+            model(inputs.to(model[0].weight.dtype)).square().mean().backward()
+            optimizer.step()
+        except Exception as error:  # noqa: BLE001  each rank has another one
+            told = told_of(error, optimizer, model)
+            with pytest.raises(CollectiveError):  # the job is over for all of them
+                hvd.barrier()
+            return told
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("raises in its update", "ZeroDivisionError", "a bug in the optimizer"),
+        ("loads another model's state", "ArgumentError", "it belongs to another model"),
+        ("moves its module", "StepOrderError", "0.weight no longer lies in the memory"),
+    ],
+)
+def test_who_fails_alone_is_named_at_once(how: str, kind: str, words: str) -> None:
+    results = run_ranks(train_until_one_fails, 3, how, init=True)
+    own_kind, _, told, *_ = results.pop(VICTIM)
+    assert own_kind == kind
+    assert words in told
+    for other_kind, ranks, told, is_whole, weights in results:
+        assert (other_kind, ranks) == ("CollectiveError", (VICTIM,)), told
+        assert f"rank {VICTIM} was interrupted: {kind}" in told
+        assert words in told
+        if how == "moves its module":
+            assert is_whole
+            assert "the weights are whole: those after update 3" in told
+            assert is_after(3, weights)
+        else:
+            assert not is_whole
+            assert "THE WEIGHTS ARE NOT CONSISTENT: of update 4, 2 of 3 slices are done" in told

@@ -47,13 +47,7 @@ from reigen.engine.participant import Execute, Instruction, Participant, stopped
 from reigen.engine.stall_watch import Seat, StallWatch
 from reigen.engine.team import Team
 from reigen.engine.transport import Transport, Watch
-from reigen.errors import (
-    CollectiveError,
-    DeadlineError,
-    DeviceError,
-    PeerLostError,
-    SharedMemoryError,
-)
+from reigen.errors import CollectiveError, DeadlineError, DeviceError, PeerLostError, SharedMemoryError
 from reigen.planes.base import DataPlane, Meanwhile
 from reigen.planes.device import DevicePlane
 from reigen.wire.mailbox import Sleeper
@@ -261,6 +255,14 @@ class Engine:
             if self._has_work(reads=not will_look) or (waits_for_others and not will_look):
                 self._transport.wake(Sleeper.ENGINE)
 
+    def give_up(self, error: BaseException) -> None:
+        """All ranks, this one too, get this error for what is outstanding and what comes: this one cannot go on."""
+        known = interrupted(error, self._plane.rank)
+        self._watch.abort(known)  # seen here, too, by whoever drives
+        with self._driver:
+            if self.works:
+                self._give_up(known)
+
     def close(self) -> None:
         """Leave the job: fail what is outstanding, tell the others, end the thread. Idempotent.
 
@@ -329,11 +331,10 @@ class Engine:
                     return
                 if not worked:
                     self._rest(token, who)
-        except Exception as error:  # noqa: BLE001  whoever waits for an operation is told by its handle
+        except BaseException as error:  # whoever waits for an operation is told by its handle
             self._give_up(error)
-        except BaseException as error:  # KeyboardInterrupt and SystemExit end more than this operation
-            self._give_up(error)
-            raise
+            if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit end more than this operation
+                raise
 
     def _step(self) -> bool:
         """Take in what has come and carry out what follows; False when nothing has come from anybody."""

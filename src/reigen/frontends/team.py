@@ -111,6 +111,10 @@ class Team:
         """Collective: see :func:`~reigen.frontends.replicas.check_replicas`."""
         check_replicas(self.context, tensors, names, self.name, self._number)
 
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed where the others wait for it: they get an error that names it, at once."""
+        self.context.give_up(error)
+
     def free(self, region: Region) -> None:
         """Give it back."""
         self.context.free(region, process_set=self._number)

@@ -102,18 +102,20 @@ class SharedParameters:
         reducer.before_pass = self.check
 
     def check(self) -> None:
-        """Accept if the parameters are still where they were put.
+        """Accept if the parameters are still where they were put; else the job is over.
 
         Raises:
             StepOrderError: one is not.
         """
         for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
             if parameter.data_ptr() != address:
-                raise StepOrderError(
+                error = StepOrderError(
                     f"parameter {self.reducer.names[index]} no longer lies in the memory that the ranks of this host "
                     "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
                     "to happen before the first step; to change values, write into the parameter (p.copy_())"
                 )
+                self.team.give_up(error)  # the others may have moved nothing
+                raise error
 
     def take_state(self, states: States, inner: torch.optim.Optimizer) -> None:
         """Go on with what the user's optimizer holds, where that was replaced since it was given (load_state_dict).
@@ -164,6 +166,11 @@ class SharedParameters:
         if self.runs:
             self._held = [held_of[own.number] for own in self.own]
         self.runs, self._present = [], None
+
+    @property
+    def num_updates(self) -> int:
+        """How many this rank has begun."""
+        return self._step
 
     def begin(self) -> None:
         """Step c: this rank begins to update its slice."""
@@ -251,12 +258,12 @@ class SharedParameters:
             left = [parameter.nbytes for parameter in self.parameters]  # by weights, and by the first gradients
             self._vacated = heap.reserve(left * 2)
 
-    def progress(self) -> Progress:
-        """How far the owners have come; waits a moment for those that may still come to an end."""
+    def progress(self, update: int) -> Progress:
+        """How far the owners have come in an update; waits a moment for those that may still come to its end."""
         until = time.monotonic() + _SETTLE_SECONDS
-        while self._progress[:, 1].min() < self._step and time.monotonic() < until:
+        while self._progress[:, 1].min() < update and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-        return Progress(self._step, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
+        return Progress(update, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
 
     def release(self) -> None:
         """Give every parameter memory of its own again."""

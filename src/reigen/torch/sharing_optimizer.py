@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from reigen import context as contexts
-from reigen.errors import ArgumentError, CollectiveError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, ReplicaError, StepOrderError
 from reigen.frontends.sharing import Division
 from reigen.torch.averager import Finished, GradientAverager
 from reigen.torch.averaging_optimizer import AveragingOptimizer
@@ -142,7 +143,7 @@ class SharingOptimizer(AveragingOptimizer):
             super()._finish(by)
             self._share()
         except CollectiveError as error:
-            self._tell_progress(error)
+            self._tell_progress(error, [shared.num_updates for shared in self._shared])
             raise
         self._seen = [_state_of(p) for shared in self._shared for p in shared.parameters]
 
@@ -191,8 +192,9 @@ class SharingOptimizer(AveragingOptimizer):
             return
         if not from_parameters:
             self._check_unchanged()
-        inner = self._prepared(from_parameters=from_parameters)
+        updates = [shared.num_updates + 1 for shared in self._shared]
         try:
+            inner = self._prepared(from_parameters=from_parameters)
             if came_early:
                 self._shared[0].team.barrier("before update")
             self._shared[0].check_options(inner.param_groups, self._shared[0].team.context.config.check_replicas)
@@ -203,8 +205,10 @@ class SharingOptimizer(AveragingOptimizer):
             for shared in self._shared:
                 shared.end(inner)
             self._shared[0].team.barrier("updated")
-        except CollectiveError as error:
-            self._tell_progress(error)
+        except BaseException as error:
+            if not isinstance(error, ReplicaError):  # which all ranks get
+                self._shared[0].team.give_up(error)
+            self._tell_progress(error, updates)
             raise
         self._exchange_options(inner, back=True)
         states = self.__dict__["state"]
@@ -290,9 +294,9 @@ class SharingOptimizer(AveragingOptimizer):
                 "with optimizer.clip_grad_norm_(), or call optimizer.synchronize() first: p.grad is whole after it"
             )
 
-    def _tell_progress(self, error: CollectiveError) -> None:
-        for shared in self._shared:
-            progress = shared.progress()
+    def _tell_progress(self, error: BaseException, updates: Sequence[int]) -> None:
+        for shared, update in zip(self._shared, updates, strict=True):
+            progress = shared.progress(update)
             error.add_note(f"With share_parameters: {progress.describe()}.")
             self.weights_are_whole = self.weights_are_whole and progress.weights is not None
 
