@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 _PLACES = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 #: What `mpirun --with-ft ulfm` of Open MPI 5 gives to a process.
 _ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+#: What mpirun of Open MPI 5 gives to a process. It ends the job of one that ends without MPI_Finalize, and reliably.
+#: After MPI_Abort on several ranks while one dies, that of 5.0.9 sometimes does not end, or with 0.
+_PRTE_VARIABLE = "PRTE_LAUNCHED"
 #: How long MPI_Abort may take.
 _ABORT_SECONDS = 5
 #: MPI_THREAD_SERIALIZED as a word, for the user.
@@ -170,12 +173,8 @@ def farewell() -> Farewell:
     """That of this process: MPI exists once in it. To be asked for after `world`, before anything can fail."""
     from mpi4py import MPI
 
-    # Where ranks survive the death of others, one that ends without MPI_Finalize ends the job reliably. After MPI_Abort
-    # mpirun of Open MPI 5.0.9 sometimes exits with 0 then, or not at all.
-    survives, _ = survival(os.environ, MPI.Get_library_version())
-
     def abort(code: int) -> None:
-        if survives:
+        if os.environ.get(_PRTE_VARIABLE) == "1":
             os._exit(code)
         if not MPI.Is_finalized():  # by the script
             MPI.COMM_WORLD.Abort(code)
