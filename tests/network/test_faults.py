@@ -175,7 +175,7 @@ def test_a_rank_stops(start):
     stopped = job.ranks[1]
     stopped.process.signal(signal.SIGSTOP)
     (error,) = errors(job, time.monotonic(), 8.0, but=(1,))
-    assert error["kind"] == "DeadlineError"
+    assert error["kind"] == "DeadlineError", error
     assert error["ranks"] == [1]
     assert "REIGEN_DEADLINE" in error["text"]
     stopped.process.signal(signal.SIGCONT)

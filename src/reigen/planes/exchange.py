@@ -107,7 +107,7 @@ class Exchange:
             self._running.release()
             raise self._stop
         for peer in self._peers.values():
-            peer.is_heard = peer.is_stirring = False
+            peer.is_heard = peer.is_stirring = peer.is_silent = False
         try:
             if self._meanwhile is not None:
                 self._poll.register(self._meanwhile.descriptor, _IN)
@@ -302,8 +302,11 @@ class Exchange:
             raise error
         self._listen(pending)
         for rank in pending:
-            self._peers[rank].is_stirring = False
-            if self._peers[rank].silent_seconds >= self._mesh.peer_timeout_seconds:
+            peer = self._peers[rank]
+            peer.is_stirring = False
+            # Twice: where this machine itself did not run for so long, the kernel takes a moment to hear of the other.
+            was_silent, peer.is_silent = peer.is_silent, peer.silent_seconds >= self._mesh.peer_timeout_seconds
+            if was_silent and peer.is_silent:
                 raise self._faults.of_silence(rank, self._mesh.peer_timeout_seconds)
 
     def _wait_to_connect(self, missing: Sequence[int]) -> None:

@@ -83,6 +83,7 @@ class Peer:
         num_leaving: how many the links have been given that have not left.
         is_hot: something was posted and has not been tried; ``expects_more``: a place for a message was.
         is_heard: something has come since the operation began; ``is_stirring``: since the last look around.
+        is_silent: its machine had been silent for too long when that was looked at last.
     """
 
     def __init__(self, rank: int) -> None:
@@ -90,7 +91,7 @@ class Peer:
         self.lanes: list[Lane] = []
         self.outgoing = self.incoming = self.lanes
         self.num_given = self.num_expected = self.num_leaving = 0
-        self.is_hot = self.expects_more = self.is_heard = self.is_stirring = False
+        self.is_hot = self.expects_more = self.is_heard = self.is_stirring = self.is_silent = False
         self._arriving: deque[_Arrival] = deque()
 
     def in_order(self, then: Then | None) -> Then:

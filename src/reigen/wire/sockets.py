@@ -9,8 +9,8 @@ import struct
 from collections.abc import Iterator
 
 _MOST_PROBES = 3
-#: Of struct tcp_info (linux/tcp.h): tcpi_unacked, tcpi_last_data_recv and tcpi_last_ack_recv, the latter two in ms.
-_TCP_INFO = struct.Struct("@24xI24xII")
+#: Of struct tcp_info (linux/tcp.h): tcpi_unacked; in ms tcpi_last_data_sent, tcpi_last_data_recv, tcpi_last_ack_recv.
+_TCP_INFO = struct.Struct("@24xI16xI4xII")
 #: tcpi_bytes_received.
 _ARRIVED = struct.Struct("@128xQ")
 #: tcpi_min_rtt in microseconds, and what that is before the first one was measured.
@@ -52,14 +52,16 @@ def keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bulk: b
 def silent_seconds(connection: socket.socket) -> float:
     """For how long the peer's machine has left data unacknowledged without a sign of life; 0.0 while it owes none.
 
-    What its process does not read is acknowledged by its kernel all the same.
+    What its process does not read is acknowledged by its kernel all the same. A kernel that has no room for it answers
+    and drops it; the next attempt comes later each time. So who has answered the last one owes nothing.
 
     Raises:
         OSError: the connection is closed.
     """
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    num_unacknowledged, since_data, since_acknowledgement = _TCP_INFO.unpack(info)
-    return min(since_data, since_acknowledgement) / 1000 if num_unacknowledged else 0.0
+    num_unacknowledged, since_sent, since_data, since_acknowledgement = _TCP_INFO.unpack(info)
+    since_sign = min(since_data, since_acknowledgement)
+    return since_sign / 1000 if num_unacknowledged and since_sign > since_sent else 0.0
 
 
 def round_trip_seconds(connection: socket.socket) -> float:
