@@ -28,7 +28,7 @@ from reigen.bench.work import Case
 
 HERE = Path(__file__).resolve().parent
 NUM_WORKERS = 2
-REIGEN, MXNET, COPYING = "reigen", "ps-lite", "two copies of as many bytes"
+REIGEN, MXNET, COPYING = "reigen", "ps-lite", "two copies of the same arrays"
 GRADIENTS, ARRAY, SMALL = "ResNet-50, 161 gradients", "one array of 100 MiB", "4 bytes"
 GRADIENT_BYTES, ARRAY_BYTES, SMALL_BYTES = 4 * sum(resnet50_counts()), 100 << 20, 4
 _FASTER = 3.0
@@ -98,7 +98,7 @@ class Bench:
         ]
         nbytes = case.nbytes * case.count or GRADIENT_BYTES
         if joint:
-            modes.append(Mode(COPYING, came[COPYING], Case("copy", 2 * nbytes)))
+            modes.append(Mode(COPYING, came[COPYING], Case("two copies", case.nbytes, count=case.count)))
         outcome = alternate(modes, self._rounds, self._turn_seconds, about(title, to_stderr))
         baseline = Store(REIGEN, 1).name
         self.document.rows.append(Row(title, nbytes, outcome.summaries, baseline, outcome.failures))

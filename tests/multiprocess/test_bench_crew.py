@@ -27,6 +27,7 @@ def test_ranks_take_turns() -> None:
         assert [len(timeline) for timeline in crew.open("k", Case("copy", 4096), 2)] == [2, 2]
         assert [len(timeline) for timeline in crew.turn("k", 1, 3)] == [3, 3]
         crew.shut("k")
+        assert [len(timeline) for timeline in crew.open("both ways", Case("two copies", 4096, count=3), 2)] == [2, 2]
 
 
 def test_a_rank_that_is_killed_ends_the_turn() -> None:
@@ -55,7 +56,7 @@ def test_a_wrong_result_is_no_result(tmp_path: Path) -> None:
     program.write_text(
         "from reigen.bench.programs.copying import Copy, Copying\n"
         "class Wrong(Copy):\n    def operate(self): pass\n"
-        "class Program(Copying):\n    def open(self, case): return Wrong(case.nbytes, fresh=False)\n"
+        "class Program(Copying):\n    def open(self, case): return Wrong([case.nbytes])\n"
         "def start(rank, size): return Program()\n"
     )
     with Crew(CrewSpec("wrong", str(program), 1)) as crew:
