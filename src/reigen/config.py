@@ -178,7 +178,7 @@ class Config:
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
         kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by what carries it.
-        kv_threads: threads of a server that compute.
+        kv_threads: threads of a server that compute; None to choose by how many processors it may use.
         kv_shared_memory: values travel through shared memory where worker and server are on one host.
         kv_verbose: 1: who is in the job and what connects to what is logged; 2: every message, too.
         kv_resend: a message whose receipt is not acknowledged is sent again.
@@ -227,7 +227,7 @@ class Config:
     nccl: bool = _knob(True, _switch, "REIGEN_NCCL")
     kv_bigarray_bound: int = _knob(1_000_000, _count, "REIGEN_KV_BIGARRAY_BOUND MXNET_KVSTORE_BIGARRAY_BOUND")
     kv_slice_bytes: int | None = _knob(None, _bytes_above_0, "REIGEN_KV_SLICE_BYTES")
-    kv_threads: int = _knob(4, _count_above_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")
+    kv_threads: int | None = _knob(None, _count_above_0, "REIGEN_KV_THREADS MXNET_KVSTORE_REDUCTION_NTHREADS")
     kv_shared_memory: bool = _knob(True, _switch, "REIGEN_KV_SHARED_MEMORY")
     kv_verbose: int = _knob(0, _count, "REIGEN_KV_VERBOSE PS_VERBOSE")
     kv_resend: bool = _knob(False, _switch, "REIGEN_KV_RESEND PS_RESEND")

@@ -36,7 +36,7 @@ from reigen.kv.requests import Connection
 from reigen.kv.snapshots import Snapshots
 from reigen.kv.stalls import Stalls
 from reigen.kv.stores import Store, Surroundings
-from reigen.kv.work import Workers
+from reigen.kv.work import Workers, choose_num_threads
 from reigen.wire.auth import Identity, Role, ServerHandshake, Session
 from reigen.wire.sockets import bound_window, keepalive, num_arrived_bytes, round_trip_seconds
 from reigen.wire.stream import Conversation
@@ -175,7 +175,10 @@ class Server:
         listener.setblocking(False)
         self.machine = this_host(config.host_id or "")[0] if config.kv_shared_memory else ""
         self._arena = Arena(f"reigen-kv-server-{member.number}") if self.machine else None
-        self._workers = Workers(config.kv_threads)
+        saves = config.kv_snapshot_dir is not None
+        num_threads, why = choose_num_threads(config.kv_threads, len(os.sched_getaffinity(0)), saves=saves)
+        _log.info("threads that compute: %d (%s)", num_threads, why)
+        self._workers = Workers(num_threads)
         self._around = self._surroundings()
         self._stores: dict[int, Store] = {}
         self._desks: dict[int, Desk] = {}

@@ -11,10 +11,31 @@ from collections.abc import Callable
 from reigen.kernels.quiet import quiet
 from reigen.kv.memory import Scratch
 
+#: Unless somebody asks for more.
+_MOST_THREADS = 4
 #: Computes something with a thread's own scratch.
 Task = Callable[[Scratch], None]
 #: Called in the thread of `Workers.collect`: with what the task raised, or None.
 Done = Callable[[BaseException | None], None]
+
+
+def choose_num_threads(asked: int | None, num_processors: int, *, saves: bool) -> tuple[int, str]:
+    """How many threads of a server compute, and the reason in words.
+
+    Besides them there is the one that does I/O, which computes what is small. More threads than processors add nothing:
+    they take Python's lock and the caches from each other, and processors from workers on the same host.
+
+    Args:
+        asked: what the user says; None: nothing.
+        num_processors: how many this process may use.
+        saves: they write snapshots, too.
+    """
+    if asked is not None:
+        return asked, "as set"
+    if saves:
+        return _MOST_THREADS, "some of them may wait for a disk"
+    number = max(1, min(num_processors - 1, _MOST_THREADS))
+    return number, f"{num_processors} processor(s), and one of them for the thread that does I/O"
 
 
 class Workers:
