@@ -222,7 +222,7 @@ def stop_in_the_middle(victim: int) -> tuple[str, tuple[int, ...], float, str]:
 
     def make_output(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         if job.rank == victim:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # the process's might be taken later
         return np.empty(shape, np.float32)
 
     told = error_of(lambda: job.allgather(x, FLOAT, name="stopped", make_output=make_output).wait())
@@ -252,7 +252,7 @@ def shut_down_in_the_middle(victim: int) -> float:
 
     def make_output(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         if job.rank == victim:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # the process's might be taken later
         reached.set()
         return np.empty(shape, np.float32)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
 from typing import Any
 
 import numpy as np
@@ -140,7 +141,8 @@ def test_a_killed_rank_is_named_and_the_weights_are_told_of(when: str, update: i
 def stop_before(act: Any) -> Any:
     @functools.wraps(act)
     def done(*args: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        # sent to this thread: one sent to the process may be taken later, by another thread, while this one goes on
+        signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         return act(*args)
 
     return done
