@@ -131,7 +131,7 @@ class Farewell:
     until the end of the process.
 
     Args:
-        abort: ends all ranks: MPI_Abort.
+        abort: ends this process, and with it all ranks: by MPI_Abort, or because mpirun sees to that.
     """
 
     def __init__(self, abort: Callable[[int], object]) -> None:

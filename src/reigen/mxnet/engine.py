@@ -174,12 +174,11 @@ class MXNetQueue:
 
     def drain(self) -> None:
         """Wait for the end of everything that was pushed: it is complete, or has failed, in Reigen's deadline."""
-        if not self._operations or not context.is_initialized():
-            return
-        latest = time.monotonic() + context.current().config.deadline_seconds + _GRACE_SECONDS
-        with self._forgotten:
-            while self._operations and (left := latest - time.monotonic()) > 0:
-                self._forgotten.wait(left)
+        if self._operations and context.is_initialized():
+            latest = time.monotonic() + context.current().config.deadline_seconds + _GRACE_SECONDS
+            with self._forgotten:
+                while self._operations and (left := latest - time.monotonic()) > 0:
+                    self._forgotten.wait(left)
         self.let_leave()
 
     def let_leave(self) -> None:

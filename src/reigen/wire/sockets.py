@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 _MOST_PROBES = 3
 #: Of struct tcp_info (linux/tcp.h): tcpi_unacked; in ms tcpi_last_data_sent, tcpi_last_data_recv, tcpi_last_ack_recv.
-_TCP_INFO = struct.Struct("@24xI16xI4xII")
+_SIGNS = struct.Struct("@24xI16xI4xII")
 #: tcpi_bytes_received.
 _ARRIVED = struct.Struct("@128xQ")
 #: tcpi_min_rtt in microseconds, and what that is before the first one was measured.
@@ -58,8 +58,7 @@ def silent_seconds(connection: socket.socket) -> float:
     Raises:
         OSError: the connection is closed.
     """
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    num_unacknowledged, since_sent, since_data, since_acknowledgement = _TCP_INFO.unpack(info)
+    num_unacknowledged, since_sent, since_data, since_acknowledgement = _tcp_info(connection, _SIGNS)
     since_sign = min(since_data, since_acknowledgement)
     return since_sign / 1000 if num_unacknowledged and since_sign > since_sent else 0.0
 
@@ -70,9 +69,8 @@ def round_trip_seconds(connection: socket.socket) -> float:
     Raises:
         OSError: the connection is closed.
     """
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROUND_TRIP.size)
-    (microseconds,) = _ROUND_TRIP.unpack(info)
-    return 0.0 if microseconds == _UNKNOWN_ROUND_TRIP else float(microseconds / 1e6)
+    (microseconds,) = _tcp_info(connection, _ROUND_TRIP)
+    return 0.0 if microseconds == _UNKNOWN_ROUND_TRIP else microseconds / 1e6
 
 
 def num_arrived_bytes(connection: socket.socket) -> int:
@@ -81,8 +79,13 @@ def num_arrived_bytes(connection: socket.socket) -> int:
     Raises:
         OSError: the connection is closed.
     """
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ARRIVED.size)
-    return int(_ARRIVED.unpack(info)[0])
+    (num_bytes,) = _tcp_info(connection, _ARRIVED)
+    return num_bytes
+
+
+def _tcp_info(connection: socket.socket, fields: struct.Struct) -> tuple[int, ...]:
+    """Some fields of what the kernel knows of a connection; ``fields`` begins where struct tcp_info does."""
+    return fields.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, fields.size))
 
 
 def bound_window(connection: socket.socket, nbytes: int) -> None:
