@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -158,8 +159,8 @@ def stop_when(when: str) -> None:
         sharing_optimizer.inner_step = stop_before(sharing_optimizer.inner_step)
 
 
-def train_while_one_stops(when: str, victim: int) -> Told:
-    """Five steps; in the fourth the victim stops. The others let it go on when they have their errors.
+def train_while_one_stops(when: str, victim: int, folder: Path) -> Told:
+    """Five steps; in the fourth the victim stops. The others let it go on when both have their errors.
 
     It may find its fourth step done then: rank 0 reads what the others had said before. The next one fails.
     """
@@ -178,17 +179,24 @@ def train_while_one_stops(when: str, victim: int) -> Told:
         except CollectiveError as error:
             told = told_of(error, optimizer, model)
             if hvd.rank() != victim:
-                os.kill(numbers[victim], signal.SIGCONT)
+                # the first one must not let it end the update before the second has looked how far it is
+                (folder / str(hvd.rank())).touch()
+                if len(list(folder.iterdir())) == 2:
+                    os.kill(numbers[victim], signal.SIGCONT)
             return told
     raise AssertionError("nothing was raised")
 
 
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("when", ["sum", "between", "update"])
-def test_a_stopped_rank_is_named_at_the_deadline_and_gets_an_error_itself(when: str, victim: int) -> None:
+def test_a_stopped_rank_is_named_at_the_deadline_and_gets_an_error_itself(
+    when: str, victim: int, tmp_path: Path
+) -> None:
     def attempt(seconds: float) -> None:
         env = {"REIGEN_DEADLINE": f"{seconds:g}"}
-        results = run_ranks(train_while_one_stops, 3, when, victim, init=True, env=env)
+        folder = tmp_path / f"{seconds:g}"
+        folder.mkdir()
+        results = run_ranks(train_while_one_stops, 3, when, victim, folder, init=True, env=env)
         kind, *_ = results.pop(victim)
         assert kind in ("CollectiveError", "DeadlineError", "PeerLostError")
         for kind, ranks, told, is_whole, weights in results:

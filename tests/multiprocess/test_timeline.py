@@ -29,13 +29,19 @@ Pools = Callable[[int], RankPool]
 
 
 def load(path: Path) -> list[dict[str, Any]]:
-    """The records, as soon as nobody writes while they are read."""
+    """The records, as soon as nobody writes while they are read.
+
+    A write may be found half done, for a moment; so only what stays as it is has to be valid.
+    """
     while True:
         before = path.stat()
         data = path.read_bytes()
         after = path.stat()
         if (before.st_mtime_ns, before.st_size) == (after.st_mtime_ns, after.st_size):
-            return json.loads(data)
+            try:
+                return json.loads(data)
+            except ValueError:
+                until(lambda seen=data: path.read_bytes() != seen, 10)
 
 
 def count(path: Path, name: str) -> Counter[int]:

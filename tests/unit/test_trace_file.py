@@ -15,6 +15,10 @@ from reigen.observe.writer import TraceFile
 PAGE = 4096
 
 
+def crosses(offset: int, nbytes: int) -> bool:
+    return offset // PAGE != (offset + nbytes - 1) // PAGE
+
+
 def record(number: int, nbytes: int) -> bytes:
     return json.dumps({"number": number, "padding": "x" * nbytes}).encode()
 
@@ -24,14 +28,17 @@ def test_every_write_leaves_a_valid_array(tmp_path: Path, monkeypatch: pytest.Mo
     lengths: list[int] = []
 
     def checked(fd: int, data: bytes, offset: int) -> int:
+        nbytes_before = os.fstat(fd).st_size
         num_written = write(fd, data, offset)
         if lengths:  # the first one goes to the file that then takes the place
             assert num_written == len(data)
             numbers = [value["number"] for value in json.loads(path.read_bytes())]
             assert numbers == list(range(len(numbers)))
-            if offset // PAGE != (offset + len(data) - 1) // PAGE:
+            if data.strip() and crosses(offset, len(data)):
                 assert len(numbers) - lengths[-1] == 1, "more than one record crosses the border of a page"
-            lengths.append(len(numbers))
+                assert offset + len(data) == nbytes_before, "the file grows while it is not valid"
+            if data.strip():
+                lengths.append(len(numbers))
         return num_written
 
     monkeypatch.setattr(os, "pwrite", checked)

@@ -2,8 +2,10 @@
 
 Records are written over the closing bracket, with a new one behind them, by one call: whenever the process is killed,
 between two instructions, the file is a JSON array. The kernel itself can be cut short by SIGKILL between two pages of
-one call; so what fits into the file's last page goes first, and only one record at a time crosses the border of a page:
-what is left is a fraction of a microsecond for each page. `reigen.observe.reading` copes with that, too.
+one call, and may keep its caller waiting there for room in its cache or on the disk, while others read. So what fits
+into the file's last page goes first, and one record at a time crosses the border of a page, once there are spaces where
+it goes to, which JSON allows behind the bracket: nothing is left to wait for then, and between the two pages there is a
+fraction of a microsecond. `reigen.observe.reading` copes with that, too.
 """
 
 from __future__ import annotations
@@ -54,21 +56,26 @@ class TraceFile:
             while end < len(records) and nbytes + len(records[end]) + 2 <= room:
                 nbytes += len(records[end]) + 2
                 end += 1
-            self._put(b"".join(b",\n" + record for record in records[begin:end]))
+            self._put(b"".join(b",\n" + record for record in records[begin:end]), makes_room=nbytes > room)
             begin = end
 
     def close(self) -> None:
         """Nothing can be added any more."""
         os.close(self._fd)
 
-    def _put(self, text: bytes) -> None:
+    def _put(self, text: bytes, *, makes_room: bool = False) -> None:
         data = text + _END
-        num_written = 0
         try:
-            while num_written < len(data):  # less than all: the next attempt says why
-                num_written += os.pwrite(self._fd, data[num_written:], self._end + num_written)
+            if makes_room:
+                self._write(b" " * len(text), self._end + len(_END))
+            self._write(data, self._end)
         except OSError:
             os.pwrite(self._fd, _END, self._end)
             os.ftruncate(self._fd, self._end + len(_END))
             raise
         self._end += len(text)
+
+    def _write(self, data: bytes, offset: int) -> None:
+        num_written = 0
+        while num_written < len(data):  # less than all: the next attempt says why
+            num_written += os.pwrite(self._fd, data[num_written:], offset + num_written)
