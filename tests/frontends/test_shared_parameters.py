@@ -307,15 +307,18 @@ def test_clipping_of_parts(rank_pool, norm_type):
     rank_pool(2).run(clips_parts, norm_type, init=True)
 
 
-def clips_what_is_nowhere() -> None:
+def clips_what_is_nowhere(where: tuple[int, ...]) -> None:
     model, optimizer = both(steps=2)
     x, y = next(batches(1))
     optimizer.zero_grad()
     mean_loss(model, mine(x), mine(y)).backward()
     optimizer.clip_grad_norm_(1.0)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    with pytest.raises(StepOrderError, match=r"optimizer.clip_grad_norm_\(\)"):
+    if hvd.rank() in where:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    ranks = ", ".join(map(str, where))
+    with pytest.raises(StepOrderError, match=rf"on rank\(s\) {ranks} .* optimizer.clip_grad_norm_\(\)"):
         optimizer.step()
+    assert optimizer.weights_are_whole
     hvd.barrier()
     step(model, optimizer, x, y)
     infinite = float("inf")
@@ -326,8 +329,9 @@ def clips_what_is_nowhere() -> None:
     hvd.barrier()
 
 
-def test_clipping_with_torch_where_gradients_are_in_parts_is_an_error(rank_pool):
-    rank_pool(2).run(clips_what_is_nowhere, init=True)
+@pytest.mark.parametrize("where", [(0, 1), (1,)])
+def test_clipping_with_torch_where_gradients_are_in_parts_is_an_error_on_all_ranks(rank_pool, where):
+    rank_pool(2).run(clips_what_is_nowhere, where, init=True)
 
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -533,15 +537,18 @@ def test_a_module_that_is_moved_afterwards(rank_pool, how):
 
 
 def overlaps() -> None:
-    one = torch.nn.Linear(4, 4)
-    other = torch.nn.Linear(4, 4)
-    other.weight.data = one.weight.data
-    model = torch.nn.Sequential(one, other)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), share_parameters=True)
-    model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(ArgumentError, match="same memory"):
-        optimizer.step()
-    hvd.barrier()
+    for where in ((0, 1), (1,)):
+        one = torch.nn.Linear(4, 4)
+        other = torch.nn.Linear(4, 4)
+        if hvd.rank() in where:
+            other.weight.data = one.weight.data
+        model = torch.nn.Sequential(one, other)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), share_parameters=True)
+        model(torch.ones(2, 4)).sum().backward()
+        words = "same memory" if hvd.rank() in where else r"of rank\(s\) \[1\] cannot be shared"
+        with pytest.raises(ArgumentError, match=words):
+            optimizer.step()
+        hvd.barrier()
     embedding = torch.nn.Embedding(5, 3, sparse=True)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters()), share_parameters=True)
     embedding(torch.tensor([1, 2])).sum().backward()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from reigen.engine.requests import Parts
 from reigen.errors import ArgumentError
 from reigen.frontends.adapter import Array
@@ -43,6 +45,7 @@ class Team:
 
     Attributes:
         name: the same on every rank, for the list of gradients; the names of all its operations begin with it.
+        ranks: their numbers in the job.
         size: number of ranks.
 
     Raises:
@@ -54,7 +57,8 @@ class Team:
         self.process_set = process_set
         self.how = how
         self._number = number_of(process_set)
-        self.size = len(context.process_sets[self._number])
+        self.ranks = tuple(context.process_sets[self._number])
+        self.size = len(self.ranks)
         self.name = f"gradients.{next(context.gradient_sets[self._number])}"
 
     def agree(self, proposal: Proposal) -> Agreement:
@@ -89,6 +93,13 @@ class Team:
         name = f"{self.name}.{part}"
         where = self._number
         self.context.allreduce(array, array, dtype, op=ReduceOp.MAX, name=name, process_set=where, blocking=True).wait()
+
+    def where(self, applies: bool, part: str) -> list[int]:
+        """Collective: the ranks on which something applies."""
+        flags = np.zeros(self.size, np.int32)
+        flags[self.ranks.index(self.context.rank)] = applies
+        self.maximum(flags, DTYPES["int32"], part)
+        return [self.ranks[place] for place in np.flatnonzero(flags)]
 
     def reduce_to_owners(
         self, array: Array, dtype: DType, part: str, region: Region, counts: tuple[int, ...]

@@ -65,7 +65,11 @@ class SharedParameters:
     def __init__(self, reducer: Reducer, layouts: Layouts, *, joins: bool) -> None:
         self.reducer, self.team = reducer, reducer.team
         self.parameters = reducer.parameters
-        _check_apart(self.parameters, reducer.names)
+        trouble = _trouble(self.parameters, reducer.names)
+        if troubled := self.team.where(bool(trouble), "apart"):
+            raise ArgumentError(
+                trouble or f"the parameters of rank(s) {troubled} cannot be shared; it is said there why"
+            )
         self.team.check_replicas([bytes_of(p) for p in self.parameters], reducer.names)
         memory = reducer.owned_memory
         self._owner = memory.region.owner
@@ -343,17 +347,18 @@ def _is_same(held: Held | None, given: tuple[Held, list[torch.Tensor | None]] | 
     return held is given[0] and len(held) == len(given[1]) and all(map(operator.is_, held.values(), given[1]))
 
 
-def _check_apart(parameters: list[torch.Tensor], names: list[str]) -> None:
-    """Accept parameters on the host that have no element in common."""
+def _trouble(parameters: list[torch.Tensor], names: list[str]) -> str:
+    """Nothing for parameters on the host that have no element in common, else what is wrong."""
     begins: list[tuple[int, int, str]] = []
     for parameter, name in zip(parameters, names, strict=True):
         if parameter.device.type != "cpu":
-            raise ArgumentError(f"share_parameters needs parameters on the host, {name} is on {parameter.device}")
+            return f"share_parameters needs parameters on the host, {name} is on {parameter.device}"
         begins.append((parameter.data_ptr(), bytes_of(parameter).nbytes if parameter.numel() else 0, name))
     begins.sort()
     for (begin, nbytes, name), (after, size, other) in itertools.pairwise(begins):
         if nbytes and size and begin + nbytes > after:
-            raise ArgumentError(
+            return (
                 f"parameters {name} and {other} lie in the same memory; share_parameters would take them apart. Use "
                 "one Parameter in both places instead"
             )
+    return ""

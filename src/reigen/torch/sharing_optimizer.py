@@ -190,26 +190,25 @@ class SharingOptimizer(AveragingOptimizer):
         if not self._shared:  # nothing has a gradient, or there is one rank by now
             inner_step(unwrapped(self))
             return
-        if not from_parameters:
-            self._check_unchanged()
         updates = [shared.num_updates + 1 for shared in self._shared]
+        changed: list[int] = []
         try:
             inner = self._prepared(from_parameters=from_parameters)
             if came_early:
-                self._shared[0].team.barrier("before update")
-            self._shared[0].check_options(inner.param_groups, self._shared[0].team.context.config.check_replicas)
-            for shared in self._shared:
-                shared.check_untouched(shared.team.context.config.check_replicas)
-                shared.begin()
-            inner_step(inner)
-            for shared in self._shared:
-                shared.end(inner)
-            self._shared[0].team.barrier("updated")
+                changed = self._ranks_that_changed(from_parameters=from_parameters)
+            if not changed:
+                self._update_pieces(inner)
         except BaseException as error:
             if not isinstance(error, ReplicaError):  # which all ranks get
                 self._shared[0].team.give_up(error)
             self._tell_progress(error, updates)
             raise
+        if changed:
+            raise StepOrderError(
+                f"gradients were changed on rank(s) {', '.join(map(str, changed))} after they had been reduced, and "
+                "each rank has only its part of them: clip with optimizer.clip_grad_norm_(), or call "
+                "optimizer.synchronize() first: p.grad is whole after it"
+            )
         self._exchange_options(inner, back=True)
         states = self.__dict__["state"]
         for shared in self._shared:
@@ -219,6 +218,18 @@ class SharingOptimizer(AveragingOptimizer):
             if not from_parameters:
                 for parameter in shared.parameters:
                     parameter.grad = None
+
+    def _update_pieces(self, inner: torch.optim.Optimizer) -> None:
+        """Update what this rank owns, and wait until all have done so."""
+        every = self._shared[0].team.context.config.check_replicas
+        self._shared[0].check_options(inner.param_groups, every)
+        for shared in self._shared:
+            shared.check_untouched(every)
+            shared.begin()
+        inner_step(inner)
+        for shared in self._shared:
+            shared.end(inner)
+        self._shared[0].team.barrier("updated")
 
     def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
         """The optimizer of this rank's pieces, with options, state and gradients for this step."""
@@ -286,13 +297,10 @@ class SharingOptimizer(AveragingOptimizer):
             source, target = (own, outer) if back else (outer, own)
             target.update((key, value) for key, value in source.items() if key not in _NAMES)
 
-    def _check_unchanged(self) -> None:
+    def _ranks_that_changed(self, *, from_parameters: bool) -> list[int]:
+        """Collective: where gradients have been changed since they were reduced; nobody reads weights any more then."""
         now = [_state_of(p) for shared in self._shared for p in shared.parameters]
-        if now != self._seen:
-            raise StepOrderError(
-                "gradients were changed after they had been reduced, and each rank has only its part of them: clip "
-                "with optimizer.clip_grad_norm_(), or call optimizer.synchronize() first: p.grad is whole after it"
-            )
+        return self._shared[0].team.where(not from_parameters and now != self._seen, "before update")
 
     def _tell_progress(self, error: BaseException, updates: Sequence[int]) -> None:
         for shared, update in zip(self._shared, updates, strict=True):
