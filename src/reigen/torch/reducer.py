@@ -272,7 +272,7 @@ class Reducer:
             if gradient.requires_grad or gradient.layout is not torch.strided:
                 # It had a dense place before it was ever sparse, on any rank.
                 gradient = gradient.detach().to_dense()
-            place.copy_(gradient)
+            self._places.fill(index, gradient)
         self._memory.filled()
         if self._direct[index]:
             parameter.grad = place
