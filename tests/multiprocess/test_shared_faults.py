@@ -9,8 +9,11 @@ import functools
 import os
 import signal
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ torch = pytest.importorskip("torch")
 import reigen.torch as hvd  # noqa: E402
 from reigen.errors import CollectiveError  # noqa: E402
 from reigen.planes.shm import ShmPlane  # noqa: E402
-from reigen.testing import RankError, run_ranks  # noqa: E402
+from reigen.testing import RankError, RankPool, run_ranks  # noqa: E402
 from reigen.torch import sharing_optimizer  # noqa: E402
 from reigen.torch.shared_parameters import SharedParameters  # noqa: E402
 
@@ -149,14 +152,13 @@ def stop_before(act: Any) -> Any:
     return done
 
 
-def stop_when(when: str) -> None:
-    """From now on the victim stops at this point of a step, until it is continued."""
+def stopping(when: str) -> AbstractContextManager[Any]:
+    """In it the victim stops at this point of a step, until it is continued."""
     if when == "sum":
-        ShmPlane.reduce_to_owners = stop_before(ShmPlane.reduce_to_owners)  # type: ignore[method-assign]
-    elif when == "between":
-        SharedParameters.begin = stop_before(SharedParameters.begin)  # type: ignore[method-assign]
-    else:
-        sharing_optimizer.inner_step = stop_before(sharing_optimizer.inner_step)
+        return patch.object(ShmPlane, "reduce_to_owners", stop_before(ShmPlane.reduce_to_owners))
+    if when == "between":
+        return patch.object(SharedParameters, "begin", stop_before(SharedParameters.begin))
+    return patch.object(sharing_optimizer, "inner_step", stop_before(sharing_optimizer.inner_step))
 
 
 def train_while_one_stops(when: str, victim: int, folder: Path) -> Told:
@@ -170,12 +172,11 @@ def train_while_one_stops(when: str, victim: int, folder: Path) -> Told:
     generator = torch.Generator().manual_seed(hvd.rank())
     numbers = hvd.allgather_object(os.getpid())
     for number in range(5):
-        if number == 3 and hvd.rank() == victim:
-            stop_when(when)
         try:
-            optimizer.zero_grad()
-            model(torch.randn(8, 300, generator=generator)).square().mean().backward()
-            optimizer.step()
+            with stopping(when) if number == 3 and hvd.rank() == victim else nullcontext():
+                optimizer.zero_grad()
+                model(torch.randn(8, 300, generator=generator)).square().mean().backward()
+                optimizer.step()
         except CollectiveError as error:
             told = told_of(error, optimizer, model)
             if hvd.rank() != victim:
@@ -190,13 +191,13 @@ def train_while_one_stops(when: str, victim: int, folder: Path) -> Told:
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("when", ["sum", "between", "update"])
 def test_a_stopped_rank_is_named_at_the_deadline_and_gets_an_error_itself(
-    when: str, victim: int, tmp_path: Path
+    when: str, victim: int, tmp_path: Path, rank_pool: Callable[[int], RankPool]
 ) -> None:
     def attempt(seconds: float) -> None:
         env = {"REIGEN_DEADLINE": f"{seconds:g}"}
         folder = tmp_path / f"{seconds:g}"
         folder.mkdir()
-        results = run_ranks(train_while_one_stops, 3, when, victim, folder, init=True, env=env)
+        results = rank_pool(3).run(train_while_one_stops, when, victim, folder, init=True, env=env)
         kind, *_ = results.pop(victim)
         assert kind in ("CollectiveError", "DeadlineError", "PeerLostError")
         for kind, ranks, told, is_whole, weights in results:
@@ -217,17 +218,18 @@ def raise_in_the_middle(inner: Any) -> None:
     raise ZeroDivisionError("a bug in the optimizer")
 
 
-def fail_alone(how: str, model: Any, optimizer: Any) -> None:
-    """The victim does something that only it does, before the forward pass of a step."""
+def fail_alone(how: str, model: Any, optimizer: Any) -> AbstractContextManager[Any]:
+    """The victim does something that only it does, before the forward pass of a step or in that."""
     if how == "raises in its update":
-        sharing_optimizer.inner_step = raise_in_the_middle
-    elif how == "loads another model's state":
+        return patch.object(sharing_optimizer, "inner_step", raise_in_the_middle)
+    if how == "loads another model's state":
         state = optimizer.state_dict()
         for name in ("exp_avg", "exp_avg_sq"):
             state["state"][0][name] = torch.zeros(7)
         optimizer.load_state_dict(state)
     else:
         model.double()
+    return nullcontext()
 
 
 def train_until_one_fails(how: str) -> Told:
@@ -237,13 +239,13 @@ def train_until_one_fails(how: str) -> Told:
     optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), share_parameters=True)
     generator = torch.Generator().manual_seed(hvd.rank())
     for number in range(4):
-        if number == 3 and hvd.rank() == VICTIM:
-            fail_alone(how, model, optimizer)
-        optimizer.zero_grad()
+        is_victims = number == 3 and hvd.rank() == VICTIM
         try:
-            inputs = torch.randn(8, 300, generator=generator)
-            model(inputs.to(model[0].weight.dtype)).square().mean().backward()
-            optimizer.step()
+            with fail_alone(how, model, optimizer) if is_victims else nullcontext():
+                optimizer.zero_grad()
+                inputs = torch.randn(8, 300, generator=generator)
+                model(inputs.to(model[0].weight.dtype)).square().mean().backward()
+                optimizer.step()
         except Exception as error:  # noqa: BLE001  each rank has another one
             told = told_of(error, optimizer, model)
             with pytest.raises(CollectiveError):  # the job is over for all of them
@@ -260,8 +262,10 @@ def train_until_one_fails(how: str) -> Told:
         ("moves its module", "StepOrderError", "0.weight no longer lies in the memory"),
     ],
 )
-def test_who_fails_alone_is_named_at_once(how: str, kind: str, words: str) -> None:
-    results = run_ranks(train_until_one_fails, 3, how, init=True)
+def test_who_fails_alone_is_named_at_once(
+    how: str, kind: str, words: str, rank_pool: Callable[[int], RankPool]
+) -> None:
+    results = rank_pool(3).run(train_until_one_fails, how, init=True)
     own_kind, _, told, *_ = results.pop(VICTIM)
     assert own_kind == kind
     assert words in told
