@@ -101,7 +101,15 @@ def stays_exact(dtype: torch.dtype) -> None:
         hvd.barrier()
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 3, 4))])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [
+        *((dtype, 2) for dtype in DTYPES),
+        *(pytest.param(torch.float32, size, marks=pytest.mark.slow) for size in (1, 3, 4)),
+        pytest.param(torch.bfloat16, 3, marks=pytest.mark.slow),
+        pytest.param(torch.float64, 4, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_bits_of_one_process_with_plain_torch(rank_pool, dtype, size):
     rank_pool(size).run(stays_exact, dtype, env=ENVIRONMENT, init=True, timeout=150)

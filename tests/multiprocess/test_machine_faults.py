@@ -87,8 +87,16 @@ def suffer(
         client.close()
 
 
-@pytest.mark.parametrize("kind", ["registered", "ordinary", "small", "alltoall"])
-@pytest.mark.parametrize("victim", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [
+        *((victim, kind) for victim in (0, 4) for kind in ("registered", "ordinary", "small", "alltoall")),
+        (1, "registered"),
+        (1, "small"),
+        (2, "ordinary"),
+        (2, "alltoall"),
+    ],
+)
 def test_a_killed_rank_is_named_on_all_machines(victim: int, kind: str) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(suffer, 5, GROUPS, victim, kind, PATIENT_SECONDS)
@@ -101,8 +109,19 @@ def test_a_killed_rank_is_named_on_all_machines(victim: int, kind: str) -> None:
         assert told - first < TOLD_SECONDS, text
 
 
-@pytest.mark.parametrize("kind", ["registered", "ordinary", "small", "alltoall"])
-@pytest.mark.parametrize("victim", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("victim", "kind"),
+    [
+        (0, "registered"),
+        (0, "alltoall"),
+        (1, "ordinary"),
+        (1, "small"),
+        (2, "small"),
+        (2, "alltoall"),
+        (4, "registered"),
+        (4, "ordinary"),
+    ],
+)
 def test_a_rank_that_does_not_come_is_named_on_all_machines(
     victim: int, kind: str, rank_pool: Callable[[int], RankPool]
 ) -> None:
