@@ -198,8 +198,12 @@ def test_a_stopped_rank_is_named_at_the_deadline_and_gets_an_error_itself(
         folder = tmp_path / f"{seconds:g}"
         folder.mkdir()
         results = rank_pool(3).run(train_while_one_stops, when, victim, folder, init=True, env=env)
-        kind, *_ = results.pop(victim)
+        kind, _, told, is_whole, weights = results.pop(victim)
         assert kind in ("CollectiveError", "DeadlineError", "PeerLostError")
+        if when == "sum":  # which it can do alone, once it goes on; the others have said that the weights are whole
+            assert is_whole
+            assert "the weights are whole: those after update 3" in told
+            assert is_after(3, weights)
         for kind, ranks, told, is_whole, weights in results:
             assert (kind, ranks) == ("DeadlineError", (victim,)), told
             assert is_whole is (when == "sum"), told

@@ -20,7 +20,8 @@ read since then, so (c) is preceded by a barrier.
 Every wait has the job's deadline and ends when a rank is lost. A rank that fails by itself where the others count on it
 (its optimizer raises, its module was moved) ends the job for all, with an error that names it: nobody waits in vain. Up
 to (b) the weights are whole then: those of the last step. If a rank is lost in (c), or before (d) is over, what every
-owner has said tells whether they are those of the last step, of this one, or some of each; see `Progress`.
+owner has said tells whether they are those of the last step, of this one, or some of each; see `Progress`. Once a rank
+of the host has looked, nobody begins an update any more: a rank that was stopped and goes on changes nothing of it.
 
 Between steps every rank may read everything (a rank that saves a checkpoint while others go on reads whole weights and
 states: there is no update without it).

@@ -51,6 +51,7 @@ class SharedLayout:
             self.numbers[piece.parameter].append(number)
         self.nbytes = 0
         self._progress = self._reserve(self._num_owners * PIECE_ALIGNMENT_BYTES)
+        self._given_up = self._reserve(1)
         self._marks = self._reserve(len(self._pieces))
         # In the order of the gradients: pieces that lie behind each other there do so here, too (`shared_runs`).
         order = [*dict.fromkeys(itertools.chain((piece.parameter for piece in self._pieces), range(len(parameters))))]
@@ -73,6 +74,10 @@ class SharedLayout:
         size = self._num_owners * PIECE_ALIGNMENT_BYTES
         words = memory[self._progress : self._progress + size].view(np.int64)
         return words.reshape(self._num_owners, PIECE_ALIGNMENT_BYTES // _WORD_BYTES)[:, :2]
+
+    def given_up(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """One byte, 1 as soon as somebody has said what the weights are and counts on that."""
+        return memory[self._given_up : self._given_up + 1]
 
     def marks(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """For each piece: 1 if there is state of it."""

@@ -76,6 +76,7 @@ class SharedParameters:
         self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
         self._memory = _lent(self.team.allocate(self._layout.nbytes, shared=True), self.team)
         self._progress = self._layout.progress(self._memory)
+        self._given_up = self._layout.given_up(self._memory)
         self._marks = self._layout.marks(self._memory)
         self._step = 0
         #: fingerprints of this rank's pieces after an update that is to be looked at: REIGEN_CHECK_REPLICAS
@@ -176,11 +177,21 @@ class SharedParameters:
         """How many this rank has begun."""
         return self._step
 
-    def begin(self) -> None:
-        """Step c: this rank begins to update its slice."""
+    def begin(self) -> bool:
+        """Step c: this rank begins to update its slice. False: it must not, another one has said what the weights are.
+
+        Who says so looks at what is written here a while after it has written what is read here: one of the two sees
+        the other.
+        """
         self._step += 1
         if self._owner is not None:
             self._progress[self._owner, 0] = self._step
+        if not self._given_up[0]:
+            return True
+        self._step -= 1
+        if self._owner is not None:
+            self._progress[self._owner, 0] = self._step
+        return False
 
     def end(self, inner: torch.optim.Optimizer) -> None:
         """Step c: move what the optimizer has made in this update into shared memory; the update is done."""
@@ -263,10 +274,15 @@ class SharedParameters:
             self._vacated = heap.reserve(left * 2)
 
     def progress(self, update: int) -> Progress:
-        """How far the owners have come in an update; waits a moment for those that may still come to its end."""
+        """How far the owners have come in an update; waits a moment for those that may still come to its end.
+
+        Nobody begins one after that: who was stopped, and goes on, does not make untrue what is said now.
+        """
         until = time.monotonic() + _SETTLE_SECONDS
         while self._progress[:, 1].min() < update and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
+        self._given_up[0] = 1
+        time.sleep(_LOOK_SECONDS)
         return Progress(update, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
 
     def release(self) -> None:

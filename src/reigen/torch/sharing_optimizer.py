@@ -225,10 +225,11 @@ class SharingOptimizer(AveragingOptimizer):
         self._shared[0].check_options(inner.param_groups, every)
         for shared in self._shared:
             shared.check_untouched(every)
-            shared.begin()
-        inner_step(inner)
-        for shared in self._shared:
-            shared.end(inner)
+        if all(shared.begin() for shared in self._shared):
+            inner_step(inner)
+            for shared in self._shared:
+                shared.end(inner)
+        # if one must not begin, those that have given up do not come here
         self._shared[0].team.barrier("updated")
 
     def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
