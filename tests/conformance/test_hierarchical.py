@@ -14,7 +14,7 @@ from reigen.testing import RankPool, check_plane
 @pytest.mark.parametrize(
     "groups",
     [
-        [[0], [1]],
+        pytest.param([[0], [1]], marks=pytest.mark.slow),
         [[0, 1], [2]],
         pytest.param([[0, 1], [2, 3]], marks=pytest.mark.slow),
         pytest.param([[0, 2], [1]], marks=pytest.mark.slow),

@@ -121,7 +121,7 @@ def diverges() -> None:
         step()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_rank_learns_which_tensor_and_which_rank(rank_pool, size):
     rank_pool(size).run(diverges, init=True, env={"REIGEN_CHECK_REPLICAS": "2"})
 

@@ -63,7 +63,7 @@ def train(momentum: float) -> int:
     return private_bytes() - first
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("momentum", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_a_deep_model_takes_its_old_memory_not_again(rank_pool, momentum):
     results = rank_pool(2).run(train, momentum, init=True)
     model_bytes = LAYERS * (WIDTH * WIDTH + WIDTH) * 4

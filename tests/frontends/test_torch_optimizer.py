@@ -105,6 +105,7 @@ def bits_of_training(groups: int | None) -> list[bytes]:
     return [p.detach().numpy().tobytes() for p in model.parameters()]
 
 
+@pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_buckets(rank_pool):
     results = [
         rank_pool(3).run(bits_of_training, groups, init=True, env={"REIGEN_BUCKET_BYTES": size})

@@ -88,6 +88,7 @@ def sparse_and_closures_in_a_set() -> None:
     hvd.barrier()
 
 
+@pytest.mark.slow
 def test_sparse_gradients_and_closures_in_a_set(rank_pool):
     rank_pool(4).run(sparse_and_closures_in_a_set, init=True, env=DYNAMIC)
 

@@ -65,7 +65,7 @@ def combine() -> list[bytes]:
     return [array.tobytes() for array in outputs]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_is_the_same_everywhere_and_what_it_should_be(rank_pool: Pools, size: int) -> None:
     results = rank_pool(size).run(combine, init=True)
     assert results == [results[0]] * size

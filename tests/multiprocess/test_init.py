@@ -143,7 +143,7 @@ def die_in_init(victim: int) -> tuple[tuple[int, ...], float]:
     return caught.value.ranks, time.monotonic() - began
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_death_during_init_is_seen(victim: int) -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(die_in_init, 3, victim)

@@ -352,6 +352,7 @@ def test_ports_that_are_taken_are_passed_over_and_strangers_there_are_not_believ
     stranger.close()
 
 
+@pytest.mark.slow
 def test_all_ports_are_taken():
     environ = {"MASTER_PORT": "1", "REIGEN_SECRET": "ab" * 32}
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -39,6 +39,7 @@ def test_many_schedules(first: int) -> None:
         play(seed)
 
 
+@pytest.mark.slow
 def test_the_schedules_reach_what_they_are_meant_to() -> None:
     seen: Counter[str] = Counter()
     for seed in range(_TOLD):
