@@ -89,6 +89,9 @@ class Context:
         #: size of a gradient bucket
         self.bucket_bytes = config.bucket_bytes or (NETWORK_BUCKET_BYTES if choice.network else BUCKET_BYTES)
         cpu = config.engine_cpu(topology.local_rank)
+        cpus = os.sched_getaffinity(0) | (set() if cpu is None else {cpu})
+        #: whether collectives go on while this rank computes: on another processor than its thread, or on the network
+        self.overlaps = self.has_network or len(cpus) > 1
         if meeting is None or self.size == 1:
             self._engine = engine_alone(config)
         elif choice.network is None:
@@ -289,12 +292,19 @@ class Context:
         return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
 
     def reduce_to_owners(
-        self, array: NDArray[Any], dtype: DType, parts: requests.Parts, *, name: str, process_set: int = 0
+        self,
+        array: NDArray[Any],
+        dtype: DType,
+        parts: requests.Parts,
+        *,
+        name: str,
+        process_set: int = 0,
+        blocking: bool = False,
     ) -> Handle:
         """Reduce registered memory in place; of the result each owner (`Region.owned`) gets its part alone."""
         team = self._members(process_set)
         operation = self._name(requests.reduction_to_owners(array, dtype, parts, len(team), process_set), name)
-        return self._submit(operation, Task(array.reshape(-1), output=array), blocking=False)
+        return self._submit(operation, Task(array.reshape(-1), output=array), blocking)
 
     def grouped_reducescatter(
         self,

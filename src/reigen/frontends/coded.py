@@ -54,11 +54,11 @@ class CodedBuckets:
         """Of each bucket, what has not been sent yet."""
         return [bucket.residual for bucket in self._buckets]
 
-    def submit(self, number: int, part: str) -> Handle:
+    def submit(self, number: int, part: str, *, blocking: bool = False) -> Handle:
         """Encode a bucket and submit its codes; its gradients are left as they are until `receive`."""
         bucket = self._buckets[number]
         self._codec.encode(bucket.array, bucket.residual, bucket.codes)
-        return self._team.gather(bucket.codes, part, bucket.gathered)
+        return self._team.gather(bucket.codes, part, bucket.gathered, blocking=blocking)
 
     def receive(self, number: int) -> None:
         """All codes have come: the bucket becomes what the ranks have agreed on."""

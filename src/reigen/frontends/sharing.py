@@ -8,7 +8,8 @@ parameters, with an optimizer whose state exists for them alone. Everybody sees 
 A step, on every rank:
 
 a. Backward fills the rank's own buckets. A bucket that is complete is submitted, and reduced to its owners: each finds
-   the sums of its slice in its own copy of the bucket. The last bucket is kept back.
+   the sums of its slice in its own copy of the bucket. The last bucket is kept back, as are all where nothing could go
+   on while backward runs.
 b. ``step()`` submits what is left, the last bucket too: its reduction ends when all ranks have come to ``step()``, so
    nobody reads the weights any more (backward may read them until it returns).
 c. Every owner updates its slice, and says in shared memory that it begins and that it has ended.

@@ -65,7 +65,9 @@ class Team:
         """Collective: see :func:`~reigen.frontends.agreement.agree`."""
         return agree(self.context, proposal, self.name, self._number)
 
-    def reduce(self, array: Memory, dtype: DType, part: str, region: Region | None = None) -> Handle:
+    def reduce(
+        self, array: Memory, dtype: DType, part: str, region: Region | None = None, *, blocking: bool = False
+    ) -> Handle:
         """Reduce gradients in place; ``region`` is the registered memory in which they lie, if they do."""
         how = self.how
         return self.context.allreduce(
@@ -79,13 +81,18 @@ class Team:
             region=region,
             divide_by_active=self.context.counts_active and how.op is ReduceOp.AVERAGE,
             process_set=self._number,
+            blocking=blocking,
         )
 
-    def gather(self, source: Array, part: str, target: Array) -> Handle:
+    def gather(self, source: Array, part: str, target: Array, *, blocking: bool) -> Handle:
         """Bring every rank's bytes, equally many, into ``target``, in rank order."""
-        name = f"{self.name}.{part}"
         return self.context.allgather(
-            source, DTYPES["uint8"], name=name, make_output=lambda _: target, process_set=self._number
+            source,
+            DTYPES["uint8"],
+            name=f"{self.name}.{part}",
+            make_output=lambda _: target,
+            process_set=self._number,
+            blocking=blocking,
         )
 
     def maximum(self, array: Array, dtype: DType, part: str) -> None:
@@ -102,12 +109,12 @@ class Team:
         return [self.ranks[place] for place in np.flatnonzero(flags)]
 
     def reduce_to_owners(
-        self, array: Array, dtype: DType, part: str, region: Region, counts: tuple[int, ...]
+        self, array: Array, dtype: DType, part: str, region: Region, counts: tuple[int, ...], *, blocking: bool
     ) -> Handle:
         """Reduce gradients in registered memory in place, each owner's part (of ``counts`` elements) for it alone."""
         parts = Parts(region, counts, self.how.op, self.how.prescale, self.how.postscale)
-        name = f"{self.name}.{part}"
-        return self.context.reduce_to_owners(array, dtype, parts, name=name, process_set=self._number)
+        name, where = f"{self.name}.{part}", self._number
+        return self.context.reduce_to_owners(array, dtype, parts, name=name, process_set=where, blocking=blocking)
 
     def barrier(self, part: str) -> None:
         """Wait until all have come."""

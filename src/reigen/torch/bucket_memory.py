@@ -55,8 +55,8 @@ class BucketMemory(Protocol):
     def filled(self) -> None:
         """The calling thread has filled a place, or enqueued work that does."""
 
-    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
-        """Submit a bucket; None if it is empty."""
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
+        """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
 
     def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
         """Wait for what `reduce` has submitted, by bucket: the calling thread needs it. Returns what failed."""
@@ -95,10 +95,10 @@ class HostMemory:
     def filled(self) -> None:
         """See `BucketMemory.filled`."""
 
-    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
         """See `BucketMemory.reduce`."""
         array = self._places.arrays[bucket]
-        return team.reduce(array, dtype, part, self._region) if array.size else None
+        return team.reduce(array, dtype, part, self._region, blocking=blocking) if array.size else None
 
     def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
         """See `BucketMemory.finish`."""
@@ -140,12 +140,13 @@ class OwnedMemory(HostMemory):
         super().register(team, plan)
         self.shares = share_out(plan, len(self.region.owned), PIECE_ALIGNMENT_BYTES, self.division)
 
-    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
         """See `BucketMemory.reduce`."""
         array = self._places.arrays[bucket]
         if not array.size:
             return None
-        return team.reduce_to_owners(array, dtype, part, self.region, self.shares.counts[bucket])
+        counts = self.shares.counts[bucket]
+        return team.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
 
     def gather(self, team: Team, plan: BucketPlan) -> None:
         """Bring what the other owners have into this rank's buckets; collective, and nothing is on its way."""
@@ -188,7 +189,7 @@ class DeviceMemory:
         stream = self._device.current()
         self._producers[stream.handle] = stream
 
-    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
         """See `BucketMemory.reduce`. Behind all streams that have filled places so far."""
         tensor = self._places.buckets[bucket]
         if not tensor.numel():
@@ -198,7 +199,7 @@ class DeviceMemory:
             if handle != here.handle:
                 here.wait(stream.record())
         array, _ = self._lender.lend(tensor)
-        return team.reduce(array, dtype, part)
+        return team.reduce(array, dtype, part, blocking=blocking)
 
     def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
         """See `BucketMemory.finish`."""
@@ -280,12 +281,14 @@ class CodedMemory:
     def filled(self) -> None:
         """See `BucketMemory.filled`."""
 
-    def reduce(self, team: Team, bucket: int, dtype: DType, part: str) -> Handle | None:
+    def reduce(self, team: Team, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
         """See `BucketMemory.reduce`."""
         array = self._places.arrays[bucket]
         if not array.size:
             return None
-        return team.reduce(array, dtype, part) if self._coded is None else self._coded.submit(bucket, part)
+        if self._coded is None:
+            return team.reduce(array, dtype, part, blocking=blocking)
+        return self._coded.submit(bucket, part, blocking=blocking)
 
     def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
         """See `BucketMemory.finish`. What was refused, because some rank has joined, travels as it is."""

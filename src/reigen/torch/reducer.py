@@ -2,7 +2,8 @@
 
 The memory of the buckets is registered at the end of the first pass, in ``synchronize()`` or ``step()``, when the order
 in which gradients arrive is known: registering is collective, and there every rank comes, whatever its model did. From
-then on ``p.grad`` is a view of its bucket, and buckets are reduced in place while backward runs.
+then on ``p.grad`` is a view of its bucket, and buckets are reduced in place while backward runs. Where ranks have one
+processor each, and no network, nothing can go on beside backward: then they are submitted when it is over.
 
 While some rank has joined, nothing can be agreed on nor registered. A pass that finds no plan then improvises: a plan
 that needs no agreement, in ordinary memory, for this pass alone.
@@ -10,6 +11,7 @@ that needs no agreement, in ordinary memory, for this pass alone.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,7 @@ from reigen.frontends.process_sets import ProcessSet
 from reigen.frontends.sharing import Division, Piece
 from reigen.frontends.team import Team
 from reigen.torch.adapter import tensor_over
-from reigen.torch.bucket_memory import BucketMemory, CodedMemory, OwnedMemory, bucket_memory
+from reigen.torch.bucket_memory import BucketMemory, CodedMemory, DeviceMemory, OwnedMemory, bucket_memory
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.places import Places, strides_of
 from reigen.torch.sparse import SparseGradients
@@ -106,6 +108,8 @@ class Reducer:
         self._wire = [options.compression.wire_dtype(dtype_of(p.dtype)) for p in self.parameters]
         self._places = Places(self.parameters)
         self._choose_memory()
+        #: whether buckets are reduced while backward runs; the same on all ranks
+        self._overlaps = True
         #: what p.grad was, and its version, when it was last seen in this pass: who changes it later spoils the sum
         self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
         #: called when the first gradient of a pass comes
@@ -251,7 +255,8 @@ class Reducer:
             if arrival.collect:
                 self._collect(index, parameter)
                 self._seen[index] = _state_of(parameter)
-                self._submit(arrival.submit, in_backward=True)
+                if arrival.submit:
+                    self._submit(arrival.submit, in_backward=True)
             else:
                 self._seen[index] = _state_of(parameter)
 
@@ -278,24 +283,30 @@ class Reducer:
             parameter.grad = place
 
     def _submit(self, buckets: tuple[int, ...], *, in_backward: bool = False) -> None:
-        if in_backward and self._options.owned and buckets:
-            assert self.tracker.plan is not None
-            kept_back = len(self.tracker.plan.buckets) - 1
-            if kept_back in buckets:  # step b of `reigen.frontends.sharing`
-                self.tracker.failed([kept_back])
-                buckets = tuple(bucket for bucket in buckets if bucket != kept_back)
+        if in_backward:
+            kept_back = self._kept_back(buckets)
+            self.tracker.failed(kept_back)
+            buckets = tuple(bucket for bucket in buckets if bucket not in kept_back)
         for position, bucket in enumerate(buckets):
             try:
-                self._reduce(bucket)
+                self._reduce(bucket, blocking=not in_backward)
             except BaseException:
                 self.tracker.failed(buckets[position:])
                 raise
 
-    def _reduce(self, bucket: int) -> None:
+    def _kept_back(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that are submitted when backward is over, though they are complete."""
+        assert self.tracker.plan is not None
+        if not self._overlaps:
+            return buckets
+        last = len(self.tracker.plan.buckets) - 1
+        return (last,) if self._options.owned and last in buckets else ()  # step b of `reigen.frontends.sharing`
+
+    def _reduce(self, bucket: int, *, blocking: bool) -> None:
         plan = self.tracker.plan
         assert plan is not None
         part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
-        handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part)
+        handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
         if handle is not None:
             self._handles[bucket] = handle
 
@@ -330,6 +341,8 @@ class Reducer:
                 raise
             self._improvise(error)
             return
+        overlaps = self.team.context.overlaps or isinstance(self._memory, DeviceMemory)
+        self._overlaps = bool(self.team.where(overlaps, "overlaps"))
         order = arrival_order(agreement.order, len(self.parameters))
         dense = [index for index in order if not agreement.sparse_dims[index]]
         self._sparse = self._sparse_gradients(agreement)
@@ -350,7 +363,9 @@ class Reducer:
 
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        return plan_buckets(specs, order, self.team.context.bucket_bytes, groups)
+        context = self.team.context
+        together = not (self._overlaps or context.config.bucket_bytes)
+        return plan_buckets(specs, order, sys.maxsize if together else context.bucket_bytes, groups)
 
     def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
         """The parameters, by their numbers, that are submitted together."""

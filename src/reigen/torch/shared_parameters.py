@@ -112,15 +112,17 @@ class SharedParameters:
         Raises:
             StepOrderError: one is not.
         """
-        for index, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
-            if parameter.data_ptr() != address:
-                error = StepOrderError(
-                    f"parameter {self.reducer.names[index]} no longer lies in the memory that the ranks of this host "
-                    "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
-                    "to happen before the first step; to change values, write into the parameter (p.copy_())"
-                )
-                self.team.give_up(error)  # the others may have moved nothing
-                raise error
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if addresses == self._addresses:
+            return
+        index = next(index for index, address in enumerate(self._addresses) if addresses[index] != address)
+        error = StepOrderError(
+            f"parameter {self.reducer.names[index]} no longer lies in the memory that the ranks of this host "
+            "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
+            "to happen before the first step; to change values, write into the parameter (p.copy_())"
+        )
+        self.team.give_up(error)  # the others may have moved nothing
+        raise error
 
     def take_state(self, states: States, inner: torch.optim.Optimizer) -> None:
         """Go on with what the user's optimizer holds, where that was replaced since it was given (load_state_dict).

@@ -24,8 +24,9 @@ from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer import OwnedGradient
 from reigen.torch.shared_layout import Held, elements, laid_out_like
 
-#: Runs end here: what an optimizer makes for one tensor, and reads again at once, should stay in a cache.
-RUN_BYTES = 1 << 19
+#: Runs end here: what an optimizer makes for one tensor, and reads again at once, should stay in a cache. More than a
+#: power of two: a few matrices that are one, with what lies between them.
+RUN_BYTES = 5 << 17
 
 
 @dataclass(frozen=True)

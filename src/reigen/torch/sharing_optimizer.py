@@ -63,7 +63,7 @@ class SharingOptimizer(AveragingOptimizer):
         Raises:
             CollectiveError: a reduction failed; gradients are undefined then.
         """
-        self._finish(Finished.USER)
+        self._finish_early(Finished.USER)
         self._gather()
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -116,7 +116,7 @@ class SharingOptimizer(AveragingOptimizer):
         The norm is that of the parts' norms, so its last bits may differ from those of torch's, which is of tensors'.
         """
         if self._averager.finished is Finished.NOBODY:
-            self._finish(Finished.READER)
+            self._finish_early(Finished.READER)
         if self._is_gathered or not self._shared:
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         self._take(from_parameters=False)
@@ -145,11 +145,15 @@ class SharingOptimizer(AveragingOptimizer):
         except CollectiveError as error:
             self._tell_progress(error, [shared.num_updates for shared in self._shared])
             raise
+
+    def _finish_early(self, by: Finished) -> None:
+        """Before ``step()``: whoever changes a gradient between the two is found out."""
+        self._finish(by)
         self._seen = [_state_of(p) for shared in self._shared for p in shared.parameters]
 
     def _gather(self) -> None:
         if self._averager.finished is Finished.NOBODY:
-            self._finish(Finished.READER)
+            self._finish_early(Finished.READER)
         if not self._is_gathered:
             for reducer in self._averager.reducers:
                 reducer.gather()
