@@ -58,12 +58,12 @@ def train(num_processors: list[int], share_parameters: bool, groups: int | None)
 @pytest.mark.parametrize("share_parameters", [False, True], ids=["buckets", "shared"])
 def test_nothing_is_submitted_in_backward_where_nothing_would_go_on(rank_pool, share_parameters):
     for found in rank_pool(2).run(train, [1, 1], share_parameters, None):
-        assert found == (False, [0, 0, 0, 0], 1)  # one bucket: there is nothing that several would hide
+        assert found == (False, [0, 0, 0, 0], 1)
 
 
 @pytest.mark.parametrize("share_parameters", [False, True], ids=["buckets", "shared"])
 @pytest.mark.parametrize("groups", [None, 3])
-def test_buckets_that_the_user_wants_are_kept_back(rank_pool, share_parameters, groups):
+def test_several_buckets_are_kept_back(rank_pool, share_parameters, groups):
     for overlaps, submitted, num_buckets in rank_pool(2).run(train, [1, 1], share_parameters, groups, env=SMALL):
         assert not overlaps
         assert submitted == [0, 0, 0, 0]

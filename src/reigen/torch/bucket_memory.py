@@ -58,7 +58,7 @@ class BucketMemory(Protocol):
     def reduce(self, team: Team, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
         """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
 
-    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+    def finish(self, team: Team, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """Wait for what `reduce` has submitted, by bucket: the calling thread needs it. Returns what failed."""
 
     def release(self, team: Team) -> None:
@@ -100,7 +100,7 @@ class HostMemory:
         array = self._places.arrays[bucket]
         return team.reduce(array, dtype, part, self._region, blocking=blocking) if array.size else None
 
-    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+    def finish(self, team: Team, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """See `BucketMemory.finish`."""
         return wait_for_all(handles)[1]
 
@@ -201,7 +201,7 @@ class DeviceMemory:
         array, _ = self._lender.lend(tensor)
         return team.reduce(array, dtype, part, blocking=blocking)
 
-    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+    def finish(self, team: Team, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """See `BucketMemory.finish`."""
         outcomes, failures = wait_for_all(handles)
         if outcomes:
@@ -290,7 +290,7 @@ class CodedMemory:
             return team.reduce(array, dtype, part, blocking=blocking)
         return self._coded.submit(bucket, part, blocking=blocking)
 
-    def finish(self, team: Team, handles: Mapping[int, Handle]) -> dict[int, CollectiveError]:
+    def finish(self, team: Team, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
         """See `BucketMemory.finish`. What was refused, because some rank has joined, travels as it is."""
         outcomes, failures = wait_for_all(handles)
         if self._coded is None:
@@ -311,16 +311,17 @@ class CodedMemory:
         self._coded, self.is_registered = None, False
 
 
-def wait_for_all(handles: Mapping[int, Handle]) -> tuple[dict[int, Outcome], dict[int, CollectiveError]]:
-    """What came out of each, and what failed."""
+def wait_for_all(handles: dict[int, Handle]) -> tuple[dict[int, Outcome], dict[int, CollectiveError]]:
+    """What came out of each, and what failed; in their order."""
     outcomes: dict[int, Outcome] = {}
     failures: dict[int, CollectiveError] = {}
-    for bucket, handle in handles.items():
+    # The last one first: the thread that drives until it is done finds the others done, and hands over once.
+    for bucket, handle in reversed(handles.items()):
         try:
             outcomes[bucket] = handle.wait()
         except CollectiveError as error:
             failures[bucket] = error.with_traceback(None)  # it would hold this frame, which holds it
-    return outcomes, failures
+    return dict(reversed(outcomes.items())), dict(reversed(failures.items()))
 
 
 def bucket_memory(

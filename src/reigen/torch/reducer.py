@@ -11,7 +11,6 @@ that needs no agreement, in ordinary memory, for this pass alone.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +40,9 @@ from reigen.types import DTYPES, ReduceOp
 if TYPE_CHECKING:
     from reigen.context import Context, Handle
 
+
+#: Size of a bucket where backward hides nothing: what each costs besides its sums is little beside them.
+_SERIAL_BUCKET_BYTES = 64 << 20
 
 #: marks the hooks that are ours
 _WATCHER = "_watches_for_reigen"
@@ -364,8 +366,8 @@ class Reducer:
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
         context = self.team.context
-        together = not (self._overlaps or context.config.bucket_bytes)
-        return plan_buckets(specs, order, sys.maxsize if together else context.bucket_bytes, groups)
+        bucket_bytes = context.bucket_bytes if self._overlaps else context.config.bucket_bytes or _SERIAL_BUCKET_BYTES
+        return plan_buckets(specs, order, bucket_bytes, groups)
 
     def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
         """The parameters, by their numbers, that are submitted together."""
