@@ -5,6 +5,8 @@ The steps stand in `reigen.kv.protocol` (c); those of a worker that takes anothe
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping, Sequence
 
 from reigen.config import Config
@@ -27,6 +29,8 @@ from reigen.kv.sharding import Cell, Placer, choose_slice_bytes, home
 from reigen.kv.values import ROW_SPARSE
 from reigen.kv.worker import Worker
 
+_log = logging.getLogger(__name__)
+
 
 class Declaring:
     """Declares the keys of one store.
@@ -44,7 +48,12 @@ class Declaring:
         self._worker = worker
         self._messages = messages
         self._is_first = worker.member.number == 0
-        slice_bytes, _ = choose_slice_bytes(config.kv_slice_bytes, worker.server_hosts)
+        num_processes = worker.member.num_workers + worker.num_servers
+        slice_bytes, reason = choose_slice_bytes(
+            config.kv_slice_bytes, worker.server_hosts, num_processes, os.cpu_count() or 1
+        )
+        if self._is_first:
+            _log.info("keys are cut into cells of at most %d bytes (%s)", slice_bytes, reason)
         self._placer = Placer(worker.num_servers, config.kv_bigarray_bound, slice_bytes)
         self.is_whole = False
 

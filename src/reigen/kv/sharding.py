@@ -21,8 +21,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-#: The largest cell, where the user does not say: servers on this host, and elsewhere.
-SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 1 << 20
+#: The largest cell, where the user does not say: servers on this host, on this host without processors to spare, and
+#: elsewhere.
+SLICE_BYTES, CROWDED_SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 12 << 20, 1 << 20
 #: Elements between two borders: whole words of 1-bit codes.
 UNIT = 32
 
@@ -54,22 +55,29 @@ def home(key_id: int, num_servers: int) -> int:
     return key_id % num_servers
 
 
-def choose_slice_bytes(asked: int | None, server_hosts: Sequence[str]) -> tuple[int, str]:
+def choose_slice_bytes(
+    asked: int | None, server_hosts: Sequence[str], num_processes: int, num_processors: int
+) -> tuple[int, str]:
     """The largest cell, and the reason for it in words.
 
     What comes back can begin when the first cell has come from every worker, and ends with a cell that goes back alone.
     So the time that a cell takes on the wire is added to every pushpull, however large that is. In shared memory that
-    is little, and each cell has a price of its own.
+    is little, and each cell has a price of its own: what takes its messages has left the caches while values were
+    copied. Where processes wait for processors and not for each other, there is nothing to overlap, and the price
+    counts alone.
 
     Args:
         asked: what the user says; None: nothing.
         server_hosts: addresses at which servers listen.
+        num_processes: workers and servers of the job.
+        num_processors: of this host.
     """
     if asked is not None:
         return asked, "as set"
-    if all(ipaddress.ip_address(host).is_loopback for host in server_hosts):
-        return SLICE_BYTES, "only processes of this host can reach the servers"
-    return NETWORK_SLICE_BYTES, "servers can be reached from other hosts"
+    if not all(ipaddress.ip_address(host).is_loopback for host in server_hosts):
+        return NETWORK_SLICE_BYTES, "servers can be reached from other hosts"
+    reason = f"only this host can reach the servers: {num_processes} processes on {num_processors} processor(s)"
+    return CROWDED_SLICE_BYTES if num_processes > num_processors else SLICE_BYTES, reason
 
 
 class Placer:

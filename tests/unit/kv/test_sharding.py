@@ -39,16 +39,20 @@ def test_a_large_key_is_spread_over_all_servers_in_equal_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "hosts", "chosen"),
+    ("asked", "hosts", "num_processes", "chosen"),
     [
-        (None, ["127.0.0.1", "::1"], 4 << 20),
-        (None, ["10.0.0.1"], 1 << 20),
-        (None, ["127.0.0.1", "fd00::2"], 1 << 20),
-        (12345, ["10.0.0.1"], 12345),
+        (None, ["127.0.0.1", "::1"], 4, 4 << 20),
+        (None, ["127.0.0.1", "::1"], 5, 12 << 20),
+        (None, ["10.0.0.1"], 5, 1 << 20),
+        (None, ["127.0.0.1", "fd00::2"], 4, 1 << 20),
+        (12345, ["10.0.0.1"], 4, 12345),
+        (12345, ["127.0.0.1"], 5, 12345),
     ],
 )
-def test_cells_are_smaller_where_a_wire_is_between(asked: int | None, hosts: list[str], chosen: int) -> None:
-    assert choose_slice_bytes(asked, hosts)[0] == chosen
+def test_cells_are_smaller_where_a_wire_is_between_and_larger_where_processors_are_few(
+    asked: int | None, hosts: list[str], num_processes: int, chosen: int
+) -> None:
+    assert choose_slice_bytes(asked, hosts, num_processes, num_processors=4)[0] == chosen
 
 
 def test_cells_are_no_larger_than_the_slice_and_servers_take_turns() -> None:
