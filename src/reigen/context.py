@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import logging
 import os
 import socket
 import threading
@@ -21,14 +20,14 @@ from reigen.assembly import Meeting, engine_alone, engine_on_host, engine_on_hos
 from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
 from reigen.cluster.mpi_world import usable
 from reigen.cluster.topology import Topology
-from reigen.config import Config, load, misspelt, settings, without_effect
+from reigen.config import Config, load
 from reigen.engine import requests
 from reigen.engine.channel import Listener
 from reigen.engine.handles import Handle, Outcome, Task
 from reigen.engine.messages import JOIN_NAME, UNNAMED, Kind, Operation, Topic
 from reigen.engine.observer import Observer
 from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
-from reigen.joining import join, joined
+from reigen.joining import announce, join, joined
 from reigen.observe.timeline import Timeline
 from reigen.planes.base import Region
 from reigen.planes.choice import choose
@@ -36,11 +35,6 @@ from reigen.planes.device import DeviceArray, DevicePlane, Memory
 from reigen.types import DType, ReduceOp
 
 __all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "mark", "shutdown"]
-
-_log = logging.getLogger(__name__)
-
-#: Size of a gradient bucket where it costs little to move one, and where its last byte takes its time.
-BUCKET_BYTES, NETWORK_BUCKET_BYTES = 16 << 20, 4 << 20
 
 MakeOutput = Callable[[tuple[int, ...]], Memory]
 
@@ -86,8 +80,6 @@ class Context:
         self.plane, self.plane_reason = choice.name, choice.reason
         self.has_network = choice.network is not None
         self.seal = None if meeting is None or choice.network is None else meeting.seal()
-        #: size of a gradient bucket
-        self.bucket_bytes = config.bucket_bytes or (NETWORK_BUCKET_BYTES if choice.network else BUCKET_BYTES)
         cpu = config.engine_cpu(topology.local_rank)
         cpus = os.sched_getaffinity(0) | (set() if cpu is None else {cpu})
         #: whether collectives go on while this rank computes: on another processor than its thread, or on the network
@@ -525,19 +517,9 @@ def init(
             log.attach(config.log_level, hide_time=config.log_hide_time, rank=place)
             _current = _join(job, config, environ, ranks)
             if _current.rank == 0:
-                _announce(job, _current, environ)
+                announce(job, config, environ, _current.size, (_current.plane, _current.plane_reason))
             atexit.register(shutdown)
         return _current
-
-
-def _announce(job: Job, context: Context, environ: Mapping[str, str]) -> None:
-    """Tell how this job came about and what it was asked for."""
-    _log.info("%d process(es), started by %s: %s", context.size, job.launcher, job.reason)
-    _log.info("data plane %s: %s", context.plane, context.plane_reason)
-    for line in (*settings(context.config), *without_effect(environ)):
-        _log.info("%s", line)
-    if unknown := misspelt(environ):
-        _log.warning("environment variables that mean nothing to Reigen: %s", ", ".join(unknown))
 
 
 def _join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Context:

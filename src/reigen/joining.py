@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,10 +16,12 @@ from reigen.cluster.environ import Job
 from reigen.cluster.layout import exchange
 from reigen.cluster.rendezvous import RendezvousClient, Room
 from reigen.cluster.topology import among
-from reigen.config import Config, terms
+from reigen.config import Config, misspelt, settings, terms, without_effect
 
 if TYPE_CHECKING:
     from reigen.wire.tls import Tls
+
+_log = logging.getLogger(__name__)
 
 #: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
 _generations: Counter[tuple[bytes, str]] = Counter()
@@ -76,3 +79,13 @@ def _tls() -> Tls:
     from reigen.wire.tls import Tls
 
     return Tls()
+
+
+def announce(job: Job, config: Config, environ: Mapping[str, str], size: int, plane: tuple[str, str]) -> None:
+    """Tell how a job of ``size`` processes came about, what it was asked for, and what its data plane is, and why."""
+    _log.info("%d process(es), started by %s: %s", size, job.launcher, job.reason)
+    _log.info("data plane %s: %s", *plane)
+    for line in (*settings(config), *without_effect(environ)):
+        _log.info("%s", line)
+    if unknown := misspelt(environ):
+        _log.warning("environment variables that mean nothing to Reigen: %s", ", ".join(unknown))

@@ -14,6 +14,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reigen.context import Context
+
+#: Size of a bucket where it costs little to move one; where its last byte takes its time; and where backward hides
+#: nothing, so that what each costs besides its sums should be little beside them.
+BUCKET_BYTES, NETWORK_BUCKET_BYTES, SERIAL_BUCKET_BYTES = 16 << 20, 4 << 20, 64 << 20
 
 #: Every place starts on a cache line: no two gradients, so no two threads that write them, share one.
 ALIGNMENT_BYTES = 64
@@ -93,6 +101,15 @@ def divide(order: Sequence[int], num_groups: int) -> list[Sequence[int]]:
     each, longer = divmod(len(order), num_groups)
     ends = [each * number + min(number, longer) for number in range(num_groups + 1)]
     return [order[begin:end] for begin, end in itertools.pairwise(ends) if begin < end]
+
+
+def choose_bucket_bytes(context: Context, overlaps: bool = True) -> int:
+    """The size of a gradient bucket in this job; ``overlaps``: buckets are reduced while backward runs."""
+    if context.config.bucket_bytes:
+        return context.config.bucket_bytes
+    if not overlaps:
+        return SERIAL_BUCKET_BYTES
+    return NETWORK_BUCKET_BYTES if context.has_network else BUCKET_BYTES
 
 
 def plan_buckets(

@@ -20,7 +20,14 @@ import numpy as np
 from reigen.errors import UnsupportedTypeError
 from reigen.frontends.adapter import Array
 from reigen.frontends.agreement import Proposal
-from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, divide, plan_buckets
+from reigen.frontends.buckets import (
+    BucketPlan,
+    ParameterSpec,
+    arrival_order,
+    choose_bucket_bytes,
+    divide,
+    plan_buckets,
+)
 from reigen.frontends.coded import CodedBuckets
 from reigen.frontends.collectives import Pending
 from reigen.frontends.compression import Cast, Coded, describe
@@ -129,7 +136,7 @@ class GradientBuckets:
         specs = [ParameterSpec(int(np.prod(each.shape)), each.wire.itemsize, each.wire.name) for each in trained]
         order = arrival_order((), len(specs))
         groups = divide(order, self._num_groups) if self._num_groups else ()
-        plan = plan_buckets(specs, order, team.context.bucket_bytes, groups)
+        plan = plan_buckets(specs, order, choose_bucket_bytes(team.context), groups)
         memory = self._allocate(plan.nbytes)
         memory[:] = 0  # also brings the pages in
         self._trained, self._plan = trained, plan

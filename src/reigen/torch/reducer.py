@@ -23,7 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from reigen import context as contexts
 from reigen.errors import ArgumentError, JoinedError, StepOrderError
 from reigen.frontends.agreement import Agreement, Proposal
-from reigen.frontends.buckets import BucketPlan, ParameterSpec, arrival_order, divide, plan_buckets
+from reigen.frontends.buckets import (
+    BucketPlan,
+    ParameterSpec,
+    arrival_order,
+    choose_bucket_bytes,
+    divide,
+    plan_buckets,
+)
 from reigen.frontends.collectives import Reducing
 from reigen.frontends.compression import Cast, Coded, describe
 from reigen.frontends.gradients import GradientTracker
@@ -40,9 +47,6 @@ from reigen.types import DTYPES, ReduceOp
 if TYPE_CHECKING:
     from reigen.context import Context, Handle
 
-
-#: Size of a bucket where backward hides nothing: what each costs besides its sums is little beside them.
-_SERIAL_BUCKET_BYTES = 64 << 20
 
 #: marks the hooks that are ours
 _WATCHER = "_watches_for_reigen"
@@ -365,9 +369,7 @@ class Reducer:
 
     def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
         specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
-        context = self.team.context
-        bucket_bytes = context.bucket_bytes if self._overlaps else context.config.bucket_bytes or _SERIAL_BUCKET_BYTES
-        return plan_buckets(specs, order, bucket_bytes, groups)
+        return plan_buckets(specs, order, choose_bucket_bytes(self.team.context, self._overlaps), groups)
 
     def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
         """The parameters, by their numbers, that are submitted together."""

@@ -13,7 +13,7 @@ from reigen.bench.arrays import SumOf
 from reigen.bench.sizes import element_counts
 from reigen.bench.work import Case
 from reigen.errors import ArgumentError
-from reigen.frontends.buckets import ParameterSpec, plan_buckets
+from reigen.frontends.buckets import ParameterSpec, choose_bucket_bytes, plan_buckets
 from reigen.types import DTYPES, ReduceOp
 
 _FLOAT32 = DTYPES["float32"]
@@ -42,7 +42,7 @@ class Reigen:
                 tensor = torch.zeros(case.nbytes // 4)
                 return self._work([tensor], lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum))
             case "buckets":
-                return self._registered(name, element_counts(case), self._context.bucket_bytes)
+                return self._registered(name, element_counts(case), choose_bucket_bytes(self._context))
             case "separate":
                 return self._separate(name, element_counts(case))
             case "group":
