@@ -433,6 +433,11 @@ class Context:
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def works(self) -> bool:
+        """Whether collectives still go anywhere; False once the job is over."""
+        return self._engine.works
+
     def give_up(self, error: BaseException) -> None:
         """This rank cannot go on, and nobody without it: the job is over for all of them; see `Engine.give_up`."""
         self._engine.give_up(error)

@@ -164,7 +164,8 @@ def stopping(when: str) -> AbstractContextManager[Any]:
 def train_while_one_stops(when: str, victim: int, folder: Path) -> Told:
     """Five steps; in the fourth the victim stops. The others let it go on when both have their errors.
 
-    It may find its fourth step done then: rank 0 reads what the others had said before. The next one fails.
+    If that was in its update, it may find its fourth step done: rank 0 reads what the others had said before. The next
+    one fails.
     """
     model = model_of(0)
     plain = torch.optim.Adam(model.parameters(), lr=0.01)

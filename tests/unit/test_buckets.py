@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reigen.frontends.buckets import ALIGNMENT_BYTES, BucketPlan, ParameterSpec, arrival_order, divide, plan_buckets
+from reigen.frontends.buckets import (
+    ALIGNMENT_BYTES,
+    BucketPlan,
+    ParameterSpec,
+    arrival_order,
+    choose_bucket_bytes,
+    divide,
+    plan_buckets,
+)
 
 KIB = 1024
 SIZES = {"float32": 4, "float16": 2, "float64": 8}
@@ -137,3 +149,12 @@ def test_the_guessed_order_is_from_last_to_first():
 
 def test_what_was_observed_comes_first_each_once_and_strangers_are_dropped():
     assert arrival_order([1, 3, 1, 9], 5) == (1, 3, 4, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_network", "overlaps", "mebibytes"),
+    [(None, False, True, 16), (None, True, True, 4), (None, False, False, 64), (3 << 20, True, False, 3)],
+)
+def test_the_size_of_a_bucket(asked: int | None, has_network: bool, overlaps: bool, mebibytes: int):
+    context: Any = SimpleNamespace(config=SimpleNamespace(bucket_bytes=asked), has_network=has_network)
+    assert choose_bucket_bytes(context, overlaps) == mebibytes << 20

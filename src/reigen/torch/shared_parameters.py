@@ -278,13 +278,15 @@ class SharedParameters:
     def progress(self, update: int) -> Progress:
         """How far the owners have come in an update; waits a moment for those that may still come to its end.
 
-        Nobody begins one after that: who was stopped, and goes on, does not make untrue what is said now.
+        If the job is over, nobody begins one after that: who was stopped, and goes on, does not make untrue what is
+        said now.
         """
         until = time.monotonic() + _SETTLE_SECONDS
         while self._progress[:, 1].min() < update and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
-        self._given_up[0] = 1
-        time.sleep(_LOOK_SECONDS)
+        if not self.team.context.works:
+            self._given_up[0] = 1
+            time.sleep(_LOOK_SECONDS)
         return Progress(update, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
 
     def release(self) -> None:

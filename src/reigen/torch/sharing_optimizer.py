@@ -229,12 +229,14 @@ class SharingOptimizer(AveragingOptimizer):
         self._shared[0].check_options(inner.param_groups, every)
         for shared in self._shared:
             shared.check_untouched(every)
-        if all(shared.begin() for shared in self._shared):
+        if may_begin := all(shared.begin() for shared in self._shared):
             inner_step(inner)
             for shared in self._shared:
                 shared.end(inner)
-        # if one must not begin, those that have given up do not come here
-        self._shared[0].team.barrier("updated")
+        team = self._shared[0].team
+        team.barrier("updated")
+        if not may_begin:  # the others had come to the barrier before they gave up
+            raise CollectiveError(f"{team.name}.updated: other ranks gave up the job while this one stood still")
 
     def _prepared(self, *, from_parameters: bool) -> torch.optim.Optimizer:
         """The optimizer of this rank's pieces, with options, state and gradients for this step."""
