@@ -38,6 +38,7 @@ def environ() -> dict[str, str]:
         **{name: value for name, value in clean_environment().items() if not name.startswith("DMLC_")},
         "PATH": os.pathsep.join([str(mpirun.parent), os.environ.get("PATH", os.defpath)]),
         "PYTHONPATH": str(Path(reigen.__file__).parents[1]),
+        "PYTHONUNBUFFERED": "",  # buffered: what Python prints in one go arrives in one piece
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
