@@ -1,4 +1,7 @@
-"""How a process comes into its job: from what it knows when it starts to the place where the ranks meet."""
+"""How a process comes into its job: from what it knows when it starts to the place where the ranks meet.
+
+And what rank 0 tells of the job then.
+"""
 
 from __future__ import annotations
 

@@ -244,15 +244,14 @@ class Conformance:
         num_owners, own = len(region.owned), region.owner
         self._plane.free(region.offset)
         large = 3 * _LARGE_BYTES // 8 // num_owners
-        units = (1, 40) if self._trimmed else (1, 40, large)
-        for name, op, factors, its_units in (
-            ("float32", ReduceOp.AVERAGE, {}, (1, 40, large)),
-            ("float64", ReduceOp.SUM, {"prescale": 0.5, "postscale": 3.0}, units),
-            ("bfloat16", ReduceOp.AVERAGE, {}, units),
-            ("int32", ReduceOp.MAX, {}, (40,)),
+        for name, op, factors in (
+            ("float32", ReduceOp.AVERAGE, {}),
+            ("float64", ReduceOp.SUM, {"prescale": 0.5, "postscale": 3.0}),
+            ("bfloat16", ReduceOp.AVERAGE, {}),
+            ("int32", ReduceOp.MAX, {}),
         ):
             dtype = dtype_named(name)
-            for unit in its_units:
+            for unit in (1, 40) if self._trimmed and name != "float32" else (1, 40, large):
                 counts = [unit * (1 + owner % 2) + owner % 3 for owner in range(num_owners)]
                 counts[-1] = 0 if num_owners > 2 else counts[-1]
                 size = sum(counts)
