@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -67,6 +67,13 @@ class CellSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_
     num_earlier: int = 0
 
 
+class Waiting(Protocol):
+    """Pushes of several cells that wait for those of other workers (`reigen.kv.bundles`)."""
+
+    def open(self) -> None:
+        """Tell the cells' engines of them."""
+
+
 @dataclass(slots=True, eq=False)
 class Update:
     """One change of a value.
@@ -96,6 +103,7 @@ class Cell:
         queue: what is to be done, in order; the state of the engine that an event led to stands behind that event's
             instructions.
         is_busy: a thread works on it.
+        waiting: pushes of it have come that its engine has not heard of; whatever else happens to it comes after them.
         applied: the state of the engine that belongs to ``value``.
         num_changes: how often the value has changed.
         num_earlier: updates of each worker before its first round here, where workers are not synchronous: of the job
@@ -115,6 +123,7 @@ class Cell:
     slot: Slot | None = None
     queue: deque[Instruction | ConsistencyState | Callable[[], None]] = field(default_factory=deque)
     is_busy: bool = False
+    waiting: Waiting | None = None
     applied: ConsistencyState = field(init=False)
     num_changes: int = 0
     num_earlier: int = 0
@@ -182,6 +191,10 @@ class Cell:
             self.slot.check_fits(optimizer)
 
     # ---- updates
+
+    def is_free_for(self, round: int) -> bool:
+        """Whether nothing is under way, and this round is next; see `Consistency.is_next`."""
+        return not (self.is_busy or self.queue or self.waiting) and self.engine.is_next(round)
 
     def settle(self, target: Value, memory: Memory) -> None:
         """The next value is there."""

@@ -186,6 +186,27 @@ class Consistency:
         """Whether this push has come, applied or not, so that nobody needs its body again."""
         return round <= self._done[worker] or round in self._held[worker]
 
+    def is_next(self, round: int) -> bool:
+        """Whether this round of a synchronous cell is next, all workers are there, and nothing has come that waits.
+
+        Then it makes no difference whether all contributions are taken in one after the other, or `together`.
+        """
+        return (
+            self._done[0] + 1 == round
+            and self.is_synchronous
+            and not (self._pulls or self._away or self._failure or any(self._held))
+            and all(presence is Presence.HERE for presence in self._presence)
+        )
+
+    def together(self, round: int) -> None:
+        """All workers have contributed to this round, which `is_next`: it is combined and over."""
+        self._done = [round] * self.num_workers
+
+    def may_read(self, worker: int, round: int) -> bool:
+        """Whether a worker that has pushed so often would be answered at once (D)."""
+        pull = PullWanted(worker, round, None)
+        return self._refusal(worker, None) is None and self._may_read(pull)
+
     def handle(self, event: Event) -> Instructions:
         """Take one event in; returns what to do, in this order."""
         if not isinstance(event, Expired) and not 0 <= event.worker < self.num_workers:

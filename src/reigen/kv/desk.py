@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ReigenError, UnsupportedError, UnsupportedTypeError, WireError
+from reigen.kv.bundles import MOST_BYTES, Bundles
 from reigen.kv.cells import Cell, KeyFacts
 from reigen.kv.events import Event, PullWanted, Pushed, Recovered, Resumed, Returned
 from reigen.kv.protocol import (
@@ -32,6 +33,7 @@ from reigen.types import dtype_named
 
 # As plain numbers: each request is compared with them, and enumerations are slow.
 _ENCODED, _RELEASE, _QUERY, _PUSHPULL = int(Flag.ENCODED), int(Kind.RELEASE), int(Kind.QUERY), int(Kind.PUSHPULL)
+_BUNDLE, _BUNDLED = int(Flag.BUNDLE), frozenset({int(Kind.PUSH), int(Kind.PUSHPULL), int(Kind.PULL)})
 _PUSHES = frozenset({int(Kind.PUSH), int(Kind.PUSHPULL), int(Kind.ROW_PUSH)})
 #: The largest body for a cell that is not here: it is read, and answered with an error.
 _MOST_LOST_BYTES = 1 << 28
@@ -47,6 +49,7 @@ class Desk:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._bundles = Bundles(store, lambda part, body: self._handle(self._handlers[part.header.kind], part, body))
         self._handlers: dict[int, Callable[[Request, NDArray[np.uint8]], None]] = {
             Kind.DECLARE: self._declare,
             Kind.INIT: self._init,
@@ -70,7 +73,7 @@ class Desk:
         """
         if header.kind in CONTROL_KINDS:
             return np.empty(header.body_bytes, np.uint8)
-        cell = self.store.cells.get((header.key, header.cell))
+        cell = None if header.flags & _BUNDLE else self.store.cells.get((header.key, header.cell))
         # nearly all bodies are as long as the value, and none may not be
         if cell is None or header.body_bytes > cell.num_bytes:
             most = self._most_bytes(header, cell)
@@ -92,6 +95,8 @@ class Desk:
             self._query(connection, header)
             return
         handler = self._handlers.get(header.kind)
+        if header.flags & _BUNDLE:
+            handler = self._bundles.take if header.kind in _BUNDLED else None
         if handler is None or not header.request:
             raise WireError(f"a {Kind(header.kind).name} with the id {header.request}, which no worker sends")
         if connection.is_busy_with(header.request):  # sent again
@@ -139,7 +144,7 @@ class Desk:
             return
         cell = self.store.cells.get((header.key, header.cell))
         is_over = header.about in _PUSHES and cell is not None and header.round <= cell.engine.done(connection.worker)
-        if not is_over and header.about != Kind.PULL:
+        if header.flags & _BUNDLE or (not is_over and header.about != Kind.PULL):
             self._received(connection, header, flags=int(Flag.UNKNOWN))
             return
         # a push that is over is not applied again, so that its body does not matter
@@ -309,6 +314,8 @@ class Desk:
 
     def _most_bytes(self, header: Header, cell: Cell | None) -> int:
         """How long the body of a request may be."""
+        if header.flags & _BUNDLE:
+            return MOST_BYTES
         if cell is None:
             planned = self.store.planned.get((header.key, header.cell))
             return max(0 if planned is None else _num_bytes(*planned), _MOST_LOST_BYTES)

@@ -26,6 +26,8 @@ from reigen.kv.local import fill, stored_copy
 from reigen.kv.merge import total, total_rows
 from reigen.kv.nodes import Membership
 from reigen.kv.operations import Operation
+from reigen.kv.packing import Packing
+from reigen.kv.protocol import Kind
 from reigen.kv.values import Key, RowSparse, flat, row_numbers, spec_of, write
 from reigen.kv.worker import Worker
 
@@ -208,12 +210,14 @@ class DistStore(KVStore):
     def _push(self, groups: list[Group], priority: int) -> Pending:
         self._check(pushes=True)
         operation = Operation(self._worker, "push", None, [key for key, _ in groups])
+        packing = Packing(self._messages, self._worker, Kind.PUSH, operation, priority)
         for key, tensors in groups:
             held = self._holdings[key]
             if any(isinstance(tensor, RowSparse) for tensor in tensors):
                 self._messages.push_rows(operation, held, *total_rows(tensors, held.spec), priority)
             else:
-                self._messages.push(operation, held, total(tensors, held.spec)[0], priority, None)
+                packing.add(held, total(tensors, held.spec)[0], None)
+        packing.end()
         self._worker.flush()
         return operation
 
@@ -221,8 +225,10 @@ class DistStore(KVStore):
         self._check()
         places = _Landings(outs for _, outs in groups)
         operation = Operation(self._worker, "pull", places.finish, [key for key, _ in groups])
+        packing = Packing(self._messages, self._worker, Kind.PULL, operation, priority)
         for (key, _), place in zip(groups, places, strict=True):
-            self._messages.pull(operation, self._holdings[key], place.elements, priority)
+            packing.add(self._holdings[key], None, place.elements)
+        packing.end()
         if not blocking:
             self._worker.flush()
         return operation
@@ -234,9 +240,11 @@ class DistStore(KVStore):
         self._check(pushes=True)
         places = _Landings(several for _, several in outs)
         operation = Operation(self._worker, "pushpull", places.finish, keys)
+        packing = Packing(self._messages, self._worker, Kind.PUSHPULL, operation, priority)
         for (key, tensors), place in zip(values, places, strict=True):
             held = self._holdings[key]
-            self._messages.push(operation, held, total(tensors, held.spec)[0], priority, place.elements)
+            packing.add(held, total(tensors, held.spec)[0], place.elements)
+        packing.end()
         if not blocking:
             self._worker.flush()
         return operation

@@ -68,12 +68,17 @@ class Holding:
         """The last push could not be begun: it does not count."""
         self._has_failed = True
 
-    def note(self, request: Request) -> None:
-        """A push of a cell has been answered."""
-        if request.answer_header is None or request.answer_header.kind == Kind.ERROR:
-            self._has_failed = True
+    def note(self, cell: int, round: int, *, is_done: bool) -> None:
+        """A push of a cell is over."""
+        if is_done:
+            self.done[cell] = max(self.done[cell], round)
         else:
-            self.done[request.cell] = max(self.done[request.cell], request.round)
+            self._has_failed = True
+
+    def note_request(self, request: Request) -> None:
+        """A request that pushes to a cell is over."""
+        header = request.answer_header
+        self.note(request.cell, request.round, is_done=header is not None and header.kind != Kind.ERROR)
 
     def row_ranges(self) -> Iterator[tuple[Place, int, int]]:
         """Each cell of a row-sparse key with its first row and the one after its last."""
@@ -142,7 +147,8 @@ class Messages:
                 low, high = np.searchsorted(indices, (first, last))
                 request = self._request(Kind.ROW_PUSH, operation, held, place, priority, round_number)
                 numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
-                self._put(request, numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8))
+                parts = numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8)
+                request.body, request.block = self._worker.body_of(*parts)
                 requests.append(request)
             self._worker.submit(requests, held.track)
         except BaseException:
@@ -190,7 +196,7 @@ class Messages:
             round_number,
             DTYPE_NUMBERS[held.spec.dtype.name],
             priority=priority,
-            on_done=held.note if kind in WRITING else None,
+            on_done=held.note_request if kind in WRITING else None,
         )
 
     def _expect(self, request: Request, held: Holding, into: Array) -> None:
@@ -211,15 +217,6 @@ class Messages:
             request.body, request.block = self._worker.memory(nbytes)
             codec.encode(part, held.residuals[place.index], request.body)
         request.flags |= int(Flag.ENCODED)
-
-    def _put(self, request: Request, *parts: Array) -> None:
-        nbytes = sum(part.nbytes for part in parts)
-        if nbytes < INLINE_BYTES:
-            request.body = b"".join(part.tobytes() for part in parts)
-            return
-        body, request.block = self._worker.memory(nbytes)
-        request.body = body
-        np.concatenate(parts, out=body)
 
 
 def residuals_of(held: Holding, whose: str) -> Residuals:

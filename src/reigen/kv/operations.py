@@ -15,7 +15,7 @@ from reigen.compression import Codec
 from reigen.errors import ReigenError
 from reigen.frontends.adapter import Array
 from reigen.kv.arena import Block
-from reigen.kv.protocol import Flag, Header, Kind
+from reigen.kv.protocol import Flag, Header, Kind, Problem
 
 Bytes = NDArray[np.uint8]
 
@@ -63,6 +63,16 @@ class Track:
     most_pushes: int = MOST_AHEAD
     last: Operation | None = None
     held: deque[Sequence[Request]] = field(default_factory=deque)
+
+    def is_free(self, kind: Kind) -> bool:
+        """Whether a request of an operation of its own need not wait for anything."""
+        if self.held:
+            return False
+        return kind not in WRITING or (not self.num_reads and self.takes_a_push())
+
+    def takes_a_push(self) -> bool:
+        """Whether there are not too many under way."""
+        return self.num_pushes < self.most_pushes
 
     def must_wait(self, requests: Sequence[Request]) -> bool:
         """Whether requests of one operation, the next ones in order, have to wait for reads of others."""
@@ -165,7 +175,7 @@ class Request:
         into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
         codec: decodes a value that is encoded.
         on_done: called when the request is over.
-        track: the order that it is part of (`reigen.kv.worker`).
+        tracks: the orders that it is part of (`reigen.kv.worker`): that of its key, if any; of a bundle, several.
         request: its id at the server, 0 before it was submitted.
         sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
         num_reminders: how often it was sent again, or asked about, since.
@@ -173,6 +183,7 @@ class Request:
         is_over: it was answered, or given up.
         answer: the body of the answer, where it is not a value that belongs somewhere.
         answer_header: of the answer.
+        problem: what the answer says that it failed of.
     """
 
     kind: Kind
@@ -189,7 +200,7 @@ class Request:
     into: Array | None = None
     codec: Codec | None = None
     on_done: Callable[[Request], None] | None = None
-    track: Track | None = None
+    tracks: Sequence[Track] = ()
     request: int = field(default=0, init=False)
     sent_at: float = field(default=0.0, init=False)
     num_reminders: int = field(default=0, init=False)
@@ -197,6 +208,20 @@ class Request:
     is_over: bool = field(default=False, init=False)
     answer: bytes | bytearray | None = field(default=None, init=False)
     answer_header: Header | None = field(default=None, init=False)
+    problem: Problem | None = field(default=None, init=False)
+
+    def take(self, data: memoryview) -> None:
+        """Its value is there; it does not belong to `into`.
+
+        Raises:
+            WireError: that is no such value.
+        """
+        self.answer = bytearray(data)
+
+    def forget(self) -> None:
+        """Whatever is answered from now on goes nowhere."""
+        if self.into is not None:
+            self.into = np.empty_like(self.into)
 
     def header(self, store: int, *, is_read: bool, can_read: bool, again: bool) -> tuple[Header, memoryview | bytes]:
         """What to send: the header, and the body that follows it on the connection.

@@ -38,6 +38,12 @@ h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_c
 i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.optim.States`.
 j. NOTICE is what a server says unasked: a `Notice`. It has no id and no answer.
 k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
+l. PUSH, PUSHPULL and PULL of several keys in one message, with `Flag.BUNDLE`: each key is one dense cell, all are of
+   one element type, none is there twice, and ``cell`` says how many there are. The body is their ids, what ``round``
+   would be for each (both uint64), and for pushes their elements in the same order, without gaps. Each key is treated
+   as if it had come by itself, but the answer is one: VALUE has the elements in the same order, DONE and VALUE come
+   when all is done, and ERROR says in `Problem.done` what was done all the same. QUERY of a bundle is answered by
+   `Flag.UNKNOWN`, unless it is there.
 """
 
 from __future__ import annotations
@@ -75,6 +81,8 @@ MAX_CONTROL_BYTES = 1 << 20
 INLINE_BYTES = 64 << 10
 #: In RESUME: the worker does not know how often its predecessor has pushed.
 COUNT_UNKNOWN = (1 << 64) - 1
+#: Bundles have no more bytes of elements than this, and no more keys.
+MOST_BUNDLED_BYTES, MOST_BUNDLED_KEYS = 1 << 20, 1 << 12
 
 _HEADER = struct.Struct("<BBBBHBxIiQQQQQQ")
 _COUNTS = np.dtype([("key", "<u8"), ("cell", "<u8"), ("count", "<u8")])
@@ -113,6 +121,7 @@ class Flag(IntFlag):
     Attributes:
         IN_MEMORY: the body lies in the sender's arena.
         ANSWER_IN_MEMORY: the answer's body may lie in the server's arena.
+        BUNDLE: (PUSH, PUSHPULL, PULL) this is about several keys.
         HOME: (DECLARE) the receiver is the key's home server.
         ENCODED: the body is encoded by the store's gradient compression.
         ENCODE_ANSWER: (PULL, PUSHPULL) the answer may be.
@@ -127,6 +136,7 @@ class Flag(IntFlag):
     UNKNOWN = 16
     RESENT = 32
     ANSWER_IN_MEMORY = 64
+    BUNDLE = 128
 
 
 #: The numbers of element types on the wire; 0 for none.
@@ -143,7 +153,6 @@ CONTROL_KINDS: frozenset[int] = frozenset(
     )
 )
 _KINDS = frozenset(map(int, Kind))
-_ALL_FLAGS = sum(map(int, Flag))
 _IN_MEMORY = int(Flag.IN_MEMORY)
 
 
@@ -154,7 +163,7 @@ class Header(msgspec.Struct, frozen=True, gc=False):
         kind: a `Kind`.
         request: the id of the request that this is, or answers; 0 for none.
         key: its id (`reigen.kv.keys`), as an unsigned number.
-        cell: index of the cell in its key.
+        cell: index of the cell in its key; of a bundle, how many keys it is about.
         round: of pushes, as above.
         flags: of `Flag`.
         dtype: of the body's elements, by `DTYPE_NUMBERS`.
@@ -204,7 +213,7 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     (kind, flags, dtype, about, store, zero, cell, priority, request, key, round_, body_bytes, offset, memory_bytes) = (
         _HEADER.unpack(data)
     )
-    if kind not in _KINDS or flags > _ALL_FLAGS or zero or (dtype and dtype not in DTYPE_NAMES):
+    if kind not in _KINDS or zero or (dtype and dtype not in DTYPE_NAMES):
         raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
     if kind in CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:
         raise WireError(f"a {Kind(kind).name} of {body_bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")
@@ -332,6 +341,7 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
         key: the key's name, as the user wrote it; None where it concerns them all.
         workers: the workers at fault.
         details: one line for each worker, where they differ.
+        done: of a bundle, which keys were done all the same, by their numbers in it.
     """
 
     error: str
@@ -339,6 +349,7 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
     key: int | str | None = None
     workers: tuple[int, ...] = ()
     details: dict[int, str] = {}
+    done: tuple[int, ...] = ()
 
     def raised(self) -> ReigenError:
         """As an error."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -38,10 +40,11 @@ class Request:
         buffer: the received body, whose memory is given back then.
         numbers: of the rows that it asks for.
         reading: the token of its second half, where it is a PUSHPULL.
+        parts: of a bundle that was opened, the requests for its keys.
         is_answered: nothing more is said about it.
     """
 
-    connection: Connection
+    connection: Answering
     header: Header
     since: float
     cell: Cell | None = None
@@ -49,6 +52,7 @@ class Request:
     buffer: NDArray[np.uint8] | None = None
     numbers: NDArray[np.int64] | None = None
     reading: Reading | None = None
+    parts: list[Request] | None = None
     is_answered: bool = False
 
     @property
@@ -59,7 +63,7 @@ class Request:
     def used(self, buffers: Buffers) -> None:
         """Its body is not needed any more."""
         if self.buffer is not None:
-            self.connection.num_held_bytes -= self.buffer.nbytes
+            self.connection.let_go(self.buffer.nbytes)
             buffers.give(self.buffer)
         self.contribution = self.buffer = None
 
@@ -71,8 +75,50 @@ class Reading:
     request: Request
 
 
+class Answering(ABC):
+    """Who takes the answers to a request: the connection that it came by, or the bundle that it was a part of."""
+
+    @property
+    @abstractmethod
+    def worker(self) -> int:
+        """The number of the worker that asked."""
+
+    @abstractmethod
+    def let_go(self, num_bytes: int) -> None:
+        """So much of what was received is used up."""
+
+    @abstractmethod
+    def answer(
+        self,
+        request: Request,
+        kind: Kind,
+        body: bytes | bytearray | memoryview = b"",
+        *,
+        flags: int = 0,
+        round: int | None = None,
+        dtype: int = 0,
+    ) -> None:
+        """Answer a request with what nobody changes afterwards. Of several answers only the first is sent."""
+
+    @abstractmethod
+    def answer_value(self, request: Request, value: Value, dtype: int) -> None:
+        """Answer a request with memory that must not change until the worker, or the kernel, has it."""
+
+    @abstractmethod
+    def fail(self, request: Request, problem: Problem) -> None:
+        """Answer a request with an error."""
+
+    def answer_codes(self, request: Request, codes: bytes) -> None:
+        """Answer a request with a value as codes of the store's gradient compression."""
+        self.answer(request, Kind.VALUE, codes, flags=int(Flag.ENCODED))
+
+    def refuse(self, request: Request, error: ReigenError, key: int | str | None = None) -> None:
+        """Answer a request with an error."""
+        self.fail(request, Problem.of(error, key))
+
+
 @dataclass(eq=False)
-class Connection:
+class Connection(Answering):
     """What a server knows of the other end of a line.
 
     Attributes:
@@ -103,6 +149,18 @@ class Connection:
     def worker(self) -> int:
         """The worker's number."""
         return self.hello.number
+
+    def asked(self) -> Iterator[Request]:
+        """What is not answered; of bundles that were opened, their parts."""
+        for request in self.open_requests.values():
+            if request.parts is None:
+                yield request
+            else:
+                yield from (part for part in request.parts if not part.is_answered)
+
+    def let_go(self, num_bytes: int) -> None:
+        """See `Answering.let_go`."""
+        self.num_held_bytes -= num_bytes
 
     def is_busy_with(self, request: int) -> bool:
         """Whether a request is not answered, or its answer has not left: if it comes again, nothing is to be done."""
@@ -136,7 +194,7 @@ class Connection:
         round: int | None = None,
         dtype: int = 0,
     ) -> None:
-        """Answer a request with what nobody changes afterwards. Of several answers only the first is sent."""
+        """See `Answering.answer`."""
         if self._finish(request):
             asked = request.header
             round_ = asked.round if round is None else round
@@ -147,7 +205,7 @@ class Connection:
             self.send(header, body, asked.priority)
 
     def answer_value(self, request: Request, value: Value, dtype: int) -> None:
-        """Answer a request with memory that must not change until the worker, or the kernel, has it."""
+        """See `Answering.answer_value`."""
         asked, nbytes = request.header, value.array.nbytes
         if nbytes < INLINE_BYTES:
             self.answer(request, Kind.VALUE, value.array.tobytes(), dtype=dtype)
@@ -176,17 +234,9 @@ class Connection:
 
         self.line.send(header, value.array.data, priority=asked.priority, on_sent=left)
 
-    def answer_codes(self, request: Request, codes: bytes) -> None:
-        """Answer a request with a value as codes of the store's gradient compression."""
-        self.answer(request, Kind.VALUE, codes, flags=int(Flag.ENCODED))
-
     def fail(self, request: Request, problem: Problem) -> None:
-        """Answer a request with an error."""
+        """See `Answering.fail`."""
         self.answer(request, Kind.ERROR, PROBLEM_CODEC.encode(problem))
-
-    def refuse(self, request: Request, error: ReigenError, key: int | str | None = None) -> None:
-        """Answer a request with an error."""
-        self.fail(request, Problem.of(error, key))
 
     def release(self, request: int, value: Value | None = None) -> None:
         """The worker has copied the answer to a request, or the kernel ``value``. Unknown ones are ignored."""

@@ -110,6 +110,7 @@ class Store:
         left: workers that have nothing more to push.
         losses: workers that are lost.
         must_save: something has changed that is no cell's, and is in no snapshot.
+        num_laid_out: grows whenever a cell comes or goes.
     """
 
     number: int
@@ -124,6 +125,7 @@ class Store:
     left: set[int] = field(default_factory=set)
     losses: dict[int, Loss] = field(default_factory=dict)
     must_save: bool = True
+    num_laid_out: int = 0
 
     def __post_init__(self) -> None:
         self.declarations = Declarations(self)
@@ -160,6 +162,7 @@ class Store:
     def said_goodbye(self, request: Request) -> None:
         """A worker has nothing more to push."""
         connection = request.connection
+        assert isinstance(connection, Connection), "no part of a bundle says so"
         self.has_left(connection.worker, connection.hello.host)
         connection.answer(request, Kind.DONE)
 
@@ -218,6 +221,7 @@ class Store:
     def laid_out(self, key: int, facts: KeyFacts, places: tuple[Place, ...]) -> None:
         """See `reigen.kv.meetings.Host`."""
         for cell_id in [one for one, cell in self.cells.items() if one[0] == key and cell.facts != facts]:
+            self.num_laid_out += 1
             self.around.memory.retire(self.cells.pop(cell_id).value)
             if self.around.snapshots is not None:
                 self.around.snapshots.forget_cell(self.number, cell_id)
@@ -229,6 +233,7 @@ class Store:
 
     def has_pushes(self, key: int | None = None) -> bool:
         """See `reigen.kv.meetings.Host`."""
+        self._open_all()
         engines = [cell.engine for cell in self.cells.values() if key is None or cell.key == key]
         return any(engine.has(worker, 1) for engine in engines for worker in range(self.around.num_workers))
 
@@ -258,6 +263,7 @@ class Store:
     def add(self, cell: Cell) -> None:
         """A cell that has its value."""
         self.cells[cell.id] = cell
+        self.num_laid_out += 1
         self._make_use(cell, self.settings.optimizer)
         self.planned.pop(cell.id, None)
         if self.around.snapshots is not None:  # from now on another process can take this one's place
@@ -268,6 +274,8 @@ class Store:
 
     def happen(self, cell: Cell, *events: Event) -> list[Instruction]:
         """Have events happen to a cell, and begin with what they lead to, which is returned."""
+        if cell.waiting is not None:
+            cell.waiting.open()
         instructions: list[Instruction] = []
         for event in events:
             instructions += cell.engine.handle(event)
@@ -277,10 +285,21 @@ class Store:
         self._advance(cell)
         return instructions
 
+    def _open_all(self) -> None:
+        """Whatever waits, engines know of it."""
+        for cell in self.cells.values():
+            if cell.waiting is not None:
+                cell.waiting.open()
+
     def then(self, cell: Cell, action: Callable[[], None]) -> None:
         """Do something when all that has happened to a cell until now is carried out."""
         cell.queue.append(action)
         self._advance(cell)
+
+    def _open_late(self, before: float) -> None:
+        """Engines know of what waits, if any of it has waited since ``before``."""
+        if any(one.since <= before for each in self.connections.values() for one in each.open_requests.values()):
+            self._open_all()
 
     def _all(self, event: Event) -> list[Problem]:
         """Have something happen to all cells; returns what is told to those whose requests fail of it."""
@@ -367,7 +386,7 @@ class Store:
 
         def done(error: BaseException | None) -> None:
             if error is not None:
-                self._break(cell, error)
+                self.fail_all(cell, error)
                 return
             cell.settle(target, memory)
             cell.applied = applied
@@ -388,7 +407,7 @@ class Store:
                 return
             _log.error("no snapshot of key %r: %s", cell.facts.name, str(error))
             if self.around.saves_always:
-                self._break(cell, error)
+                self.fail_all(cell, error)
 
         self._do(cell, lambda _: snapshots.save_cell(self.number, cell.id, cell.pack()), done, _SMALL_BYTES)
 
@@ -406,7 +425,7 @@ class Store:
 
         self.around.workers.begin(task, ended)
 
-    def _break(self, cell: Cell, error: BaseException) -> None:
+    def fail_all(self, cell: Cell, error: BaseException) -> None:
         """A cell could not be updated: nothing of this store can be trusted any more."""
         how = "".join(traceback.format_exception(error))
         _log.error("key %r could not be updated: %s", cell.facts.name, how)
@@ -415,6 +434,7 @@ class Store:
         self.broken = self.broken or problem
         for one in self.cells.values():
             one.queue.clear()
+            one.waiting = None
         for connection in self.connections.values():
             for request in list(connection.open_requests.values()):
                 connection.fail(request, problem)
@@ -449,8 +469,9 @@ class Store:
     def expire(self) -> None:
         """Fail what has waited too long."""
         before = time.monotonic() - self.around.deadline_seconds
+        self._open_late(before)
         for connection in list(self.connections.values()):
-            asked = [one for one in connection.open_requests.values() if one.cell is not None]
+            asked = [one for one in connection.asked() if one.cell is not None]
             late = {one.cell for one in asked if one.since <= before}
             # The latest first: what waits for a push of the same worker is to name the others, not that push, which
             # does not count any more once it has expired.
@@ -463,7 +484,8 @@ class Store:
 
     def waiting(self, before: float) -> Iterator[Waiting]:
         """Who has waited for other workers since ``before``, or longer."""
-        asked = [one for each in self.connections.values() for one in each.open_requests.values()]
+        self._open_late(before)
+        asked = [one for each in self.connections.values() for one in each.asked()]
         for cell in {one.cell for one in asked if one.cell is not None and one.since <= before}:
             for wait in cell.engine.waits():
                 request = wait.token.request if isinstance(wait.token, Reading) else wait.token

@@ -405,7 +405,8 @@ class Upstream:
             return
         request.answer_header = header
         if header.kind == _ERROR:
-            request.operation.fail(PROBLEM_CODEC.decode(bytes(body)).raised())
+            request.problem = PROBLEM_CODEC.decode(bytes(body))
+            request.operation.fail(request.problem.raised())
         elif header.kind == _VALUE:
             self._take_value(request, header, self._in_memory(header) if in_memory else body)
         else:
@@ -420,7 +421,7 @@ class Upstream:
     def _take_value(self, request: Request, header: Header, data: memoryview) -> None:
         into = request.into
         if into is None:
-            request.answer = bytearray(data)
+            request.take(data)
         elif header.flags & _ENCODED:
             if request.codec is None:
                 raise WireError(f"{self.name} sent an encoded value that nobody asked for")

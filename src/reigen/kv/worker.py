@@ -142,12 +142,13 @@ class Worker:
                 operation.is_told = True
                 raise operation.error
 
-    def body_of(self, elements: Array) -> tuple[Bytes | bytes, Block | None]:
-        """A private copy of an array, to be sent, and where it lies in the arena; small ones do not."""
-        if elements.nbytes < INLINE_BYTES:
-            return elements.tobytes(), None
-        body, block = self.memory(elements.nbytes)
-        body[:] = elements.view(np.uint8)
+    def body_of(self, *parts: Array) -> tuple[Bytes | bytes, Block | None]:
+        """A private copy of arrays, to be sent, and where it lies in the arena; small ones do not."""
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes < INLINE_BYTES:
+            return b"".join(part.tobytes() for part in parts), None
+        body, block = self.memory(nbytes)
+        np.concatenate([part.view(np.uint8) for part in parts], out=body)
         return body, block
 
     def memory(self, nbytes: int) -> tuple[Bytes, Block | None]:
@@ -159,28 +160,29 @@ class Worker:
             return np.empty(nbytes, np.uint8), None
         return block.array, block
 
-    def submit(self, requests: Sequence[Request], track: Track | None = None) -> None:
+    def submit(self, requests: Sequence[Request], *tracks: Track) -> None:
         """Begin requests of one operation, all or some. They leave when there are many bytes of them, or by `flush`.
 
         Args:
             requests: all of one kind.
-            track: of their key; None: they are in no order with others.
+            tracks: of their key, none if they are in no order with others; of a bundle, several, all of them free.
         """
         operation = requests[0].operation
         with self._driving:
             if self._failure is not None:
                 operation.fail(self._failure)
                 return
-            if track is not None and requests[0].kind in WRITING:
-                if track.num_pushes >= track.most_pushes:
-                    self._drive(operation, lambda: track.num_pushes < track.most_pushes, None)
-                track.num_pushes += len(requests)
+            if requests[0].kind in WRITING:
+                for track in tracks:
+                    if not track.takes_a_push():
+                        self._drive(operation, track.takes_a_push, None)
+                    track.num_pushes += len(requests)
             operation.num_left += len(requests)
             self._num_outstanding += len(requests)
             for request in requests:
-                request.track = track
-            if track is not None and (track.held or track.must_wait(requests)):
-                track.held.append(requests)
+                request.tracks = tracks
+            if len(tracks) == 1 and (tracks[0].held or tracks[0].must_wait(requests)):
+                tracks[0].held.append(requests)
                 self._num_held += 1
             else:
                 self._ask(requests)
@@ -334,8 +336,8 @@ class Worker:
             if operation.error is not None:
                 self._failed.append(operation)
             operation.over()
-        if request.track is not None:
-            self._follow(request, request.track)
+        for track in request.tracks:
+            self._follow(request, track)
 
     def heed(self, notice: Notice) -> None:
         """See `reigen.kv.upstream.Owner.heed`."""
@@ -534,10 +536,10 @@ class Worker:
 
     def _ask(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            if request.track is not None:
-                request.track.last = request.operation
+            for track in request.tracks:
+                track.last = request.operation
                 if request.kind in READING:
-                    request.track.num_reads += 1
+                    track.num_reads += 1
             self._upstreams[request.server].submit(request)
             self._num_unsent_bytes += len(request.body)
 
@@ -562,14 +564,14 @@ class Worker:
                 self._give_up(request, error)
 
     def _give_up(self, request: Request, error: ReigenError) -> None:
-        track = request.track
+        tracks, request.tracks = request.tracks, ()
         request.operation.fail(error)
-        request.track = None
         self.over(request)
-        while track is not None and track.held:
-            self._num_held -= 1
-            for each in track.held.popleft():
-                self._give_up(each, error)
+        for track in tracks:
+            while track.held:
+                self._num_held -= 1
+                for each in track.held.popleft():
+                    self._give_up(each, error)
 
     def _late(self, what: Operation | str, *, is_final: bool) -> DeadlineError:
         """The error of what did not happen in time; one that is final has the operation's results go nowhere."""
@@ -587,8 +589,8 @@ class Worker:
         if is_final and operation is not None:
             for upstream in owing:
                 for request in upstream.outstanding.values():
-                    if request.operation is operation and request.into is not None:
-                        request.into = np.empty_like(request.into)
+                    if request.operation is operation:
+                        request.forget()
             operation.fail(error)
             operation.is_told = True  # by this error, which whoever waits gets
         self._leave_to_thread()

@@ -56,7 +56,6 @@ def test_the_length_of_a_body_is_where_the_body_is():
     [
         (0, 0, "of kind 0"),
         (0, 63, "of kind 63"),
-        (1, 128, "flags 128"),
         (2, len(DTYPE_NUMBERS) + 1, "dtype 12"),
         (6, 1, "which no end sends"),
     ],
