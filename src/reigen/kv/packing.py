@@ -90,8 +90,9 @@ class Packing:
             elements: that are pushed, flat; they stay as they are until `end`. None: PULL.
             out: flat memory that receives what is stored. None: PUSH.
         """
-        spec = held.spec
-        num_bytes = spec.num_elements * spec.dtype.itemsize
+        array = out if elements is None else elements
+        assert array is not None
+        spec, num_bytes = held.spec, array.nbytes
         if (
             num_bytes > SMALL_BYTES
             or len(held.places) != 1

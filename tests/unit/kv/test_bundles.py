@@ -1,0 +1,366 @@
+"""Bundles make no difference: a store that is sent bundles, and one that is sent the same requests key by key."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from reigen import optim
+from reigen.errors import WireError
+from reigen.kv.arena import Arena
+from reigen.kv.bundles import Bundles, Selection
+from reigen.kv.cells import KeyFacts
+from reigen.kv.desk import Desk
+from reigen.kv.events import LossPolicy
+from reigen.kv.memory import Buffers, Memory
+from reigen.kv.protocol import (
+    COMMAND_CODEC,
+    DTYPE_NUMBERS,
+    MOST_BUNDLED_KEYS,
+    PROBLEM_CODEC,
+    Command,
+    Flag,
+    Header,
+    Hello,
+    Kind,
+    Place,
+    Problem,
+    pack_counts,
+    unpack_header,
+)
+from reigen.kv.requests import Connection
+from reigen.kv.stores import Store, Surroundings
+from reigen.kv.work import Workers
+
+FLOAT = DTYPE_NUMBERS["float32"]
+#: Lengths of the keys, which are their own ids.
+SIZES = {1: 1, 2: 33, 3: 0, 4: 500, 5: 20_000, 6: 7}
+#: What workers usually push together.
+USUAL = (1, 2, 3, 4, 5)
+KINDS = {"push": Kind.PUSH, "pull": Kind.PULL, "pushpull": Kind.PUSHPULL}
+
+
+class Line:
+    """Keeps what is sent, and is never slow."""
+
+    name = "line"
+
+    def __init__(self) -> None:
+        self.answers: dict[int, tuple[int, Any]] = {}
+
+    def send(self, header: Header, body: Any = b"", *, priority: int = 0, on_sent: Any = None) -> None:
+        assert unpack_header(header.pack()) == header
+        assert header.request not in self.answers, "two answers"
+        if header.request:
+            assert header.kind != Kind.RECEIVED
+            is_error = header.kind == Kind.ERROR
+            self.answers[header.request] = header.kind, PROBLEM_CODEC.decode(bytes(body)) if is_error else bytes(body)
+        if on_sent is not None:
+            on_sent()
+
+    def close(self) -> None:
+        pass
+
+
+class Side:
+    """A store with its workers' connections."""
+
+    def __init__(self, num_workers: int, staleness: float, policy: str, optimizer: optim.Optimizer | None) -> None:
+        self.workers, self.arena, self.num_workers = Workers(1), Arena("test"), num_workers
+        around = Surroundings(0, num_workers, Memory(self.arena), Buffers(), self.workers, policy=LossPolicy(policy))
+        self.store = Store(0, staleness, around)
+        self.desk = Desk(self.store)
+        self.lines: list[Line] = []
+        self.connections = [self.connect(worker) for worker in range(num_workers)]
+        for key, size in SIZES.items():
+            self.store.laid_out(key, KeyFacts(key, (size,), "float32", "default", 0), (Place(0, 0, size, 0),))
+            self.send(0, Header(Kind.INIT, 1 << 40 | key, key), np.full(size, key, np.float32).tobytes())
+        if optimizer is not None:
+            body = COMMAND_CODEC.encode(Command("set_optimizer", {"spec": optimizer.to_spec()}))
+            for worker in range(num_workers):
+                self.send(worker, Header(Kind.COMMAND, 1 << 41), body)
+
+    def connect(self, worker: int) -> Connection:
+        self.lines[worker : worker + 1] = [Line()]
+        connection = Connection(Hello(worker, 1, f"host{worker}"), 0, self.lines[worker], self.store.around.memory)  # type: ignore[arg-type]
+        self.store.connected(connection)
+        return connection
+
+    def send(self, worker: int, header: Header, body: bytes) -> None:
+        header = Header(
+            header.kind, header.request, header.key, header.cell, header.round, header.flags, header.dtype,
+            body_bytes=len(body),
+        )  # fmt: skip
+        place = self.desk.place(header)
+        place[:] = np.frombuffer(body, np.uint8)
+        self.desk.arrived(self.connections[worker], header, place)
+
+    def happen(self, what: str, worker: int) -> None:
+        host = f"host{worker}"
+        if what == "reconnect":
+            self.connections[worker] = self.connect(worker)
+        elif what == "lose":
+            self.store.lost(worker, host, "the test wants it")
+        elif what == "find":
+            self.store.found(worker, host)
+        elif what == "leave":
+            self.store.has_left(worker, host)
+        else:
+            for connection in self.connections:
+                for request in [*connection.asked(), *connection.open_requests.values()]:
+                    request.since = -1e9
+            self.store.expire()
+
+    def values(self) -> dict[int, tuple[bytes, list[int]]]:
+        cells = self.store.cells.values()
+        return {
+            cell.key: (cell.array.tobytes(), [cell.engine.done(one) for one in range(self.num_workers)])
+            for cell in cells
+        }
+
+    def close(self) -> None:
+        self.workers.close()
+        self.arena.close()
+
+
+@dataclass
+class Asked:
+    """A call of a worker for several keys: its id where it is a bundle, and its ids where it is not."""
+
+    kind: Kind
+    keys: tuple[int, ...]
+    numbers: tuple[int, ...]
+    values: dict[int, np.ndarray[Any, Any]]
+    bundle: int
+    singles: dict[int, int]
+
+    def body(self, keys: tuple[int, ...]) -> bytes:
+        return b"".join(self.values[key].tobytes() for key in keys if self.kind != Kind.PULL)
+
+
+@dataclass
+class Player:
+    """A worker, as both stores see it."""
+
+    rounds: dict[int, int] = field(default_factory=lambda: dict.fromkeys(SIZES, 0))
+    open: list[Asked] = field(default_factory=list)
+    has_left: bool = False
+
+
+class Game:
+    """The same happens to two stores; one is sent bundles."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.numbers = np.random.default_rng(seed)
+        num_workers = self.chance.choice([1, 2, 2, 3])
+        staleness = self.chance.choice([0.0, 0.0, 0.0, 1.0, float("inf")])
+        policy = self.chance.choice(["abort", "continue", "wait"])
+        optimizer = optim.create("sgd", learning_rate=0.1, momentum=0.9)
+        chosen = optimizer if staleness or self.chance.random() < 0.3 else None
+        self.bundled, self.single = (Side(num_workers, staleness, policy, chosen) for _ in range(2))
+        self.players = [Player() for _ in range(num_workers)]
+        self.num_requests = 0
+        #: what all workers do, in the same order, and how much of it each has done
+        self.plan: list[tuple[str, tuple[int, ...]]] = []
+        self.places = [0] * num_workers
+        #: how often a worker sends keys in other selections than the others
+        self.unevenness = self.chance.choice([0.0, 0.1, 0.5])
+        self.mischief = self.chance.choice([0.0, 0.02, 0.1])
+
+    def play(self, num_steps: int) -> None:
+        try:
+            for _ in range(num_steps):
+                if self.chance.random() < self.mischief:
+                    self.happen(self.chance.choice(["reconnect", "reconnect", "lose", "find", "leave", "expire"]))
+                else:
+                    self.go_on(self.chance.randrange(len(self.players)))
+                self.compare()
+            self.happen("expire")
+            self.compare()
+        finally:
+            self.bundled.close()
+            self.single.close()
+
+    def go_on(self, worker: int) -> None:
+        """A worker does what comes next; it is not far ahead of the others."""
+        place = self.places[worker]
+        if place > min(self.places) + 2:
+            return
+        self.places[worker] += 1
+        if place == len(self.plan):
+            keys = USUAL if self.chance.random() < 0.8 else tuple(self.chance.sample(list(SIZES), 3))
+            self.plan.append((self.chance.choice(["pushpull", "pushpull", "push", "push then pull"]), keys))
+        what, keys = self.plan[place]
+        selections = [keys]
+        if self.chance.random() < self.unevenness:
+            cut = self.chance.randrange(len(keys))
+            mixed = self.chance.sample(keys, len(keys))
+            selections = [tuple(one) for one in (mixed[:cut], mixed[cut:]) if one]
+        for kind in what.split(" then "):
+            for selection in selections:
+                self.ask(worker, kind, selection)
+
+    def ask(self, worker: int, kind: str, keys: tuple[int, ...]) -> None:
+        player = self.players[worker]
+        if player.has_left:
+            kind = "pull"
+        if kind != "pull":
+            for key in keys:
+                player.rounds[key] += 1
+        first = self.num_requests + 1
+        self.num_requests += 1 + len(keys)
+        asked = Asked(
+            KINDS[kind],
+            keys,
+            tuple(player.rounds[key] for key in keys),
+            {key: self.numbers.standard_normal(SIZES[key], np.float32) for key in keys},
+            first,
+            {key: first + 1 + place for place, key in enumerate(keys)},
+        )
+        player.open.append(asked)
+        self.send(worker, asked)
+
+    def send(self, worker: int, asked: Asked) -> None:
+        about = np.array([asked.keys, asked.numbers], np.uint64).tobytes()
+        header = Header(asked.kind, asked.bundle, 0, len(asked.keys), 0, int(Flag.BUNDLE), FLOAT)
+        self.bundled.send(worker, header, about + asked.body(asked.keys))
+        for key, number in zip(asked.keys, asked.numbers, strict=True):
+            self.single.send(
+                worker, Header(asked.kind, asked.singles[key], key, 0, number, 0, FLOAT), asked.body((key,))
+            )
+
+    def happen(self, what: str) -> None:
+        worker = self.chance.randrange(len(self.players))
+        player = self.players[worker]
+        if (what == "leave" and player.open) or (what == "lose" and player.has_left):
+            return
+        player.has_left |= what == "leave"
+        for side in (self.bundled, self.single):
+            side.happen(what, worker)
+        if what == "reconnect":
+            self.num_requests += 1
+            body = pack_counts((key, 0, self.single.store.cells[key, 0].engine.done(worker)) for key in SIZES)
+            for side in (self.bundled, self.single):
+                side.send(worker, Header(Kind.RESUME, self.num_requests), body)
+            for asked in player.open:
+                self.send(worker, asked)
+
+    def compare(self) -> None:
+        assert self.bundled.values() == self.single.values()
+        for side in (self.bundled, self.single):
+            assert side.store.broken is None
+            for cell in side.store.cells.values():
+                cell.engine.validate()
+                assert not cell.queue
+        for worker, player in enumerate(self.players):
+            player.open = [asked for asked in player.open if not self.is_over(worker, asked)]
+
+    def is_over(self, worker: int, asked: Asked) -> bool:
+        """Whether a call has been answered, in both stores or in none, and alike."""
+        answer = self.bundled.lines[worker].answers.get(asked.bundle)
+        found = self.single.lines[worker].answers
+        answers = [found.get(asked.singles[key]) for key in asked.keys]
+        assert (answer is None) == any(one is None for one in answers)
+        if answer is None:
+            return False
+        given = [one for one in answers if one is not None]
+        problems = [what for kind, what in given if kind == Kind.ERROR]
+        if not problems:
+            assert answer == (given[0][0], b"".join(what for _, what in given))
+            return True
+        kind, problem = answer
+        assert kind == Kind.ERROR
+        assert isinstance(problem, Problem)
+        assert (problem.error, problem.reason, problem.key) in [(one.error, one.reason, one.key) for one in problems]
+        assert problem.done == tuple(place for place, (kind, _) in enumerate(given) if kind != Kind.ERROR)
+        player = self.players[worker]  # it counts on from what was done, as `Holding.last_round` does
+        for key, number, (one, _) in zip(asked.keys, asked.numbers, given, strict=True):
+            if one == Kind.ERROR and asked.kind != Kind.PULL:
+                player.rounds[key] = min(player.rounds[key], number - 1)
+        return True
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_bundles_make_no_difference(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"together": 0, "opened": 0}
+
+    def counted(name: str, of: type, method: str) -> None:
+        original = getattr(of, method)
+
+        def count(*args: Any) -> Any:
+            counts[name] += 1
+            return original(*args)
+
+        monkeypatch.setattr(of, method, count)
+
+    counted("together", Bundles, "_complete")
+    counted("opened", Selection, "open")
+    for seed in range(first, first + 10):
+        Game(seed).play(120)
+    assert counts["together"] > 50, "the plain case has been tried"
+    assert counts["opened"] > 5, "and what is not"
+
+
+def test_a_round_that_is_plain_takes_no_more_memory_than_the_values() -> None:
+    side = Side(2, 0.0, "abort", None)
+    try:
+        before = side.arena.num_used_bytes
+        for number in range(1, 5):
+            for worker in range(2):
+                about = np.array([USUAL, [number] * len(USUAL)], np.uint64).tobytes()
+                body = about + b"".join(np.full(SIZES[key], worker + 1, np.float32).tobytes() for key in USUAL)
+                side.send(worker, Header(Kind.PUSHPULL, number, 0, len(USUAL), 0, int(Flag.BUNDLE), FLOAT), body)
+        assert {value for key in USUAL for value in side.store.cells[key, 0].array.tolist()} == {3.0}
+        assert side.arena.num_used_bytes == before
+        assert all(connection.num_held_bytes == 0 for connection in side.connections)
+    finally:
+        side.close()
+
+
+@pytest.mark.parametrize(
+    ("keys", "numbers", "extra", "flags", "dtype", "says"),
+    [
+        ((), (), 0, 0, FLOAT, "a bundle of 0 keys"),
+        ((1, 2), (1, 1), 4, 0, FLOAT, "bytes of elements"),
+        ((1, 2), (1, 0), 0, 0, FLOAT, "a push without a round"),
+        ((1, 1), (1, 2), 0, 0, FLOAT, "the same key twice"),
+        ((1, 2), (1, 1), 0, int(Flag.ENCODED), FLOAT, "with flags"),
+        ((1, 2), (1, 1), 0, 0, DTYPE_NUMBERS["float16"], "in a bundle of others"),
+    ],
+)
+def test_what_no_worker_sends_ends_its_connection(
+    keys: tuple[int, ...], numbers: tuple[int, ...], extra: int, flags: int, dtype: int, says: str
+) -> None:
+    side = Side(2, 0.0, "abort", None)
+    try:
+        body = np.array([keys, numbers], np.uint64).tobytes() + bytes(4 * sum(SIZES[key] for key in keys) + extra)
+        header = Header(Kind.PUSHPULL, 1, 0, len(keys), 0, int(Flag.BUNDLE) | flags, dtype)
+        with pytest.raises(WireError, match=says):
+            side.send(0, header, body)
+        for request, count in enumerate((-1, MOST_BUNDLED_KEYS + 1, 1 << 30), 10):
+            with pytest.raises(WireError, match="a bundle of"):
+                side.send(0, Header(Kind.PUSH, request, 0, count, 0, int(Flag.BUNDLE), FLOAT), bytes(64))
+        with pytest.raises(WireError, match="which no worker sends"):
+            side.send(0, Header(Kind.INIT, 3, 1, 1, 0, int(Flag.BUNDLE), FLOAT), bytes(20))
+    finally:
+        side.close()
+
+
+def test_a_key_that_is_not_there_is_an_error_of_the_bundle_and_changes_nothing() -> None:
+    side = Side(1, 0.0, "abort", None)
+    try:
+        before = side.values()
+        about = np.array([[1, 99], [1, 1]], np.uint64).tobytes()
+        side.send(0, Header(Kind.PUSH, 1, 0, 2, 0, int(Flag.BUNDLE), FLOAT), about + bytes(8))
+        kind, problem = side.lines[0].answers[1]
+        assert kind == Kind.ERROR
+        assert "there is no key 99" in problem.reason
+        assert problem.done == ()
+        assert side.values() == before
+    finally:
+        side.close()
