@@ -260,7 +260,7 @@ class Bundles:
             return True
         worker = request.connection.worker
         for cell, number in zip(selection.cells, numbers, strict=True):
-            if cell.is_busy or cell.queue or not cell.engine.may_read(worker, number):
+            if cell.is_busy or not cell.engine.may_read(worker, number):
                 return False
         memory = self._store.around.memory
         total = memory.new(selection.num_bytes)

@@ -194,7 +194,7 @@ class Cell:
 
     def is_free_for(self, round: int) -> bool:
         """Whether nothing is under way, and this round is next; see `Consistency.is_next`."""
-        return not (self.is_busy or self.queue or self.waiting) and self.engine.is_next(round)
+        return not (self.is_busy or self.waiting) and self.engine.is_next(round)
 
     def settle(self, target: Value, memory: Memory) -> None:
         """The next value is there."""

@@ -154,10 +154,10 @@ class Player:
 class Game:
     """The same happens to two stores; one is sent bundles."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, num_workers: int | None = None) -> None:
         self.chance = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
-        num_workers = self.chance.choice([1, 2, 2, 3])
+        num_workers = num_workers or self.chance.choice([1, 2, 2, 3])
         staleness = self.chance.choice([0.0, 0.0, 0.0, 1.0, float("inf")])
         policy = self.chance.choice(["abort", "continue", "wait"])
         optimizer = optim.create("sgd", learning_rate=0.1, momentum=0.9)
@@ -252,6 +252,7 @@ class Game:
 
     def compare(self) -> None:
         assert self.bundled.values() == self.single.values()
+        assert self.bundled.arena.num_used_bytes == self.single.arena.num_used_bytes
         for side in (self.bundled, self.single):
             assert side.store.broken is None
             for cell in side.store.cells.values():
@@ -304,6 +305,38 @@ def test_bundles_make_no_difference(first: int, monkeypatch: pytest.MonkeyPatch)
         Game(seed).play(120)
     assert counts["together"] > 50, "the plain case has been tried"
     assert counts["opened"] > 5, "and what is not"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rounds_overtake_each_other_where_priorities_differ(seed: int) -> None:
+    game = Game(seed, num_workers=2)
+    calls: list[tuple[int, Asked]] = []
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(game, "send", lambda worker, asked: calls.append((worker, asked)))
+            for worker in (0, 1, 0, 1, 0, 1):
+                game.ask(worker, "push", USUAL)
+        for worker, asked in game.chance.sample(calls, len(calls)):
+            game.send(worker, asked)
+            assert game.bundled.values() == game.single.values()
+        game.compare()
+        assert not any(player.open for player in game.players)
+    finally:
+        game.bundled.close()
+        game.single.close()
+
+
+def test_a_push_that_comes_twice_counts_once() -> None:
+    side = Side(2, 0.0, "abort", None)
+    try:
+        body = np.array([(1, 2), (1, 1)], np.uint64).tobytes() + np.ones(34, np.float32).tobytes()
+        for worker, request in ((0, 1), (0, 2), (1, 1)):
+            side.send(worker, Header(Kind.PUSH, request, 0, 2, 0, int(Flag.BUNDLE), FLOAT), body)
+        assert set(side.store.cells[2, 0].array.tolist()) == {2.0}
+        assert 2 in side.lines[0].answers
+        assert 1 in side.lines[1].answers
+    finally:
+        side.close()
 
 
 def test_a_round_that_is_plain_takes_no_more_memory_than_the_values() -> None:
