@@ -206,7 +206,7 @@ class Bundles:
         if store.around.snapshots is not None or (optimizer is not None and not selection.dtype.is_floating):
             return False
         one = selection.round_of(numbers) or selection.begin(numbers)
-        if one is None or worker in one.pushes:
+        if one is None:
             return False
         one.came.append((request, elements))
         one.pushes[worker] = Contribution(elements.view(selection.dtype.storage))

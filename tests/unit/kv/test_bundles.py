@@ -307,23 +307,23 @@ def test_bundles_make_no_difference(first: int, monkeypatch: pytest.MonkeyPatch)
     assert counts["opened"] > 5, "and what is not"
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_rounds_overtake_each_other_where_priorities_differ(seed: int) -> None:
-    game = Game(seed, num_workers=2)
-    calls: list[tuple[int, Asked]] = []
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(game, "send", lambda worker, asked: calls.append((worker, asked)))
-            for worker in (0, 1, 0, 1, 0, 1):
-                game.ask(worker, "push", USUAL)
-        for worker, asked in game.chance.sample(calls, len(calls)):
-            game.send(worker, asked)
-            assert game.bundled.values() == game.single.values()
-        game.compare()
-        assert not any(player.open for player in game.players)
-    finally:
-        game.bundled.close()
-        game.single.close()
+def test_rounds_overtake_each_other_where_priorities_differ() -> None:
+    for seed in range(60):
+        game = Game(seed, num_workers=2)
+        calls: list[tuple[int, Asked]] = []
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(game, "send", lambda *call: calls.append(call))  # noqa: B023
+                for worker in (0, 1, 0, 1, 0, 1):
+                    game.ask(worker, "push", USUAL)
+            for worker, asked in game.chance.sample(calls, len(calls)):
+                game.send(worker, asked)
+                assert game.bundled.values() == game.single.values()
+            game.compare()
+            assert not any(player.open for player in game.players)
+        finally:
+            game.bundled.close()
+            game.single.close()
 
 
 def test_a_push_that_comes_twice_counts_once() -> None:
@@ -333,8 +333,10 @@ def test_a_push_that_comes_twice_counts_once() -> None:
         for worker, request in ((0, 1), (0, 2), (1, 1)):
             side.send(worker, Header(Kind.PUSH, request, 0, 2, 0, int(Flag.BUNDLE), FLOAT), body)
         assert set(side.store.cells[2, 0].array.tolist()) == {2.0}
-        assert 2 in side.lines[0].answers
-        assert 1 in side.lines[1].answers
+        assert [set(line.answers) >= {request} for line, request in zip(side.lines, (2, 1), strict=True)] == [
+            True,
+            True,
+        ]
     finally:
         side.close()
 
