@@ -20,7 +20,7 @@ from reigen.kv.dist import DistStore
 pytestmark = pytest.mark.slow
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
-SIZES = {"small": 5, "large": 5000}
+SIZES = {"small": 5, "other": 300, "large": 5000}
 CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
 
 
@@ -94,17 +94,19 @@ class Life:
         for step in range(min(store.rounds(key) for key in SIZES), upto):
             # One that takes another's place may find keys that are a round ahead. If it went on with those first, it
             # would wait for workers that wait for the others.
-            for key in [key for key in SIZES if store.rounds(key) <= step]:
-                server = self.plan.dying_servers.get(store.rounds(key) + 1) if key == "large" else None
+            due = [key for key in SIZES if store.rounds(key) <= step]
+            for keys in [due] if rng.random() < 0.5 else [[key] for key in due]:
+                server = self.plan.dying_servers.get(step + 1) if "large" in keys else None
                 if store.rank == 0 and server is not None:
                     self.made.replace_server(server)
+                gradients, landing = [self._gradient(store, key) for key in keys], [outs[key] for key in keys]
                 how = rng.choice(("together", "apart", "push"))
                 if how == "together":
-                    store.pushpull(key, self._gradient(store, key), outs[key], wait=rng.random() < 0.5)
+                    store.pushpull(keys, gradients, landing, wait=rng.random() < 0.5)
                 else:
-                    store.push(key, self._gradient(store, key))
+                    store.push(keys, gradients)
                 if how == "apart":
-                    store.pull(key, outs[key])
+                    store.pull(keys, landing)
 
     def _end(self, store: DistStore) -> dict[str, set[float]]:
         store.leave()

@@ -24,8 +24,12 @@ class Plan:
         self.seed = seed
         self.num_workers, self.num_servers = chance.randint(1, 3), chance.randint(1, 3)
         self.staleness = chance.choice([0, 0, 1, 3, None])
-        self.sizes = [chance.choice([0, 1, 33, 5000, 12_000]) for _ in range(chance.randint(1, 4))]
-        self.pushes = [chance.randrange(len(self.sizes)) for _ in range(chance.randint(1, 25))]
+        self.sizes = [chance.choice([0, 1, 33, 33, 500, 5000, 12_000]) for _ in range(chance.randint(1, 6))]
+        #: which keys in one call
+        self.pushes = [
+            chance.sample(range(len(self.sizes)), chance.choice([1, 1, len(self.sizes)]))
+            for _ in range(chance.randint(1, 25))
+        ]
         self.breaks = chance.choice([0.0, 0.1])
         self.knobs: dict[str, Any] = {
             "kv_bigarray_bound": chance.choice([100, 1000, 1 << 30]),
@@ -53,8 +57,12 @@ class Run:
         store.set_optimizer(optim.create("test"))
         keys = list(range(len(plan.sizes)))
         store.init(keys, [np.zeros(size, np.float32) for size in plan.sizes])
-        for key in plan.pushes:
-            self.push(key)
+        for keys_of_call in plan.pushes:
+            if self.chance.random() < 0.8:
+                self.push(keys_of_call)
+            else:  # nobody need make the same calls
+                for key in keys_of_call:
+                    self.push([key])
             if self.chance.random() < plan.breaks:
                 self.lose_a_connection()
         for pending, key, value, out in self.results:
@@ -66,22 +74,30 @@ class Run:
         for key in keys:
             out = np.empty(plan.sizes[key], np.float32)
             store.pull(key, out)
-            assert (out == plan.expected(key, plan.pushes.count(key))).all(), f"seed {plan.seed}, key {key}"
+            assert (out == plan.expected(key, sum(key in keys for keys in plan.pushes))).all(), (
+                f"seed {plan.seed}, key {key}"
+            )
         store.barrier()
 
-    def push(self, key: int) -> None:
-        self.rounds[key] += 1
-        value = np.full(self.plan.sizes[key], self.store.rank + 1, np.float32)
-        out, priority = np.empty_like(value), self.chance.randint(-3, 3)
+    def push(self, keys: list[int]) -> None:
+        for key in keys:
+            self.rounds[key] += 1
+        values = [np.full(self.plan.sizes[key], self.store.rank + 1, np.float32) for key in keys]
+        outs, priority = [np.empty_like(value) for value in values], self.chance.randint(-3, 3)
         if self.chance.random() < 0.4:
-            self.store.push(key, value, priority)
-            value[:] = np.nan
+            self.store.push(keys, values, priority)
+            for value in values:
+                value[:] = np.nan
         else:
-            pending = self.store.pushpull(key, value, out, priority, wait=self.chance.random() < 0.3)
-            self.results.append((pending, key, self.plan.expected(key, self.rounds[key]), out))
+            pending = self.store.pushpull(keys, values, outs, priority, wait=self.chance.random() < 0.3)
+            self.expect(pending, keys, outs)
         if self.chance.random() < 0.2:
-            out = np.empty_like(value)
-            pending = self.store.pull(key, out, self.chance.randint(-3, 3), wait=False)
+            outs = [np.empty_like(value) for value in values]
+            pending = self.store.pull(keys, outs, self.chance.randint(-3, 3), wait=False)
+            self.expect(pending, keys, outs)
+
+    def expect(self, pending: Pending, keys: list[int], outs: list[np.ndarray[Any, Any]]) -> None:
+        for key, out in zip(keys, outs, strict=True):
             self.results.append((pending, key, self.plan.expected(key, self.rounds[key]), out))
 
     def lose_a_connection(self) -> None:

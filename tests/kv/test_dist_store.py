@@ -23,14 +23,22 @@ from reigen.errors import (
 )
 from reigen.kv.desk import Desk
 from reigen.kv.dist import DistStore
-from reigen.kv.protocol import Header, Kind
+from reigen.kv.protocol import Flag, Header, Kind
 from reigen.kv.upstream import Upstream
 
 pytestmark = pytest.mark.slow
 
 #: A small bound and small cells, so that a few thousand elements are spread over servers in many cells.
 CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
-KEYS = {"small": (5, "float32"), "large": (10_007, "float32"), "half": (5, "float16"), "large half": (9_999, "float16")}
+KEYS = {
+    "small": (5, "float32"),
+    "other": (300, "float32"),
+    "none": (0, "float32"),
+    "large": (10_007, "float32"),
+    "half": (5, "float16"),
+    "other half": (300, "float16"),
+    "large half": (9_999, "float16"),
+}
 UNRELIABLE = {"kv_resend": True, "kv_resend_timeout_ms": 30, "kv_drop_percent": 15.0}
 
 
@@ -504,6 +512,64 @@ def test_a_worker_that_does_not_push_is_named_by_the_deadline() -> None:
         assert isinstance(results[rank], DeadlineError)
         assert 1 in results[rank].ranks
         assert "fc.weight" in str(results[rank])
+
+
+def test_of_keys_that_travel_together_some_may_be_late_and_all_go_on() -> None:
+    """Worker 1 pushes one key of the two that worker 0 pushes together: the other one is late."""
+
+    def work(store: DistStore) -> tuple[str, list[float]]:
+        names, outs = ["a", "b", "c"], [np.empty(4, np.float32) for _ in range(3)]
+        store.init(names, [np.zeros(4, np.float32)] * 3)
+        value = np.full(4, store.rank + 1, np.float32)
+        text = ""
+        if store.rank == 0:
+            with pytest.raises(DeadlineError, match=r"waits for worker\(s\) 1") as raised:
+                store.pushpull(names, [value] * 3, outs)
+            text = str(raised.value)
+        else:
+            store.pushpull("b", value, outs[1])
+            assert outs[1].tolist() == [3.0] * 4
+        store.barrier()
+        assert [store.rounds(name) for name in names] == [0, 1, 0]
+        for _ in range(3):
+            store.pushpull(names, [value * 10] * 3, outs)
+        assert [store.rounds(name) for name in names] == [3, 4, 3]
+        return text, [float(out.sum()) for out in outs]
+
+    with job(2, 1, deadline_seconds=1.0) as made:
+        results = made.results(work)
+    assert "'b'" not in results[0][0]
+    assert [values for _, values in results] == [[120.0] * 3] * 2
+
+
+def test_small_keys_of_one_call_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrived: list[tuple[Kind, int]] = []
+    original = Desk.arrived
+
+    def note(desk: Desk, connection: Any, header: Header, received: Any) -> None:
+        if header.kind in {Kind.PUSH, Kind.PULL, Kind.PUSHPULL}:
+            arrived.append((Kind(header.kind), header.cell if header.flags & Flag.BUNDLE else 0))
+        original(desk, connection, header, received)
+
+    monkeypatch.setattr(Desk, "arrived", note)
+    sizes = [5, 70_000, 300, 0, 12, 7, 9]
+
+    def work(store: DistStore) -> None:
+        keys, value = list(range(len(sizes))), float(store.rank + 1)
+        dtypes = [np.float32] * 5 + [np.float16] * 2
+        store.init(keys, [np.zeros(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)])
+        values = [np.full(size, value, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+        outs = [np.empty_like(each) for each in values]
+        store.push(keys, values)
+        store.pull(keys, outs)
+        assert {element for out in outs for element in out.tolist()} == {3.0}
+        store.pushpull(keys, values)
+        assert {element for each in values for element in each.tolist()} == {3.0}
+
+    with job(2, 1) as made:
+        made.results(work)
+    calls = [(kind, count) for kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL) for count in (0, 2, 4)]
+    assert sorted(arrived) == sorted(calls * 2), "the large one, two halves, and the other four"
 
 
 def test_the_error_of_a_deadline_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:

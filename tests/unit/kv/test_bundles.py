@@ -377,7 +377,7 @@ def test_what_no_worker_sends_ends_its_connection(
         header = Header(Kind.PUSHPULL, 1, 0, len(keys), 0, int(Flag.BUNDLE) | flags, dtype)
         with pytest.raises(WireError, match=says):
             side.send(0, header, body)
-        for request, count in enumerate((-1, MOST_BUNDLED_KEYS + 1, 1 << 30), 10):
+        for request, count in enumerate((0, MOST_BUNDLED_KEYS + 1, (1 << 32) - 1), 10):
             with pytest.raises(WireError, match="a bundle of"):
                 side.send(0, Header(Kind.PUSH, request, 0, count, 0, int(Flag.BUNDLE), FLOAT), bytes(64))
         with pytest.raises(WireError, match="which no worker sends"):

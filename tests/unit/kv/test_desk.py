@@ -16,6 +16,7 @@ from reigen.kv.protocol import (
     COMMAND_CODEC,
     CONTROL_KINDS,
     DECLARE_CODEC,
+    DTYPE_NUMBERS,
     Command,
     Declare,
     Flag,
@@ -33,7 +34,8 @@ from reigen.optim import SGD
 
 pytestmark = pytest.mark.slow
 
-DENSE, ROWS = key_id("dense"), key_id("rows")
+DENSE, ROWS, OTHER = key_id("dense"), key_id("rows"), key_id("other")
+FLOAT = DTYPE_NUMBERS["float32"]
 
 
 class Line:
@@ -63,6 +65,7 @@ class Scene:
         for key, facts in [
             (DENSE, KeyFacts("dense", (4,), "float32", "default", 0)),
             (ROWS, KeyFacts("rows", (3, 2), "float32", "row_sparse", 0)),
+            (OTHER, KeyFacts("other", (2,), "float32", "default", 0)),
         ]:
             size = int(np.prod(facts.shape))
             self.store.laid_out(key, facts, (Place(0, 0, size, 0), Place(1, size, size, 1)))
@@ -81,6 +84,15 @@ class Scene:
             request = (1 << 42) + 2 * self.num_rounds + (key == ROWS)
             header = Header(Kind.PUSHPULL, request, key, 0, self.num_rounds, body_bytes=4 * size)
             self.desk.arrived(self.connections[0], header, np.ones(4 * size, np.uint8))
+
+    def push_together(self):
+        """The same, with a bundle."""
+        self.num_rounds += 1
+        keys = [DENSE, OTHER]
+        body = np.array([keys, [self.num_rounds] * 2], np.uint64).tobytes() + bytes(24)
+        request = (1 << 43) + self.num_rounds
+        header = Header(Kind.PUSHPULL, request, 0, 2, 0, int(Flag.BUNDLE), FLOAT, body_bytes=len(body))
+        self.desk.arrived(self.connections[0], header, _bytes(body).copy())
 
     def connect(self, number, incarnation=1):
         connection = Connection(Hello(number, incarnation, "host"), 0, Line(f"worker {number}"), Memory(None))
@@ -133,6 +145,12 @@ BODIES = st.one_of(
     st.lists(
         st.tuples(st.sampled_from([DENSE, ROWS, 5]), st.integers(0, 1), st.sampled_from([0, 1, 3, 2**64 - 1]))
     ).map(pack_counts),
+    st.builds(
+        lambda keys, rounds, size: np.array([keys, rounds[: len(keys)]], np.uint64).tobytes() + bytes(size),
+        st.lists(st.sampled_from([DENSE, OTHER, OTHER, ROWS, 5]), min_size=1, max_size=3),
+        st.lists(st.sampled_from([0, 1, 1, 2, 2**64 - 1]), min_size=3, max_size=3),
+        st.sampled_from([0, 8, 16, 24, 28]),
+    ),
 )
 MESSAGES = st.builds(
     lambda kind, request, key, cell, round_, flags, dtype, about, body, where: (
@@ -142,10 +160,12 @@ MESSAGES = st.builds(
     st.sampled_from(list(Kind)),
     st.integers(0, 6),
     st.sampled_from([DENSE, ROWS, key_id("new"), 5]),
-    st.integers(0, 1),
+    st.integers(0, 2),
     st.sampled_from([0, 1, 2, 3, 4, 200, 2**64 - 1]),
-    st.sampled_from([0, Flag.HOME, Flag.ENCODED, Flag.ENCODE_ANSWER, Flag.ANSWER_IN_MEMORY, Flag.RESENT, 127 & ~1]),
-    st.sampled_from([0, 0, 0, 4, 5, 6]),
+    st.sampled_from(
+        [0, Flag.BUNDLE, Flag.HOME, Flag.ENCODED, Flag.ENCODE_ANSWER, Flag.ANSWER_IN_MEMORY, Flag.RESENT, 255 & ~1]
+    ),
+    st.sampled_from([0, 0, 0, FLOAT, 5, 6]),
     st.sampled_from([0, *Kind]),
     BODIES,
     st.sampled_from([(0, 0), (0, 8), (1 << 60, 1 << 60)]),
@@ -168,10 +188,26 @@ PUSHES = st.builds(
         ),
     ),
 )
+
+
+def _bundle(kind, request, keys, rounds, num_more):
+    num_bytes = 0 if kind == Kind.PULL else sum({DENSE: 16, OTHER: 8, ROWS: 24}[key] for key in keys) + num_more
+    body = np.array([keys, rounds[: len(keys)]], np.uint64).tobytes() + bytes(num_bytes)
+    return Header(kind, request, 0, len(keys), 0, Flag.BUNDLE, FLOAT, body_bytes=len(body)), body
+
+
+BUNDLES = st.builds(
+    _bundle,
+    st.sampled_from([Kind.PUSH, Kind.PUSHPULL, Kind.PULL]),
+    st.integers(7, 100),
+    st.lists(st.sampled_from([DENSE, OTHER, DENSE, OTHER, ROWS]), min_size=1, max_size=2, unique=True),
+    st.lists(st.integers(1, 3), min_size=2, max_size=2),
+    st.sampled_from([0, 0, 0, 0, 4]),
+)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("send"), st.one_of(MESSAGES, PUSHES, PUSHES)),
-        st.tuples(st.sampled_from(["push", "push", "again", "lose", "return"]), st.none()),
+        st.tuples(st.just("send"), st.one_of(MESSAGES, PUSHES, PUSHES, BUNDLES)),
+        st.tuples(st.sampled_from(["push", "push", "push together", "again", "lose", "return"]), st.none()),
     ),
     max_size=25,
 )
@@ -199,6 +235,8 @@ def test_nothing_that_a_worker_sends_harms_a_store(staleness, policy, steps, has
                     scene.connections[1] = scene.connect(1)
             elif what == "push":
                 scene.push()
+            elif what == "push together":
+                scene.push_together()
             elif what == "again":
                 scene.connections[1] = scene.connect(1)
             elif what == "lose":
