@@ -210,7 +210,7 @@ class DistStore(KVStore):
     def _push(self, groups: list[Group], priority: int) -> Pending:
         self._check(pushes=True)
         operation = Operation(self._worker, "push", None, [key for key, _ in groups])
-        packing = Packing(self._messages, self._worker, Kind.PUSH, operation, priority)
+        packing = Packing(self._messages, self._worker, Kind.PUSH, operation, priority, len(groups))
         for key, tensors in groups:
             held = self._holdings[key]
             if any(isinstance(tensor, RowSparse) for tensor in tensors):
@@ -225,7 +225,7 @@ class DistStore(KVStore):
         self._check()
         places = _Landings(outs for _, outs in groups)
         operation = Operation(self._worker, "pull", places.finish, [key for key, _ in groups])
-        packing = Packing(self._messages, self._worker, Kind.PULL, operation, priority)
+        packing = Packing(self._messages, self._worker, Kind.PULL, operation, priority, len(groups))
         for (key, _), place in zip(groups, places, strict=True):
             packing.add(self._holdings[key], None, place.elements)
         packing.end()
@@ -240,7 +240,7 @@ class DistStore(KVStore):
         self._check(pushes=True)
         places = _Landings(several for _, several in outs)
         operation = Operation(self._worker, "pushpull", places.finish, keys)
-        packing = Packing(self._messages, self._worker, Kind.PUSHPULL, operation, priority)
+        packing = Packing(self._messages, self._worker, Kind.PUSHPULL, operation, priority, len(keys))
         for (key, tensors), place in zip(values, places, strict=True):
             held = self._holdings[key]
             packing.add(held, total(tensors, held.spec)[0], place.elements)

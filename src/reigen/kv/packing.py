@@ -75,11 +75,15 @@ class Packing:
         kind: PUSH, PULL or PUSHPULL.
         operation: that all of it is part of.
         priority: of that.
+        num_keys: of the call.
     """
 
-    def __init__(self, messages: Messages, worker: Worker, kind: Kind, operation: Operation, priority: int) -> None:
+    def __init__(
+        self, messages: Messages, worker: Worker, kind: Kind, operation: Operation, priority: int, num_keys: int
+    ) -> None:
         self._messages, self._worker = messages, worker
         self._kind, self._operation, self._priority = kind, operation, priority
+        self._is_single = num_keys == 1
         self._packs: dict[tuple[int, str], _Pack] = {}
 
     def add(self, held: Holding, elements: Array | None, out: Array | None) -> None:
@@ -93,7 +97,7 @@ class Packing:
         array = out if elements is None else elements
         assert array is not None
         spec, num_bytes = held.spec, array.nbytes
-        if (
+        if self._is_single or (
             num_bytes > SMALL_BYTES
             or len(held.places) != 1
             or spec.stype != DENSE
