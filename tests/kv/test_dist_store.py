@@ -20,10 +20,13 @@ from reigen.errors import (
     PeerLostError,
     UnsupportedError,
     UnsupportedTypeError,
+    WireError,
 )
 from reigen.kv.desk import Desk
 from reigen.kv.dist import DistStore
+from reigen.kv.memory import Value
 from reigen.kv.protocol import Flag, Header, Kind
+from reigen.kv.requests import Connection
 from reigen.kv.upstream import Upstream
 
 pytestmark = pytest.mark.slow
@@ -629,6 +632,32 @@ def test_a_server_that_has_gone_is_named() -> None:
     with job(2, peer_timeout_seconds=0.5) as made:
         for text in errors(made, work, PeerLostError):
             assert "server 0 on host here is lost" in text
+
+
+@pytest.mark.parametrize("size", [3, 200_000])
+@pytest.mark.parametrize("num_keys", [1, 3])
+def test_a_server_that_answers_nonsense_ends_the_store(
+    monkeypatch: pytest.MonkeyPatch, size: int, num_keys: int
+) -> None:
+    original = Connection.answer_value
+
+    def halve(connection: Connection, request: Any, value: Value, dtype: int) -> None:
+        half = Value(value.array[: len(value.array) // 2], value.block)
+        original(connection, request, half, dtype)
+
+    monkeypatch.setattr(Connection, "answer_value", halve)
+    keys = list(range(num_keys))
+
+    def work(store: DistStore) -> None:
+        store.init(keys, [np.zeros(size, np.float32)] * num_keys)
+        values = [np.ones(size, np.float32)] * num_keys
+        for _ in range(2):  # it does not get better
+            with pytest.raises(WireError, match="bytes"):
+                store.pushpull(keys, values, [np.empty_like(value) for value in values])
+        store.abandon()
+
+    with job(2, 1) as made:
+        made.results(work)
 
 
 def test_a_closed_store_says_so() -> None:

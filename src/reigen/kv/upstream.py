@@ -396,14 +396,13 @@ class Upstream:
             request.is_received = True
 
     def _answered(self, header: Header, body: memoryview) -> None:
-        request = self.outstanding.pop(header.request, None)
+        request = self.outstanding.get(header.request)
         in_memory = header.flags & _IN_MEMORY
         if in_memory:
             self._copied.append(header.request)
             self._num_copied_bytes += header.memory_bytes
         if request is None:  # answered twice: it was sent twice
             return
-        request.answer_header = header
         if header.kind == _ERROR:
             request.problem = PROBLEM_CODEC.decode(bytes(body))
             request.operation.fail(request.problem.raised())
@@ -411,6 +410,10 @@ class Upstream:
             self._take_value(request, header, self._in_memory(header) if in_memory else body)
         else:
             request.answer = bytes(body)
+        request.answer_header = header
+        del self.outstanding[
+            header.request
+        ]  # not before: what makes no sense is no answer, and is given up by the owner
         self._owner.over(request)
 
     def _in_memory(self, header: Header) -> memoryview:

@@ -17,6 +17,7 @@ from reigen.kv.arena import Arena
 from reigen.kv.line import Line
 from reigen.kv.nodes import Peer
 from reigen.kv.operations import Operation, Request
+from reigen.kv.packing import Bundle
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,
@@ -246,6 +247,19 @@ def test_what_no_server_says_ends_the_connection(bench: Make, kind: Kind, body: 
     with pytest.raises(WireError, match=text):
         one.answer(request, kind, body, int(flags))
     assert one.upstream.fileno() == -1
+    assert list(one.upstream.outstanding.values()) == [request], "its owner gives it up"
+    assert request.answer_header is None
+
+
+def test_a_bundle_that_is_answered_with_something_else_ends_the_connection(bench: Make) -> None:
+    one, outs = bench(), [np.zeros(3, np.float32), np.zeros(0, np.float32)]
+    request = Bundle(Kind.PULL, 3, Operation(None, "pull"), outs=outs)  # type: ignore[arg-type]  # nobody waits
+    one.upstream.submit(request)
+    one.upstream.flush()
+    with pytest.raises(WireError, match="16 bytes for a bundle of 12"):
+        one.answer(request, Kind.VALUE, np.ones(4, np.float32).tobytes())
+    assert list(one.upstream.outstanding.values()) == [request]
+    assert outs[0].tolist() == [0, 0, 0]
 
 
 def test_another_server_at_the_address_is_noticed() -> None:
