@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,7 @@ from reigen.kv.memory import Scratch, Value
 from reigen.kv.protocol import DTYPE_NUMBERS, MOST_BUNDLED_BYTES, MOST_BUNDLED_KEYS, Flag, Header, Kind, Problem
 from reigen.kv.requests import Answering, Request
 from reigen.kv.sums import Contribution, Sum
+from reigen.optim import Optimizer
 
 if TYPE_CHECKING:
     from reigen.kv.stores import Store, Surroundings
@@ -215,42 +216,36 @@ class Bundles:
         return True
 
     def _complete(self, selection: Selection, one: _Round) -> None:
-        memory = self._store.around.memory
-        parts = [one.pushes[worker] for worker in range(self._store.around.num_workers)]
-        total = memory.new(selection.num_bytes)
-        error = self._store.around.workers.now(lambda scratch: self._change(selection, one, parts, total, scratch))
-        selection.is_over()
-        if error is not None:
-            self._store.fail_all(selection.cells[0], error)
-            return
-        dtype = DTYPE_NUMBERS[selection.dtype.name]
-        for request, _ in one.came:
-            request.used(self._store.around.buffers)
-            if request.header.kind == _PUSH:
-                request.connection.answer(request, Kind.DONE)
-            else:
-                request.connection.answer_value(request, total, dtype)
-        memory.retire(total)
-
-    def _change(
-        self, selection: Selection, one: _Round, parts: list[Contribution], total: Value, scratch: Scratch
-    ) -> None:
-        """Have the cells, and ``total``, hold what is stored after a round."""
-        memory, optimizer = self._store.around.memory, self._store.settings.optimizer
-        out = total.array.view(selection.dtype.storage)
-        if optimizer is None:
-            Sum(selection.dtype, selection.length, parts, 1.0, scratch).into(out)
-        for cell, number, (begin, end) in zip(selection.cells, one.numbers, selection.ranges, strict=True):
-            target = memory.target(cell.value)
-            if optimizer is None:
-                target.array.view(selection.dtype.storage)[:] = out[begin:end]
-            else:
-                update = Update([Contribution(part.data[begin:end]) for part in parts])
-                cell.change(update, optimizer, target, scratch)
-                out[begin:end] = target.array.view(selection.dtype.storage)
-            cell.settle(target, memory)
+        """All workers have pushed the first round: add it up, and answer."""
+        store, memory = self._store, self._store.around.memory
+        parts = [one.pushes[worker] for worker in range(store.around.num_workers)]
+        targets = [memory.target(cell.value) for cell in selection.cells]
+        total, dtype = memory.new(selection.num_bytes), DTYPE_NUMBERS[selection.dtype.name]
+        for cell, number in zip(selection.cells, one.numbers, strict=True):
             cell.engine.together(number)
-            cell.applied = cell.applied.over((number,) * len(parts))
+        selection.is_over()
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                store.fail_all(selection.cells[0], error)
+                return
+            for cell, target, number in zip(selection.cells, targets, one.numbers, strict=True):
+                cell.settle(target, memory)
+                cell.applied = cell.applied.over((number,) * len(parts))
+            for request, _ in one.came:
+                request.used(store.around.buffers)
+                if request.header.kind == _PUSH:
+                    request.connection.answer(request, Kind.DONE)
+                else:
+                    request.connection.answer_value(request, total, dtype)
+            memory.retire(total)
+
+        num_bytes = selection.num_bytes * (len(parts) + 1)
+        optimizer = store.settings.optimizer
+        store.do(selection.cells, lambda scratch: _change(selection, parts, optimizer, targets, total, scratch), done,
+                 num_bytes)  # fmt: skip
+        if selection.cells[0].is_busy:
+            selection.open()  # later rounds wait for the cells now, not for workers alone
 
     def _read(self, selection: Selection, request: Request, numbers: list[int], elements: NDArray[np.uint8]) -> bool:
         """Answer a bundle of pulls, or have it wait for the round that it is to see; whether that can be done."""
@@ -271,6 +266,28 @@ class Bundles:
         request.connection.answer_value(request, total, DTYPE_NUMBERS[selection.dtype.name])
         memory.retire(total)
         return True
+
+
+def _change(
+    selection: Selection,
+    parts: Sequence[Contribution],
+    optimizer: Optimizer | None,
+    targets: Sequence[Value],
+    total: Value,
+    scratch: Scratch,
+) -> None:
+    """Have the cells' ``targets``, and ``total``, hold what is stored after a round of ``parts``."""
+    storage = selection.dtype.storage
+    out = total.array.view(storage)
+    if optimizer is None:
+        Sum(selection.dtype, selection.length, parts, 1.0, scratch).into(out)
+    for cell, target, (begin, end) in zip(selection.cells, targets, selection.ranges, strict=True):
+        if optimizer is None:
+            target.array.view(storage)[:] = out[begin:end]
+        else:
+            update = Update([Contribution(part.data[begin:end]) for part in parts])
+            cell.change(update, optimizer, target, scratch)
+            out[begin:end] = target.array.view(storage)
 
 
 class _Opened(Answering):

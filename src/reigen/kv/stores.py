@@ -11,7 +11,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -393,7 +393,7 @@ class Store:
             cell.must_save = self.around.saves_always
 
         num_bytes = cell.num_bytes * (len(update.parts) + 1)
-        self._do(cell, lambda scratch: cell.change(update, optimizer, target, scratch), done, num_bytes)
+        self.do([cell], lambda scratch: cell.change(update, optimizer, target, scratch), done, num_bytes)
 
     def _save_cell(self, cell: Cell) -> None:
         cell.must_save = False
@@ -409,19 +409,31 @@ class Store:
             if self.around.saves_always:
                 self.fail_all(cell, error)
 
-        self._do(cell, lambda _: snapshots.save_cell(self.number, cell.id, cell.pack()), done, _SMALL_BYTES)
+        self.do([cell], lambda _: snapshots.save_cell(self.number, cell.id, cell.pack()), done, _SMALL_BYTES)
 
-    def _do(self, cell: Cell, task: Task, done: Callable[[BaseException | None], None], num_bytes: int) -> None:
-        """Have something computed, then go on with the cell."""
+    def do(
+        self, cells: Sequence[Cell], task: Task, done: Callable[[BaseException | None], None], num_bytes: int
+    ) -> None:
+        """Have something computed, then go on with the cells.
+
+        Args:
+            cells: that nothing else is done to meanwhile.
+            task: what; in another thread if it is long.
+            done: called then, in this one, with what it raised.
+            num_bytes: that it goes through.
+        """
         if num_bytes < _SMALL_BYTES:
             done(self.around.workers.now(task))
             return
-        cell.is_busy = True
+        for cell in cells:
+            cell.is_busy = True
 
         def ended(error: BaseException | None) -> None:
-            cell.is_busy = False
+            for cell in cells:
+                cell.is_busy = False
             done(error)
-            self._advance(cell)
+            for cell in cells:
+                self._advance(cell)
 
         self.around.workers.begin(task, ended)
 
