@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ import pytest
 from reigen import optim
 from reigen.errors import WireError
 from reigen.kv import stores
-from reigen.kv.arena import Arena
+from reigen.kv.arena import Arena, PeerArena
 from reigen.kv.bundles import Bundles, Selection
 from reigen.kv.cells import KeyFacts
 from reigen.kv.desk import Desk
@@ -51,28 +52,34 @@ class Line:
 
     name = "line"
 
-    def __init__(self) -> None:
+    def __init__(self, memory: PeerArena) -> None:
         self.answers: dict[int, tuple[int, Any]] = {}
+        #: answers in the server's memory that were not given back
+        self.unreleased: list[int] = []
+        self._memory = memory
 
     def send(self, header: Header, body: Any = b"", *, priority: int = 0, on_sent: Any = None) -> None:
         assert unpack_header(header.pack()) == header
         assert header.request not in self.answers, "two answers"
         if header.request:
             assert header.kind != Kind.RECEIVED
+            if header.flags & Flag.IN_MEMORY:
+                self.unreleased.append(header.request)
+                body = self._memory.view(header.offset, header.memory_bytes)
             is_error = header.kind == Kind.ERROR
             self.answers[header.request] = header.kind, PROBLEM_CODEC.decode(bytes(body)) if is_error else bytes(body)
         if on_sent is not None:
             on_sent()
 
     def close(self) -> None:
-        pass
+        self._memory.close()
 
 
 class Side:
     """A store with its workers' connections."""
 
     def __init__(self, num_workers: int, staleness: float, policy: str, optimizer: optim.Optimizer | None) -> None:
-        self.workers, self.arena, self.num_workers = Workers(1), Arena("test"), num_workers
+        self.workers, self.arena, self.num_workers = Workers(3), Arena("test"), num_workers
         around = Surroundings(0, num_workers, Memory(self.arena), Buffers(), self.workers, policy=LossPolicy(policy))
         self.store = Store(0, staleness, around)
         self.desk = Desk(self.store)
@@ -87,8 +94,13 @@ class Side:
                 self.send(worker, Header(Kind.COMMAND, 1 << 41), body)
 
     def connect(self, worker: int) -> Connection:
-        self.lines[worker : worker + 1] = [Line()]
-        connection = Connection(Hello(worker, 1, f"host{worker}"), 0, self.lines[worker], self.store.around.memory)  # type: ignore[arg-type]
+        segment = self.arena.segment
+        hello = Hello(worker, 1, f"host{worker}", "here", os.getpid(), segment.fd, segment.inode)
+        memory, peer = (PeerArena.open(hello, "here")[0] for _ in range(2))
+        assert memory is not None
+        self.lines[worker : worker + 1] = [Line(memory)]
+        line: Any = self.lines[worker]
+        connection = Connection(hello, 0, line, self.store.around.memory, peer)
         self.store.connected(connection)
         return connection
 
@@ -118,10 +130,13 @@ class Side:
             self.store.expire()
 
     def settle(self) -> None:
-        """What threads compute is there."""
+        """What threads compute is there, and workers have copied what they were given."""
         while self.workers.num_running:
             select.select([self.workers], [], [])
             self.workers.collect()
+        for worker, line in enumerate(self.lines):
+            self.send(worker, Header(Kind.RELEASE), np.array(line.unreleased, np.uint64).tobytes())
+            line.unreleased.clear()
 
     def values(self) -> dict[int, tuple[bytes, list[int]]]:
         cells = self.store.cells.values()
@@ -132,6 +147,8 @@ class Side:
 
     def close(self) -> None:
         self.workers.close()
+        for connection in self.connections:
+            connection.end()
         self.arena.close()
 
 
@@ -238,12 +255,13 @@ class Game:
 
     def send(self, worker: int, asked: Asked) -> None:
         about = np.array([asked.keys, asked.numbers], np.uint64).tobytes()
-        header = Header(asked.kind, asked.bundle, 0, len(asked.keys), 0, int(Flag.BUNDLE), FLOAT)
+        header = Header(
+            asked.kind, asked.bundle, 0, len(asked.keys), 0, int(Flag.BUNDLE | Flag.ANSWER_IN_MEMORY), FLOAT
+        )
         self.bundled.send(worker, header, about + asked.body(asked.keys))
         for key, number in zip(asked.keys, asked.numbers, strict=True):
-            self.single.send(
-                worker, Header(asked.kind, asked.singles[key], key, 0, number, 0, FLOAT), asked.body((key,))
-            )
+            header = Header(asked.kind, asked.singles[key], key, 0, number, int(Flag.ANSWER_IN_MEMORY), FLOAT)
+            self.single.send(worker, header, asked.body((key,)))
 
     def happen(self, what: str) -> None:
         worker = self.chance.randrange(len(self.players))
