@@ -11,20 +11,24 @@ what it has mapped, maps whole slabs, and finds every block within one mapping.
 from __future__ import annotations
 
 import bisect
+import logging
 import os
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import SharedMemoryError, WireError
-from reigen.kv.protocol import Hello
+from reigen.kv.protocol import INLINE_BYTES, Hello
 from reigen.wire.segment import PAGE_BYTES, Segment, round_up
 
 #: No two blocks share one, so that neither do the processors that work on them.
 _CACHE_LINE_BYTES = 64
 _SMALLEST_SLAB_BYTES, _LARGEST_SLAB_BYTES = 1 << 22, 1 << 26
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,6 +156,38 @@ class Arena:
         self._slabs.append(self.segment.map(offset, nbytes))
         self._starts.append(offset)
         self._free.append((offset, nbytes))
+
+
+class Bodies:
+    """Memory for what is sent: in an arena, but for what is small, and where that cannot grow. Any thread may use it.
+
+    Args:
+        arena: see below.
+
+    Attributes:
+        arena: takes back the blocks that are given here.
+    """
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+
+    def copy(self, *parts: NDArray[Any]) -> tuple[NDArray[np.uint8] | bytes, Block | None]:
+        """The bytes of flat arrays, one behind the other, and the block that they lie in; small ones do not."""
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes < INLINE_BYTES:
+            return b"".join(part.tobytes() for part in parts), None
+        body, block = self.take(nbytes)
+        np.concatenate([part.view(np.uint8) for part in parts], out=body)
+        return body, block
+
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], Block | None]:
+        """Memory with undefined content, and the block that it lies in."""
+        try:
+            block = self.arena.allocate(nbytes)
+        except SharedMemoryError as error:
+            _log.warning("%s; this value travels through sockets", error)
+            return np.empty(nbytes, np.uint8), None
+        return block.array, block
 
 
 class PeerArena:

@@ -127,7 +127,7 @@ class Messages:
                 request = self._request(kind, operation, held, place, priority, round_number)
                 part = elements if is_one else elements[place.begin : place.end]
                 if codec is None:
-                    request.body, request.block = self._worker.body_of(part)
+                    request.body, request.block = self._worker.bodies.copy(part)
                 else:
                     self._encode(request, codec, held, place, part)
                 if into is not None:
@@ -148,7 +148,7 @@ class Messages:
                 request = self._request(Kind.ROW_PUSH, operation, held, place, priority, round_number)
                 numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
                 parts = numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8)
-                request.body, request.block = self._worker.body_of(*parts)
+                request.body, request.block = self._worker.bodies.copy(*parts)
                 requests.append(request)
             self._worker.submit(requests, held.track)
         except BaseException:
@@ -181,7 +181,7 @@ class Messages:
     def put(self, kind: Kind, operation: Operation, held: Holding, place: Place, body: Array) -> Request:
         """A request that gives a cell bytes: INIT and PUT_STATES."""
         request = self._request(kind, operation, held, place, 0, 0)
-        request.body, request.block = self._worker.body_of(body)
+        request.body, request.block = self._worker.bodies.copy(body)
         return request
 
     def _request(
@@ -214,7 +214,7 @@ class Messages:
             codec.encode(part, held.residuals[place.index], codes)
             request.body = bytes(codes)
         else:
-            request.body, request.block = self._worker.memory(nbytes)
+            request.body, request.block = self._worker.bodies.take(nbytes)
             codec.encode(part, held.residuals[place.index], request.body)
         request.flags |= int(Flag.ENCODED)
 

@@ -148,7 +148,7 @@ class Packing:
                 bundle.on_done = bundle.note
             about = np.array([[held.id for held in pack.holdings], numbers], np.uint64).reshape(-1).view(np.uint8)
             parts = [about, *(each.view(np.uint8) for each in pack.elements)]
-            bundle.body, bundle.block = self._worker.body_of(*parts)
+            bundle.body, bundle.block = self._worker.bodies.copy(*parts)
             self._worker.submit([bundle], *(held.track for held in pack.holdings))
         except BaseException:
             for held in pack.holdings if is_push else ():

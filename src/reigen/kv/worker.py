@@ -19,19 +19,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import numpy as np
 from msgspec import structs
 
 from reigen.cluster.forks import not_in_children
 from reigen.cluster.layout import this_host
 from reigen.cluster.rendezvous import split_address
 from reigen.config import Config
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError, SharedMemoryError
-from reigen.frontends.adapter import Array
-from reigen.kv.arena import Arena, Block
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
+from reigen.kv.arena import Arena, Bodies
 from reigen.kv.nodes import Membership, NodeLost, ServerMoved, Stop
-from reigen.kv.operations import READING, WRITING, Bytes, Operation, Request, Track
-from reigen.kv.protocol import COMMAND_CODEC, INLINE_BYTES, PURPOSE, RESULT_CODEC, Command, Hello, Kind, Notice
+from reigen.kv.operations import READING, WRITING, Operation, Request, Track
+from reigen.kv.protocol import COMMAND_CODEC, PURPOSE, RESULT_CODEC, Command, Hello, Kind, Notice
 from reigen.kv.turnstile import Turnstile
 from reigen.kv.upstream import Manner, Upstream
 from reigen.kv.watch import Watch
@@ -68,6 +66,7 @@ class Worker:
 
     Attributes:
         member: see above.
+        bodies: memory for what requests send.
         num_servers: how many there are.
 
     Raises:
@@ -96,7 +95,7 @@ class Worker:
         self._num_unsent_bytes = self._num_announced_bytes = 0
         #: how many groups of requests are held back (see the module)
         self._num_held = 0
-        self._arena = Arena(f"reigen-kv-worker-{member.number}")
+        self.bodies = Bodies(Arena(f"reigen-kv-worker-{member.number}"))
         self._watch = Watch([self._driving, member])
         self._upstreams: list[Upstream] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
@@ -141,24 +140,6 @@ class Worker:
             if not operation.is_told and operation.error is not None:
                 operation.is_told = True
                 raise operation.error
-
-    def body_of(self, *parts: Array) -> tuple[Bytes | bytes, Block | None]:
-        """A private copy of arrays, to be sent, and where it lies in the arena; small ones do not."""
-        nbytes = sum(part.nbytes for part in parts)
-        if nbytes < INLINE_BYTES:
-            return b"".join(part.tobytes() for part in parts), None
-        body, block = self.memory(nbytes)
-        np.concatenate([part.view(np.uint8) for part in parts], out=body)
-        return body, block
-
-    def memory(self, nbytes: int) -> tuple[Bytes, Block | None]:
-        """Memory for the body of a request, which gives it back; outside the arena, where that cannot grow."""
-        try:
-            block = self._arena.allocate(nbytes)
-        except SharedMemoryError as error:
-            _log.warning("%s; this value travels through sockets", error)
-            return np.empty(nbytes, np.uint8), None
-        return block.array, block
 
     def submit(self, requests: Sequence[Request], *tracks: Track) -> None:
         """Begin requests of one operation, all or some. They leave when there are many bytes of them, or by `flush`.
@@ -306,7 +287,7 @@ class Worker:
                 upstream.close()
             self._upstreams.clear()
             self._watch.clear()
-            self._arena.close()
+            self.bodies.arena.close()
         self._driving.close()
 
     def close_descriptors(self) -> None:
@@ -325,7 +306,7 @@ class Worker:
         """See `reigen.kv.upstream.Owner.over`."""
         request.is_over = True
         if request.block is not None:
-            self._arena.free(request.block)
+            self.bodies.arena.free(request.block)
             request.block = None
         self._num_outstanding -= 1
         operation = request.operation
@@ -365,7 +346,7 @@ class Worker:
         machine, host = this_host(config.host_id or "")
         hello = Hello(member.number, member.incarnation, host, staleness=staleness)
         if config.kv_shared_memory:
-            segment = self._arena.segment
+            segment = self.bodies.arena.segment
             hello = structs.replace(hello, machine=machine, pid=os.getpid(), fd=segment.fd, inode=segment.inode)
         manner = Manner(
             Identity(Role.RANK, member.number, PURPOSE),

@@ -54,8 +54,8 @@ class Line:
 
     def __init__(self, memory: PeerArena) -> None:
         self.answers: dict[int, tuple[int, Any]] = {}
-        #: answers in the server's memory that were not given back
-        self.unreleased: list[int] = []
+        #: answers in the server's memory that were not given back: where they are, and what they were
+        self.unreleased: dict[int, tuple[Any, bytes]] = {}
         self._memory = memory
 
     def send(self, header: Header, body: Any = b"", *, priority: int = 0, on_sent: Any = None) -> None:
@@ -64,8 +64,8 @@ class Line:
         if header.request:
             assert header.kind != Kind.RECEIVED
             if header.flags & Flag.IN_MEMORY:
-                self.unreleased.append(header.request)
                 body = self._memory.view(header.offset, header.memory_bytes)
+                self.unreleased[header.request] = body, bytes(body)
             is_error = header.kind == Kind.ERROR
             self.answers[header.request] = header.kind, PROBLEM_CODEC.decode(bytes(body)) if is_error else bytes(body)
         if on_sent is not None:
@@ -135,7 +135,8 @@ class Side:
             select.select([self.workers], [], [])
             self.workers.collect()
         for worker, line in enumerate(self.lines):
-            self.send(worker, Header(Kind.RELEASE), np.array(line.unreleased, np.uint64).tobytes())
+            assert all(bytes(view) == given for view, given in line.unreleased.values()), "it changed while it was read"
+            self.send(worker, Header(Kind.RELEASE), np.array(list(line.unreleased), np.uint64).tobytes())
             line.unreleased.clear()
 
     def values(self) -> dict[int, tuple[bytes, list[int]]]:
@@ -221,7 +222,11 @@ class Game:
             return
         self.places[worker] += 1
         if place == len(self.plan):
-            keys = USUAL if self.chance.random() < 0.8 else tuple(self.chance.sample(list(SIZES), 3))
+            keys = (
+                USUAL
+                if self.chance.random() < 0.8
+                else tuple(self.chance.sample(list(SIZES), self.chance.randint(1, 3)))
+            )
             self.plan.append((self.chance.choice(["pushpull", "pushpull", "push", "push then pull"]), keys))
         what, keys = self.plan[place]
         selections = [keys]
@@ -254,16 +259,20 @@ class Game:
         self.send(worker, asked)
 
     def send(self, worker: int, asked: Asked) -> None:
+        for key, number in zip(asked.keys, asked.numbers, strict=True):
+            header = Header(asked.kind, asked.singles[key], key, 0, number, int(Flag.ANSWER_IN_MEMORY), FLOAT)
+            for side in (self.single, self.bundled)[: 2 if len(asked.keys) == 1 else 1]:
+                side.send(worker, header, asked.body((key,)))
+        if len(asked.keys) == 1:
+            return
         about = np.array([asked.keys, asked.numbers], np.uint64).tobytes()
         header = Header(
             asked.kind, asked.bundle, 0, len(asked.keys), 0, int(Flag.BUNDLE | Flag.ANSWER_IN_MEMORY), FLOAT
         )
         self.bundled.send(worker, header, about + asked.body(asked.keys))
-        for key, number in zip(asked.keys, asked.numbers, strict=True):
-            header = Header(asked.kind, asked.singles[key], key, 0, number, int(Flag.ANSWER_IN_MEMORY), FLOAT)
-            self.single.send(worker, header, asked.body((key,)))
 
     def happen(self, what: str) -> None:
+        self.compare()  # workers know which of their pushes have failed
         worker = self.chance.randrange(len(self.players))
         player = self.players[worker]
         if (what == "leave" and player.open) or (what == "lose" and player.has_left):
@@ -294,7 +303,8 @@ class Game:
 
     def is_over(self, worker: int, asked: Asked) -> bool:
         """Whether a call has been answered, in both stores or in none, and alike."""
-        answer = self.bundled.lines[worker].answers.get(asked.bundle)
+        is_single = len(asked.keys) == 1
+        answer = self.bundled.lines[worker].answers.get(asked.singles[asked.keys[0]] if is_single else asked.bundle)
         found = self.single.lines[worker].answers
         answers = [found.get(asked.singles[key]) for key in asked.keys]
         assert (answer is None) == any(one is None for one in answers)
@@ -309,7 +319,7 @@ class Game:
         assert kind == Kind.ERROR
         assert isinstance(problem, Problem)
         assert (problem.error, problem.reason, problem.key) in [(one.error, one.reason, one.key) for one in problems]
-        assert problem.done == tuple(place for place, (kind, _) in enumerate(given) if kind != Kind.ERROR)
+        assert is_single or problem.done == tuple(place for place, (kind, _) in enumerate(given) if kind != Kind.ERROR)
         player = self.players[worker]  # it counts on from what was done, as `Holding.last_round` does
         for key, number, (one, _) in zip(asked.keys, asked.numbers, given, strict=True):
             if one == Kind.ERROR and asked.kind != Kind.PULL:
