@@ -204,7 +204,9 @@ class Game:
         try:
             for _ in range(num_steps):
                 if self.chance.random() < self.mischief:
+                    self.compare()  # workers know which of their pushes have failed, before and after
                     self.happen(self.chance.choice(["reconnect", "reconnect", "lose", "find", "leave", "expire"]))
+                    self.compare()
                 else:
                     self.go_on(self.chance.randrange(len(self.players)))
                 if self.chance.random() < self.patience:
@@ -272,7 +274,6 @@ class Game:
         self.bundled.send(worker, header, about + asked.body(asked.keys))
 
     def happen(self, what: str) -> None:
-        self.compare()  # workers know which of their pushes have failed
         worker = self.chance.randrange(len(self.players))
         player = self.players[worker]
         if (what == "leave" and player.open) or (what == "lose" and player.has_left):
