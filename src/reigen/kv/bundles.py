@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,22 +26,24 @@ from reigen.errors import ArgumentError, WireError
 from reigen.kv.cells import Cell, Update
 from reigen.kv.consistency import MAX_AHEAD
 from reigen.kv.memory import Scratch, Value
-from reigen.kv.protocol import DTYPE_NUMBERS, MOST_BUNDLED_BYTES, MOST_BUNDLED_KEYS, Flag, Header, Kind, Problem
-from reigen.kv.requests import Answering, Request
+from reigen.kv.protocol import DTYPE_NUMBERS, MOST_BUNDLED_BYTES, MOST_BUNDLED_KEYS, Flag, Header, Kind
+from reigen.kv.requests import Request
 from reigen.kv.sums import Contribution, Sum
 from reigen.optim import Optimizer
 
 if TYPE_CHECKING:
-    from reigen.kv.stores import Store, Surroundings
+    from reigen.kv.stores import Store
 
 #: Selections of keys that are remembered.
 _MOST_KNOWN = 256
 #: Bytes of a key in front of the elements: its id and its round.
 KEY_BYTES = 16
 MOST_BYTES = MOST_BUNDLED_KEYS * KEY_BYTES + MOST_BUNDLED_BYTES
+_ANSWER_IN_MEMORY = int(Flag.ANSWER_IN_MEMORY)
 _OWN_FLAGS = int(Flag.BUNDLE | Flag.IN_MEMORY | Flag.ANSWER_IN_MEMORY | Flag.RESENT)
 # As plain numbers, since enumerations are slow.
 _PULL, _PUSH = int(Kind.PULL), int(Kind.PUSH)
+_NOTHING = np.empty(0, np.uint8)
 #: Has a part of a bundle done as if it had come by itself.
 Handle = Callable[[Request, NDArray[np.uint8]], None]
 
@@ -68,10 +69,9 @@ class Selection:
     Args:
         cells: of one key each, all of one element type.
         handle: what a part of a bundle that is opened is given to.
-        around: what they share with all cells of the server.
     """
 
-    def __init__(self, cells: list[Cell], handle: Handle, around: Surroundings) -> None:
+    def __init__(self, cells: list[Cell], handle: Handle) -> None:
         self.cells = cells
         self.dtype = cells[0].dtype
         ends = list(itertools.accumulate(cell.length for cell in cells))
@@ -81,7 +81,7 @@ class Selection:
         self.num_bytes = self.length * self.dtype.itemsize
         #: consecutive ones, of which the first is next
         self.rounds: deque[_Round] = deque()
-        self._handle, self._around = handle, around
+        self._handle = handle
 
     def round_of(self, numbers: list[int]) -> _Round | None:
         """What has come for a round."""
@@ -121,15 +121,17 @@ class Selection:
 
     def hand_out(self, request: Request, numbers: list[int], elements: NDArray[np.uint8]) -> None:
         """Have a bundle done key by key."""
-        header, opened = request.header, _Opened(request, self.cells, self._around)
-        request.parts = []
-        for place, (cell, number) in enumerate(zip(self.cells, numbers, strict=True)):
+        header = request.header
+        parts = []
+        for place, (cell, number) in enumerate(zip(self.cells, numbers, strict=True), 1):
             about = Header(
-                header.kind, place, cell.key, 0, number, 0, header.dtype, store=header.store, priority=header.priority
-            )
-            request.parts.append(Request(opened, about, request.since))
+                header.kind, header.request + place, cell.key, 0, number, header.flags & _ANSWER_IN_MEMORY,
+                header.dtype, store=header.store, priority=header.priority,
+            )  # fmt: skip
+            parts.append(Request(request.connection, about, request.since, bundle=request, num_holding=1))
+        request.parts, request.num_holding = {part.header.request: part for part in parts}, len(parts)
         size = self.dtype.itemsize if len(elements) else 0
-        for part, (begin, end) in zip(request.parts, self.ranges, strict=True):
+        for part, (begin, end) in zip(parts, self.ranges, strict=True):
             self._handle(part, elements[size * begin : size * end])
 
 
@@ -176,7 +178,7 @@ class Bundles:
             self._known.clear()
         selection = self._known.get((ids, dtype))
         if selection is None:
-            selection = self._known[ids, dtype] = Selection(self._cells(ids, dtype), self._handle, self._store.around)
+            selection = self._known[ids, dtype] = Selection(self._cells(ids, dtype), self._handle)
         return selection
 
     def _cells(self, ids: bytes, dtype: int) -> list[Cell]:
@@ -207,7 +209,7 @@ class Bundles:
         if store.around.snapshots is not None or (optimizer is not None and not selection.dtype.is_floating):
             return False
         one = selection.round_of(numbers) or selection.begin(numbers)
-        if one is None:
+        if one is None or worker in one.pushes:
             return False
         one.came.append((request, elements))
         one.pushes[worker] = Contribution(elements.view(selection.dtype.storage))
@@ -225,9 +227,11 @@ class Bundles:
             cell.engine.together(number)
         selection.is_over()
 
+        at = [selection.cells[0]]
+
         def done(error: BaseException | None) -> None:
             if error is not None:
-                store.fail_all(selection.cells[0], error)
+                store.fail_all(at[0], error)
                 return
             for cell, target, number in zip(selection.cells, targets, one.numbers, strict=True):
                 cell.settle(target, memory)
@@ -240,18 +244,22 @@ class Bundles:
                     request.connection.answer_value(request, total, dtype)
             memory.retire(total)
 
-        num_bytes = selection.num_bytes * (len(parts) + 1)
         optimizer = store.settings.optimizer
-        store.do(selection.cells, lambda scratch: _change(selection, parts, optimizer, targets, total, scratch), done,
-                 num_bytes)  # fmt: skip
+
+        def change(scratch: Scratch) -> None:
+            for cell in _change(selection, parts, optimizer, targets, total, scratch):
+                at[0] = cell
+
+        store.do(selection.cells, change, done, selection.num_bytes * (len(parts) + 1))
         if selection.cells[0].is_busy:
             selection.open()  # later rounds wait for the cells now, not for workers alone
 
-    def _read(self, selection: Selection, request: Request, numbers: list[int], elements: NDArray[np.uint8]) -> bool:
+    def _read(self, selection: Selection, request: Request, numbers: list[int], _: NDArray[np.uint8]) -> bool:
         """Answer a bundle of pulls, or have it wait for the round that it is to see; whether that can be done."""
         one = selection.round_of(numbers)
         if one is not None:
-            one.came.append((request, elements))
+            request.used(self._store.around.buffers)
+            one.came.append((request, _NOTHING))
             return True
         worker = request.connection.worker
         for cell, number in zip(selection.cells, numbers, strict=True):
@@ -275,92 +283,17 @@ def _change(
     targets: Sequence[Value],
     total: Value,
     scratch: Scratch,
-) -> None:
-    """Have the cells' ``targets``, and ``total``, hold what is stored after a round of ``parts``."""
+) -> Iterator[Cell]:
+    """Have the cells' ``targets``, and ``total``, hold what is stored after ``parts``; yields each cell before."""
     storage = selection.dtype.storage
     out = total.array.view(storage)
     if optimizer is None:
         Sum(selection.dtype, selection.length, parts, 1.0, scratch).into(out)
     for cell, target, (begin, end) in zip(selection.cells, targets, selection.ranges, strict=True):
+        yield cell
         if optimizer is None:
             target.array.view(storage)[:] = out[begin:end]
         else:
             update = Update([Contribution(part.data[begin:end]) for part in parts])
             cell.change(update, optimizer, target, scratch)
             out[begin:end] = target.array.view(storage)
-
-
-class _Opened(Answering):
-    """Takes the answers to the parts of a bundle, and answers it when all are there.
-
-    Args:
-        request: the bundle.
-        cells: of its keys.
-        around: what these share.
-    """
-
-    def __init__(self, request: Request, cells: list[Cell], around: Surroundings) -> None:
-        self._request, self._around = request, around
-        #: what has been answered; empty for what has no value
-        self._values = [b""] * len(cells)
-        self._problem: Problem | None = None
-        self._done: list[int] = []
-        self._num_left = len(cells)
-
-    @property
-    def worker(self) -> int:
-        """See `Answering.worker`."""
-        return self._request.connection.worker
-
-    def let_go(self, num_bytes: int) -> None:
-        """See `Answering.let_go`. Parts have no memory of their own."""
-
-    def answer(
-        self,
-        request: Request,
-        kind: Kind,
-        body: bytes | bytearray | memoryview = b"",
-        *,
-        flags: int = 0,
-        round: int | None = None,
-        dtype: int = 0,
-    ) -> None:
-        """See `Answering.answer`; a part of a bundle has no answer with a body of its own."""
-        self._over(request, None)
-
-    def answer_value(self, request: Request, value: Value, dtype: int) -> None:
-        """See `Answering.answer_value`; it is copied."""
-        if not request.is_answered:
-            self._values[request.header.request] = value.array.tobytes()
-            self._over(request, None)
-
-    def fail(self, request: Request, problem: Problem) -> None:
-        """See `Answering.fail`."""
-        self._over(request, problem)
-
-    def _over(self, part: Request, problem: Problem | None) -> None:
-        if part.is_answered:
-            return
-        part.is_answered = True
-        part.reading = None  # which refers to the request
-        if problem is None:
-            self._done.append(part.header.request)
-        else:
-            self._problem = self._problem or problem
-        self._num_left -= 1
-        if not self._num_left:
-            self._answer_all()
-
-    def _answer_all(self) -> None:
-        request, memory = self._request, self._around.memory
-        connection = request.connection
-        request.used(self._around.buffers)
-        if self._problem is not None:
-            connection.fail(request, msgspec.structs.replace(self._problem, done=tuple(sorted(self._done))))
-        elif request.header.kind == _PUSH:
-            connection.answer(request, Kind.DONE)
-        else:
-            total = memory.new(sum(map(len, self._values)))
-            total.array[:] = np.frombuffer(b"".join(self._values), np.uint8)
-            connection.answer_value(request, total, request.header.dtype)
-            memory.retire(total)

@@ -68,7 +68,7 @@ class Holding:
         """The last push could not be begun: it does not count."""
         self._has_failed = True
 
-    def note(self, cell: int, round: int, *, is_done: bool) -> None:
+    def note(self, cell: int, round: int, is_done: bool) -> None:
         """A push of a cell is over."""
         if is_done:
             self.done[cell] = max(self.done[cell], round)
@@ -78,7 +78,7 @@ class Holding:
     def note_request(self, request: Request) -> None:
         """A request that pushes to a cell is over."""
         header = request.answer_header
-        self.note(request.cell, request.round, is_done=header is not None and header.kind != Kind.ERROR)
+        self.note(request.cell, request.round, header is not None and header.kind != Kind.ERROR)
 
     def row_ranges(self) -> Iterator[tuple[Place, int, int]]:
         """Each cell of a row-sparse key with its first row and the one after its last."""

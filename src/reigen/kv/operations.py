@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.compression import Codec
-from reigen.errors import ReigenError
+from reigen.errors import ReigenError, WireError
 from reigen.frontends.adapter import Array
 from reigen.kv.arena import Block
-from reigen.kv.protocol import Flag, Header, Kind, Problem
+from reigen.kv.protocol import Flag, Header, Kind
 
 Bytes = NDArray[np.uint8]
 
@@ -63,12 +63,6 @@ class Track:
     most_pushes: int = MOST_AHEAD
     last: Operation | None = None
     held: deque[Sequence[Request]] = field(default_factory=deque)
-
-    def is_free(self, kind: Kind) -> bool:
-        """Whether a request of an operation of its own need not wait for anything."""
-        if self.held:
-            return False
-        return kind not in WRITING or (not self.num_reads and self.takes_a_push())
 
     def takes_a_push(self) -> bool:
         """Whether there are not too many under way."""
@@ -183,7 +177,6 @@ class Request:
         is_over: it was answered, or given up.
         answer: the body of the answer, where it is not a value that belongs somewhere.
         answer_header: of the answer.
-        problem: what the answer says that it failed of.
     """
 
     kind: Kind
@@ -208,7 +201,11 @@ class Request:
     is_over: bool = field(default=False, init=False)
     answer: bytes | bytearray | None = field(default=None, init=False)
     answer_header: Header | None = field(default=None, init=False)
-    problem: Problem | None = field(default=None, init=False)
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids belong to it, from `request` on."""
+        return 1
 
     def take(self, data: memoryview) -> None:
         """Its value is there; it does not belong to `into`.
@@ -222,6 +219,11 @@ class Request:
         """Whatever is answered from now on goes nowhere."""
         if self.into is not None:
             self.into = np.empty_like(self.into)
+
+    def leave(self) -> Sequence[Track]:
+        """The orders that it is part of, and from now on is not any more."""
+        tracks, self.tracks = self.tracks, ()
+        return tracks
 
     def header(self, store: int, *, is_read: bool, can_read: bool, again: bool) -> tuple[Header, memoryview | bytes]:
         """What to send: the header, and the body that follows it on the connection.
@@ -255,3 +257,60 @@ class Request:
             int(Kind.QUERY), self.request, self.key, self.cell, self.round, self.flags, self.dtype,
             self.kind, store, self.priority,
         )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Bundle(Request):
+    """A request for several keys, whose `tracks` are in their order. Each key may be answered by itself.
+
+    Attributes:
+        numbers: of each key, what `Request.round` would be.
+        notes: what is told of each key's push when it is over: cell, round, and whether it was done. None for pulls.
+        outs: where the keys' values belong, flat; empty where none are asked for.
+        alone: the keys, by their numbers in the bundle, that were answered by themselves.
+    """
+
+    numbers: Sequence[int] = ()
+    notes: Sequence[Callable[[int, int, bool], None]] = ()
+    outs: list[Array] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set, init=False)
+
+    @property
+    def num_ids(self) -> int:
+        """See `Request.num_ids`."""
+        return 1 + len(self.numbers)
+
+    def take(self, data: memoryview) -> None:
+        """See `Request.take`: the values of all keys."""
+        if len(data) != sum(out.nbytes for out in self.outs):
+            raise WireError(f"{len(data)} bytes for a bundle of {sum(out.nbytes for out in self.outs)}")
+        values = np.frombuffer(data, self.outs[0].dtype)
+        begin = 0
+        for out in self.outs:
+            end = begin + len(out)
+            out[:] = values[begin:end]
+            begin = end
+
+    def forget(self) -> None:
+        """See `Request.forget`."""
+        self.outs = [np.empty_like(out) for out in self.outs]
+
+    def leave(self) -> Sequence[Track]:
+        """See `Request.leave`."""
+        tracks = [track for place, track in enumerate(self.tracks) if place not in self.alone]
+        self.tracks = ()
+        return tracks
+
+    def part_over(self, place: int, *, is_done: bool) -> Track:
+        """A key was answered by itself; returns its order, which the bundle is not part of any more."""
+        self.alone.add(place)
+        if self.notes:
+            self.notes[place](0, self.numbers[place], is_done)
+        return self.tracks[place]
+
+    def note(self, _: Request) -> None:
+        """See `Request.on_done`: for all keys that were not answered by themselves."""
+        is_done = self.answer_header is not None and self.answer_header.kind != Kind.ERROR
+        for place, note in enumerate(self.notes):
+            if place not in self.alone:
+                note(0, self.numbers[place], is_done)

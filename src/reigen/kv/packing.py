@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from reigen.errors import WireError
 from reigen.frontends.adapter import Array
 from reigen.kv.holdings import Holding, Messages
-from reigen.kv.operations import WRITING, Operation, Request
+from reigen.kv.operations import WRITING, Bundle, Operation
 from reigen.kv.protocol import DTYPE_NUMBERS, MOST_BUNDLED_BYTES, MOST_BUNDLED_KEYS, Flag, Kind
 from reigen.kv.values import DENSE
 from reigen.kv.worker import Worker
 
 #: Keys of more bytes travel by themselves: for these, one more copy on the server costs as much as a message.
 SMALL_BYTES = 1 << 18
-
-
-@dataclass(slots=True, eq=False)
-class Bundle(Request):
-    """A request for several keys.
-
-    Attributes:
-        keys: which, each with what `Request.round` would be.
-        outs: where their values belong, flat; empty where none are asked for.
-    """
-
-    keys: Sequence[tuple[Holding, int]] = ()
-    outs: list[Array] = field(default_factory=list)
-
-    def take(self, data: memoryview) -> None:
-        """See `Request.take`."""
-        if len(data) != sum(out.nbytes for out in self.outs):
-            raise WireError(f"{len(data)} bytes for a bundle of {sum(out.nbytes for out in self.outs)}")
-        values = np.frombuffer(data, self.outs[0].dtype)
-        begin = 0
-        for out in self.outs:
-            end = begin + len(out)
-            out[:] = values[begin:end]
-            begin = end
-
-    def forget(self) -> None:
-        """See `Request.forget`."""
-        self.outs = [np.empty_like(out) for out in self.outs]
-
-    def note(self, _: Request) -> None:
-        """Have the keys know of their push, which is over."""
-        if self.answer_header is None:
-            done: set[int] = set()
-        else:
-            done = set(range(len(self.keys)) if self.problem is None else self.problem.done)
-        for place, (held, number) in enumerate(self.keys):
-            held.note(0, number, is_done=place in done)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +62,6 @@ class Packing:
             num_bytes > SMALL_BYTES
             or len(held.places) != 1
             or spec.stype != DENSE
-            or not held.track.is_free(self._kind)
             or (self._messages.codec is not None and spec.dtype.is_floating)
         ):
             self._alone(held, elements, out)
@@ -141,11 +101,10 @@ class Packing:
         try:
             bundle = Bundle(
                 self._kind, first.places[0].server, self._operation, 0, len(numbers), 0,
-                DTYPE_NUMBERS[first.spec.dtype.name], int(Flag.BUNDLE), self._priority,
-                keys=list(zip(pack.holdings, numbers, strict=True)), outs=pack.outs,
+                DTYPE_NUMBERS[first.spec.dtype.name], int(Flag.BUNDLE), self._priority, numbers=numbers, outs=pack.outs,
             )  # fmt: skip
             if is_push:
-                bundle.on_done = bundle.note
+                bundle.notes, bundle.on_done = [held.note for held in pack.holdings], bundle.note
             about = np.array([[held.id for held in pack.holdings], numbers], np.uint64).reshape(-1).view(np.uint8)
             parts = [about, *(each.view(np.uint8) for each in pack.elements)]
             bundle.body, bundle.block = self._worker.bodies.copy(*parts)

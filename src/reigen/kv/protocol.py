@@ -41,9 +41,9 @@ k. GOODBYE: the worker has nothing more to push; it is not expected any more. An
 l. PUSH, PUSHPULL and PULL of several keys in one message, with `Flag.BUNDLE`: each key is one dense cell, all are of
    one element type, none is there twice, and ``cell`` says how many there are. The body is their ids, what ``round``
    would be for each (both uint64), and for pushes their elements in the same order, without gaps. Each key is treated
-   as if it had come by itself, but the answer is one: VALUE has the elements in the same order, DONE and VALUE come
-   when all is done, and ERROR says in `Problem.done` what was done all the same. QUERY of a bundle is answered by
-   `Flag.UNKNOWN`, unless it is there.
+   as if it had come by itself. What is done for all keys at the same time has one answer: a VALUE has the elements in
+   the same order. Otherwise each key has an answer of its own, as soon as it is done: the keys' ids are those behind
+   the id of the bundle, in order. QUERY of a bundle is answered by `Flag.UNKNOWN`, unless something of it is open.
 """
 
 from __future__ import annotations
@@ -341,7 +341,6 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
         key: the key's name, as the user wrote it; None where it concerns them all.
         workers: the workers at fault.
         details: one line for each worker, where they differ.
-        done: of a bundle, which keys were done all the same, by their numbers in it.
     """
 
     error: str
@@ -349,7 +348,6 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
     key: int | str | None = None
     workers: tuple[int, ...] = ()
     details: dict[int, str] = {}
-    done: tuple[int, ...] = ()
 
     def raised(self) -> ReigenError:
         """As an error."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -40,11 +39,13 @@ class Request:
         buffer: the received body, whose memory is given back then.
         numbers: of the rows that it asks for.
         reading: the token of its second half, where it is a PUSHPULL.
-        parts: of a bundle that was opened, the requests for its keys.
+        parts: of a bundle that was opened, by their ids, the requests for its keys that are not answered.
+        bundle: that this is a part of, if any.
+        num_holding: how many parts of the bundle need its body; 1 for a part that does.
         is_answered: nothing more is said about it.
     """
 
-    connection: Answering
+    connection: Connection
     header: Header
     since: float
     cell: Cell | None = None
@@ -52,7 +53,9 @@ class Request:
     buffer: NDArray[np.uint8] | None = None
     numbers: NDArray[np.int64] | None = None
     reading: Reading | None = None
-    parts: list[Request] | None = None
+    parts: dict[int, Request] | None = None
+    bundle: Request | None = None
+    num_holding: int = 0
     is_answered: bool = False
 
     @property
@@ -61,11 +64,17 @@ class Request:
         return bool(self.header.flags & _ENCODE_ANSWER)
 
     def used(self, buffers: Buffers) -> None:
-        """Its body is not needed any more."""
+        """Its body is not needed any more. That of a bundle is as long as one of its parts has not said so."""
         if self.buffer is not None:
-            self.connection.let_go(self.buffer.nbytes)
+            self.connection.num_held_bytes -= self.buffer.nbytes
             buffers.give(self.buffer)
         self.contribution = self.buffer = None
+        if self.num_holding:
+            self.num_holding = 0
+            if self.bundle is not None:
+                self.bundle.num_holding -= 1
+                if not self.bundle.num_holding:
+                    self.bundle.used(buffers)
 
 
 @dataclass(slots=True, eq=False)
@@ -75,50 +84,8 @@ class Reading:
     request: Request
 
 
-class Answering(ABC):
-    """Who takes the answers to a request: the connection that it came by, or the bundle that it was a part of."""
-
-    @property
-    @abstractmethod
-    def worker(self) -> int:
-        """The number of the worker that asked."""
-
-    @abstractmethod
-    def let_go(self, num_bytes: int) -> None:
-        """So much of what was received is used up."""
-
-    @abstractmethod
-    def answer(
-        self,
-        request: Request,
-        kind: Kind,
-        body: bytes | bytearray | memoryview = b"",
-        *,
-        flags: int = 0,
-        round: int | None = None,
-        dtype: int = 0,
-    ) -> None:
-        """Answer a request with what nobody changes afterwards. Of several answers only the first is sent."""
-
-    @abstractmethod
-    def answer_value(self, request: Request, value: Value, dtype: int) -> None:
-        """Answer a request with memory that must not change until the worker, or the kernel, has it."""
-
-    @abstractmethod
-    def fail(self, request: Request, problem: Problem) -> None:
-        """Answer a request with an error."""
-
-    def answer_codes(self, request: Request, codes: bytes) -> None:
-        """Answer a request with a value as codes of the store's gradient compression."""
-        self.answer(request, Kind.VALUE, codes, flags=int(Flag.ENCODED))
-
-    def refuse(self, request: Request, error: ReigenError, key: int | str | None = None) -> None:
-        """Answer a request with an error."""
-        self.fail(request, Problem.of(error, key))
-
-
 @dataclass(eq=False)
-class Connection(Answering):
+class Connection:
     """What a server knows of the other end of a line.
 
     Attributes:
@@ -156,11 +123,7 @@ class Connection(Answering):
             if request.parts is None:
                 yield request
             else:
-                yield from (part for part in request.parts if not part.is_answered)
-
-    def let_go(self, num_bytes: int) -> None:
-        """See `Answering.let_go`."""
-        self.num_held_bytes -= num_bytes
+                yield from request.parts.values()
 
     def is_busy_with(self, request: int) -> bool:
         """Whether a request is not answered, or its answer has not left: if it comes again, nothing is to be done."""
@@ -194,7 +157,7 @@ class Connection(Answering):
         round: int | None = None,
         dtype: int = 0,
     ) -> None:
-        """See `Answering.answer`."""
+        """Answer a request with what nobody changes afterwards. Of several answers only the first is sent."""
         if self._finish(request):
             asked = request.header
             round_ = asked.round if round is None else round
@@ -205,7 +168,7 @@ class Connection(Answering):
             self.send(header, body, asked.priority)
 
     def answer_value(self, request: Request, value: Value, dtype: int) -> None:
-        """See `Answering.answer_value`."""
+        """Answer a request with memory that must not change until the worker, or the kernel, has it."""
         asked, nbytes = request.header, value.array.nbytes
         if nbytes < INLINE_BYTES:
             self.answer(request, Kind.VALUE, value.array.tobytes(), dtype=dtype)
@@ -234,9 +197,17 @@ class Connection(Answering):
 
         self.line.send(header, value.array.data, priority=asked.priority, on_sent=left)
 
+    def answer_codes(self, request: Request, codes: bytes) -> None:
+        """Answer a request with a value as codes of the store's gradient compression."""
+        self.answer(request, Kind.VALUE, codes, flags=int(Flag.ENCODED))
+
     def fail(self, request: Request, problem: Problem) -> None:
-        """See `Answering.fail`."""
+        """Answer a request with an error."""
         self.answer(request, Kind.ERROR, PROBLEM_CODEC.encode(problem))
+
+    def refuse(self, request: Request, error: ReigenError, key: int | str | None = None) -> None:
+        """Answer a request with an error."""
+        self.fail(request, Problem.of(error, key))
 
     def release(self, request: int, value: Value | None = None) -> None:
         """The worker has copied the answer to a request, or the kernel ``value``. Unknown ones are ignored."""
@@ -254,6 +225,8 @@ class Connection(Answering):
         self.line.close()
         for request in list(self._leases):
             self.release(request)
+        for bundle in self.open_requests.values():
+            bundle.parts = None  # which refer to it
         self.open_requests.clear()
         if self.peer is not None:
             self.peer.close()
@@ -264,5 +237,17 @@ class Connection(Answering):
             return False
         request.is_answered = True
         request.reading = None  # which refers to the request
-        self.open_requests.pop(request.header.request, None)
+        bundle = request.bundle
+        if bundle is None:
+            self._close(request)
+        elif bundle.parts is not None:
+            bundle.parts.pop(request.header.request, None)
+            if not bundle.parts:
+                self._close(bundle)
         return True
+
+    def _close(self, request: Request) -> None:
+        """A request, or all parts of a bundle, are answered."""
+        self.open_requests.pop(request.header.request, None)
+        if request.parts is not None:
+            request.is_answered, request.parts = True, None  # parts refer to the bundle

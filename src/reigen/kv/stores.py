@@ -162,7 +162,6 @@ class Store:
     def said_goodbye(self, request: Request) -> None:
         """A worker has nothing more to push."""
         connection = request.connection
-        assert isinstance(connection, Connection), "no part of a bundle says so"
         self.has_left(connection.worker, connection.hello.host)
         connection.answer(request, Kind.DONE)
 

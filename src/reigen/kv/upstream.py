@@ -23,10 +23,11 @@ import numpy as np
 
 from reigen.cluster.rendezvous import split_address
 from reigen.errors import AuthenticationError, ReigenError, WireError
+from reigen.frontends.adapter import Array
 from reigen.kv.arena import PeerArena
 from reigen.kv.line import Drops, Line
 from reigen.kv.nodes import Peer
-from reigen.kv.operations import Bytes, Request
+from reigen.kv.operations import Bundle, Bytes, Request
 from reigen.kv.protocol import (
     HELLO_CODEC,
     MAX_CONTROL_BYTES,
@@ -98,6 +99,9 @@ class Owner(Protocol):
 
     def over(self, request: Request) -> None:
         """A request has been answered; its operation knows already if that was an error."""
+
+    def over_in_part(self, bundle: Bundle, place: int, *, is_done: bool) -> None:
+        """One key of a bundle has been answered by itself; the same."""
 
     def heed(self, notice: Notice) -> None:
         """A server says something unasked."""
@@ -237,8 +241,8 @@ class Upstream:
 
     def submit(self, request: Request) -> None:
         """Ask the server; `flush` has it leave."""
-        self._num_requests += 1
-        request.request = self._num_requests
+        request.request = self._num_requests + 1
+        self._num_requests += request.num_ids
         self.outstanding[request.request] = request
         if self.is_ready:
             self._send(request)
@@ -322,14 +326,14 @@ class Upstream:
 
     def place(self, line: Line, header: Header) -> memoryview:
         """See `reigen.kv.line.Receiver`: values land where they belong."""
-        request = self.outstanding.get(header.request)
         nbytes = header.body_bytes
+        request = self.outstanding.get(header.request)
         if header.kind == _VALUE and request is not None:
             if request.into is None or header.flags & _ENCODED:
                 return memoryview(bytearray(nbytes))
-            if request.into.nbytes == nbytes:
-                return request.into.view(np.uint8).data
-            raise WireError(f"{self.name} sent a value of {nbytes} bytes where {request.into.nbytes} were asked for")
+            return self._place_in(request.into, nbytes)
+        if header.kind == _VALUE and (part := self._part(header.request)) is not None:
+            return self._place_in(self._out_of(*part), nbytes)
         if nbytes > _MAX_LATE_BYTES:
             raise WireError(f"{self.name} sent {nbytes} bytes that nobody asked for")
         return memoryview(bytearray(nbytes))
@@ -395,25 +399,55 @@ class Upstream:
         else:
             request.is_received = True
 
+    def _place_in(self, into: Array, nbytes: int) -> memoryview:
+        if into.nbytes == nbytes:
+            return into.view(np.uint8).data
+        raise WireError(f"{self.name} sent a value of {nbytes} bytes where {into.nbytes} were asked for")
+
+    def _out_of(self, bundle: Bundle, place: int) -> Array:
+        if not bundle.outs:
+            raise WireError(f"{self.name} sent a value that nobody asked for")
+        return bundle.outs[place]
+
+    def _part(self, number: int) -> tuple[Bundle, int] | None:
+        """Of which bundle an id is that of a key, and of which; None also where that was answered already."""
+        for bundle in self.outstanding.values():
+            place = number - bundle.request - 1
+            if isinstance(bundle, Bundle) and 0 <= place < len(bundle.numbers):
+                return None if place in bundle.alone else (bundle, place)
+        return None
+
     def _answered(self, header: Header, body: memoryview) -> None:
         request = self.outstanding.get(header.request)
-        in_memory = header.flags & _IN_MEMORY
-        if in_memory:
+        if header.flags & _IN_MEMORY:
             self._copied.append(header.request)
             self._num_copied_bytes += header.memory_bytes
-        if request is None:  # answered twice: it was sent twice
-            return
+        if request is None:
+            if (part := self._part(header.request)) is not None:
+                self._answered_in_part(*part, header, body)
+            return  # or answered twice: it was sent twice
         if header.kind == _ERROR:
-            request.problem = PROBLEM_CODEC.decode(bytes(body))
-            request.operation.fail(request.problem.raised())
+            request.operation.fail(PROBLEM_CODEC.decode(bytes(body)).raised())
         elif header.kind == _VALUE:
-            self._take_value(request, header, self._in_memory(header) if in_memory else body)
+            self._take_value(request, header, self._in_memory(header) if header.flags & _IN_MEMORY else body)
         else:
             request.answer = bytes(body)
+        self._over(request, header)
+
+    def _answered_in_part(self, bundle: Bundle, place: int, header: Header, body: memoryview) -> None:
+        if header.kind == _ERROR:
+            bundle.operation.fail(PROBLEM_CODEC.decode(bytes(body)).raised())
+        elif header.kind == _VALUE and header.flags & _IN_MEMORY:
+            target = self._place_in(self._out_of(bundle, place), header.memory_bytes)
+            target[:] = self._in_memory(header)
+        self._owner.over_in_part(bundle, place, is_done=header.kind != _ERROR)
+        if len(bundle.alone) == len(bundle.numbers):
+            self._over(bundle, header)
+
+    def _over(self, request: Request, header: Header) -> None:
+        """An answer has been taken; before, there was none: what makes no sense is given up by the owner."""
         request.answer_header = header
-        del self.outstanding[
-            header.request
-        ]  # not before: what makes no sense is no answer, and is given up by the owner
+        del self.outstanding[request.request]
         self._owner.over(request)
 
     def _in_memory(self, header: Header) -> memoryview:

@@ -28,7 +28,7 @@ from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
 from reigen.kv.arena import Arena, Bodies
 from reigen.kv.nodes import Membership, NodeLost, ServerMoved, Stop
-from reigen.kv.operations import READING, WRITING, Operation, Request, Track
+from reigen.kv.operations import READING, WRITING, Bundle, Operation, Request, Track
 from reigen.kv.protocol import COMMAND_CODEC, PURPOSE, RESULT_CODEC, Command, Hello, Kind, Notice
 from reigen.kv.turnstile import Turnstile
 from reigen.kv.upstream import Manner, Upstream
@@ -93,8 +93,8 @@ class Worker:
         self._failed: deque[Operation] = deque()
         self._num_outstanding = 0
         self._num_unsent_bytes = self._num_announced_bytes = 0
-        #: how many groups of requests are held back (see the module)
-        self._num_held = 0
+        #: requests that are held back (see the module), in order, by their identity: each stands in all of its tracks
+        self._held: dict[int, Sequence[Request]] = {}
         self.bodies = Bodies(Arena(f"reigen-kv-worker-{member.number}"))
         self._watch = Watch([self._driving, member])
         self._upstreams: list[Upstream] = []
@@ -146,7 +146,7 @@ class Worker:
 
         Args:
             requests: all of one kind.
-            tracks: of their key, none if they are in no order with others; of a bundle, several, all of them free.
+            tracks: of their key, none if they are in no order with others; of a bundle, those of its keys.
         """
         operation = requests[0].operation
         with self._driving:
@@ -154,17 +154,18 @@ class Worker:
                 operation.fail(self._failure)
                 return
             if requests[0].kind in WRITING:
+                if not all(track.takes_a_push() for track in tracks):
+                    self._drive(operation, lambda: all(track.takes_a_push() for track in tracks), None)
                 for track in tracks:
-                    if not track.takes_a_push():
-                        self._drive(operation, track.takes_a_push, None)
                     track.num_pushes += len(requests)
             operation.num_left += len(requests)
             self._num_outstanding += len(requests)
             for request in requests:
                 request.tracks = tracks
-            if len(tracks) == 1 and (tracks[0].held or tracks[0].must_wait(requests)):
-                tracks[0].held.append(requests)
-                self._num_held += 1
+            if any(track.held or track.must_wait(requests) for track in tracks):
+                for track in tracks:
+                    track.held.append(requests)
+                self._held[id(requests)] = requests
             else:
                 self._ask(requests)
                 if self._num_unsent_bytes > _FLUSH_BYTES:
@@ -258,7 +259,7 @@ class Worker:
         try:
             self._wait_until(lambda: not self._num_outstanding, time.monotonic() + _LINGER_SECONDS)
         except DeadlineError:
-            self._wait_until(lambda: not self._num_held, None)
+            self._wait_until(lambda: not self._held, None)
         self.check()
         return not self._num_outstanding
 
@@ -308,17 +309,20 @@ class Worker:
         if request.block is not None:
             self.bodies.arena.free(request.block)
             request.block = None
-        self._num_outstanding -= 1
-        operation = request.operation
-        operation.num_left -= 1
         if request.on_done is not None:
             request.on_done(request)
+        self._release(request.kind, request.leave())
+        self._num_outstanding -= 1
+        operation = request.operation
+        operation.num_left -= 1  # last: whoever asks whether it is done may go on at once
         if not operation.num_left:
             if operation.error is not None:
                 self._failed.append(operation)
             operation.over()
-        for track in request.tracks:
-            self._follow(request, track)
+
+    def over_in_part(self, bundle: Bundle, place: int, *, is_done: bool) -> None:
+        """See `reigen.kv.upstream.Owner.over_in_part`."""
+        self._release(bundle.kind, [bundle.part_over(place, is_done=is_done)])
 
     def heed(self, notice: Notice) -> None:
         """See `reigen.kv.upstream.Owner.heed`."""
@@ -524,35 +528,39 @@ class Worker:
             self._upstreams[request.server].submit(request)
             self._num_unsent_bytes += len(request.body)
 
-    def _follow(self, request: Request, track: Track) -> None:
-        """A request of a key is over: what was held back because of it may go."""
-        if request.kind in WRITING:
-            track.num_pushes -= 1
-        if request.kind in READING:
-            track.num_reads -= 1
-        while track.held and not track.must_wait(track.held[0]):
-            self._num_held -= 1
-            self._ask(track.held.popleft())
+    def _release(self, kind: Kind, tracks: Sequence[Track]) -> None:
+        """A request of these keys is over: what was held back because of it may go."""
+        for track in tracks:
+            track.num_pushes -= kind in WRITING
+            track.num_reads -= kind in READING
+        for track in tracks:
+            while track.held and self._may_go(track.held[0]):
+                requests = track.held[0]
+                for each in requests[0].tracks:
+                    each.held.popleft()
+                del self._held[id(requests)]
+                self._ask(requests)
+
+    @staticmethod
+    def _may_go(requests: Sequence[Request]) -> bool:
+        """Whether requests that were held back are the next ones of all their keys, and need not wait for any."""
+        tracks = requests[0].tracks
+        return all(track.held[0] is requests and not track.must_wait(requests) for track in tracks)
 
     def _fail(self, error: ReigenError) -> None:
         """Nothing works any more."""
         if self._failure is None:
             self._failure = error
+        pending = [request for upstream in self._upstreams for request in upstream.outstanding.values()]
+        pending += [request for requests in self._held.values() for request in requests]
+        self._held.clear()
         for upstream in self._upstreams:
-            pending = list(upstream.outstanding.values())
             upstream.outstanding.clear()
-            for request in pending:
-                self._give_up(request, error)
-
-    def _give_up(self, request: Request, error: ReigenError) -> None:
-        tracks, request.tracks = request.tracks, ()
-        request.operation.fail(error)
-        self.over(request)
-        for track in tracks:
-            while track.held:
-                self._num_held -= 1
-                for each in track.held.popleft():
-                    self._give_up(each, error)
+        for request in pending:
+            request.operation.fail(error)
+            for track in request.leave():
+                track.held.clear()
+            self.over(request)
 
     def _late(self, what: Operation | str, *, is_final: bool) -> DeadlineError:
         """The error of what did not happen in time; one that is final has the operation's results go nowhere."""
@@ -572,6 +580,9 @@ class Worker:
                 for request in upstream.outstanding.values():
                     if request.operation is operation:
                         request.forget()
+            for requests in self._held.values():
+                for request in requests if requests[0].operation is operation else ():
+                    request.forget()
             operation.fail(error)
             operation.is_told = True  # by this error, which whoever waits gets
         self._leave_to_thread()

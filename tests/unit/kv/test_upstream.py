@@ -16,8 +16,7 @@ from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.kv.arena import Arena
 from reigen.kv.line import Line
 from reigen.kv.nodes import Peer
-from reigen.kv.operations import Operation, Request
-from reigen.kv.packing import Bundle
+from reigen.kv.operations import Bundle, Operation, Request
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,
@@ -253,7 +252,7 @@ def test_what_no_server_says_ends_the_connection(bench: Make, kind: Kind, body: 
 
 def test_a_bundle_that_is_answered_with_something_else_ends_the_connection(bench: Make) -> None:
     one, outs = bench(), [np.zeros(3, np.float32), np.zeros(0, np.float32)]
-    request = Bundle(Kind.PULL, 3, Operation(None, "pull"), outs=outs)  # type: ignore[arg-type]  # nobody waits
+    request = Bundle(Kind.PULL, 3, Operation(None, "pull"), numbers=(1, 1), outs=outs)  # type: ignore[arg-type]  # nobody waits
     one.upstream.submit(request)
     one.upstream.flush()
     with pytest.raises(WireError, match="16 bytes for a bundle of 12"):
