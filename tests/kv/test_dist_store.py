@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,10 @@ from reigen.errors import (
 from reigen.kv.desk import Desk
 from reigen.kv.dist import DistStore
 from reigen.kv.memory import Value
+from reigen.kv.operations import Bundle
 from reigen.kv.protocol import Flag, Header, Kind
 from reigen.kv.requests import Connection
+from reigen.kv.server import Server
 from reigen.kv.upstream import Upstream
 
 pytestmark = pytest.mark.slow
@@ -544,6 +547,119 @@ def test_of_keys_that_travel_together_some_may_be_late_and_all_go_on() -> None:
         results = made.results(work)
     assert "'b'" not in results[0][0]
     assert [values for _, values in results] == [[120.0] * 3] * 2
+
+
+@pytest.mark.parametrize("how", ["pushpull", "push, then pull"])
+def test_keys_that_travel_together_do_not_wait_for_each_other(how: str) -> None:
+    """Worker 1 needs the second round of one key before it pushes the other one."""
+
+    def work(store: DistStore) -> None:
+        store.init(["a", "b"], [np.zeros(4, np.float32)] * 2)
+        value, outs = np.ones(4, np.float32), [np.empty(4, np.float32) for _ in range(3)]
+        if store.rank == 0:
+            if how == "pushpull":
+                first = store.pushpull(["a", "b"], [value, value], outs[:2], wait=False)
+            else:
+                store.push(["a", "b"], [value, value])
+                first = store.pull(["a", "b"], outs[:2], wait=False)
+            second = store.pushpull("a", value, outs[2], wait=False)
+            first.wait()
+            second.wait()
+        else:
+            for key, out in zip(["a", "a", "b"], outs, strict=True):
+                store.pushpull(key, value, out)
+        assert {element for out in outs for element in out.tolist()} == {2.0}
+
+    with job(2, 1, deadline_seconds=10.0) as made:
+        made.results(work)
+
+
+def test_lists_that_are_pushed_ahead_stay_in_the_order_of_each_key() -> None:
+    """What one key waits for holds up no other key of its call: else workers whose lists differ wait for each other."""
+
+    def work(store: DistStore) -> None:
+        keys, chance = list(range(6)), random.Random(store.rank)
+        store.set_optimizer(optim.create("test"))
+        store.init(keys, [np.zeros(9, np.float32)] * 6)
+        rounds, results = dict.fromkeys(keys, 0), []
+        for step in range(60):
+            chosen = chance.sample(keys, 4) if store.rank else keys[step % 3 : step % 3 + 4]
+            chosen = [key for key in chosen if rounds[key] < 20]
+            for key in chosen:
+                rounds[key] += 1
+            outs = [np.empty(9, np.float32) for _ in chosen]
+            if chosen:
+                pending = store.pushpull(chosen, [np.ones(9, np.float32) for _ in chosen], outs, wait=False)
+                results += [(pending, out, 2.0 * rounds[key]) for key, out in zip(chosen, outs, strict=True)]
+        rest = [key for key in keys for _ in range(20 - rounds[key])]
+        for key in rest:
+            store.push(key, np.ones(9, np.float32))
+        for pending, out, value in results:
+            pending.wait()
+            assert (out == value).all()
+        store.wait()
+
+    with job(2, 2) as made:
+        made.results(work)
+
+
+def test_whoever_sees_that_a_call_is_done_finds_its_keys_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = Bundle.note
+
+    def note(bundle: Bundle, request: Any) -> None:
+        seen.append(bundle.operation.done())
+        original(bundle, request)
+
+    monkeypatch.setattr(Bundle, "note", note)
+
+    def work(store: DistStore) -> None:
+        store.init(["a", "b"], [np.zeros(4, np.float32)] * 2)
+        store.pushpull(["a", "b"], [np.ones(4, np.float32) for _ in range(2)])
+
+    with job(2, 1) as made:
+        made.results(work)
+    assert seen == [False, False]
+
+
+@pytest.mark.parametrize("num_keys", [1, 3])
+def test_what_was_held_back_goes_nowhere_after_the_deadline(monkeypatch: pytest.MonkeyPatch, num_keys: int) -> None:
+    """The server stops for a while. The second pushpull waits for the first, and neither comes in time."""
+    goes, stands = threading.Event(), threading.Event()
+    goes.set()
+    original = Server._turn
+
+    def turn(server: Server) -> None:
+        if not goes.is_set():
+            stands.set()
+            assert goes.wait(SECONDS)
+        original(server)
+
+    monkeypatch.setattr(Server, "_turn", turn)
+    monkeypatch.setattr("reigen.kv.worker._GRACE", (1.0, 0.2))
+
+    def work(store: DistStore) -> None:
+        keys, value = list(range(num_keys)), [np.ones(4, np.float32)] * num_keys
+        store.init(keys, value)
+        outs = [np.full((num_keys, 4), -7, np.float32) for _ in range(2)]
+        store.pushpull(keys, value, list(np.empty((num_keys, 4), np.float32)))
+        goes.clear()
+        try:
+            assert stands.wait(SECONDS)
+            pending = [store.pushpull(keys, value, list(out), wait=False) for out in outs]
+            for each in pending:
+                with pytest.raises(DeadlineError):
+                    each.wait()
+        finally:
+            goes.set()
+        store.wait()
+        assert [out.max() for out in outs] == [-7, -7]
+        last = [np.empty(4, np.float32) for _ in keys]
+        store.pushpull(keys, [np.full(4, 5, np.float32)] * num_keys, last)
+        assert {element for out in last for element in out.tolist()} == {5.0}
+
+    with job(1, 1, deadline_seconds=0.5) as made:
+        made.results(work)
 
 
 def test_small_keys_of_one_call_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,14 @@ class Track:
     last: Operation | None = None
     held: deque[Sequence[Request]] = field(default_factory=deque)
 
+    def is_free(self, kind: Kind) -> bool:
+        """Whether a request of a new operation would not be held back.
+
+        It would not be a moment later, either: others only finish what was begun, and what was held back counts as a
+        read before it is held back no more. So this needs no lock.
+        """
+        return not self.held and (kind not in WRITING or not self.num_reads)
+
     def takes_a_push(self) -> bool:
         """Whether there are not too many under way."""
         return self.num_pushes < self.most_pushes

@@ -62,6 +62,7 @@ class Packing:
             num_bytes > SMALL_BYTES
             or len(held.places) != 1
             or spec.stype != DENSE
+            or not held.track.is_free(self._kind)
             or (self._messages.codec is not None and spec.dtype.is_floating)
         ):
             self._alone(held, elements, out)

@@ -93,7 +93,7 @@ class Worker:
         self._failed: deque[Operation] = deque()
         self._num_outstanding = 0
         self._num_unsent_bytes = self._num_announced_bytes = 0
-        #: requests that are held back (see the module), in order, by their identity: each stands in all of its tracks
+        #: requests that are held back (see the module), in order, by their identity
         self._held: dict[int, Sequence[Request]] = {}
         self.bodies = Bodies(Arena(f"reigen-kv-worker-{member.number}"))
         self._watch = Watch([self._driving, member])
@@ -146,7 +146,7 @@ class Worker:
 
         Args:
             requests: all of one kind.
-            tracks: of their key, none if they are in no order with others; of a bundle, those of its keys.
+            tracks: of their key, none if they are in no order with others; of a bundle, those of its keys: all free.
         """
         operation = requests[0].operation
         with self._driving:
@@ -162,9 +162,9 @@ class Worker:
             self._num_outstanding += len(requests)
             for request in requests:
                 request.tracks = tracks
-            if any(track.held or track.must_wait(requests) for track in tracks):
-                for track in tracks:
-                    track.held.append(requests)
+            busy = next((track for track in tracks if track.held or track.must_wait(requests)), None)
+            if busy is not None:  # the only one: keys of bundles are free
+                busy.held.append(requests)
                 self._held[id(requests)] = requests
             else:
                 self._ask(requests)
@@ -534,18 +534,11 @@ class Worker:
             track.num_pushes -= kind in WRITING
             track.num_reads -= kind in READING
         for track in tracks:
-            while track.held and self._may_go(track.held[0]):
+            while track.held and not track.must_wait(track.held[0]):
                 requests = track.held[0]
-                for each in requests[0].tracks:
-                    each.held.popleft()
-                del self._held[id(requests)]
                 self._ask(requests)
-
-    @staticmethod
-    def _may_go(requests: Sequence[Request]) -> bool:
-        """Whether requests that were held back are the next ones of all their keys, and need not wait for any."""
-        tracks = requests[0].tracks
-        return all(track.held[0] is requests and not track.must_wait(requests) for track in tracks)
+                track.held.popleft()  # after that: see `Track.is_free`
+                del self._held[id(requests)]
 
     def _fail(self, error: ReigenError) -> None:
         """Nothing works any more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import select
@@ -16,7 +17,7 @@ from reigen.errors import WireError
 from reigen.kv import stores
 from reigen.kv.arena import Arena, PeerArena
 from reigen.kv.bundles import Bundles, Selection
-from reigen.kv.cells import KeyFacts
+from reigen.kv.cells import Cell, KeyFacts
 from reigen.kv.desk import Desk
 from reigen.kv.events import LossPolicy
 from reigen.kv.memory import Buffers, Memory
@@ -376,6 +377,47 @@ def test_a_push_that_comes_twice_counts_once() -> None:
         assert all(connection.num_held_bytes < 1000 for connection in side.connections), (
             "one bundle is dropped, not kept"
         )
+    finally:
+        side.close()
+
+
+@pytest.mark.parametrize("staleness", [0.0, float("inf")])
+def test_bundles_that_were_opened_leave_no_cycles(staleness: float) -> None:
+    """Servers look for cycles rarely (`reigen.kv.serving`)."""
+    side = Side(2, staleness, "abort", optim.create("sgd", learning_rate=1.0))
+    try:
+        gc.collect()
+        gc.disable()
+        for number, key in enumerate((1, 2), 1):  # in a synchronous store, single pushes open what waits
+            body = np.array([(1, 2), (number, number)], np.uint64).tobytes() + bytes(4 * 34)
+            side.send(0, Header(Kind.PUSHPULL, 10 * number, 0, 2, 0, int(Flag.BUNDLE), FLOAT), body)
+            for single in (key, 3 - key) if not staleness else ():
+                header = Header(Kind.PUSH, 1000 * number + single, single, 0, number, 0, FLOAT)
+                side.send(1, header, bytes(4 * SIZES[single]))
+            assert not side.connections[0].open_requests
+            assert {10 * number + 1, 10 * number + 2} <= set(side.lines[0].answers)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+        side.close()
+
+
+def test_an_update_that_fails_is_that_of_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Cell.change
+
+    def change(cell: Cell, *arguments: Any) -> None:
+        if cell.key == 4:
+            raise MemoryError("no memory")
+        original(cell, *arguments)
+
+    monkeypatch.setattr(Cell, "change", change)
+    side = Side(1, 0.0, "abort", optim.create("sgd", learning_rate=1.0))
+    try:
+        body = np.array([USUAL, [1] * len(USUAL)], np.uint64).tobytes() + bytes(4 * sum(SIZES[key] for key in USUAL))
+        side.send(0, Header(Kind.PUSH, 10, 0, len(USUAL), 0, int(Flag.BUNDLE), FLOAT), body)
+        assert side.store.broken is not None
+        assert side.store.broken.key == 4
+        assert side.lines[0].answers[10][0] == Kind.ERROR
     finally:
         side.close()
 

@@ -16,7 +16,7 @@ from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.kv.arena import Arena
 from reigen.kv.line import Line
 from reigen.kv.nodes import Peer
-from reigen.kv.operations import Bundle, Operation, Request
+from reigen.kv.operations import Bundle, Operation, Request, Track
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,
@@ -105,13 +105,20 @@ class Server:
 class Owner:
     def __init__(self) -> None:
         self.ended: list[Request] = []
+        self.parts: list[tuple[Bundle, int]] = []
         self.notices: list[Notice] = []
         self.known = [(7, 0, 2)]
         self.num_empty = 0
 
     def over(self, request: Request) -> None:
+        if request.on_done is not None:
+            request.on_done(request)
         self.ended.append(request)
         request.operation.num_left -= 1
+
+    def over_in_part(self, bundle: Bundle, place: int, *, is_done: bool) -> None:
+        bundle.part_over(place, is_done=is_done)
+        self.parts.append((bundle, place))
 
     def heed(self, notice: Notice) -> None:
         self.notices.append(notice)
@@ -259,6 +266,54 @@ def test_a_bundle_that_is_answered_with_something_else_ends_the_connection(bench
         one.answer(request, Kind.VALUE, np.ones(4, np.float32).tobytes())
     assert list(one.upstream.outstanding.values()) == [request]
     assert outs[0].tolist() == [0, 0, 0]
+
+
+def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
+    one, outs = bench(), [np.zeros(2, np.float32) for _ in range(3)]
+    tracks = [Track(num_reads=1, num_pushes=1) for _ in outs]
+    told: list[tuple[int, int, bool]] = []
+
+    def note_of(key: int) -> Callable[[int, int, bool], None]:
+        return lambda cell, number, is_done: told.append((key, number, is_done))
+
+    operation = Operation(None, "pushpull")  # type: ignore[arg-type]  # nobody waits
+    bundle = Bundle(Kind.PUSHPULL, 3, operation, tracks=tracks, numbers=(4, 5, 6), outs=outs)
+    bundle.notes = [note_of(key) for key in range(3)]
+    bundle.on_done = bundle.note
+    one.upstream.submit(bundle)
+    later = one.begin(Kind.PULL, into=np.zeros(1, np.float32))
+    assert later.request == bundle.request + 4, "each key has an id"
+
+    def answer(place: int, kind: Kind, body: bytes) -> None:
+        one.server.say(Header(kind, bundle.request + 1 + place, store=5, body_bytes=len(body)), body)
+        one.upstream.receive()
+
+    answer(2, Kind.VALUE, np.ones(2, np.float32).tobytes())
+    outs[2][:] = 7
+    answer(2, Kind.VALUE, np.ones(2, np.float32).tobytes())  # it was sent twice; the place belongs to others by now
+    assert outs[2].tolist() == [7, 7]
+    answer(0, Kind.ERROR, PROBLEM_CODEC.encode(Problem("ArgumentError", "it is wrong", "w")))
+    assert told == [(2, 6, True), (0, 4, False)]
+    assert one.owner.parts == [(bundle, 2), (bundle, 0)]
+    assert list(bundle.leave()) == [tracks[1]]
+    bundle.tracks = tracks
+    assert not one.owner.ended
+    answer(1, Kind.VALUE, np.ones(2, np.float32).tobytes())
+    assert one.owner.ended == [bundle]
+    assert told[2:] == [(1, 5, True)]
+    assert isinstance(operation.error, ArgumentError)
+    assert list(one.upstream.outstanding.values()) == [later]
+
+
+def test_a_value_for_a_key_that_was_only_pushed_ends_the_connection(bench: Make) -> None:
+    one = bench()
+    bundle = Bundle(Kind.PUSH, 3, Operation(None, "push"), numbers=(1, 1))  # type: ignore[arg-type]  # nobody waits
+    one.upstream.submit(bundle)
+    one.upstream.flush()
+    one.server.say(Header(Kind.VALUE, bundle.request + 1, store=5, body_bytes=4), bytes(4))
+    with pytest.raises(WireError, match="a value that nobody asked for"):
+        one.upstream.receive()
+    assert list(one.upstream.outstanding.values()) == [bundle]
 
 
 def test_another_server_at_the_address_is_noticed() -> None:
