@@ -16,6 +16,7 @@ from tests.kv.threaded import SECONDS, Job, job, wait_until
 from reigen import kv, optim
 from reigen.errors import (
     ArgumentError,
+    CollectiveError,
     DeadlineError,
     MismatchError,
     PeerLostError,
@@ -26,7 +27,7 @@ from reigen.errors import (
 from reigen.kv.desk import Desk
 from reigen.kv.dist import DistStore
 from reigen.kv.memory import Value
-from reigen.kv.operations import Bundle
+from reigen.kv.operations import MOST_AHEAD, Bundle
 from reigen.kv.protocol import Flag, Header, Kind
 from reigen.kv.requests import Connection
 from reigen.kv.server import Server
@@ -774,6 +775,45 @@ def test_a_server_that_answers_nonsense_ends_the_store(
 
     with job(2, 1) as made:
         made.results(work)
+
+
+@pytest.mark.parametrize("num_keys", [1, 2])
+def test_a_push_that_waits_for_earlier_ones_ends_with_the_job(num_keys: int) -> None:
+    """Nobody else pushes, and the scheduler says that the job is over."""
+
+    keys, value = list(range(num_keys)), [np.ones(4, np.float32)] * num_keys
+
+    def push_too_much(store: DistStore) -> None:
+        for _ in range(MOST_AHEAD + 1):
+            pending = store.push(keys, value)
+        pending.wait()
+
+    def work(store: DistStore) -> None:
+        store.init(keys, value)
+        if store.rank == 0:
+            with pytest.raises(CollectiveError, match="the test wants it"):
+                push_too_much(store)
+            ended.set()
+        else:
+            track = stores[0]._holdings[0].track
+            wait_until(lambda: track.num_pushes == MOST_AHEAD and stores[0]._worker._driving._lock.locked())
+            made.stop_job("the test wants it")
+            assert ended.wait(SECONDS)
+
+    stores: list[DistStore] = []
+    ended = threading.Event()
+    with job(2, 1) as made:
+        meeting = threading.Barrier(2)
+
+        def collect(store: DistStore) -> None:
+            if store.rank == 0:
+                stores.append(store)
+            meeting.wait(SECONDS)
+            work(store)
+
+        results = made.run(collect)
+    assert not [each for each in results if isinstance(each, AssertionError | TimeoutError)]
+    assert ended.is_set()
 
 
 def test_a_closed_store_says_so() -> None:

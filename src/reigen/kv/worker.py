@@ -148,16 +148,15 @@ class Worker:
             requests: all of one kind.
             tracks: of their key, none if they are in no order with others; of a bundle, those of its keys: all free.
         """
-        operation = requests[0].operation
+        operation, is_push = requests[0].operation, requests[0].kind in WRITING
         with self._driving:
+            if is_push and not all(track.takes_a_push() for track in tracks):
+                self._drive(operation, lambda: all(track.takes_a_push() for track in tracks), None)
             if self._failure is not None:
                 operation.fail(self._failure)
                 return
-            if requests[0].kind in WRITING:
-                if not all(track.takes_a_push() for track in tracks):
-                    self._drive(operation, lambda: all(track.takes_a_push() for track in tracks), None)
-                for track in tracks:
-                    track.num_pushes += len(requests)
+            for track in tracks if is_push else ():
+                track.num_pushes += len(requests)
             operation.num_left += len(requests)
             self._num_outstanding += len(requests)
             for request in requests:
