@@ -324,7 +324,7 @@ class Game:
         return is_over
 
 
-@pytest.mark.parametrize("first", range(0, 60, 10))
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(10, 60, 10))])
 def test_bundles_make_no_difference(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"together": 0, "opened": 0}
 
