@@ -195,11 +195,12 @@ INIT = "import reigen; reigen.init(); print('in', flush=True); input()"
 @pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex()}])
 def test_a_child_of_a_rank_is_no_rank(secret: dict[str, str]) -> None:
     child = (
-        "import reigen, subprocess, sys\n"
+        "import reigen, reigen.numpy_face, subprocess, sys\n"
         "reigen.init()\n"
         "command = [sys.executable, '-c', 'import reigen; reigen.init()']\n"
         "done = subprocess.run(command, capture_output=True, text=True)\n"
         "print(done.stderr)\n"
+        "reigen.numpy_face.barrier()\n"  # rank 0, which knows who the ranks are, has to be there until then
     )
     port = os.urandom(4).hex()
     with ranks([child, child], [by_hand(rank, 2, MASTER_PORT=port, **secret) for rank in range(2)]) as started:
