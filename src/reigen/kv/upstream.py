@@ -404,6 +404,10 @@ class Upstream:
             return into.view(np.uint8).data
         raise WireError(f"{self.name} sent a value of {nbytes} bytes where {into.nbytes} were asked for")
 
+    def _copy_in(self, into: Array, data: memoryview) -> None:
+        target: Bytes = np.frombuffer(self._place_in(into, len(data)), np.uint8)
+        target[:] = np.frombuffer(data, np.uint8)
+
     def _out_of(self, bundle: Bundle, place: int) -> Array:
         if not bundle.outs:
             raise WireError(f"{self.name} sent a value that nobody asked for")
@@ -438,8 +442,7 @@ class Upstream:
         if header.kind == _ERROR:
             bundle.operation.fail(PROBLEM_CODEC.decode(bytes(body)).raised())
         elif header.kind == _VALUE and header.flags & _IN_MEMORY:
-            target = self._place_in(self._out_of(bundle, place), header.memory_bytes)
-            target[:] = self._in_memory(header)
+            self._copy_in(self._out_of(bundle, place), self._in_memory(header))
         self._owner.over_in_part(bundle, place, is_done=header.kind != _ERROR)
         if len(bundle.alone) == len(bundle.numbers):
             self._over(bundle, header)
@@ -464,10 +467,7 @@ class Upstream:
                 raise WireError(f"{self.name} sent an encoded value that nobody asked for")
             request.codec.decode(data, into)
         elif header.flags & _IN_MEMORY:
-            if len(data) != into.nbytes:
-                raise WireError(f"{self.name} sent a value of {len(data)} bytes where {into.nbytes} were asked for")
-            target: Bytes = into.view(np.uint8)
-            target[:] = np.frombuffer(data, np.uint8)
+            self._copy_in(into, data)
 
     def _guarded(self, step: Callable[[], bool | None]) -> bool:
         """Do something with the line; a connection that has ended is no error here."""
