@@ -1,7 +1,8 @@
 # Habits of this project. Needs Python 3.11, pip, git and make; everything else comes from PyPI into .venv.
 #   make demo       train a small network on real images with two processes
-#   make test       lint, types, import contracts, size report and every test
-#   make test-fast  tests that are not marked slow
+#   make test       lint, types, import contracts, size report, and tests of everything that are not marked slow
+#   make test T=tests/unit/engine   all tests of a directory, a file or (T="-k bfloat16 tests/unit") a name, slow or not
+#   make test-all   the rest: tests that are marked slow, and those of reigen.mxnet
 #   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
 #   make lint       everything that reads the code without running it
 #   make bench      Reigen and its peers, alternately, in one run
@@ -19,13 +20,15 @@ PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
-.PHONY: demo test test-fast test-mxnet lint bench bench-network clean
+.PHONY: demo test test-all test-mxnet lint bench bench-network clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Reigen needs Python 3.11 or later, and $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# One stamp for each set of packages: a repeated call installs nothing.
+# One stamp for each set of packages: a repeated call installs nothing. That of the tests adds to that of the demo.
 $(VENV)/.stamp-demo: $(STAMP_PARTS) | $(BIN)/python
 	$(PIP_INSTALL) -e '.[torch]' scikit-learn
 	@touch $@
@@ -55,11 +58,16 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/lint-imports
 	$(BIN)/python tools/size_report.py
 
+ifdef T
+test: $(VENV)/.stamp-dev
+	$(PYTEST) $(T)
+else
 test: lint
-	$(PYTEST)
+	$(PYTEST) -m "not slow"
+endif
 
-test-fast: $(VENV)/.stamp-dev
-	$(PYTEST) -m "not slow" -q
+test-all: $(VENV)/.stamp-dev test-mxnet
+	$(PYTEST) -m slow
 
 test-mxnet: $(MXNET_VENV)/.stamp
 	$(MXNET_VENV)/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/mxnet
@@ -71,7 +79,7 @@ bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench startup --np $(NP)
 
 bench-network: $(VENV)/.stamp-bench
-	$(BIN)/python benchmarks/network.py
+	$(BIN)/python -m benchmarks.network
 
 clean:
 	rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,7 +1,7 @@
 """How fast one core encodes and decodes gradients, for each codec, beside a copy of as many float32.
 
-    python benchmarks/compression.py                   two sizes, all codecs; about a minute
-    python benchmarks/compression.py --mib 4 --codecs 2bit,1bit
+    python -m benchmarks.compression                   two sizes, all codecs; about a minute
+    python -m benchmarks.compression --mib 4 --codecs 2bit,1bit
 
 Everything is measured within one run, in processor time of the one thread that works: in each round every codec has one
 turn, in an order that rotates, and a figure is the median over rounds. An array is cut into cells of 4 MiB, as servers
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from reigen.bench.machine import this_machine
+from benchmarks.harness.machine import this_machine
 from reigen.compression import from_params
 from reigen.types import DTYPES
 

@@ -1,6 +1,6 @@
 """The peer DistributedDataParallel with Gloo, for `reigen bench train-step`.
 
-By hand: torchrun --nproc-per-node 2 -m reigen.bench.rank benchmarks/ddp_train.py mlp/view
+By hand: torchrun --nproc-per-node 2 -m benchmarks.harness.rank benchmarks/ddp_train.py mlp/view
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from reigen.bench.models import Training, variant_of
-from reigen.bench.work import Case
+from benchmarks.harness.models import Training, variant_of
+from benchmarks.harness.work import Case
 
 
 class Ddp:

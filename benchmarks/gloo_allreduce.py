@@ -1,6 +1,6 @@
 """The peer torch.distributed with Gloo, for `reigen bench allreduce` and `calls`: sums of float32 in place.
 
-By hand: torchrun --nproc-per-node 2 -m reigen.bench.rank benchmarks/gloo_allreduce.py ordinary 26214400
+By hand: torchrun --nproc-per-node 2 -m benchmarks.harness.rank benchmarks/gloo_allreduce.py ordinary 26214400
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import os
 import torch
 import torch.distributed as dist
 
-from reigen.bench.arrays import SumOf
-from reigen.bench.sizes import element_counts
-from reigen.bench.work import Case
+from benchmarks.harness.arrays import SumOf
+from benchmarks.harness.sizes import element_counts
+from benchmarks.harness.work import Case
 
 BUCKET_BYTES = 25 << 20  # DDP's default
 

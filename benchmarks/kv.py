@@ -1,7 +1,7 @@
 """Reigen's parameter server beside ps-lite in MXNet 1.9.1: two workers on this host, and one or two servers.
 
     python -m venv V && V/bin/pip install mxnet==1.9.1 numpy==1.23.5 msgspec
-    python benchmarks/kv.py --mxnet V/bin/python            about six minutes
+    python -m benchmarks.kv --mxnet V/bin/python            about six minutes
 
 Everything runs within one job of processes: each store has its own servers and workers, which sleep while the others
 have their turn (docs/benchmarks.md says how turns are measured). Workers are bound to one core each, servers are not.
@@ -19,12 +19,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from reigen.bench.crew import Crew, CrewSpec
-from reigen.bench.report import Document, Row, Verdict, rows_markdown, show
-from reigen.bench.schedule import Mode, about, alternate, crews, to_stderr
-from reigen.bench.servers import Seat, parameter_servers, reigen_role, worker_starts
-from reigen.bench.sizes import resnet50_counts
-from reigen.bench.work import Case
+from benchmarks.harness.crew import Crew, CrewSpec
+from benchmarks.harness.report import Document, Row, Verdict, rows_markdown, show
+from benchmarks.harness.schedule import Mode, about, alternate, crews, to_stderr
+from benchmarks.harness.servers import Seat, parameter_servers, reigen_role, worker_starts
+from benchmarks.harness.sizes import resnet50_counts
+from benchmarks.harness.work import Case
 
 HERE = Path(__file__).resolve().parent
 NUM_WORKERS = 2
@@ -78,7 +78,7 @@ class Bench:
     def run(self) -> None:
         with ExitStack() as stack:
             specs = [self._spec(store, stack.enter_context(self._servers(store))) for store in self._stores]
-            specs.append(CrewSpec(COPYING, "reigen.bench.programs.copying", NUM_WORKERS))
+            specs.append(CrewSpec(COPYING, "benchmarks.programs.copying", NUM_WORKERS))
             came, failures = stack.enter_context(crews(specs, to_stderr))
             self.document.skipped += [f"{name} is left out: {reason}" for name, reason in failures.items()]
             for crew in came.values():
@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    bench = Bench(options.rounds, options.seconds, options.mxnet, "python benchmarks/kv.py")
+    bench = Bench(options.rounds, options.seconds, options.mxnet, "python -m benchmarks.kv")
     bench.run()
     show(bench.document, "push and pull, 2 workers", Console())
     print(f"\n{rows_markdown(bench.document.rows)}")

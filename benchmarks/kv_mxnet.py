@@ -8,8 +8,8 @@ from __future__ import annotations
 import mxnet as mx
 import numpy as np
 
-from reigen.bench.sizes import element_counts
-from reigen.bench.work import Case, WrongResultError
+from benchmarks.harness.sizes import element_counts
+from benchmarks.harness.work import Case, WrongResultError
 
 
 class PushPull:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from benchmarks.harness.sizes import element_counts
+from benchmarks.harness.work import Case, WrongResultError
 from reigen import __version__, kv, optim
-from reigen.bench.sizes import element_counts
-from reigen.bench.work import Case, WrongResultError
 
 
 class PushPull:

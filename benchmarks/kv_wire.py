@@ -1,8 +1,8 @@
 """The parameter server where the network is the limit: stand-in machines whose connections have a rate (needs root).
 
-    python benchmarks/kv_wire.py                                          everything; about 17 minutes
-    python benchmarks/kv_wire.py wire --rates 1000 --layouts 2w2s
-    python benchmarks/kv_wire.py compression --layouts together
+    python -m benchmarks.kv_wire                                          everything; about 17 minutes
+    python -m benchmarks.kv_wire wire --rates 1000 --layouts 2w2s
+    python -m benchmarks.kv_wire compression --layouts together
 
 ``wire``: pushpull of one array and of ResNet-50's gradients beside what must go through the narrowest connection in one
 direction, at the limited rate, in which headers count (an Ethernet frame of 1514 bytes carries 1448 of data). What is
@@ -28,17 +28,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import plain_star
 from rich.console import Console
 
-from reigen.bench.crew import Crew, CrewSpec
-from reigen.bench.figures import Timeline
-from reigen.bench.report import Document, Row, Verdict, format_seconds, markdown, show
-from reigen.bench.schedule import Mode, about, alternate, crews, to_stderr
-from reigen.bench.servers import Seat, parameter_servers, reigen_role, worker_starts
-from reigen.bench.sizes import format_size, parse_size, resnet50_counts
-from reigen.bench.work import Case
-from reigen.testing.hosts import Hosts, Unavailable
+from benchmarks import plain_star
+from benchmarks.harness.crew import Crew, CrewSpec
+from benchmarks.harness.figures import Timeline
+from benchmarks.harness.report import Document, Row, Verdict, format_seconds, markdown, show
+from benchmarks.harness.schedule import Mode, about, alternate, crews, to_stderr
+from benchmarks.harness.servers import Seat, parameter_servers, reigen_role, worker_starts
+from benchmarks.harness.sizes import format_size, parse_size, resnet50_counts
+from benchmarks.harness.work import Case
+from tests.lab import Hosts, Unavailable
 
 PROGRAM = Path(__file__).with_name("kv_reigen.py")
 SOCKETS_PROGRAM, SOCKETS = Path(plain_star.__file__), "plain sockets"

@@ -1,6 +1,6 @@
 """The peer MPI, through mpi4py, for `reigen bench allreduce`: sums of float32 in place.
 
-By hand: mpirun -np 2 --bind-to none python -m reigen.bench.rank benchmarks/mpi_allreduce.py ordinary 26214400
+By hand: mpirun -np 2 --bind-to none python -m benchmarks.harness.rank benchmarks/mpi_allreduce.py ordinary 26214400
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
-from reigen.bench.arrays import SumOf
-from reigen.bench.sizes import resnet50_counts
-from reigen.bench.work import Case
+from benchmarks.harness.arrays import SumOf
+from benchmarks.harness.sizes import resnet50_counts
+from benchmarks.harness.work import Case
 
 
 class Mpi:

@@ -1,7 +1,7 @@
 """A training step of MXNet 1.9.1 on two ranks, beside one rank alone and beside MXNet's own dist_sync (ps-lite).
 
 make .venv-mxnet/.stamp
-.venv-mxnet/bin/python benchmarks/mxnet_step.py              about ten minutes; leave the machine alone meanwhile
+.venv-mxnet/bin/python -m benchmarks.mxnet_step              about ten minutes; leave the machine alone meanwhile
 
 The models are an MLP of 25 M parameters (batch 32) and ResNet-18 (batch 8, images of 64 x 64), trained by SGD with
 momentum in float32, with one thread for a rank. The ways are started one after the other, again and again; each

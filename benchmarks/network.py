@@ -1,8 +1,8 @@
 """Reigen and torch's Gloo over several hosts: stand-in machines whose network has a rate and a delay (needs root).
 
-    python benchmarks/network.py                       everything; about 15 minutes
-    python benchmarks/network.py allreduce --hosts 2 --rates 1000 --delays 0
-    python benchmarks/network.py hierarchy overlap
+    python -m benchmarks.network                       everything; about 15 minutes
+    python -m benchmarks.network allreduce --hosts 2 --rates 1000 --delays 0
+    python -m benchmarks.network hierarchy overlap
 
 The processors are those of this machine, shared by all hosts, so rates are chosen that leave them time. What is sent is
 compared with the wire's limit: 2 (n-1) / n bytes for each byte of data and host, at the rate, in which headers count
@@ -26,21 +26,21 @@ from typing import Literal
 
 from rich.console import Console
 
-from reigen.bench.crew import Crew, CrewSpec, Start
-from reigen.bench.peers import DDP, GLOO, find_peer
-from reigen.bench.report import Document, Row, Verdict, show
-from reigen.bench.schedule import Mode, about, alternate, crews, to_stderr
-from reigen.bench.sizes import format_size, parse_size
-from reigen.bench.work import Case
-from reigen.cluster.environ import PLACE_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
-from reigen.cluster.service import RendezvousServer
+from benchmarks.harness.crew import Crew, CrewSpec, Start
+from benchmarks.harness.peers import DDP, GLOO, find_peer
+from benchmarks.harness.report import Document, Row, Verdict, show
+from benchmarks.harness.schedule import Mode, about, alternate, crews, to_stderr
+from benchmarks.harness.sizes import format_size, parse_size
+from benchmarks.harness.work import Case
+from reigen.cluster.environ import RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.membership.control_service import RendezvousServer
 from reigen.cluster.topology import Topology
-from reigen.testing.hosts import Hosts, Unavailable
-from reigen.wire.auth import SECRET_BYTES
+from reigen.net.auth import SECRET_BYTES
+from tests.lab import Hosts, Unavailable
 
 REIGEN, SPREAD, TRAINING, SILENT = "reigen", "reigen, two ranks a host", "reigen training", "no communication"
 PLAIN, PIPELINED = "plain TCP", "plain TCP, pipelined"
-SUMS = "reigen.bench.programs.allreduce"
+SUMS = "benchmarks.programs.allreduce"
 BACKWARD, STEP, COMMUNICATION = "backward pass", "step without communication", "communication"
 #: The model of the overlap: so many layers of so many bytes, weight and bias.
 MODEL, NUM_LAYERS, LAYER_BYTES = "stack", 24, 4 * 1024 * 1025
@@ -111,8 +111,8 @@ class Bench:
         """A training step at a rate at which communication takes about as long as the backward pass."""
         with self._machines(2, 0.0) as place:
             specs = [
-                place.on_hosts(CrewSpec(SILENT, "reigen.bench.programs.alone", 2)),
-                place.reigen(TRAINING, "reigen.bench.programs.train"),
+                place.on_hosts(CrewSpec(SILENT, "benchmarks.programs.alone", 2)),
+                place.reigen(TRAINING, "benchmarks.programs.train"),
                 place.peer(DDP),
                 place.reigen(REIGEN, SUMS),
             ]
@@ -249,7 +249,7 @@ class Place:
         for rank in range(spec.num_ranks):
             cross, local = divmod(rank, ranks_a_host)
             place = Topology(rank, spec.num_ranks, local, ranks_a_host, cross, len(self._hosts))
-            variables = dict(zip(PLACE_VARIABLES, map(str, astuple(place)), strict=True))
+            variables = dict(zip(RANK_VARIABLES, map(str, astuple(place)), strict=True))
             variables |= {"MASTER_ADDR": self._hosts[0].address, "MASTER_PORT": _MASTER_PORT}
             variables |= {"GLOO_SOCKET_IFNAME": "eth0", **spec.variables}
             starts.append(Start(self._hosts[cross].entry(Path.cwd()), variables))

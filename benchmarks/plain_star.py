@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from plain_tcp import Exchange, connect, receive
-
-from reigen.bench.servers import Seat
-from reigen.bench.sizes import element_counts
-from reigen.bench.work import Case
+from benchmarks.harness.servers import Seat
+from benchmarks.harness.sizes import element_counts
+from benchmarks.harness.work import Case
+from benchmarks.plain_tcp import Exchange, connect, receive
 
 CELL_BYTES = 1 << 20
 _SERVERS_VARIABLE = "PLAIN_STAR_SERVERS"  # addresses by number
@@ -29,9 +28,8 @@ _LENGTH = struct.Struct("<Q")
 
 
 def variables(common: Mapping[str, str], servers: Sequence[Seat]) -> dict[str, str]:
-    """What workers are told: where servers are, and where this module finds its neighbours."""
-    path = f"{Path(__file__).parent}{os.pathsep}{common['PYTHONPATH']}"
-    return {**common, "PYTHONPATH": path, _SERVERS_VARIABLE: ",".join(seat.address for seat in servers)}
+    """What workers are told: where servers are."""
+    return {**common, _SERVERS_VARIABLE: ",".join(seat.address for seat in servers)}
 
 
 def role(name: str) -> list[str]:

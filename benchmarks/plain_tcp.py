@@ -16,7 +16,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from reigen.bench.work import Case
+from benchmarks.harness.work import Case
 
 PEERS_VARIABLE = "PLAIN_TCP_PEERS"  # addresses by rank
 _FIRST_PORT = 29600

@@ -1,7 +1,7 @@
 """Parameter servers and the ring, on hosts whose network is the bottleneck (needs root; stand-in machines).
 
-    python benchmarks/ps_vs_ring.py                              about 8 minutes
-    python benchmarks/ps_vs_ring.py --hosts 2,4 --picture out.svg
+    python -m benchmarks.ps_vs_ring                              about 8 minutes
+    python -m benchmarks.ps_vs_ring --hosts 2,4 --picture out.svg
 
 One worker on each host trains the same network on real images (scikit-learn's digits) through `reigen.torch.Trainer`,
 and only the store differs: one server, as many servers as workers, twice as many, each on a worker's host; or the ring.
@@ -27,12 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reigen.bench.machine import this_machine
-from reigen.bench.report import markdown
-from reigen.bench.servers import Seat, parameter_servers, worker_starts
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.report import markdown
+from benchmarks.harness.servers import Seat, parameter_servers, worker_starts
 from reigen.cluster.environ import SECRET_VARIABLE
-from reigen.testing.hosts import HostProcess, Hosts, MachineError, Unavailable
-from reigen.wire.auth import SECRET_BYTES
+from reigen.net.auth import SECRET_BYTES
+from tests.lab import HostProcess, Hosts, MachineError, Unavailable
 
 ONE, EQUAL, DOUBLE, RING = "one server", "servers = workers", "servers = 2 x workers", "ring"
 MODES = (ONE, EQUAL, DOUBLE, RING)

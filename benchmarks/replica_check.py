@@ -1,4 +1,4 @@
-"""What REIGEN_CHECK_REPLICAS costs each time it compares: ``reigen run -np 2 python benchmarks/replica_check.py``."""
+"""What REIGEN_CHECK_REPLICAS costs each time it compares: ``reigen run -np 2 python -m benchmarks.replica_check``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 import reigen.torch as hvd
 from reigen import context
-from reigen.frontends.replicas import check_replicas
-from reigen.torch.adapter import bytes_of
+from reigen.api.gradients.replica_check import check_replicas
+from reigen.torch.adapter import tensor_bytes
 
 
 def main(rounds: int = 21) -> None:
@@ -23,7 +23,7 @@ def main(rounds: int = 21) -> None:
         for _ in range(rounds):
             hvd.barrier()
             start = time.perf_counter()
-            check_replicas(context.current(), [bytes_of(p) for p in parameters], names, "bench")
+            check_replicas(context.current(), [tensor_bytes(p) for p in parameters], names, "bench")
             took.append(1e3 * (time.perf_counter() - start))
         if hvd.rank() == 0:
             elements = num_tensors * numel / 1e6

@@ -1,6 +1,6 @@
 """Processor time of a training step: one rank alone, gradient buckets, shared parameters; all in one job, by turns.
 
-    reigen run -np 2 python benchmarks/shared_step.py --picture docs/shared-parameters.svg
+    reigen run -np 2 python -m benchmarks.shared_step --picture docs/shared-parameters.svg
 
 Processor time is what a rank's threads use, the engine's included. It says what a step costs also where other work
 runs on the machine, and nothing of waiting; `reigen bench train-step` measures the time that a user sees. "Alone" are
@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 import reigen.torch as hvd
-from reigen.bench.machine import this_machine
-from reigen.bench.models import Training
-from reigen.bench.report import markdown
-from reigen.bench.work import Case
+from benchmarks.harness.machine import this_machine
+from benchmarks.harness.models import Training
+from benchmarks.harness.report import markdown
+from benchmarks.harness.work import Case
 
 ALONE, BUCKETS, SHARED = "one rank alone", "reigen", "reigen, shared parameters"
 _WARMUP = 3

@@ -29,7 +29,7 @@ class ByFile(LoadFileScheduling):
     """A file's tests stay together, and so do those that need PyTorch in their rank processes: it is imported once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return "tests/frontends" if nodeid.startswith("tests/frontends/") else super()._split_scope(nodeid)
+        return "tests/torch" if nodeid.startswith("tests/torch/") else super()._split_scope(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)

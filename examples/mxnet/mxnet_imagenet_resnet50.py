@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     add("--data-nthreads", type=int, default=2, help="threads of a rank that decode images (default: %(default)s)")
     models = [f"resnet{layers}_v1" for layers in (18, 34, 50, 101, 152)]
     add("--model", choices=models, default="resnet50_v1", metavar="NAME", help=f"{', '.join(models)}")
-    add("--dtype", choices=["float32", "mixed"], default="mixed", help="mixed: float16 on GPUs, bfloat16 elsewhere")
+    add("--dtype", choices=["float32", "mixed"], default="mixed", help="mixed: float16 on GPUs, else bfloat16")
     add("--batch-size", type=int, default=16, help="images per step and rank, 256 on a GPU (default: %(default)s)")
     add("--num-epochs", type=int, default=2, help="90 for ImageNet (default: %(default)s)")
     add("--lr", type=float, default=0.1, help="for each 256 images of a step (default: %(default)s)")

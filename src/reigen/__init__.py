@@ -1,6 +1,6 @@
 """Reigen: data-parallel training of one model on many processes. This is the face for NumPy arrays.
 
-The functions (`reigen.numpy_face` has the list) are loaded when the first of them is used: the launcher and the command
+The functions (`reigen.numpy_ops` has the list) are loaded when the first of them is used: the launcher and the command
 line are part of this package, too, and start without NumPy.
 """
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from reigen import data as data
     from reigen import kv as kv
     from reigen import optim as optim
-    from reigen.numpy_face import *  # noqa: F403 - the list is there
+    from reigen.numpy_ops import *  # noqa: F403 - the list is there
     from reigen.runner import run as run
 
 #: What programs use as `reigen.kv.create(...)` after no more than `import reigen`.
-_ROOMS = ("data", "kv", "optim")
+_SUBPACKAGES = ("data", "kv", "optim")
 
 
 def __getattr__(name: str) -> object:
     if name == "run":
         return import_module(f"{__name__}.runner").run
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return import_module(f"{__name__}.{name}")
     is_ours = name == "__all__" or not (name.startswith("_") or find_spec(f"{__name__}.{name}"))
-    face = import_module(f"{__name__}.numpy_face") if is_ours else None
+    face = import_module(f"{__name__}.numpy_ops") if is_ours else None
     if face is None or name not in (*face.__all__, "__all__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = sorted([*face.__all__, "__version__", "run"]) if name == "__all__" else getattr(face, name)
@@ -36,4 +36,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *import_module(f"{__name__}.numpy_face").__all__, "run"})
+    return sorted({*globals(), *import_module(f"{__name__}.numpy_ops").__all__, "run"})

@@ -16,7 +16,7 @@ from typing import Any
 
 from reigen.errors import ConfigError
 
-#: How the TCP plane may reduce; see `reigen.planes.tcp_choice`.
+#: How the TCP backend may reduce; see `reigen.backends.tcp.algorithm`.
 TCP_ALGORITHMS = ("auto", "direct", "ring", "latency")
 #: Connections between two ranks: each is a descriptor, and a handshake before the first collective.
 MAX_TCP_SOCKETS = 64
@@ -126,7 +126,7 @@ def _policy(text: str) -> str:
     return text.lower()
 
 
-_EXPECTED: dict[Callable[[str], object], str] = {
+_EXPECTED_VALUES: dict[Callable[[str], object], str] = {
     _seconds: "a number of seconds greater than 0",
     _seconds_or_off: "a number of seconds, 0 for off",
     _count: "a whole number, at least 0",
@@ -167,11 +167,11 @@ class Config:
         stall_shutdown_seconds: how long before the job is ended because of it; 0 for never.
         check_replicas: compare the parameters of all ranks every so many steps; 0 for never.
         thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: where the kernel likes.
-        plane: data plane to use, or None to choose.
+        backend: backend to use, or None to choose.
         network_interfaces: names of the interfaces through which hosts may talk to each other, the first that exists
             is used; empty: the one of the route to the others.
         tls: encrypt every connection between hosts.
-        tcp_algorithm: how the TCP plane reduces.
+        tcp_algorithm: how the TCP backend reduces.
         tcp_sockets: connections between two ranks of different hosts.
         peer_timeout_seconds: how long another host may be silent before it counts as lost.
         host_id: told apart from the host by this name, ranks of one machine count as ranks of several.
@@ -215,7 +215,7 @@ class Config:
     )
     check_replicas: int = _knob(0, _count, "REIGEN_CHECK_REPLICAS")
     thread_affinity: tuple[int, ...] = _knob((), _cpus, "REIGEN_THREAD_AFFINITY HOROVOD_THREAD_AFFINITY")
-    plane: str | None = _knob(None, str, "REIGEN_PLANE")
+    backend: str | None = _knob(None, str, "REIGEN_PLANE")
     network_interfaces: tuple[str, ...] = _knob(
         (), _names, "REIGEN_NETWORK_INTERFACES HOROVOD_GLOO_IFACE DMLC_INTERFACE SM_NETWORK_INTERFACE_NAME"
     )
@@ -283,24 +283,24 @@ _WITHOUT_EFFECT = {
 _REASONS = {f"HOROVOD_{name}": reason for reason, names in _WITHOUT_EFFECT.items() for name in names.split()}
 
 #: Variables that are no knobs: the place in the job, services, other tools, Horovod's build and its integrations.
-_NO_KNOBS = re.compile(
+_OTHER_VARIABLES = re.compile(
     r"(REIGEN|HOROVOD)_(LOCAL_|CROSS_)?(RANK|SIZE)"
-    r"|REIGEN_(RENDEZVOUS(_PORT)?|SECRET(_FILE)?|TERMINAL|PREFIXED|ORIGINS|CREW|(BENCH|TEST|SIM)_.*)"
+    r"|REIGEN_(RENDEZVOUS(_PORT)?|SECRET(_FILE)?|TERMINAL|PREFIXED|ORIGINS|TORCHRUN_ENV|CREW|(BENCH|TEST|SIM)_.*)"
     r"|HOROVOD_(HOSTNAME|SECRET_KEY|SPARK_.*|TEST_.*|MIXED_INSTALL|WITH_.*|WITHOUT_.*|GPU.*|ALLOW_MIXED_GPU_IMPL)"
     r"|HOROVOD_(CUDA|ROCM|NCCL|NVTX)_.*|HOROVOD_(BUILD_.*|CMAKE|DEBUG|SKIP_COMPILE|LOCAL_VERSION)"
 )
 
 
 #: Knobs on which ranks that talk to each other must agree.
-_COMMON = ("plane", "tcp_algorithm", "tcp_sockets")
+_SHARED_KNOBS = ("backend", "tcp_algorithm", "tcp_sockets")
 
 
-def terms(config: Config) -> tuple[str, ...]:
+def shared_settings(config: Config) -> tuple[str, ...]:
     """What must be the same for all ranks, as ``VARIABLE=value``."""
-    return tuple(f"{VARIABLES[name][0]}={getattr(config, name) or 'not set'}" for name in _COMMON)
+    return tuple(f"{VARIABLES[name][0]}={getattr(config, name) or 'not set'}" for name in _SHARED_KNOBS)
 
 
-def load(environ: Mapping[str, str], arguments: Mapping[str, object] | None = None) -> Config:
+def load_config(environ: Mapping[str, str], arguments: Mapping[str, object] | None = None) -> Config:
     """The configuration that ``environ`` asks for. Empty variables count as unset.
 
     Args:
@@ -318,14 +318,14 @@ def load(environ: Mapping[str, str], arguments: Mapping[str, object] | None = No
         variable = next((v for v in variables if environ.get(v)), None)
         if variable is None:
             continue
-        values[name] = _parsed(variable, environ[variable], parse_functions[name])
+        values[name] = _parse(variable, environ[variable], parse_functions[name])
         origins[name] = launcher.get(variable, variable)
     for name, value in (arguments or {}).items():
         values[name], origins[name] = value, "argument of init()"
     return Config(**values, origins=origins)  # type: ignore[arg-type]  # each parse function gives its field's type
 
 
-def settings(config: Config) -> list[str]:
+def format_changed_knobs(config: Config) -> list[str]:
     """One line for each knob that differs from its default: its value and where that came from."""
     lines = []
     for knob in fields(config):
@@ -336,17 +336,17 @@ def settings(config: Config) -> list[str]:
     return lines
 
 
-def without_effect(environ: Mapping[str, str]) -> list[str]:
+def format_ignored_variables(environ: Mapping[str, str]) -> list[str]:
     """One line for each variable of Horovod that is set and known, but has no effect here."""
     return [f"{name} has no effect: {reason}" for name, reason in _REASONS.items() if environ.get(name)]
 
 
-def misspelt(environ: Mapping[str, str]) -> list[str]:
+def format_unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """The names of REIGEN_* and HOROVOD_* variables that mean nothing, each with the closest name that does."""
     known = {*_REASONS, *(variable for variables in VARIABLES.values() for variable in variables)}
     found = []
     for name in sorted(environ):
-        if name.startswith(("REIGEN_", "HOROVOD_")) and name not in known and not _NO_KNOBS.fullmatch(name):
+        if name.startswith(("REIGEN_", "HOROVOD_")) and name not in known and not _OTHER_VARIABLES.fullmatch(name):
             by_stem = {_stem(one): one for one in sorted(known, key=lambda one: one[0] == name[0])}
             close = get_close_matches(_stem(name), by_stem, 1, cutoff=0.75)
             found.append(f"{name} (did you mean {by_stem[close[0]]}?)" if close else name)
@@ -357,11 +357,11 @@ def _stem(variable: str) -> str:
     return variable.partition("_")[2]
 
 
-def _parsed(variable: str, text: str, parse: Callable[[str], object]) -> object:
+def _parse(variable: str, text: str, parse: Callable[[str], object]) -> object:
     try:
         return parse(text)
     except (ValueError, OverflowError):
-        raise ConfigError(f"{variable}={text}: expected {_EXPECTED[parse]}") from None
+        raise ConfigError(f"{variable}={text}: expected {_EXPECTED_VALUES[parse]}") from None
 
 
 def _origins_of_launcher(environ: Mapping[str, str]) -> dict[str, str]:

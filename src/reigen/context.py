@@ -10,33 +10,66 @@ import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen import log
-from reigen.assembly import Meeting, engine_alone, engine_on_host, engine_on_hosts
-from reigen.cluster.environ import PREFIXED_VARIABLE, Job, detect
-from reigen.cluster.mpi_world import usable
+from reigen.backends.base import MemoryRegion
+from reigen.backends.device import DeviceArray, DeviceBackend, HostOrDeviceArray
+from reigen.backends.selection import choose_backends
+from reigen.cluster.bootstrap.mpi_library import can_use_mpi
+from reigen.cluster.environ import PREFIXED_VARIABLE, JobInfo, detect_job
 from reigen.cluster.topology import Topology
-from reigen.config import Config, load
-from reigen.engine import requests
-from reigen.engine.channel import Listener
-from reigen.engine.handles import Handle, Outcome, Task
-from reigen.engine.messages import JOIN_NAME, UNNAMED, Kind, Operation, Topic
-from reigen.engine.observer import Observer
+from reigen.config import Config, load_config
+from reigen.engine import operation_builders
+from reigen.engine.control_channel import NoteListener
+from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
+from reigen.engine.messages import JOIN_NAME, UNNAMED, Operation, OperationKind, Topic
+from reigen.engine.observer import EngineObserver
+from reigen.engine_factory import (
+    JobRendezvous,
+    create_multi_host_engine,
+    create_single_host_engine,
+    create_single_rank_engine,
+)
 from reigen.errors import ArgumentError, CollectiveError, NotInitializedError
-from reigen.joining import announce, join, joined
 from reigen.observe.timeline import Timeline
-from reigen.planes.base import Region
-from reigen.planes.choice import choose
-from reigen.planes.device import DeviceArray, DevicePlane, Memory
+from reigen.resources.stdio import occupy_standard_descriptors
+from reigen.startup import count_generation, join_rendezvous, log_job
 from reigen.types import DType, ReduceOp
 
-__all__ = ["Context", "Handle", "Outcome", "Region", "current", "init", "is_initialized", "mark", "shutdown"]
+__all__ = [
+    "CollectiveResult",
+    "Context",
+    "Handle",
+    "MemoryRegion",
+    "current",
+    "init",
+    "is_initialized",
+    "mark",
+    "shutdown",
+]
 
-MakeOutput = Callable[[tuple[int, ...]], Memory]
+MakeOutput = Callable[[tuple[int, ...]], HostOrDeviceArray]
+OperationBuilder = Callable[..., Operation]
+
+
+class CollectiveOptions(TypedDict, total=False):
+    """What every collective takes.
+
+    Attributes:
+        name: what the tensor is called on every rank; None: its number among the unnamed operations.
+        make_output: gives an array of the result's shape, on whichever thread completes the operation.
+        process_set: the number of the set whose ranks take part.
+        blocking: the caller waits for the handle next.
+    """
+
+    name: str | None
+    make_output: MakeOutput | None
+    process_set: int
+    blocking: bool
 
 
 class Context:
@@ -53,12 +86,13 @@ class Context:
         meeting: where to meet the other ranks; None for a job of one rank.
     """
 
-    def __init__(self, config: Config, meeting: Meeting | None = None) -> None:
+    def __init__(self, config: Config, meeting: JobRendezvous | None = None) -> None:
         topology = Topology.alone() if meeting is None else meeting.layout.topology()
         self.rank, self.size = topology.rank, topology.size
         self.local_rank, self.local_size = topology.local_rank, topology.local_size
         self.cross_rank, self.cross_size = topology.cross_rank, topology.cross_size
         self.config = config
+        self._all_ranks = tuple(range(self.size))
         #: whether averages of gradients divide by the ranks that have not joined: in a loop over uneven data
         self.counts_active = False
         #: how often this rank has joined: the same on all ranks that are not just waiting for the others to do so
@@ -74,22 +108,21 @@ class Context:
         self._release: Callable[[], None] = lambda: None
         #: the ranks of every host
         self.machines = ((0,),) if meeting is None else meeting.layout.machines
-        can_mpi, why_not = usable(os.environ)
-        choice = choose([len(ranks) for ranks in self.machines], config.plane, None if can_mpi else why_not)
-        #: the data planes in use, and why
-        self.plane, self.plane_reason = choice.name, choice.reason
+        can_mpi, why_not = can_use_mpi(os.environ)
+        choice = choose_backends([len(ranks) for ranks in self.machines], config.backend, None if can_mpi else why_not)
+        #: the backends in use, and why
+        self.backend, self.backend_reason = choice.name, choice.reason
         self.has_network = choice.network is not None
-        self.seal = None if meeting is None or choice.network is None else meeting.seal()
         cpu = config.engine_cpu(topology.local_rank)
         cpus = os.sched_getaffinity(0) | (set() if cpu is None else {cpu})
         #: whether collectives go on while this rank computes: on another processor than its thread, or on the network
         self.overlaps = self.has_network or len(cpus) > 1
         if meeting is None or self.size == 1:
-            self._engine = engine_alone(config)
+            self._engine = create_single_rank_engine(config)
         elif choice.network is None:
-            self._engine, self._release = engine_on_host(meeting, config)
+            self._engine, self._release = create_single_host_engine(meeting, config)
         else:
-            self._engine, self._release = engine_on_hosts(meeting, choice, config)
+            self._engine, self._release = create_multi_host_engine(meeting, choice, config)
         #: of all ranks' collectives; see `Timeline.start`
         self.timeline = Timeline(self._engine, self.rank, self.size, socket.gethostname())
         if self.size > 1:
@@ -98,20 +131,75 @@ class Context:
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
+    def start(
+        self,
+        build: OperationBuilder,
+        source: HostOrDeviceArray,
+        dtype: DType,
+        argument: object = None,
+        *,
+        target: HostOrDeviceArray | None = None,
+        name: str | None = None,
+        make_output: MakeOutput | None = None,
+        process_set: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """Begin the collective that a builder of `operation_builders` makes of a tensor and the ``argument`` it has.
+
+        Args:
+            build: the builder.
+            source: this rank's tensor.
+            dtype: its element type.
+            argument: of this collective: how it is reduced, the root, the splits.
+            target: for the result, where its shape is the source's; may be ``source``.
+            name: see `CollectiveOptions`.
+            make_output: likewise.
+            process_set: likewise.
+            blocking: likewise.
+        """
+        ranks = self._members(process_set) if process_set else self._all_ranks
+        operation = build(source, dtype, argument, ranks, process_set)
+        flat = source.reshape(-1)
+        if target is None:
+            task = TensorTableEntry(flat, None, None, make_output)
+        else:
+            task = TensorTableEntry(flat, flat if source is target else target.reshape(-1), target)
+        return self._submit(self._name(operation, name), task, blocking)
+
+    def start_group(
+        self,
+        build: OperationBuilder,
+        sources: Sequence[HostOrDeviceArray],
+        dtypes: Sequence[DType],
+        argument: object = None,
+        *,
+        targets: Sequence[HostOrDeviceArray] | None = None,
+        name: str | None = None,
+        make_output: MakeOutput | None = None,
+        process_set: int = 0,
+        blocking: bool = False,
+    ) -> Handle:
+        """`start` of several tensors as one, all or none: `CollectiveResult.members` has their results, in order."""
+        ranks = self._members(process_set)
+        members = [build(s, d, argument, ranks, process_set) for s, d in zip(sources, dtypes, strict=True)]
+        if targets is None:
+            tasks = [TensorTableEntry(source.reshape(-1), make_output=make_output) for source in sources]
+        else:
+            tasks = [TensorTableEntry(s.reshape(-1), t.reshape(-1), t) for s, t in zip(sources, targets, strict=True)]
+        return self._submit_group(name, members, tasks, blocking)
+
     def allreduce(
         self,
-        source: Memory,
-        target: Memory,
+        source: HostOrDeviceArray,
+        target: HostOrDeviceArray,
         dtype: DType,
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
-        name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        region: Region | None = None,
+        region: MemoryRegion | None = None,
         divide_by_active: bool = False,
-        process_set: int = 0,
-        blocking: bool = False,
+        **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """``target = postscale * op(prescale * source)`` over all ranks.
 
@@ -120,225 +208,132 @@ class Context:
             target: of the same shape; may be ``source``.
             dtype: element type.
             op: operator. AVERAGE divides by the number of ranks.
-            name: what the tensor is called on every rank.
             prescale: factor of each contribution.
             postscale: factor of the result.
             region: registered memory of which source and target are one view; then nothing is copied.
             divide_by_active: AVERAGE divides by the number of ranks that have not joined.
-            process_set: see the class.
-            blocking: see the class.
+            options: see `CollectiveOptions`.
 
         Raises:
             ArgumentError, UnsupportedTypeError, DuplicateNameError: here, at once.
             CollectiveError: a rank was lost before.
         """
-        team = self._members(process_set)
-        requests.check_reduction(dtype, op, len(team), prescale, postscale, process_set)
         if region is not None and source is not target:
             raise ArgumentError("registered memory is reduced in place: source must be target")
-        offset = -1 if region is None else requests.offset_in(region, target)
-        operation = Operation(
-            Kind.ALLREDUCE,
-            self._named(name, "allreduce", process_set),
-            dtype.name,
-            source.shape,
-            op,
-            prescale,
-            postscale,
-            offset=offset,
-            process_set=process_set,
-            divide_by_active=divide_by_active,
-        )
-        return self._submit(operation, Task(source.reshape(-1), target.reshape(-1), target), blocking)
+        offset = -1 if region is None else operation_builders.region_offset(region, target)
+        build: OperationBuilder = operation_builders.build_allreduce
+        if region is not None or divide_by_active:
+            build = functools.partial(build, offset=offset, divide_by_active=divide_by_active)
+        return self.start(build, source, dtype, (op, prescale, postscale), target=target, **options)
 
     def grouped_allreduce(
         self,
-        sources: Sequence[Memory],
-        targets: Sequence[Memory],
+        sources: Sequence[HostOrDeviceArray],
+        targets: Sequence[HostOrDeviceArray],
         dtypes: Sequence[DType],
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
-        name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        process_set: int = 0,
-        blocking: bool = False,
+        **options: Unpack[CollectiveOptions],
     ) -> Handle:
-        """`allreduce` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
-        team = self._members(process_set)
-        for dtype in dtypes:
-            requests.check_reduction(dtype, op, len(team), prescale, postscale, process_set)
-        members = [
-            Operation(Kind.ALLREDUCE, "", dtype.name, source.shape, op, prescale, postscale, process_set=process_set)
-            for source, dtype in zip(sources, dtypes, strict=True)
-        ]
-        tasks = [Task(s.reshape(-1), t.reshape(-1), t) for s, t in zip(sources, targets, strict=True)]
-        return self._submit_group(name, members, tasks, blocking)
+        """`allreduce` of several tensors; see `start_group`."""
+        how, build = (op, prescale, postscale), operation_builders.build_allreduce
+        return self.start_group(build, sources, dtypes, how, targets=targets, **options)
 
     def broadcast(
         self,
-        source: Memory,
-        target: Memory,
+        source: HostOrDeviceArray,
+        target: HostOrDeviceArray,
         dtype: DType,
         *,
         root_rank: int,
-        name: str | None = None,
-        process_set: int = 0,
-        blocking: bool = False,
+        **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """``target = source`` of rank ``root_rank``; ``source`` is read there alone, and may be ``target``."""
-        if root_rank not in self._members(process_set):
-            raise ArgumentError(
-                f"root_rank must be one of the ranks {list(self._members(process_set))}, not {root_rank}"
-            )
-        operation = Operation(
-            Kind.BROADCAST,
-            self._named(name, "broadcast", process_set),
-            dtype.name,
-            source.shape,
-            root=root_rank,
-            process_set=process_set,
-        )
-        flat = target.reshape(-1)
-        return self._submit(operation, Task(flat if source is target else source.reshape(-1), flat, target), blocking)
+        return self.start(operation_builders.build_broadcast, source, dtype, root_rank, target=target, **options)
 
-    def allgather(
-        self,
-        source: Memory,
-        dtype: DType,
-        *,
-        name: str | None = None,
-        make_output: MakeOutput | None = None,
-        process_set: int = 0,
-        blocking: bool = False,
-    ) -> Handle:
-        """The sources of all ranks concatenated on dimension 0, which may differ between ranks; the others may not.
-
-        ``make_output(shape)`` gives the array for the result, called on whichever thread completes the operation.
-        """
-        self._members(process_set)
-        operation = self._name(requests.allgather_of(source, dtype, process_set), name)
-        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
-
-    def grouped_allgather(
-        self,
-        sources: Sequence[Memory],
-        dtypes: Sequence[DType],
-        *,
-        name: str | None = None,
-        make_output: MakeOutput | None = None,
-        process_set: int = 0,
-        blocking: bool = False,
-    ) -> Handle:
-        """`allgather` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
-        self._members(process_set)
-        members = [requests.allgather_of(s, dtype, process_set) for s, dtype in zip(sources, dtypes, strict=True)]
-        tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
-        return self._submit_group(name, members, tasks, blocking)
+    def allgather(self, source: HostOrDeviceArray, dtype: DType, **options: Unpack[CollectiveOptions]) -> Handle:
+        """The sources of all ranks concatenated on dimension 0, which may differ between ranks; the others may not."""
+        return self.start(operation_builders.build_allgather, source, dtype, **options)
 
     def alltoall(
         self,
-        source: Memory,
+        source: HostOrDeviceArray,
         dtype: DType,
         *,
         splits: Sequence[int] | None = None,
-        name: str | None = None,
-        make_output: MakeOutput | None = None,
-        process_set: int = 0,
-        blocking: bool = False,
+        **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """Send ``splits[i]`` rows to the i-th rank of the set; the result holds what came, in rank order.
 
-        `Outcome.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are divided
-        equally. Rows beyond the sum of the splits are not sent.
+        `CollectiveResult.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are
+        divided equally. Rows beyond the sum of the splits are not sent.
         """
-        rows = requests.splits_of(source, splits, len(self._members(process_set)))
-        operation = Operation(
-            Kind.ALLTOALL,
-            self._named(name, "alltoall", process_set),
-            dtype.name,
-            source.shape,
-            splits=rows,
-            process_set=process_set,
-        )
-        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
+        return self.start(operation_builders.build_alltoall, source, dtype, splits, **options)
 
     def reducescatter(
         self,
-        source: Memory,
+        source: HostOrDeviceArray,
         dtype: DType,
         *,
         op: ReduceOp = ReduceOp.AVERAGE,
-        name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
-        make_output: MakeOutput | None = None,
-        process_set: int = 0,
-        blocking: bool = False,
+        **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """Reduce like `allreduce`; this rank gets its rows. The first ``rows % size`` ranks get one row more."""
-        size = len(self._members(process_set))
-        operation = self._name(
-            requests.reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set), name
-        )
-        return self._submit(operation, Task(source.reshape(-1), make_output=make_output), blocking)
+        build, how = operation_builders.build_reducescatter, (op, prescale, postscale)
+        return self.start(build, source, dtype, how, **options)
 
     def reduce_to_owners(
         self,
         array: NDArray[Any],
         dtype: DType,
-        parts: requests.Parts,
+        parts: operation_builders.OwnerReduction,
         *,
         name: str,
         process_set: int = 0,
         blocking: bool = False,
     ) -> Handle:
-        """Reduce registered memory in place; of the result each owner (`Region.owned`) gets its part alone."""
-        team = self._members(process_set)
-        operation = self._name(requests.reduction_to_owners(array, dtype, parts, len(team), process_set), name)
-        return self._submit(operation, Task(array.reshape(-1), output=array), blocking)
-
-    def grouped_reducescatter(
-        self,
-        sources: Sequence[Memory],
-        dtypes: Sequence[DType],
-        *,
-        op: ReduceOp = ReduceOp.AVERAGE,
-        name: str | None = None,
-        prescale: float = 1.0,
-        postscale: float = 1.0,
-        make_output: MakeOutput | None = None,
-        process_set: int = 0,
-        blocking: bool = False,
-    ) -> Handle:
-        """`reducescatter` of several tensors as one: all or none. `Outcome.members` has their outcomes in order."""
+        """Reduce registered memory in place; of the result each owner (`MemoryRegion.owned`) gets its part alone."""
         size = len(self._members(process_set))
-        members = [
-            requests.reducescatter_of(source, dtype, (op, prescale, postscale), size, process_set)
-            for source, dtype in zip(sources, dtypes, strict=True)
-        ]
-        tasks = [Task(source.reshape(-1), make_output=make_output) for source in sources]
-        return self._submit_group(name, members, tasks, blocking)
+        operation = operation_builders.build_reduce_to_owners(array, dtype, parts, size, process_set)
+        return self._submit(self._name(operation, name), TensorTableEntry(array.reshape(-1), output=array), blocking)
 
     def barrier(self, *, name: str | None = None, process_set: int = 0, blocking: bool = False) -> Handle:
         """Done when every rank has submitted it. Other outstanding operations need not be."""
         self._members(process_set)
-        operation = Operation(Kind.BARRIER, self._named(name, "barrier", process_set), process_set=process_set)
-        return self._submit(operation, Task(), blocking)
+        operation = Operation(OperationKind.BARRIER, self._named(name, "barrier", process_set), process_set=process_set)
+        return self._submit(operation, TensorTableEntry(), blocking)
+
+    def exchange(
+        self, payload: bytes, *, root_rank: int | None = None, name: str | None = None, process_set: int = 0
+    ) -> Handle:
+        """Tell all ranks a few bytes by control messages, which nobody in between can change, repeat or exchange.
+
+        `CollectiveResult.payloads` has what each rank said. ``root_rank``, if any, is the same on all. The caller waits
+        next.
+        """
+        team = self._members(process_set)
+        root = -1 if root_rank is None else operation_builders.check_root(root_rank, team)
+        named = self._named(name, "exchange", process_set)
+        operation = Operation(OperationKind.EXCHANGE, named, root=root, process_set=process_set, payload=payload)
+        return self._submit(operation, TensorTableEntry(), blocking=True)
 
     def join(self, *, blocking: bool = False) -> Handle:
-        """This rank has no more data: done when all ranks have said so; `Outcome.value` is the last of them.
+        """This rank has no more data: done when all ranks have said so; `CollectiveResult.value` is the last of them.
 
         Until then it takes part, with neutral elements, in the allreduces of those that have not joined. Their other
         collectives are refused (JoinedError). Unnamed operations are counted anew afterwards, since the others went on.
         """
-        handle = self._submit(Operation(Kind.JOIN, JOIN_NAME), Task(), blocking)
+        handle = self._submit(Operation(OperationKind.JOIN, JOIN_NAME), TensorTableEntry(), blocking)
         self.num_joins += 1
         self._numbers.clear()
         return handle
 
     @property
-    def device(self) -> DevicePlane | None:
+    def device(self) -> DeviceBackend | None:
         """What moves memory of devices, as far as it takes it; everything else is staged through the host."""
         return self._engine.device
 
@@ -357,11 +352,11 @@ class Context:
             MismatchError: the ranks ask for different sets.
             SharedMemoryError: a member has no memory for staging; the set does not exist then.
         """
-        members = requests.members_of(ranks, self.size)
+        members = operation_builders.validate_ranks(ranks, self.size)
         if members in self.process_sets.values():
             raise ArgumentError(f"there is a process set of the ranks {list(members)} already")
-        operation = Operation(Kind.ADD_SET, self._named(None, "add_process_set", 0), shape=members)
-        return self._submit(operation, Task(), blocking=True).wait().value
+        operation = Operation(OperationKind.ADD_SET, self._named(None, "add_process_set", 0), shape=members)
+        return self._submit(operation, TensorTableEntry(), blocking=True).wait().value
 
     def remove_process_set(self, process_set: int) -> None:
         """Undo `add_process_set`. Collective over all ranks; waits. What is outstanding in the set fails.
@@ -372,8 +367,10 @@ class Context:
         """
         if process_set == 0 or process_set not in self.process_sets:
             raise ArgumentError(f"there is no process set {process_set} that could be removed")
-        operation = Operation(Kind.REMOVE_SET, self._named(None, "remove_process_set", 0), shape=(process_set,))
-        self._submit(operation, Task(), blocking=True).wait()
+        operation = Operation(
+            OperationKind.REMOVE_SET, self._named(None, "remove_process_set", 0), shape=(process_set,)
+        )
+        self._submit(operation, TensorTableEntry(), blocking=True).wait()
         self._regions.pop(process_set, None)
         self._numbers.pop(process_set, None)
         self.gradient_sets.pop(process_set, None)
@@ -390,36 +387,36 @@ class Context:
 
     # -- registered memory --------------------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, *, name: str, process_set: int = 0, shared: bool = False) -> Region:
+    def allocate(self, nbytes: int, *, name: str, process_set: int = 0, shared: bool = False) -> MemoryRegion:
         """Registered memory of ``nbytes`` bytes, at one offset on all ranks; or one, ``shared`` by a host. Collective.
 
         Raises:
             SharedMemoryError: some rank has not enough memory; raised on all, and the job carries on.
         """
         self._members(process_set)
-        operation = self._name(requests.allocation_of(nbytes, process_set, shared=shared), name)
-        region = self._submit(operation, Task(), blocking=True).wait().region
+        operation = self._name(operation_builders.build_allocation(nbytes, process_set, shared=shared), name)
+        region = self._submit(operation, TensorTableEntry(), blocking=True).wait().region
         assert region is not None
         self._regions[process_set][region.offset] = region.array.ctypes.data
         return region
 
-    def free(self, region: Region, *, process_set: int = 0) -> None:
+    def free(self, region: MemoryRegion, *, process_set: int = 0) -> None:
         """Give a region back, once every rank has; returns at once. Does nothing in a job, or a set, that is over."""
-        if self.plane == "null" or process_set not in self.process_sets:
+        if self.backend == "null" or process_set not in self.process_sets:
             return  # the memory goes with its last view
         if self._regions[process_set].get(region.offset) != region.array.ctypes.data:
             return  # given back before, or of a set that is over and whose number is used again
         del self._regions[process_set][region.offset]
         base = self._named(f"free.{region.offset}", "free", process_set)
-        operation = Operation(Kind.FREE, base, offset=region.offset, process_set=process_set)
+        operation = Operation(OperationKind.FREE, base, offset=region.offset, process_set=process_set)
         try:
-            self._submit(operation, Task(), blocking=False)
+            self._submit(operation, TensorTableEntry(), blocking=False)
         except CollectiveError:
             return  # the memory goes with the job
 
     # -- for who watches ----------------------------------------------------------------------------------------------
 
-    def observe(self, observer: Observer | None) -> None:
+    def observe(self, observer: EngineObserver | None) -> None:
         """Tell ``observer`` what this rank's engine does, from now on; None ends it."""
         self._engine.observe(observer)
 
@@ -427,16 +424,16 @@ class Context:
         """Send a note beside the collectives: see `Engine.post`."""
         self._engine.post(topic, data)
 
-    def listen(self, topic: Topic, listener: Listener) -> None:
+    def listen(self, topic: Topic, listener: NoteListener) -> None:
         """Receive the notes on ``topic``: see `Engine.listen`."""
         self._engine.listen(topic, listener)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     @property
-    def works(self) -> bool:
+    def is_operational(self) -> bool:
         """Whether collectives still go anywhere; False once the job is over."""
-        return self._engine.works
+        return self._engine.is_operational
 
     def give_up(self, error: BaseException) -> None:
         """This rank cannot go on, and nobody without it: the job is over for all of them; see `Engine.give_up`."""
@@ -450,7 +447,7 @@ class Context:
             self._engine.close()
             self._release()
 
-    def _submit(self, operation: Operation, task: Task, blocking: bool) -> Handle:
+    def _submit(self, operation: Operation, task: TensorTableEntry, blocking: bool) -> Handle:
         if type(task.source) is DeviceArray:
             operation = structs.replace(operation, device=task.source.device.kind)
         handle = Handle(self._engine, operation.name, task)
@@ -458,7 +455,7 @@ class Context:
         return handle
 
     def _submit_group(
-        self, name: str | None, members: Sequence[Operation], tasks: Sequence[Task], blocking: bool
+        self, name: str | None, members: Sequence[Operation], tasks: Sequence[TensorTableEntry], blocking: bool
     ) -> Handle:
         if not members:
             raise ArgumentError("a group needs at least one tensor")
@@ -467,10 +464,14 @@ class Context:
         group = Operation(kind, base, process_set=process_set, members=tuple(members))
         if type(tasks[0].source) is DeviceArray:
             group = structs.replace(group, device=tasks[0].source.device.kind)
-        return self._submit(group, Task(members=tuple(tasks)), blocking)
+        return self._submit(group, TensorTableEntry(members=tuple(tasks)), blocking)
 
     def _name(self, operation: Operation, name: str | None) -> Operation:
-        named = self._named(name, operation.kind.name.lower(), operation.process_set)
+        process_set = operation.process_set
+        if name is None:
+            named = self._named(None, operation.kind.name.lower(), process_set)
+        else:
+            named = operation_builders.travelling_name(name if type(name) is str else str(name), process_set)
         return structs.replace(operation, name=named)
 
     def next_name(self, kind: str, process_set: int) -> str:
@@ -479,8 +480,9 @@ class Context:
 
     def _named(self, name: str | None, kind: str, process_set: int) -> str:
         """The name that travels. For when all else has been checked: an error takes no number of unnamed operations."""
-        name = self.next_name(kind, process_set) if name is None else requests.checked_name(name)
-        return requests.in_set(name, process_set)
+        if name is None:
+            return operation_builders.qualify_name(self.next_name(kind, process_set), process_set)
+        return operation_builders.travelling_name(str(name), process_set)
 
 
 # -- the one context of this process ----------------------------------------------------------------
@@ -495,7 +497,7 @@ def init(
     environ: Mapping[str, str] | None = None,
     arguments: Mapping[str, object] | None = None,
     ranks: Sequence[int] | None = None,
-    job: Job | None = None,
+    job: JobInfo | None = None,
 ) -> Context:
     """Join the job that the environment speaks of; alone if it speaks of none. Does nothing when already in it.
 
@@ -514,21 +516,22 @@ def init(
     global _current  # noqa: PLW0603  # the one global of the package
     with _lock:
         if _current is None:
-            _refuse_fork()
-            _watch_forks()
+            _check_not_forked()
+            _register_fork_hook()
+            occupy_standard_descriptors()
             environ = os.environ if environ is None else environ
-            job, config = job or detect(environ), load(environ, arguments)
+            job, config = job or detect_job(environ), load_config(environ, arguments)
             place = None if job.size == 1 or environ.get(PREFIXED_VARIABLE) else job.rank
             log.attach(config.log_level, hide_time=config.log_hide_time, rank=place)
             _current = _join(job, config, environ, ranks)
             if _current.rank == 0:
-                announce(job, config, environ, _current.size, (_current.plane, _current.plane_reason))
+                log_job(job, config, environ, _current.size, (_current.backend, _current.backend_reason))
             atexit.register(shutdown)
         return _current
 
 
-def _join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Context:
-    meeting = join(job, config, environ, ranks)
+def _join(job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None) -> Context:
+    meeting = join_rendezvous(job, config, environ, ranks)
     if meeting is None:
         return Context(config)
     try:
@@ -536,7 +539,7 @@ def _join(job: Job, config: Config, environ: Mapping[str, str], ranks: Sequence[
     except BaseException:
         meeting.rendezvous.close()
         raise
-    joined(meeting)
+    count_generation(meeting)
     if not context.has_network:
         meeting.rendezvous.close()
     return context
@@ -562,7 +565,7 @@ def _after_fork() -> None:
 
 
 @functools.cache
-def _watch_forks() -> None:
+def _register_fork_hook() -> None:
     os.register_at_fork(after_in_child=_after_fork)
 
 
@@ -584,12 +587,12 @@ def current() -> Context:
         NotInitializedError: this process is in none.
     """
     if _current is None:
-        _refuse_fork()
+        _check_not_forked()
         raise NotInitializedError
     return _current
 
 
-def _refuse_fork() -> None:
+def _check_not_forked() -> None:
     if _forked_from is not None:
         raise NotInitializedError(
             f"this process was forked from rank {_forked_from.rank} after init() and is no rank of the job; "

@@ -18,9 +18,9 @@
     |   +-- ReplicaError                        the ranks hold different parameters
     |   +-- SharedMemoryError                   the machine has not enough memory for a segment
     |   +-- DeviceError                         the ranks' GPUs cannot work together as they were chosen
-    +-- LaunchError                             the launcher could not do what it was asked
+    +-- LaunchError (RuntimeError)              the launcher could not do what it was asked
     |   +-- RankFailedError                     a rank of run() raised, exited or was killed
-    +-- AuthenticationError                     the other end of a connection does not know the job's secret
+    +-- AuthenticationError                     who sent something does not know the job's secret
     +-- WireError                               bytes of another process are no message, or too many
     +-- HostsUpdatedInterrupt (RuntimeError)    the hosts of an elastic job have changed
     +-- HorovodVersionMismatchError (ImportError)   a framework of another version than the one that was built for
@@ -30,18 +30,33 @@ Facts are fields; the message is made from them, so that programs never parse En
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Self
 
 
 class ReigenError(Exception):
     """Base of everything that Reigen raises on purpose."""
 
+    def anew(self) -> Self:
+        """The same error, to be raised by whoever keeps this one.
+
+        An error that was raised holds the frames that it went through, and these hold their owner: a reference cycle.
+        """
+        same = type(self).__new__(type(self), *self.args)
+        same.__dict__.update(self.__dict__)
+        same.__cause__ = self.__cause__
+        return same
+
 
 class NotInitializedError(ReigenError, ValueError):
     """A function that needs the job was called before ``init()`` or after ``shutdown()``."""
 
-    def __init__(self, message: str = "Reigen has not been initialized; use hvd.init().") -> None:
-        super().__init__(message)
+    def __init__(self, message: str | None = None) -> None:
+        # Scripts for Horovod recognise this error by its words.
+        horovod = str(getattr(sys.modules.get("horovod"), "__version__", ""))
+        product = "Horovod" if horovod.endswith("+reigen") else "Reigen"
+        super().__init__(f"{product} has not been initialized; use hvd.init()." if message is None else message)
 
 
 class ArgumentError(ReigenError, ValueError):
@@ -105,9 +120,9 @@ class CollectiveError(ReigenError, RuntimeError):
         super().__init__("\n".join(lines))
 
     def of(self, tensor: str) -> CollectiveError:
-        """The same error, told of one tensor."""
+        """The same error anew, told of one tensor, unless it is told of one already."""
         if self.tensor is not None:
-            return self
+            return self.anew()
         told = type(self)(self.reason, tensor=tensor, ranks=self.ranks, details=self.details)
         told.__dict__ = {**self.__dict__, "tensor": tensor}
         told.__cause__ = self.__cause__
@@ -150,22 +165,48 @@ class SharedMemoryError(CollectiveError):
 
     Attributes:
         needed_bytes: what this rank asked for.
-        available_bytes: what the machine (or its cgroup) had left, or None where it did not say.
+        available_bytes: what the machine, or a cgroup, had left; None where that is not known, or not what was short.
     """
 
     needed_bytes: int = 0
     available_bytes: int | None = None
 
     @classmethod
-    def for_request(cls, needed_bytes: int, available_bytes: int | None, what: str) -> SharedMemoryError:
-        """An error that says how much is needed and how much there is."""
+    def for_request(
+        cls,
+        needed_bytes: int,
+        available_bytes: int | None,
+        what: str,
+        limit: str = "",
+        *,
+        keep_free_bytes: int = 0,
+        where: str = "on this rank",
+    ) -> SharedMemoryError:
+        """An error that says how much is needed and how much there is, and whose ``limit`` that is if it has one.
+
+        Args:
+            needed_bytes: so much.
+            available_bytes: so much there is; None: nobody knows.
+            what: what they are for.
+            limit: see `reigen.resources.memory.AvailableMemory`.
+            keep_free_bytes: how much of what there is was not to be taken.
+            where: by whom, ``on this host`` for all of its ranks together.
+        """
         mib = 1 << 20
         have = "unknown" if available_bytes is None else f"{available_bytes / mib:.1f} MiB"
+        kept = f", less {keep_free_bytes / mib:.1f} MiB that are kept free" if keep_free_bytes else ""
         error = cls(
-            f"not enough shared memory for {what}: {needed_bytes / mib:.1f} MiB needed on this rank, {have} available; "
-            "use a machine or container with more memory, or fewer ranks"
+            f"not enough shared memory for {what}: {needed_bytes / mib:.1f} MiB needed {where}, {have} available"
+            f"{limit and ' '}{limit}{kept}; use a machine or container with more memory, or fewer ranks"
         )
         error.needed_bytes, error.available_bytes = needed_bytes, available_bytes
+        return error
+
+    @classmethod
+    def refused(cls, needed_bytes: int, what: str, reason: str) -> SharedMemoryError:
+        """An error of the kernel, which says why it gives none: a limit that is none of the memory that is left."""
+        error = cls(f"no shared memory for {what} ({needed_bytes / (1 << 20):.1f} MiB): {reason}")
+        error.needed_bytes = needed_bytes
         return error
 
 
@@ -176,7 +217,7 @@ class DeviceError(CollectiveError):
 HorovodInternalError = CollectiveError
 
 
-class LaunchError(ReigenError):
+class LaunchError(ReigenError, RuntimeError):
     """The launcher could not start or keep the job.
 
     Attributes:
@@ -207,7 +248,7 @@ class RankFailedError(LaunchError):
 
 
 class AuthenticationError(ReigenError):
-    """The other end of a connection did not prove that it knows the job's secret."""
+    """The other end of a connection did not prove that it knows the job's secret, or what it sent was changed."""
 
 
 class WireError(ReigenError):

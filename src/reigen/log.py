@@ -23,7 +23,7 @@ _LEVELS = {
 _NAMES = {number: name for name, number in _LEVELS.items()}
 
 
-class _Stderr(logging.Handler):
+class _StderrHandler(logging.Handler):
     """Writes to ``sys.stderr`` of the moment, unless another handler hears the same message.
 
     Attributes:
@@ -65,9 +65,9 @@ def attach(level: str, *, hide_time: bool = False, rank: int | None = None, node
     """
     logging.addLevelName(TRACE, "TRACE")
     logger = logging.getLogger("reigen")
-    handler = next((known for known in logger.handlers if isinstance(known, _Stderr)), None)
+    handler = next((known for known in logger.handlers if isinstance(known, _StderrHandler)), None)
     if handler is None:
-        handler = _Stderr()
+        handler = _StderrHandler()
         logger.addHandler(handler)
     place = f" {node}" if node else "" if rank is None else f" rank {rank}"
     handler.setFormatter(_Formatter(place, hide_time=hide_time))

@@ -1,4 +1,4 @@
-"""One rank's part of the conformance suite over MPI, started by mpirun: see `test_mpi_plane`.
+"""One rank's part of the conformance suite over MPI, started by mpirun: see `test_mpi_backend`.
 
 Arguments: address of the rendezvous, whether MPI's own reductions are used, whether the suite is trimmed, a directory
 for the results, and the ranks by machine in JSON: those of one group share memory. The secret is in REIGEN_TEST_SECRET.
@@ -14,16 +14,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.machines import local_plane
-
-from reigen.cluster.mpi_world import world
-from reigen.cluster.rendezvous import Rendezvous, RendezvousClient
+from reigen.backends.base import Backend
+from reigen.backends.hierarchical.backend import compose_backend
+from reigen.backends.mpi.backend import CHUNK_BYTES
+from reigen.backends.mpi.network import MpiNetwork
+from reigen.cluster.bootstrap.mpi_library import mpi_comm_world
+from reigen.cluster.membership.rendezvous import Rendezvous, RendezvousClient
 from reigen.errors import CollectiveError
-from reigen.planes.base import DataPlane
-from reigen.planes.hierarchical import compose
-from reigen.planes.mpi import MpiNetwork
-from reigen.planes.mpi_plane import CHUNK_BYTES
 from reigen.testing import check_rank
+from tests.machines import local_backend
 
 NATIVE = {"ordered": False, "native": True, "default": None}
 #: Small ones: large tensors need many.
@@ -31,25 +30,25 @@ CHUNKS = {"ordered": 1 << 18, "native": 1 << 18, "default": CHUNK_BYTES}
 
 
 def main(address: str, native: str, trimmed: str, directory: str, grouped: str) -> None:
-    everybody = world(os.environ)
+    everybody = mpi_comm_world(os.environ)
     rank, size = everybody.rank, everybody.size
     client = RendezvousClient(address, bytes.fromhex(os.environ["REIGEN_TEST_SECRET"]), rank, 60.0)
 
     @contextmanager
-    def make(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[DataPlane]:
+    def make(rank: int, size: int, rendezvous: Rendezvous) -> Iterator[Backend]:
         groups = json.loads(grouped)
         group = next(group for group in groups if rank in group)
-        with local_plane(group, rank, rendezvous) as (local, neighbours):
+        with local_backend(group, rank, rendezvous) as (local, neighbours):
 
             def failure(_: Sequence[int]) -> CollectiveError | None:
                 return None if neighbours is None else neighbours.failure(range(neighbours.size))
 
             network = MpiNetwork(everybody, range(size), rank, rendezvous, failure=failure, native=NATIVE[native])
-            plane = compose(groups, rank, local, network, range(size), time.monotonic() + 60.0)
+            backend = compose_backend(groups, rank, local, network, range(size), time.monotonic() + 60.0)
             try:
-                yield plane
+                yield backend
             finally:
-                plane.close()
+                backend.close()
                 network.close()
 
     digests = check_rank(make, rank, size, client, trimmed=trimmed == "trimmed")

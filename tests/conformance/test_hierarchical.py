@@ -1,4 +1,4 @@
-"""The plane of several machines passes the conformance suite, however the ranks are spread over machines."""
+"""The backend of several machines passes the conformance suite, however the ranks are spread over machines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from tests.machines import Groups, Machines, over_tcp
 
-from reigen.testing import RankPool, check_plane
+from reigen.testing import RankPool, check_backend
+from tests.machines import Groups, Machines, over_tcp
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from reigen.testing import RankPool, check_plane
 )
 def test_between_threads(groups: Groups) -> None:
     machines = Machines(groups)
-    check_plane(machines.plane, machines.size)
+    check_backend(machines.backend, machines.size)
 
 
 @pytest.mark.slow
@@ -38,33 +38,33 @@ def test_between_threads(groups: Groups) -> None:
 )
 def test_between_many_threads(groups: Groups) -> None:
     machines = Machines(groups)
-    check_plane(machines.plane, machines.size, trimmed=True)
+    check_backend(machines.backend, machines.size, trimmed=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 3], [2, 4, 5], [1]]], ids=str)
 def test_in_many_chunks(groups: Groups) -> None:
     machines = Machines(groups, chunk_bytes=100_000)
-    check_plane(machines.plane, machines.size, trimmed=True)
+    check_backend(machines.backend, machines.size, trimmed=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 2], [1, 3], [4]]], ids=str)
 def test_over_tcp_between_processes(groups: Groups, rank_pool: Callable[[int], RankPool]) -> None:
     size = sum(map(len, groups))
-    check_plane(partial(over_tcp, groups=groups), size, pool=rank_pool(size), trimmed=size > 3)
+    check_backend(partial(over_tcp, groups=groups), size, pool=rank_pool(size), trimmed=size > 3)
 
 
 @pytest.mark.slow
 def test_over_a_ring_of_tcp(rank_pool: Callable[[int], RankPool]) -> None:
     groups = [[0, 1], [2, 3], [4]]
-    check_plane(partial(over_tcp, groups=groups, algorithm="ring"), 5, pool=rank_pool(5), trimmed=True)
+    check_backend(partial(over_tcp, groups=groups, algorithm="ring"), 5, pool=rank_pool(5), trimmed=True)
 
 
 @pytest.mark.slow
 def test_over_tcp_between_many_processes(rank_pool: Callable[[int], RankPool]) -> None:
     groups = [[0, 1, 2], [3], [4, 5], [6, 7]]
-    check_plane(partial(over_tcp, groups=groups), 8, pool=rank_pool(8), trimmed=True)
+    check_backend(partial(over_tcp, groups=groups), 8, pool=rank_pool(8), trimmed=True)
 
 
 @pytest.mark.slow
@@ -73,4 +73,4 @@ def test_over_tcp_where_ranks_of_a_machine_read_each_other(
     groups: Groups, rank_pool: Callable[[int], RankPool]
 ) -> None:
     size = sum(map(len, groups))
-    check_plane(partial(over_tcp, groups=groups, direct=True), size, pool=rank_pool(size), trimmed=True)
+    check_backend(partial(over_tcp, groups=groups, direct=True), size, pool=rank_pool(size), trimmed=True)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from reigen.frontends.buckets import ParameterSpec, plan_buckets
-from reigen.torch.bucket_memory import DeviceMemory
-from reigen.torch.cuda import TorchLender, over
-from reigen.torch.places import Places
+from reigen.api.gradients.bucket_plan import ParameterSpec, plan_buckets
+from reigen.torch.cuda_tensors import TorchDeviceTensorAdapter, as_device_array
+from reigen.torch.reducer.bucket_memory import DeviceBucketMemory
+from reigen.torch.reducer.bucket_views import BucketViews
 from reigen.types import DTYPES
 
 
@@ -30,11 +30,13 @@ def test_a_bucket_waits_for_every_stream_that_has_filled_it() -> None:
     streams = [Stream(number) for number in range(3)]
     device: Any = SimpleNamespace(kind="cuda", now=streams[0])
     device.current = lambda: device.now
-    device.empty = lambda shape, dtype: over(device, torch.empty(shape, dtype=torch.uint8))
+    device.empty = lambda shape, dtype: as_device_array(device, torch.empty(shape, dtype=torch.uint8))
     parameters = [torch.zeros(4), torch.zeros(2)]
-    places = Places(parameters)
-    memory = DeviceMemory(places, device, TorchLender(lambda _: device))
-    memory.improvise(plan_buckets([ParameterSpec(p.numel(), 4, "float32") for p in parameters], [0, 1], 1 << 20, ()))
+    places = BucketViews(parameters)
+    memory = DeviceBucketMemory(places, device, TorchDeviceTensorAdapter(lambda _: device))
+    memory.allocate_for_pass(
+        plan_buckets([ParameterSpec(p.numel(), 4, "float32") for p in parameters], [0, 1], 1 << 20, ())
+    )
     for stream in streams:
         device.now = stream
         memory.filled()

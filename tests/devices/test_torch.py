@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.devices.nccl import FakeNccl
-from tests.devices.torch_ranks import TorchRanks
-from tests.frontends.training import assert_identical_everywhere, assert_same, make_net, mine, train, whole
 from torch import nn
 
 import reigen.torch as hvd
 from reigen.errors import MismatchError
+from tests.devices.torch_ranks import TorchDevice, TorchRanks
+from tests.torch.training import assert_identical_everywhere, assert_same, make_net, mine, train, whole
 
 pytestmark = pytest.mark.slow
 
@@ -24,10 +23,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> TorchRanks:
     return TorchRanks(monkeypatch)
 
 
-def on_device(fake: FakeNccl) -> Counter[str]:
-    """How often NCCL was asked to move something, by function."""
-    moves = ("ncclAllReduce", "ncclReduce", "ncclReduceScatter", "ncclBroadcast", "ncclAllGather", "ncclSend")
-    return Counter(name for name in fake.calls if name in moves)
+def on_device(device: TorchDevice) -> Counter[str]:
+    """How often process groups were asked to move something, by method."""
+    return Counter(name for name in device.calls if name not in ("connect", "abort", "shutdown"))
 
 
 def full(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -35,7 +33,7 @@ def full(value: float, *shape: int, dtype: torch.dtype = torch.float32) -> torch
 
 
 def test_every_collective(ranks: TorchRanks) -> None:
-    def act(fake: FakeNccl) -> None:
+    def act(device: TorchDevice) -> None:
         rank, size = hvd.rank(), hvd.size()
         torch.testing.assert_close(hvd.allreduce(full(rank, 2, 3), op=hvd.Average), full(1.0, 2, 3))
         x = full(rank + 1, 4)
@@ -56,7 +54,8 @@ def test_every_collective(ranks: TorchRanks) -> None:
         torch.testing.assert_close(scattered, 3 * torch.arange(4.0)[[0, 1] if rank == 0 else [rank + 1]])
         first, second = hvd.grouped_allreduce([full(rank, 2), full(rank, 3, dtype=torch.float64)], op=hvd.Max)
         assert (first.tolist(), second.tolist()) == ([2.0] * 2, [2.0] * 3)
-        assert all(on_device(fake)[name] for name in ("ncclAllReduce", "ncclReduce", "ncclBroadcast", "ncclSend"))
+        moves = ("allreduce", "_reduce_scatter_base", "broadcast", "_allgather_base", "alltoall_base")
+        assert all(on_device(device)[name] for name in moves)
 
     ranks.run(3, act)
 
@@ -64,16 +63,16 @@ def test_every_collective(ranks: TorchRanks) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8])
 def test_types(ranks: TorchRanks, dtype: torch.dtype) -> None:
-    def act(fake: FakeNccl) -> Counter[str]:
+    def act(device: TorchDevice) -> Counter[str]:
         assert hvd.allreduce(full(3, 4, dtype=dtype), op=hvd.Sum).tolist() == [6.0] * 4
         assert hvd.allreduce(full(3, 4, dtype=dtype), op=hvd.Product).tolist() == [9.0] * 4
-        return on_device(fake)
+        return on_device(device)
 
-    assert ranks.run(2, act) == [{"ncclAllReduce": 2}] * 2
+    assert ranks.run(2, act) == [{"allreduce": 2}] * 2
 
 
-def test_what_nccl_cannot_do_goes_through_the_host(ranks: TorchRanks) -> None:
-    def act(fake: FakeNccl) -> Counter[str]:
+def test_what_devices_cannot_do_goes_through_the_host(ranks: TorchRanks) -> None:
+    def act(device: TorchDevice) -> Counter[str]:
         integers = full(3 + hvd.rank(), 4, dtype=torch.int32)
         assert hvd.allreduce(integers, op=hvd.Average).tolist() == [3] * 4
         assert hvd.allreduce(full(2, 4), op=hvd.Max, prescale_factor=0.5).tolist() == [1.0] * 4
@@ -81,7 +80,7 @@ def test_what_nccl_cannot_do_goes_through_the_host(ranks: TorchRanks) -> None:
         hvd.allreduce(full(1.0 + hvd.rank(), 4), op=hvd.Adasum)
         both = hvd.grouped_allreduce([full(1, 2), full(1, 2, dtype=torch.int16)], op=hvd.Sum)
         assert [one.tolist() for one in both] == [[2, 2], [2, 2]]
-        return on_device(fake)
+        return on_device(device)
 
     assert ranks.run(2, act) == [{}, {}]
 
@@ -89,7 +88,7 @@ def test_what_nccl_cannot_do_goes_through_the_host(ranks: TorchRanks) -> None:
 def test_layouts(ranks: TorchRanks) -> None:
     """Transposed, sliced, scalars, empty: the result has the shape, and the order, of the input."""
 
-    def act(fake: FakeNccl) -> None:
+    def act(device: TorchDevice) -> None:
         base = torch.arange(12.0).reshape(3, 4)
         for view in (base.t(), base[:, 1:3], base[::2], torch.tensor(2.0), torch.empty(0, 3)):
             torch.testing.assert_close(hvd.allreduce(view, op=hvd.Sum), 2 * view)
@@ -100,13 +99,24 @@ def test_layouts(ranks: TorchRanks) -> None:
             torch.testing.assert_close(window, 2 * base)
             hvd.allreduce_(own, op=hvd.Sum)
             torch.testing.assert_close(own, 2 * view)
-        assert on_device(fake) == {"ncclAllReduce": 13}  # the empty ones need nothing
+        assert on_device(device) == {"allreduce": 13}  # the empty ones need nothing
 
     ranks.run(2, act)
 
 
+def test_an_operation_in_place_is_one_change_of_the_tensor(ranks: TorchRanks) -> None:
+    """torch counts changes: those of the process group's on the way are none of the user's."""
+
+    def act(device: TorchDevice) -> int:
+        x = full(1.0, 4)
+        hvd.allreduce_(x, op=hvd.Average)
+        return x._version
+
+    assert ranks.run(2, act) == [1, 1]
+
+
 def test_gradients_flow_through_collectives(ranks: TorchRanks) -> None:
-    def act(fake: FakeNccl) -> list[float]:
+    def act(device: TorchDevice) -> list[float]:
         x = full(1.0 + hvd.rank(), 3).requires_grad_()
         (hvd.allreduce(x * x, op=hvd.Sum).sum() * (1 + hvd.rank())).backward()
         assert x.grad is not None
@@ -121,20 +131,20 @@ def test_training(ranks: TorchRanks, size: int, bucket_bytes: int) -> None:
     """The same parameters as one process with the whole batch gets; gradients are views of buckets on the device."""
     made = make_net()  # here: the generator of random numbers is common to all threads
 
-    def act(fake: FakeNccl) -> None:
+    def act(device: TorchDevice) -> None:
         truth, model = copy.deepcopy(made), copy.deepcopy(made)
         train(truth, torch.optim.SGD(truth.parameters(), lr=0.1, momentum=0.9), whole)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer: Any = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters()
         )
-        before = on_device(fake)["ncclAllReduce"]
+        before = device.num_reduced
         train(model, optimizer, mine)
         assert_same(model, truth)
         assert_identical_everywhere(model)
         (reducer,) = optimizer._averager.reducers
         buckets = reducer._places.buckets
-        assert on_device(fake)["ncclAllReduce"] - before == 4 * len(buckets)
+        assert device.num_reduced - before == 4 * len(buckets)
         assert (len(buckets) > 1) == (bucket_bytes == 400)
         assert not reducer._places.arrays, "there are buckets in host memory"
         storages = {bucket.untyped_storage().data_ptr() for bucket in buckets}
@@ -149,7 +159,7 @@ def test_training(ranks: TorchRanks, size: int, bucket_bytes: int) -> None:
 def test_training_with_options(ranks: TorchRanks, option: str) -> None:
     made = make_net()
 
-    def act(fake: FakeNccl) -> None:
+    def act(device: TorchDevice) -> None:
         truth, model = copy.deepcopy(made), copy.deepcopy(made)
         if option == "layout":
             truth, model = (m.to(memory_format=torch.channels_last) for m in (truth, model))
@@ -174,7 +184,7 @@ def test_training_with_options(ranks: TorchRanks, option: str) -> None:
 
 
 def test_ranks_with_different_amounts_of_data(ranks: TorchRanks) -> None:
-    def act(fake: FakeNccl) -> None:
+    def act(device: TorchDevice) -> None:
         model = nn.Linear(3, 2)
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
@@ -192,7 +202,7 @@ def test_ranks_with_different_amounts_of_data(ranks: TorchRanks) -> None:
 
 
 def test_sparse_gradients(ranks: TorchRanks) -> None:
-    def act(fake: FakeNccl) -> list[float]:
+    def act(device: TorchDevice) -> list[float]:
         embedding = nn.Embedding(4, 2, sparse=True)
         nn.init.zeros_(embedding.weight)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(embedding.parameters(), lr=1.0))
@@ -203,10 +213,10 @@ def test_sparse_gradients(ranks: TorchRanks) -> None:
     assert ranks.run(2, act) == [[-0.5, -0.5, 0.0, -1.0]] * 2
 
 
-def test_a_rank_without_nccl_is_named(ranks: TorchRanks) -> None:
-    ranks.without_nccl = {1}
+def test_a_rank_without_a_library_is_named(ranks: TorchRanks) -> None:
+    ranks.without_library = {1}
 
-    def act(fake: FakeNccl) -> None:
+    def act(device: TorchDevice) -> None:
         with pytest.raises(MismatchError, match="the devices differ") as caught:
             hvd.allreduce(full(1, 2), name="t")
         assert caught.value.details[1].startswith("cpu (or staged there")
@@ -219,10 +229,10 @@ def test_a_rank_without_nccl_is_named(ranks: TorchRanks) -> None:
     ranks.run(2, act)
 
 
-def test_without_nccl_everything_is_staged(ranks: TorchRanks) -> None:
-    ranks.without_nccl = {0, 1}
+def test_without_a_library_everything_is_staged(ranks: TorchRanks) -> None:
+    ranks.without_library = {0, 1}
 
-    def act(fake: FakeNccl) -> list[float]:
+    def act(device: TorchDevice) -> list[float]:
         return hvd.allreduce(full(1 + hvd.rank(), 2), op=hvd.Sum).tolist()
 
     assert ranks.run(2, act) == [[3.0, 3.0]] * 2

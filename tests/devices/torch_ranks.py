@@ -9,30 +9,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.devices.cuda import PATIENCE_SECONDS, Event, Stream
-from tests.devices.nccl import Fabric, FakeNccl
-from tests.unit.jobs import between
 
-from reigen import assembly, context
-from reigen.config import Config
+from reigen import context
 from reigen.context import Context
-from reigen.planes.base import DataPlane
-from reigen.planes.device import DeviceArray
-from reigen.planes.nccl import NcclPlane
 from reigen.torch.adapter import TorchAdapter
-from reigen.torch.cuda import TorchLender, over
-from reigen.torch.dtypes import torch_dtype
-from reigen.types import DType
+from reigen.torch.cuda_tensors import TorchDeviceTensorAdapter
+from tests.devices.gloo import PATIENCE_SECONDS, Device, Event, Network, Stream
+from tests.unit.engine.jobs import between
 
 
 class Now(Event):
     """Reached when it is recorded."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.reached.set()
 
     def passed(self) -> bool:
         return True
@@ -44,51 +40,36 @@ class Thread:
     handle = 0
 
     def record(self) -> Event:
-        event = Now.__new__(Now)
-        event.reached = threading.Event()
-        event.reached.set()
-        return event
+        return Now()
 
     def wait(self, event: Event) -> None:
         assert event.reached.wait(PATIENCE_SECONDS)
+        event.passed()  # raises where the device has failed
+
+    def run(self, work: Callable[[], None]) -> None:
+        work()
 
 
 class Slow(Stream):
     """A stream that takes its time."""
 
     def record(self) -> Event:
-        self.enqueue(lambda: time.sleep(0.002))
+        self.run(lambda: time.sleep(0.002))
         return super().record()
 
 
-class TorchDevice:
-    """`reigen.torch.cuda.TorchDevice`."""
+class TorchDevice(Device):
+    """A device on which the calling thread works as torch does on the host."""
 
-    kind = "cuda"
-
-    def __init__(self, rank: int) -> None:
-        self.name, self.identity = "cuda:0", f"GPU-{rank}"
+    def __init__(self, network: Network, rank: int) -> None:
+        super().__init__("cuda:0", f"GPU-{rank}", network, rank)
+        self.side.close()
         self.side = Slow(f"side-{rank}")
-        self._aside = threading.local()
         #: tensors that were handed to a stream other than the one to which they belong
         self.num_adopted = 0
 
     def current(self) -> Any:
         return self.side if getattr(self._aside, "depth", 0) else Thread()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        self._aside.depth = getattr(self._aside, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            self._aside.depth -= 1
-
-    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        return over(self, torch.empty(shape, dtype=torch_dtype(dtype)))
-
-    def full(self, num_elements: int, dtype: DType, value: float) -> DeviceArray:
-        return over(self, torch.full((num_elements,), value, dtype=torch_dtype(dtype)))
 
     def adopt(self, tensor: torch.Tensor) -> None:
         self.num_adopted += 1
@@ -112,30 +93,23 @@ class TorchRanks:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seat: Any = threading.local()
-        self.fakes: list[FakeNccl] = []
-        self.without_nccl: set[int] = set()
-        self._fabric = Fabric()
-        patch.setattr(assembly, "device_plane_of", self._plane)
+        self.without_library: set[int] = set()
         patch.setattr(context, "_current", _Mine(self))
-        patch.setattr(TorchAdapter, "lender", TorchLender(lambda _: self.seat.device))
+        patch.setattr(TorchAdapter, "lender", TorchDeviceTensorAdapter(lambda _: self.seat.device))
 
-    def _plane(self, config: Config, plane: DataPlane) -> NcclPlane | None:
-        fake = self.fakes[plane.rank]
-        if plane.rank in self.without_nccl:
-            return NcclPlane(plane, range(plane.size), lambda: (None, "there is no NCCL"))
-        return NcclPlane(plane, range(plane.size), lambda: (fake.library(), "a stand-in"))
-
-    def run(self, size: int, act: Callable[[FakeNccl], Any], **knobs: Any) -> list[Any]:
-        """``act(NCCL)`` on each rank."""
-        self.fakes = [FakeNccl(self._fabric) for _ in range(size)]
-        devices = [TorchDevice(rank) for rank in range(size)]
+    def run(self, size: int, act: Callable[[TorchDevice], Any], **knobs: Any) -> list[Any]:
+        """``act(device)`` on each rank."""
+        network = Network()
+        devices = [TorchDevice(network, rank) for rank in range(size)]
+        for rank in self.without_library:
+            devices[rank].without = "there is no NCCL"
 
         def perform(job: Context) -> Any:
             self.seat.job, self.seat.device = job, devices[job.rank]
-            return act(self.fakes[job.rank])
+            return act(devices[job.rank])
 
         try:
             return between(size, perform, **knobs)
         finally:
             for device in devices:
-                device.side.close()
+                device.close()

@@ -16,22 +16,22 @@ from typing import Literal
 
 import msgspec
 
-from reigen.cluster.rendezvous import RendezvousClient, RendezvousServer
-from reigen.cluster.roll import HOLD_SECONDS, Abort, Enter, Leave, Roll
-from reigen.cluster.service import REQUESTS, Forget, Get, Put, Store
+from reigen.cluster.membership.control_service import REQUEST_CODEC, CancelGet, GetValue, PutValue, RendezvousStore
+from reigen.cluster.membership.liveness import HOLD_SECONDS, AbortMessage, EnterGroup, LeaveGroup, LivenessTable
+from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousServer
 from reigen.errors import AuthenticationError, WireError
-from reigen.kv import registry
-from reigen.kv.events import LossPolicy
-from reigen.kv.registry import ANSWERS, CALLS
-from reigen.kv.roster import Roster
-from reigen.kv.seats import Terms
-from reigen.wire.auth import ClientHandshake, Identity, Role, ServerHandshake, Session
-from reigen.wire.link import Link
-from reigen.wire.stream import Conversation, connect
-from reigen.wire.tls import Tls
+from reigen.kv.consistency.events import LossPolicy
+from reigen.kv.membership import messages
+from reigen.kv.membership.membership_table import MembershipTable
+from reigen.kv.membership.messages import NODE_MESSAGE_CODEC, SCHEDULER_MESSAGE_CODEC
+from reigen.kv.membership.node_state import JobSpec
+from reigen.net.auth import AuthSession, ClientHandshake, Identity, ProcessRole, ServerHandshake
+from reigen.net.bulk_connection import BulkConnection
+from reigen.net.stream import StreamProtocol, connect_stream
+from reigen.net.tls import TlsContext
 
 SECRET = b"s" * 32
-RANK, LAUNCHER = Identity(Role.RANK, 5, "fuzz"), Identity(Role.LAUNCHER, 0)
+RANK, LAUNCHER = Identity(ProcessRole.RANK, 5, "fuzz"), Identity(ProcessRole.LAUNCHER, 0)
 MAX_PAYLOAD_BYTES = 1 << 16
 #: What a bad peer may cause at the other end, and nothing else.
 BAD_PEER = (AuthenticationError, WireError, ConnectionError)
@@ -60,13 +60,15 @@ class Script:
 
 
 @functools.cache
-def tls() -> Tls:
-    return Tls()
+def tls() -> TlsContext:
+    return TlsContext()
 
 
-def conversations(encrypted: bool) -> tuple[Conversation, Conversation]:
-    client = Conversation(ClientHandshake(SECRET, RANK), MAX_PAYLOAD_BYTES, tls().connects() if encrypted else None)
-    server = Conversation(ServerHandshake(SECRET, LAUNCHER), MAX_PAYLOAD_BYTES, tls().accepts() if encrypted else None)
+def conversations(encrypted: bool) -> tuple[StreamProtocol, StreamProtocol]:
+    client = StreamProtocol(ClientHandshake(SECRET, RANK), MAX_PAYLOAD_BYTES, tls().connects() if encrypted else None)
+    server = StreamProtocol(
+        ServerHandshake(SECRET, LAUNCHER), MAX_PAYLOAD_BYTES, tls().accepts() if encrypted else None
+    )
     return client, server
 
 
@@ -158,7 +160,7 @@ def in_between(data: bytes) -> None:
         assert len(said[1]) > 5
 
 
-def _give(end: Conversation, data: bytes, script: Script) -> list[bytes]:
+def _give(end: StreamProtocol, data: bytes, script: Script) -> list[bytes]:
     heard = []
     while data:
         num = min(end.num_wanted_bytes, 1 + script.number(1000)) if script else end.num_wanted_bytes
@@ -170,7 +172,7 @@ def _give(end: Conversation, data: bytes, script: Script) -> list[bytes]:
 def link_of_a_liar(data: bytes) -> None:
     """Headers of a link are forged, repeated, left out or put into another order, or say what makes no sense."""
     script = Script(data)
-    peer, here = Session(RANK, b"a" * 32, b"b" * 32), Session(LAUNCHER, b"b" * 32, b"a" * 32)
+    peer, here = AuthSession(RANK, b"a" * 32, b"b" * 32), AuthSession(LAUNCHER, b"b" * 32, b"a" * 32)
     messages = [bytes([index]) * script.number(300) for index in range(1 + script.number(8))]
     pieces = [peer.seal(struct.pack(">BQ", 1, len(one))) + one for one in messages]
     num_good = _forge(script, pieces, peer)
@@ -184,7 +186,7 @@ def link_of_a_liar(data: bytes) -> None:
         assert error is None
 
 
-def _forge(script: Script, pieces: list[bytes], liar: Session) -> int:
+def _forge(script: Script, pieces: list[bytes], liar: AuthSession) -> int:
     """Change the sequence of messages; returns how many of the first ones are as they should be."""
     true = list(pieces)
     kind, index, other = script.number(8), script.number(len(pieces)), script.number(len(pieces))
@@ -212,13 +214,13 @@ def _forge(script: Script, pieces: list[bytes], liar: Session) -> int:
 
 
 def _through_a_link(
-    script: Script, stream: bytes, session: Session, places: list[bytearray]
+    script: Script, stream: bytes, session: AuthSession, places: list[bytearray]
 ) -> tuple[int, Exception | None]:
     """Send bytes to a link in pieces; returns how many places it filled, and the error that ended it."""
     ours, theirs = socket.socketpair()
     with ours, theirs, ExitStack() as stack:
         theirs.setblocking(False)
-        link = Link(theirs, session)
+        link = BulkConnection(theirs, session)
         stack.callback(link.close)
         num_received, num_posted = 0, 0
         while stream or num_posted < len(places):
@@ -251,7 +253,7 @@ def link_in_between(data: bytes) -> None:
         for one in (*pairs[0], *pairs[1]):
             one.setblocking(False)
             stack.enter_context(one)
-        sender, receiver = (Link(*end.detach(pair[0])) for end, pair in zip(ends, pairs, strict=True))
+        sender, receiver = (BulkConnection(*end.detach(pair[0])) for end, pair in zip(ends, pairs, strict=True))
         stack.callback(sender.close)
         stack.callback(receiver.close)
         messages = [bytes([index]) * script.number(3000) for index in range(1 + script.number(8))]
@@ -274,16 +276,16 @@ def link_in_between(data: bytes) -> None:
 def requests(data: bytes) -> None:
     """Ranks that know the secret ask the service for what makes no sense."""
     script = Script(data)
-    store, roll = Store(), Roll()
+    store, roll = RendezvousStore(), LivenessTable()
     now = 0.0
     while script:
         owner = script.number(4)
         now += script.number(3) * HOLD_SECONDS
         try:
-            message = REQUESTS.decode(payload(script))
+            message = REQUEST_CODEC.decode(payload(script))
         except WireError:
             continue
-        if isinstance(message, Enter | Leave | Abort):
+        if isinstance(message, EnterGroup | LeaveGroup | AbortMessage):
             roll.handle(owner, message, now)
         else:
             store.handle(owner, message)
@@ -299,13 +301,13 @@ def payload(script: Script) -> bytes:
     kind, number, text = script.number(12), script.number(1 << 24) << script.number(40), "k" * script.number(300)
     small = script.number(5)
     known: list[msgspec.Struct] = [
-        Put(number, text, script.bytes(small)),
-        Put(number, text, script.bytes(small), only_first=True),
-        Get(number, text),
-        Forget(number),
-        Enter(number, text, small, 1 + script.number(5), text, text),
-        Leave(),
-        Abort(text, tuple(range(small)), text),
+        PutValue(number, text, script.bytes(small)),
+        PutValue(number, text, script.bytes(small), only_first=True),
+        GetValue(number, text),
+        CancelGet(number),
+        EnterGroup(number, text, small, 1 + script.number(5), text, text),
+        LeaveGroup(),
+        AbortMessage(text, tuple(range(small)), text),
     ]
     return _spoilt(known[kind] if kind < len(known) else None, script)
 
@@ -322,15 +324,17 @@ def _spoilt(message: msgspec.Struct | None, script: Script) -> bytes:
 def calls(data: bytes) -> None:
     """Nodes that know the secret tell a scheduler of parameter servers what makes no sense."""
     script = Script(data)
-    roster = Roster(Terms(2, 2, policy=list(LossPolicy)[script.number(3)], servers_return=script.number(2) == 1), 1)
+    roster = MembershipTable(
+        JobSpec(2, 2, policy=list(LossPolicy)[script.number(3)], servers_return=script.number(2) == 1), 1
+    )
     now = 0.0
     while script:
         owner = script.number(6)
         now += script.number(4) * 0.7
         with suppress(WireError):
-            for told, answer in roster.handle(owner, CALLS.decode(call(script)), now):
-                ANSWERS.encode(answer)
-                if isinstance(answer, registry.Refused):  # the scheduler closes that connection
+            for told, answer in roster.handle(owner, NODE_MESSAGE_CODEC.decode(call(script)), now):
+                SCHEDULER_MESSAGE_CODEC.encode(answer)
+                if isinstance(answer, messages.NodeRefused):  # the scheduler closes that connection
                     roster.ended(told, now)
         if script.number(8) == 7:
             roster.ended(owner, now)
@@ -345,14 +349,14 @@ def call(script: Script) -> bytes:
     role: Literal["worker", "server"] = "worker" if script.number(2) else "server"
     expected, incarnation, sequence = script.number(10), script.number(5), script.number(1 << 24) - 2
     known: list[msgspec.Struct] = [
-        registry.Register(role, number, text, text, incarnation, 2, 2, script.number(3)),
-        registry.Register(role, number, text, text, incarnation, 2, max(2, expected), left=(number,)),
-        registry.EnterBarrier(text, sequence),
-        registry.GiveUp(text, sequence, script.number(2) == 1),
-        registry.WhoIsMissing(),
-        registry.WhoIsSilent(float(sequence)),
-        registry.Heartbeat(),
-        registry.Leave(),
+        messages.RegisterNode(role, number, text, text, incarnation, 2, 2, script.number(3)),
+        messages.RegisterNode(role, number, text, text, incarnation, 2, max(2, expected), left=(number,)),
+        messages.EnterBarrier(text, sequence),
+        messages.AbandonBarrier(text, sequence, script.number(2) == 1),
+        messages.MissingQuery(),
+        messages.SilentQuery(float(sequence)),
+        messages.NodeHeartbeat(),
+        messages.LeaveJob(),
     ]
     return _spoilt(known[kind] if kind < len(known) else None, script)
 
@@ -397,11 +401,11 @@ class Victim:
         self.check()
 
 
-def visit(address: tuple[str, int], script: Script, stack: ExitStack, own: Tls | None) -> None:
+def visit(address: tuple[str, int], script: Script, stack: ExitStack, own: TlsContext | None) -> None:
     """Connect as a stranger, or as a rank that talks nonsense; whatever happens to it is its own affair."""
     with suppress(OSError, *BAD_PEER):
         if script.number(2):
-            rank = connect(address, SECRET, Identity(Role.RANK, 1), 1 << 22, time.monotonic() + 0.2, own)
+            rank = connect_stream(address, SECRET, Identity(ProcessRole.RANK, 1), 1 << 22, time.monotonic() + 0.2, own)
             stack.callback(rank.close)
             for _ in range(1 + script.number(4)):
                 rank.send(payload(script), time.monotonic() + 1.0)

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.frontends.training import assert_identical_everywhere, batches, make_net, mean_loss, mine
 from torch import nn
 
 import reigen.torch as hvd
 from reigen import context
 from reigen.errors import CollectiveError, PeerLostError
-from reigen.planes import nccl_library
 from reigen.testing import RankError, RankPool, run_ranks
+from reigen.torch.cuda_tensors import nccl_library
+from tests.torch.training import assert_identical_everywhere, batches, make_net, mean_loss, mine
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: torch.cuda.is_available() is false"),
-    pytest.mark.skipif(nccl_library.load()[0] is None, reason=nccl_library.load()[1]),
+    pytest.mark.skipif(not nccl_library()[0], reason=nccl_library()[1]),
     pytest.mark.slow,
 ]
 

@@ -58,6 +58,11 @@ class Process:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._process.poll()
+
     def ask(self, command: str) -> Any:
         """Have it do something; returns its answer."""
         self.tell(command)

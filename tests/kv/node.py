@@ -14,22 +14,22 @@ import sys
 import time
 from typing import Any
 
-from reigen.cluster.reception import join_address
-from reigen.config import Config, load
+from reigen.cluster.membership.listener import join_address
+from reigen.config import Config, load_config
 from reigen.errors import CollectiveError, ReigenError
-from reigen.kv.access import own_host
-from reigen.kv.member import Member
-from reigen.kv.roles import find
+from reigen.kv.membership.discovery import choose_listen_host
+from reigen.kv.membership.environment import read_process_config
+from reigen.kv.membership.scheduler_client import SchedulerClient
 
 DEADLINE_SECONDS = 30.0
 
 
 def main() -> int:
-    config = load(os.environ)
-    settings = find(os.environ, config)
+    config = load_config(os.environ)
+    settings = read_process_config(os.environ, config)
     try:
-        address = join_address(own_host(settings)[0], os.getpid()) if settings.role == "server" else None
-        member = Member.join(settings, address, time.monotonic() + config.start_timeout_seconds)
+        address = join_address(choose_listen_host(settings)[0], os.getpid()) if settings.role == "server" else None
+        member = SchedulerClient.join(settings, address, time.monotonic() + config.start_timeout_seconds)
     except ReigenError as error:
         say(told(error))
         return 1
@@ -43,7 +43,7 @@ def main() -> int:
     return 0
 
 
-def answer(member: Member, config: Config, what: str, *arguments: str) -> Any:
+def answer(member: SchedulerClient, config: Config, what: str, *arguments: str) -> Any:
     now = time.monotonic()
     if what == "servers":
         seconds = float(os.environ.get("SERVERS_SECONDS", config.start_timeout_seconds))

@@ -14,30 +14,30 @@ from collections import deque
 import numpy as np
 
 from reigen.config import Config
-from reigen.kv.arena import Arena, PeerArena
+from reigen.kv.connection import KVConnection
 from reigen.kv.keys import key_id
-from reigen.kv.line import Line
-from reigen.kv.nodes import Stop
+from reigen.kv.membership.nodes import JobEnded
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     DECLARE_CODEC,
     DECLARED_CODEC,
     HELLO_CODEC,
     NOTICE_CODEC,
-    PROBLEM_CODEC,
     PURPOSE,
+    REMOTE_ERROR_CODEC,
     RESULT_CODEC,
-    Command,
-    Declare,
-    Flag,
-    Header,
-    Hello,
-    Kind,
-    Place,
+    DeclareKey,
+    KVHello,
+    MessageFlag,
+    MessageHeader,
+    MessageKind,
+    ShardRange,
+    StoreCommand,
 )
-from reigen.kv.server import Server, listen
-from reigen.wire.auth import Identity, Role
-from reigen.wire.stream import connect
+from reigen.kv.server.server import KVServer, open_listener
+from reigen.kv.shm_arena import PeerShmArena, ShmArena
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.stream import connect_stream
 
 SECRET = b"k" * 32
 SECONDS = 40.0
@@ -50,8 +50,8 @@ class FakeMember:
     tls = None
     host = "here"
 
-    def __init__(self, number=0, num_workers=2, *, is_recovery=False, incarnation=1, secret=SECRET):
-        self.number, self.num_workers, self.num_servers = number, num_workers, 1
+    def __init__(self, number=0, num_workers=2, *, is_recovery=False, incarnation=1, secret=SECRET, job=1):
+        self.number, self.num_workers, self.num_servers, self.job = number, num_workers, 1, job
         self.is_recovery, self.incarnation, self.secret = is_recovery, incarnation, secret
         self._events = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -82,10 +82,10 @@ class Serving:
 
     def __init__(self, num_workers=2, config=None, **facts):
         self.member = FakeMember(num_workers=num_workers, **facts)
-        listener, self.address = listen("127.0.0.1")
+        listener, self.address = open_listener("127.0.0.1")
         self.exit_code = None
         try:
-            self.server = Server(self.member, config or Config(), listener)
+            self.server = KVServer(self.member, config or Config(), listener)
         except BaseException:
             listener.close()
             self.member.close()
@@ -98,7 +98,7 @@ class Serving:
 
     def stop(self, exit_code=0):
         if self._thread.is_alive():
-            self.member.tell(Stop(exit_code, "the test is over"))
+            self.member.tell(JobEnded(exit_code, "the test is over"))
         self._thread.join(SECONDS)
         assert not self._thread.is_alive(), "the server did not stop"
         self.member.close()
@@ -114,25 +114,25 @@ class RawWorker:
         self, address, number, *, store=0, staleness=0, shares=False, incarnation=1, secret=SECRET, machine=""
     ):
         host, _, port = address.rpartition(":")
-        me = Identity(Role.RANK, number, PURPOSE)
-        stream = connect((host, int(port)), secret, me, 1 << 12, time.monotonic() + SECONDS)
-        self.line = Line(*stream.detach(), self, f"server of {number}")
+        me = Identity(ProcessRole.RANK, number, PURPOSE)
+        stream = connect_stream((host, int(port)), secret, me, 1 << 12, time.monotonic() + SECONDS)
+        self.line = KVConnection(*stream.detach(), self, f"server of {number}")
         self.number, self.store, self.messages, self.notices = number, store, {}, []
         self.ids = itertools.count(1)
-        self.arena = Arena("reigen-test-worker") if shares else None
+        self.arena = ShmArena("reigen-test-worker") if shares else None
         self.peer = None
         segment = self.arena.segment if shares else None
         facts = (machine, os.getpid(), segment.fd, segment.inode) if shares else ()
-        hello = HELLO_CODEC.encode(Hello(number, incarnation, "there", *facts, staleness=staleness))
+        hello = HELLO_CODEC.encode(KVHello(number, incarnation, "there", *facts, staleness=staleness))
         self.welcome = None
-        self.line.send(Header(Kind.HELLO, store=store, body_bytes=len(hello)), hello)
+        self.line.send(MessageHeader(MessageKind.HELLO, store=store, body_bytes=len(hello)), hello)
         try:
             self.until(lambda: self.welcome or self.notices)
         except BaseException:
             self.close()
             raise
         if shares and self.welcome:
-            self.peer, _ = PeerArena.open(self.welcome, machine)
+            self.peer, _ = PeerShmArena.open(self.welcome, machine)
 
     # -- the receiver of the line
 
@@ -140,30 +140,30 @@ class RawWorker:
         return memoryview(bytearray(header.body_bytes))
 
     def arrived(self, line, header, body):
-        if header.kind == Kind.WELCOME:
+        if header.kind == MessageKind.WELCOME:
             self.welcome = HELLO_CODEC.decode(bytes(body))
-        elif header.kind == Kind.NOTICE:
+        elif header.kind == MessageKind.NOTICE:
             self.notices.append(NOTICE_CODEC.decode(bytes(body)))
         else:
-            if header.flags & Flag.IN_MEMORY:
+            if header.flags & MessageFlag.IN_MEMORY:
                 body = memoryview(self.peer.view(header.offset, header.memory_bytes)).tobytes()
             self.messages.setdefault(header.request, []).append((header, bytes(body)))
 
     # -- requests
 
-    def begin(self, kind, *, key=0, cell=0, round=0, body=b"", flags=0, request=None, about=0, priority=0):
+    def begin(self, kind, *, key=0, shard=0, round=0, body=b"", flags=0, request=None, about=0, priority=0):
         """Send a request; returns its id."""
         request = next(self.ids) if request is None else request
         body = body.tobytes() if isinstance(body, np.ndarray) else bytes(body)
-        facts = {"key": _id(key), "cell": cell, "round": round, "flags": flags, "store": self.store}
+        facts = {"key": _id(key), "shard": shard, "round": round, "flags": flags, "store": self.store}
         facts |= {"about": about, "priority": priority}
         if self.arena is not None and len(body) >= 1 << 16:
             block = self.arena.allocate(len(body))
             block.array[:] = np.frombuffer(body, np.uint8)
-            facts["flags"] |= Flag.IN_MEMORY
-            self.line.send(Header(kind, request, offset=block.offset, memory_bytes=len(body), **facts))
+            facts["flags"] |= MessageFlag.IN_MEMORY
+            self.line.send(MessageHeader(kind, request, offset=block.offset, memory_bytes=len(body), **facts))
         else:
-            self.line.send(Header(kind, request, body_bytes=len(body), **facts), body)
+            self.line.send(MessageHeader(kind, request, body_bytes=len(body), **facts), body)
         self.line.advance_sends()
         return request
 
@@ -173,11 +173,11 @@ class RawWorker:
         header, body = self.messages[request].pop(0)
         if not self.messages[request]:
             del self.messages[request]
-        if header.kind == Kind.RECEIVED != kind:
+        if header.kind == MessageKind.RECEIVED != kind:
             return self.end(request, kind)
-        if header.kind == Kind.ERROR:
-            raise PROBLEM_CODEC.decode(body).raised()
-        assert kind is None or header.kind == kind, Kind(header.kind)
+        if header.kind == MessageKind.ERROR:
+            raise REMOTE_ERROR_CODEC.decode(body).raised()
+        assert kind is None or header.kind == kind, MessageKind(header.kind)
         return header, body
 
     def ask(self, kind, **facts):
@@ -186,27 +186,27 @@ class RawWorker:
     def declare(self, name, shape, dtype="float32", places=None, *, wait=True, home=True, **facts):
         """The DECLARE of a worker; of worker 0 with all that follows, in a job of one server."""
         if self.number == 0 and places is None:
-            places = (Place(0, 0, int(np.prod(shape)), 0),)
-        body = DECLARE_CODEC.encode(Declare(name, tuple(shape), dtype, places=places, **facts))
-        request = self.begin(Kind.DECLARE, key=name, body=body, flags=Flag.HOME if home else 0)
-        return DECLARED_CODEC.decode(self.end(request, Kind.DECLARED)[1]) if wait else request
+            places = (ShardRange(0, 0, int(np.prod(shape)), 0),)
+        body = DECLARE_CODEC.encode(DeclareKey(name, tuple(shape), dtype, places=places, **facts))
+        request = self.begin(MessageKind.DECLARE, key=name, body=body, flags=MessageFlag.HOME if home else 0)
+        return DECLARED_CODEC.decode(self.end(request, MessageKind.DECLARED)[1]) if wait else request
 
     def initialise(self, name, value, places, dtype=None, **facts):
-        """Worker 0's INIT of all cells, and the DECLARE that ends the initialisation."""
+        """Worker 0's INIT of all shards, and the DECLARE that ends the initialisation."""
         flat = value.reshape(-1)
         for place in places:
-            self.ask(Kind.INIT, key=name, cell=place.index, body=flat[place.begin : place.end])
+            self.ask(MessageKind.INIT, key=name, shard=place.index, body=flat[place.begin : place.end])
         return self.declare(name, value.shape, dtype or value.dtype.name, places, is_initialised=True, **facts)
 
     def command(self, name, wait=True, **arguments):
-        request = self.begin(Kind.COMMAND, body=COMMAND_CODEC.encode(Command(name, arguments)))
-        return RESULT_CODEC.decode(self.end(request, Kind.DONE)[1]).value if wait else request
+        request = self.begin(MessageKind.COMMAND, body=COMMAND_CODEC.encode(StoreCommand(name, arguments)))
+        return RESULT_CODEC.decode(self.end(request, MessageKind.DONE)[1]).value if wait else request
 
     def value(self, request, dtype=np.float32):
-        return np.frombuffer(self.end(request, Kind.VALUE)[1], dtype)
+        return np.frombuffer(self.end(request, MessageKind.VALUE)[1], dtype)
 
-    def pull(self, name, round, dtype=np.float32, cell=0, flags=0):
-        return self.value(self.begin(Kind.PULL, key=name, round=round, cell=cell, flags=flags), dtype)
+    def pull(self, name, round, dtype=np.float32, shard=0, flags=0):
+        return self.value(self.begin(MessageKind.PULL, key=name, round=round, shard=shard, flags=flags), dtype)
 
     # -- the socket
 
@@ -234,15 +234,15 @@ def _id(key):
 def start(workers, name, value, places=None, dtype=None, **facts):
     """All workers declare a key and worker 0 gives it its value."""
     dtype = dtype or value.dtype.name
-    places = places or (Place(0, 0, value.size, 0),)
+    places = places or (ShardRange(0, 0, value.size, 0),)
     asked = [
         worker.declare(name, value.shape, dtype, places if worker.number == 0 else None, wait=False, **facts)
         for worker in workers
     ]
-    workers[0].end(asked[0], Kind.DECLARED)
+    workers[0].end(asked[0], MessageKind.DECLARED)
     workers[0].initialise(name, value, places, dtype, **facts)
     for worker, request in zip(workers[1:], asked[1:], strict=True):
-        worker.end(request, Kind.DECLARED)
+        worker.end(request, MessageKind.DECLARED)
 
 
 def refused_connection(address):

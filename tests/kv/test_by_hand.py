@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+
 from tests.kv.jobs import SCHEDULER, Job, Process
 
 pytestmark = pytest.mark.slow

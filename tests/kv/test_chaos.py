@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv.threaded import Job, job
 
 from reigen import optim
-from reigen.kv.dist import DistStore
+from reigen.kv.client.dist_store import DistStore
+from tests.kv.threaded import Job, job
 
 pytestmark = pytest.mark.slow
 

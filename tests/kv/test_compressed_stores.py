@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kv.threaded import job
 
 from reigen import optim
-from reigen.kv.dist import DistStore
+from reigen.kv.client.dist_store import DistStore
+from tests.kv.threaded import job
 
 pytestmark = pytest.mark.slow
 
-#: Values are cut into cells on both servers.
+#: Values are cut into shards on both servers.
 CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
 SIZE, ROUNDS = 3000, 30
 #: and how far the mean of all rounds may be from what was given

@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv.threaded import SECONDS, Job, job
 
 from reigen import optim
 from reigen.errors import PeerLostError
-from reigen.kv.dist import DistStore
+from reigen.kv.client.dist_store import DistStore
+from reigen.kv.client.key_init import KeyInitializer
+from reigen.kv.client.sharding import home_server
+from reigen.kv.keys import key_id
+from tests.kv.threaded import SECONDS, Job, job
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +52,72 @@ def test_a_server_goes_on_from_its_snapshot(tmp_path: Path, seconds: float) -> N
     assert results == [{6 * 3.0} if seconds == 0.0 else {6 * 3.0, 3 * 3.0}] * 2
 
 
+@pytest.mark.parametrize("num_keys_before", [0, 1], ids=["first key", "second key"])
+@pytest.mark.parametrize("whose", ["home", "other", "both"])
+@pytest.mark.parametrize(
+    ("name", "is_over"), [("_elsewhere", False), ("_fill", False), ("_fill", True)], ids=["agreed", "told", "filled"]
+)
+def test_a_server_dies_while_a_key_comes_into_being(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_over: bool, whose: str, num_keys_before: int
+) -> None:
+    """What a server has agreed to and has no value of yet is in no snapshot: worker 0 says it once more."""
+    at_home = home_server(key_id("fc.weight"), 2)
+    victims = {"home": [at_home], "other": [1 - at_home], "both": [0, 1]}[whose]
+    original, is_due = getattr(KeyInitializer, name), True
+
+    def kill(self: KeyInitializer, holdings: Any, *rest: Any) -> None:
+        nonlocal is_due
+        dies, is_due = is_due and holdings[0].name == "fc.weight", is_due and holdings[0].name != "fc.weight"
+        if is_over:
+            original(self, holdings, *rest)
+        for number in victims if dies else ():
+            made.replace_server(number)
+        if not is_over:
+            original(self, holdings, *rest)
+
+    def work(store: DistStore) -> Any:
+        store.set_optimizer(optim.create("test"))
+        for number in range(num_keys_before):
+            store.init(f"before {number}", np.full(SIZE, 5, np.float32))
+        out, before = np.empty(SIZE, np.float32), np.full(SIZE, 5, np.float32)
+        store.init("fc.weight", np.arange(SIZE, dtype=np.float32))
+        step(store, out, 2)
+        for number in range(num_keys_before):
+            store.pull(f"before {number}", before)
+        return set((out - np.arange(SIZE)).tolist()), set(before.tolist())
+
+    monkeypatch.setattr(KeyInitializer, name, kill)
+    with job(2, 2, **CUT, kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0) as made:
+        assert made.run(work) == [({2 * 3.0}, {5.0})] * 2
+    assert not is_due
+
+
+def test_a_server_dies_while_its_only_key_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pieces are gone, the whole is not there yet: worker 0 has it."""
+    original, is_due = KeyInitializer._fill, True
+
+    def kill(self: KeyInitializer, holdings: Any, values: Any) -> None:
+        nonlocal is_due
+        if holdings[0].generation and is_due:
+            is_due = False
+            made.replace_server(0)
+        original(self, holdings, values)
+
+    def work(store: DistStore) -> Any:
+        store.init("fc.weight", np.ones(SIZE, np.float32))
+        store.set_optimizer(optim.create("lars", learning_rate=0.1))
+        out = np.empty(SIZE, np.float32)
+        store.pull("fc.weight", out)
+        value = set(out.tolist())
+        step(store, out, 2)
+        return value, np.isfinite(out).all()
+
+    monkeypatch.setattr(KeyInitializer, "_fill", kill)
+    with job(2, 1, **CUT, kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0) as made:
+        assert made.run(work) == [({1.0}, True)] * 2
+    assert not is_due
+
+
 def test_a_server_that_comes_back_empty_is_named() -> None:
     def work(store: DistStore) -> None:
         out = np.empty(SIZE, np.float32)
@@ -75,7 +144,7 @@ def test_a_connection_that_breaks_is_made_again() -> None:
             pending = store.pushpull("fc.weight", np.full(SIZE, store.rank + 1, np.float32), out, wait=False)
             if number % 2 == store.rank:
                 with store._worker._driving:
-                    store._worker._upstreams[number % 2].lose(ConnectionResetError("the test wants it"))
+                    store._worker._servers[number % 2].lose(ConnectionResetError("the test wants it"))
             pending.wait()
         return set(out.tolist())
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.kv.jobs import Job, Process
 
 pytestmark = pytest.mark.slow
@@ -134,6 +135,57 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path) -> None:
         workers[1].tell("step 2")
         assert [worker.hear() for worker in workers] == [[1 + 4 * 3]] * 2
         end(*workers, second, servers[1], scheduler)
+
+
+@pytest.mark.parametrize("victim", ["server", "server and worker"])
+@pytest.mark.parametrize("secret", ["given", "made"])
+def test_new_processes_wait_at_a_new_scheduler_for_those_who_know_the_job(
+    secret: str, victim: str, tmp_path: Path
+) -> None:
+    given = {"REIGEN_SECRET": "5e" * 32} if secret == "given" else {}
+    keeps = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "REIGEN_KV_SNAPSHOT_SECONDS": "0"}
+    with Job(2, 2, **CUT, **keeps, **given, REIGEN_KV_ON_WORKER_LOSS="wait") as job:
+        scheduler, servers, workers = start_all(job)
+        ask(workers, "begin 1")
+        ask(workers, "step 2")
+        others = [workers[0], servers[1]] + ([workers[1]] if victim == "server" else [])
+        killed = [one for one in (*workers, *servers) if one not in others]
+        for process in others:
+            process.signal(signal.SIGSTOP)
+        for process in (scheduler, *killed):
+            process.kill()
+        if secret == "made":  # nobody else could tell it
+            others[0].signal(signal.SIGCONT)
+        again = job.scheduler()
+        second = start(job, "server", 0)
+        if victim == "server and worker":
+            workers[1] = start(job, "worker", 1)
+        again.wait_for("server 0 registers from host")
+        for process in others:
+            process.signal(signal.SIGCONT)
+        if victim == "server and worker":
+            assert workers[1].hear() == {"rank": 1, "workers": 2, "recovers": True}
+            assert workers[1].ask("begin 1") == "done"
+            assert workers[1].ask("rounds") == 2
+        assert ask(workers, "step 2") == [[1 + 4 * 3]] * 2
+        end(*workers, second, servers[1], again)
+
+
+def test_a_new_job_with_the_secret_of_one_that_failed_begins_anew_and_leaves_its_snapshots(tmp_path: Path) -> None:
+    keeps = {"REIGEN_KV_SNAPSHOT_DIR": str(tmp_path), "REIGEN_KV_SNAPSHOT_SECONDS": "0"}
+    with Job(1, 1, **CUT, **keeps, REIGEN_SECRET="5e" * 32) as job:
+        scheduler, servers, workers = start_all(job)
+        ask(workers, "begin 1")
+        ask(workers, "step 2")
+        for process in (scheduler, *servers, *workers):
+            process.kill()
+        left = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+        assert left
+        scheduler, servers, workers = start_all(job)
+        ask(workers, "begin 1")
+        assert ask(workers, "step 1") == [[1 + 1]]
+        end(*workers, *servers, scheduler)
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == left
 
 
 def test_a_killed_server_without_snapshots_is_named() -> None:

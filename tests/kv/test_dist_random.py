@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv.threaded import job
 
 from reigen import optim
-from reigen.kv.base import Pending
-from reigen.kv.dist import DistStore
+from reigen.kv.client.dist_store import DistStore
+from reigen.kv.store import Pending
+from tests.kv.threaded import job
 
 pytestmark = pytest.mark.slow
 
@@ -103,7 +103,7 @@ class Run:
     def lose_a_connection(self) -> None:
         worker = self.store._worker
         with worker._driving:
-            worker._upstreams[self.chance.randrange(worker.num_servers)].lose(ConnectionResetError("the test wants it"))
+            worker._servers[self.chance.randrange(worker.num_servers)].lose(ConnectionResetError("the test wants it"))
 
 
 @pytest.mark.parametrize("seed", range(11))

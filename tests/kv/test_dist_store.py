@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.kv.threaded import SECONDS, Job, job, wait_until
 
 from reigen import kv, optim
 from reigen.errors import (
@@ -24,18 +23,19 @@ from reigen.errors import (
     UnsupportedTypeError,
     WireError,
 )
-from reigen.kv.desk import Desk
-from reigen.kv.dist import DistStore
-from reigen.kv.memory import Value
-from reigen.kv.operations import MOST_AHEAD, Bundle
-from reigen.kv.protocol import Flag, Header, Kind
-from reigen.kv.requests import Connection
-from reigen.kv.server import Server
-from reigen.kv.upstream import Upstream
+from reigen.kv.client.dist_store import DistStore
+from reigen.kv.client.requests import MAX_PENDING_PUSHES, BatchRequest
+from reigen.kv.client.server_connection import ServerConnection
+from reigen.kv.protocol import MessageFlag, MessageHeader, MessageKind
+from reigen.kv.server.buffers import ValueBuffer
+from reigen.kv.server.request_handler import RequestHandler
+from reigen.kv.server.requests import WorkerConnection
+from reigen.kv.server.server import KVServer
+from tests.kv.threaded import SECONDS, Job, job, wait_until
 
 pytestmark = pytest.mark.slow
 
-#: A small bound and small cells, so that a few thousand elements are spread over servers in many cells.
+#: A small bound and small shards, so that a few thousand elements are spread over servers in many shards.
 CUT = {"kv_bigarray_bound": 1000, "kv_slice_bytes": 1 << 12}
 KEYS = {
     "small": (5, "float32"),
@@ -125,7 +125,7 @@ def test_values_travel_through_shared_memory_or_sockets_alike(large: int) -> Non
     assert results[0] == (first + second).tobytes()
 
 
-def test_bits_do_not_depend_on_servers_and_cells() -> None:
+def test_bits_do_not_depend_on_servers_and_shards() -> None:
     seen = set()
     for servers, knobs in ((1, {}), (2, CUT), (3, {**CUT, "kv_slice_bytes": 1 << 14})):
         with job(3, servers, **knobs) as made:
@@ -199,20 +199,20 @@ def test_asynchronous_calls_and_their_order() -> None:
 
 def test_the_urgent_overtakes_what_was_begun_before(monkeypatch: pytest.MonkeyPatch) -> None:
     arrived: list[int] = []
-    take = Desk.arrived
+    take = RequestHandler.arrived
 
-    def noting(desk: Desk, connection: Any, header: Header, body: Any) -> None:
-        if header.kind == Kind.PUSHPULL:
+    def noting(desk: RequestHandler, connection: Any, header: MessageHeader, body: Any) -> None:
+        if header.kind == MessageKind.PUSHPULL:
             arrived.append(header.key)
         take(desk, connection, header, body)
 
-    monkeypatch.setattr(Desk, "arrived", noting)
+    monkeypatch.setattr(RequestHandler, "arrived", noting)
 
     def work(store: DistStore) -> None:
         values = [np.ones(size, np.float32) for size in (200_000, 200_000, 4)]
         store.init([0, 1, 2], values)
         with monkeypatch.context() as full:  # as if the kernel took nothing
-            full.setattr(Upstream, "flush", lambda _: None)
+            full.setattr(ServerConnection, "flush", lambda _: None)
             pending = [store.pushpull(key, values[key], priority=key, wait=False) for key in (0, 1, 2)]
         for each in pending:
             each.wait()
@@ -321,11 +321,11 @@ def test_states_are_loaded_by_another_number_of_servers(tmp_path: Path, name: st
 def test_a_layerwise_optimizer_sees_the_whole_layer_even_if_it_comes_late() -> None:
     def work(store: DistStore) -> Any:
         store.init("w", np.linspace(0, 1, 5000, dtype=np.float32))
-        places = len(store._holdings["w"].places)
+        places = len(store._keys["w"].places)
         store.set_optimizer(optim.create("lars", learning_rate=0.1, eta=0.1))
         out = np.empty(5000, np.float32)
         store.pushpull("w", np.ones(5000, np.float32), out)
-        return places, len(store._holdings["w"].places), out.tobytes()
+        return places, len(store._keys["w"].places), out.tobytes()
 
     local = kv.create("local")
     local.init("w", np.linspace(0, 1, 5000, dtype=np.float32))
@@ -606,13 +606,13 @@ def test_lists_that_are_pushed_ahead_stay_in_the_order_of_each_key() -> None:
 
 def test_whoever_sees_that_a_call_is_done_finds_its_keys_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    original = Bundle.note
+    original = BatchRequest.note
 
-    def note(bundle: Bundle, request: Any) -> None:
+    def note(bundle: BatchRequest, request: Any) -> None:
         seen.append(bundle.operation.done())
         original(bundle, request)
 
-    monkeypatch.setattr(Bundle, "note", note)
+    monkeypatch.setattr(BatchRequest, "note", note)
 
     def work(store: DistStore) -> None:
         store.init(["a", "b"], [np.zeros(4, np.float32)] * 2)
@@ -628,15 +628,15 @@ def test_what_was_held_back_goes_nowhere_after_the_deadline(monkeypatch: pytest.
     """The server stops for a while. The second pushpull waits for the first, and neither comes in time."""
     goes, stands = threading.Event(), threading.Event()
     goes.set()
-    original = Server._turn
+    original = KVServer._turn
 
-    def turn(server: Server) -> None:
+    def turn(server: KVServer) -> None:
         if not goes.is_set():
             stands.set()
             assert goes.wait(SECONDS)
         original(server)
 
-    monkeypatch.setattr(Server, "_turn", turn)
+    monkeypatch.setattr(KVServer, "_turn", turn)
 
     def work(store: DistStore) -> None:
         keys, value = list(range(num_keys)), [np.ones(4, np.float32)] * num_keys
@@ -647,7 +647,7 @@ def test_what_was_held_back_goes_nowhere_after_the_deadline(monkeypatch: pytest.
         try:
             assert stands.wait(SECONDS)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("reigen.kv.worker._GRACE", (0.0, 0.3))
+                patch.setattr("reigen.kv.client.deadlines._TOLERANCE_SECONDS", 0.3 - SECONDS)
                 pending = [store.pushpull(keys, value, list(out), wait=False) for out in outs]
                 for each in pending:
                     with pytest.raises(DeadlineError):
@@ -665,15 +665,15 @@ def test_what_was_held_back_goes_nowhere_after_the_deadline(monkeypatch: pytest.
 
 
 def test_small_keys_of_one_call_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrived: list[tuple[Kind, int]] = []
-    original = Desk.arrived
+    arrived: list[tuple[MessageKind, int]] = []
+    original = RequestHandler.arrived
 
-    def note(desk: Desk, connection: Any, header: Header, received: Any) -> None:
-        if header.kind in {Kind.PUSH, Kind.PULL, Kind.PUSHPULL}:
-            arrived.append((Kind(header.kind), header.cell if header.flags & Flag.BUNDLE else 0))
+    def note(desk: RequestHandler, connection: Any, header: MessageHeader, received: Any) -> None:
+        if header.kind in {MessageKind.PUSH, MessageKind.PULL, MessageKind.PUSHPULL}:
+            arrived.append((MessageKind(header.kind), header.shard if header.flags & MessageFlag.BATCH else 0))
         original(desk, connection, header, received)
 
-    monkeypatch.setattr(Desk, "arrived", note)
+    monkeypatch.setattr(RequestHandler, "arrived", note)
     sizes = [5, 70_000, 300, 0, 12, 7, 9]
 
     def work(store: DistStore) -> None:
@@ -690,7 +690,9 @@ def test_small_keys_of_one_call_travel_together(monkeypatch: pytest.MonkeyPatch)
 
     with job(2, 1) as made:
         made.results(work)
-    calls = [(kind, count) for kind in (Kind.PUSH, Kind.PULL, Kind.PUSHPULL) for count in (0, 2, 4)]
+    calls = [
+        (kind, count) for kind in (MessageKind.PUSH, MessageKind.PULL, MessageKind.PUSHPULL) for count in (0, 2, 4)
+    ]
     assert sorted(arrived) == sorted(calls * 2), "the large one, two halves, and the other four"
 
 
@@ -703,7 +705,8 @@ def test_the_error_of_a_deadline_is_raised_once(monkeypatch: pytest.MonkeyPatch)
         store.barrier()
         value = np.full(2, store.rank + 1, np.float32)
         if store.rank == 0:
-            monkeypatch.setattr("reigen.kv.worker._GRACE", (0.0, 0.2))  # before the server says who is late
+            # before the server says who is late
+            monkeypatch.setattr("reigen.kv.client.deadlines._TOLERANCE_SECONDS", 0.2 - SECONDS)
             with pytest.raises(DeadlineError, match="no answer"):
                 store.pushpull("w", value)
             monkeypatch.undo()
@@ -757,13 +760,13 @@ def test_a_server_that_has_gone_is_named() -> None:
 def test_a_server_that_answers_nonsense_ends_the_store(
     monkeypatch: pytest.MonkeyPatch, size: int, num_keys: int
 ) -> None:
-    original = Connection.answer_value
+    original = WorkerConnection.answer_value
 
-    def halve(connection: Connection, request: Any, value: Value, dtype: int) -> None:
-        half = Value(value.array[: len(value.array) // 2], value.block)
+    def halve(connection: WorkerConnection, request: Any, value: ValueBuffer, dtype: int) -> None:
+        half = ValueBuffer(value.array[: len(value.array) // 2], value.block)
         original(connection, request, half, dtype)
 
-    monkeypatch.setattr(Connection, "answer_value", halve)
+    monkeypatch.setattr(WorkerConnection, "answer_value", halve)
     keys = list(range(num_keys))
 
     def work(store: DistStore) -> None:
@@ -784,7 +787,7 @@ def test_a_push_that_waits_for_earlier_ones_ends_with_the_job(num_keys: int) -> 
     keys, value = list(range(num_keys)), [np.ones(4, np.float32)] * num_keys
 
     def push_too_much(store: DistStore) -> None:
-        for _ in range(MOST_AHEAD + 1):
+        for _ in range(MAX_PENDING_PUSHES + 1):
             pending = store.push(keys, value)
         pending.wait()
 
@@ -795,9 +798,9 @@ def test_a_push_that_waits_for_earlier_ones_ends_with_the_job(num_keys: int) -> 
                 push_too_much(store)
             ended.set()
         else:
-            wait_until(lambda: 0 in stores[0]._holdings)
-            track = stores[0]._holdings[0].track
-            wait_until(lambda: track.num_pushes == MOST_AHEAD and stores[0]._worker._driving._lock.locked())
+            wait_until(lambda: 0 in stores[0]._keys)
+            track = stores[0]._keys[0].order
+            wait_until(lambda: track.num_pushes == MAX_PENDING_PUSHES and stores[0]._worker._driving._lock.locked())
             made.stop_job("the test wants it")
             assert ended.wait(SECONDS)
 

@@ -7,24 +7,33 @@ import signal
 import socket
 import sys
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
-from tests.kv.jobs import DEADLINE_SECONDS, SCHEDULER, Job, Process
 
+from reigen.cluster.bootstrap.job_credentials import derive_job_secret
 from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
-from reigen.cluster.given import job_secret
-from reigen.config import load
-from reigen.kv.access import Access
-from reigen.kv.registry import ANSWERS, CALLS, MAX_MESSAGE_BYTES, Assigned, Register
-from reigen.kv.roles import find
-from reigen.wire.auth import Identity, Role
-from reigen.wire.stream import connect
+from reigen.config import load_config
+from reigen.kv.membership.discovery import SchedulerLocator
+from reigen.kv.membership.environment import read_process_config
+from reigen.kv.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    NODE_MESSAGE_CODEC,
+    SCHEDULER_MESSAGE_CODEC,
+    NodeAssigned,
+    RegisterNode,
+)
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.stream import connect_stream
+from tests.kv.jobs import DEADLINE_SECONDS, SCHEDULER, Job, Process
 
 pytestmark = pytest.mark.slow
 #: It lets those who know the job come first for as long as a test may take.
-PATIENT = "from reigen.cli.main import main; from reigen.kv import scheduler; scheduler._KNOWN_FIRST_SECONDS = 1e6; "
+PATIENT = (
+    "from reigen.cli.main import main; from reigen.kv.membership import scheduler; "
+    "scheduler._KNOWN_FIRST_SECONDS = 1e6; "
+)
 PATIENT_SCHEDULER = (sys.executable, "-c", f"{PATIENT}main(['scheduler'])")
 
 
@@ -110,6 +119,22 @@ def test_without_a_scheduler_it_is_missed_by_the_deadline() -> None:
         text = ended(job.node("worker").hear(), "DeadlineError")
         assert f"127.0.0.1:{job.variables['DMLC_PS_ROOT_PORT']}" in text
         assert "did not answer within 0.5 s (REIGEN_START_TIMEOUT); was it started, and is the job not over" in text
+
+
+def test_a_stranger_at_the_schedulers_port_is_not_believed_and_named_by_the_port() -> None:
+    with Job(1, 1, REIGEN_SECRET=os.urandom(32).hex()) as job:
+        place = f"127.0.0.1:{job.variables['DMLC_PS_ROOT_PORT']}"
+        with socket.create_server(("127.0.0.1", int(job.variables["DMLC_PS_ROOT_PORT"]))) as stranger:
+            scheduler, worker = job.scheduler(), job.node("worker")
+            assert scheduler.end() == 1
+            assert f"the scheduler cannot listen at {place}: Address already in use. Is another" in scheduler.errors()
+            stranger.settimeout(0.1)
+            while worker.returncode is None:
+                with suppress(TimeoutError), stranger.accept()[0] as connection:
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            text = ended(worker.hear(), "AuthenticationError")
+            assert f"the scheduler at {place} (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT) cannot be believed" in text
+            assert "does not speak Reigen's protocol" in text
 
 
 def test_a_scheduler_to_whom_nobody_comes_says_so() -> None:
@@ -208,10 +233,14 @@ def test_who_knows_the_secret_and_talks_nonsense_is_closed() -> None:
     with Job(1, 1, REIGEN_SECRET=given) as job:
         everybody = job.all()
         port = int(job.variables["DMLC_PS_ROOT_PORT"])
-        secret, me = job_secret(bytes.fromhex(given), f"kv {port}"), Identity(Role.RANK, 7)
+        secret, me = derive_job_secret(bytes.fromhex(given), f"kv {port}"), Identity(ProcessRole.RANK, 7)
         deadline = time.monotonic() + DEADLINE_SECONDS
-        for nonsense in (b"", b"\xff" * 100, CALLS.encode(Register("worker", 0, "", "", 5, 1, 1))[:-1]):
-            with closing(connect(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
+        for nonsense in (
+            b"",
+            b"\xff" * 100,
+            NODE_MESSAGE_CODEC.encode(RegisterNode("worker", 0, "", "", 5, 1, 1))[:-1],
+        ):
+            with closing(connect_stream(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
                 stream.send(nonsense, deadline)
                 with pytest.raises(ConnectionError):
                     stream.receive(deadline)
@@ -219,23 +248,25 @@ def test_who_knows_the_secret_and_talks_nonsense_is_closed() -> None:
 
 
 def test_those_who_know_the_job_come_first_to_a_scheduler_that_follows_another() -> None:
-    secret, me = os.urandom(32), Identity(Role.RANK, 7)
+    secret, me = os.urandom(32), Identity(ProcessRole.RANK, 7)
     with Job(2, 1) as job:
-        settings = find(job.variables, load(job.variables), "worker")
-        with closing(Access(settings)) as access, ExitStack() as stack:
+        settings = read_process_config(job.variables, load_config(job.variables), "worker")
+        with closing(SchedulerLocator(settings)) as access, ExitStack() as stack:
             access.keep(secret)
             scheduler = job.start(PATIENT_SCHEDULER, PS_VERBOSE="1")
             scheduler.wait_for("scheduler of 2 worker(s)")
             deadline = time.monotonic() + DEADLINE_SECONDS
             unknown, known = (
-                stack.enter_context(closing(connect(settings.scheduler, secret, me, MAX_MESSAGE_BYTES, deadline)))
+                stack.enter_context(
+                    closing(connect_stream(settings.scheduler, secret, me, MAX_MESSAGE_BYTES, deadline))
+                )
                 for _ in range(2)
             )
-            unknown.send(CALLS.encode(Register("worker", 1, "here", "", 5, 2, 1)), deadline)
+            unknown.send(NODE_MESSAGE_CODEC.encode(RegisterNode("worker", 1, "here", "", 5, 2, 1)), deadline)
             scheduler.wait_for("worker 1 registers")
-            known.send(CALLS.encode(Register("worker", 0, "here", "", 6, 2, 1, job=77)), deadline)
-            told = [ANSWERS.decode(stream.receive(deadline)) for stream in (known, unknown)]
-    assert told == [Assigned(0, False, 77), Assigned(1, True, 77)]
+            known.send(NODE_MESSAGE_CODEC.encode(RegisterNode("worker", 0, "here", "", 6, 2, 1, job=77)), deadline)
+            told = [SCHEDULER_MESSAGE_CODEC.decode(stream.receive(deadline)) for stream in (known, unknown)]
+    assert told == [NodeAssigned(0, False, 77), NodeAssigned(1, True, 77)]
 
 
 def test_a_worker_that_is_killed_is_named_to_the_others() -> None:

@@ -1,7 +1,10 @@
 """A server's part of the protocol, over real sockets: rounds, errors, lost and resent messages, lost workers."""
 
 import contextlib
+import errno
 import os
+import re
+import shutil
 import socket
 import time
 from types import SimpleNamespace
@@ -9,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.kv.serving import SECONDS, FakeMember, RawWorker, Serving, refused_connection, start
 
 from reigen.compression import from_params
 from reigen.config import Config
 from reigen.errors import (
     ArgumentError,
     AuthenticationError,
+    CollectiveError,
     ConfigError,
     DeadlineError,
     MismatchError,
@@ -25,25 +28,28 @@ from reigen.errors import (
     UnsupportedTypeError,
     WireError,
 )
-from reigen.kv.nodes import NodeLeft, NodeLost, NodeReturned
-from reigen.kv.pacing import LEAST_WINDOW_BYTES
+from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
+from reigen.kv.membership.nodes import NodeLeft, NodeLost, NodeReturned
 from reigen.kv.protocol import (
     COUNT_UNKNOWN,
     DECLARE_CODEC,
     DTYPE_NUMBERS,
     PURPOSE,
-    Declare,
-    Flag,
-    Header,
-    Kind,
-    Place,
+    DeclareKey,
+    MessageFlag,
+    MessageHeader,
+    MessageKind,
+    ShardRange,
     pack_counts,
     unpack_counts,
 )
-from reigen.kv.server import Server, listen
+from reigen.kv.server.flow_control import MIN_WINDOW_BYTES
+from reigen.kv.server.server import KVServer, open_listener
+from reigen.kv.server.snapshots import SnapshotDirectory, find_saved_jobs
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.stream import connect_stream
 from reigen.optim import LARS, SGD, Adam, FactorScheduler, States, Test, unpacked
-from reigen.wire.auth import Identity, Role
-from reigen.wire.stream import connect
+from tests.kv.serving import SECONDS, SECRET, FakeMember, RawWorker, Serving, refused_connection, start
 
 pytestmark = pytest.mark.slow
 TOP_2 = {"type": "topk", "k": 2, "ef": False}
@@ -65,14 +71,14 @@ def job(num_workers=2, config=None, *, shares=False, server=None, **facts):
         serving.stop()
 
 
-def push(worker, name, round_, value, kind=Kind.PUSH, **facts):
+def push(worker, name, round_, value, kind=MessageKind.PUSH, **facts):
     return worker.begin(kind, key=name, round=round_, body=np.asarray(value, np.float32), **facts)
 
 
 def set_optimizer(workers, optimizer):
     asked = [worker.command("set_optimizer", wait=False, spec=optimizer.to_spec()) for worker in workers]
     for worker, request in zip(workers, asked, strict=True):
-        worker.end(request, Kind.DONE)
+        worker.end(request, MessageKind.DONE)
 
 
 # ---------------------------------------------------------------- rounds
@@ -86,7 +92,7 @@ def test_a_round_is_the_sum_of_all_workers(shares, length):
         assert (workers[2].pull("w", 0) == 5).all()
         for round_ in (1, 2, 3):
             asked = [
-                push(worker, "w", round_, np.full(length, round_ * 10.0**worker.number), Kind.PUSHPULL)
+                push(worker, "w", round_, np.full(length, round_ * 10.0**worker.number), MessageKind.PUSHPULL)
                 for worker in workers
             ]
             for worker, request in zip(workers, asked, strict=True):
@@ -97,31 +103,32 @@ def test_a_round_is_the_sum_of_all_workers(shares, length):
 def test_workers_that_share_the_wire_of_a_server_have_bounded_windows(monkeypatch, num_workers):
     bounds = {}
     monkeypatch.setattr(
-        "reigen.kv.server.bound_window", lambda connection, nbytes: bounds.setdefault(connection, []).append(nbytes)
+        "reigen.kv.server.server.limit_receive_window",
+        lambda connection, nbytes: bounds.setdefault(connection, []).append(nbytes),
     )
     with job(num_workers) as (_, workers):
         start(workers, "w", np.zeros(1, np.float32))
         for worker in workers:
-            worker.value(worker.begin(Kind.PULL, key="w"))
+            worker.value(worker.begin(MessageKind.PULL, key="w"))
         assert not bounds, "small messages pay nothing"
         start(workers, "v", np.zeros(1 << 18, np.float32))
-        asked = [push(worker, "v", 1, np.ones(1 << 18), Kind.PUSHPULL) for worker in workers]
+        asked = [push(worker, "v", 1, np.ones(1 << 18), MessageKind.PUSHPULL) for worker in workers]
         for worker, request in zip(workers, asked, strict=True):
             assert (worker.value(request) == num_workers).all()
         assert len(bounds) == (num_workers if num_workers > 1 else 0)
-        assert all(nbytes >= LEAST_WINDOW_BYTES for each in bounds.values() for nbytes in each)
+        assert all(nbytes >= MIN_WINDOW_BYTES for each in bounds.values() for nbytes in each)
 
 
 def test_a_push_is_answered_when_its_round_is_applied_and_a_pull_sees_it():
     with job() as (_, (zero, one)):
         start([zero, one], "w", np.zeros(4, np.float32))
         pushed = push(zero, "w", 1, [1, 2, 3, 4])
-        pulled = zero.begin(Kind.PULL, key="w", round=1)
+        pulled = zero.begin(MessageKind.PULL, key="w", round=1)
         assert (one.pull("w", 0) == 0).all()  # a worker that has not pushed reads what was there
         zero.line.receive()
         assert not zero.messages
         push(one, "w", 1, [10, 20, 30, 40])
-        zero.end(pushed, Kind.DONE)
+        zero.end(pushed, MessageKind.DONE)
         assert list(zero.value(pulled)) == [11, 22, 33, 44]
 
 
@@ -130,9 +137,9 @@ def test_a_round_counts_workers_not_requests():
         start([zero, one], "w", np.zeros(1, np.float32))
         asked = [push(zero, "w", 1, [5]) for _ in range(4)]  # resent with other ids
         asked += [push(zero, "w", 1, [5], request=asked[-1])]  # and with the same one
-        assert list(one.value(push(one, "w", 1, [7], Kind.PUSHPULL))) == [12]
-        zero.end(asked[-1], Kind.DONE)
-        late = push(zero, "w", 1, [5], Kind.PUSHPULL)  # when the round is over
+        assert list(one.value(push(one, "w", 1, [7], MessageKind.PUSHPULL))) == [12]
+        zero.end(asked[-1], MessageKind.DONE)
+        late = push(zero, "w", 1, [5], MessageKind.PUSHPULL)  # when the round is over
         assert list(zero.value(late)) == [12]
         assert list(one.pull("w", 1)) == [12]
 
@@ -148,18 +155,18 @@ def test_every_dtype(dtype):
         double = ((2 * numbers).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     with job() as (_, workers):
         start(workers, "w", value, dtype=dtype)
-        asked = [worker.begin(Kind.PUSHPULL, key="w", round=1, body=value) for worker in workers]
+        asked = [worker.begin(MessageKind.PUSHPULL, key="w", round=1, body=value) for worker in workers]
         for worker, request in zip(workers, asked, strict=True):
             assert list(worker.value(request, storage)) == list(double)
 
 
-def test_a_key_of_several_cells_and_an_empty_one():
-    places = (Place(0, 0, 32, 0), Place(1, 32, 50, 0))
+def test_a_key_of_several_shards_and_an_empty_one():
+    places = (ShardRange(0, 0, 32, 0), ShardRange(1, 32, 50, 0))
     with job() as (_, workers):
         start(workers, "w", np.arange(50, dtype=np.float32), places)
-        assert list(workers[1].pull("w", 0, cell=1)) == list(range(32, 50))
+        assert list(workers[1].pull("w", 0, shard=1)) == list(range(32, 50))
         start(workers, "empty", np.empty((0, 3), np.float32))
-        asked = [push(worker, "empty", 1, [], Kind.PUSHPULL) for worker in workers]
+        asked = [push(worker, "empty", 1, [], MessageKind.PUSHPULL) for worker in workers]
         assert [len(worker.value(request)) for worker, request in zip(workers, asked, strict=True)] == [0, 0]
 
 
@@ -167,30 +174,32 @@ def test_a_value_that_is_being_read_does_not_change():
     length = 100_000
     with job(1, shares=True) as (_, (worker,)):
         start([worker], "w", np.full(length, 1, np.float32))
-        worker.end(push(worker, "w", 1, np.full(length, 2)), Kind.DONE)
+        worker.end(push(worker, "w", 1, np.full(length, 2)), MessageKind.DONE)
         views = {}
         arrived = worker.arrived
 
         def keep(line, header, body):
-            if header.flags & Flag.IN_MEMORY:
+            if header.flags & MessageFlag.IN_MEMORY:
                 views[header.request] = worker.peer.view(header.offset, header.memory_bytes).view(np.float32)
             arrived(line, header, body)
 
         worker.arrived = keep
-        first = worker.begin(Kind.PULL, key="w", round=1, flags=Flag.ANSWER_IN_MEMORY)
-        worker.end(first, Kind.VALUE)
+        first = worker.begin(MessageKind.PULL, key="w", round=1, flags=MessageFlag.ANSWER_IN_MEMORY)
+        worker.end(first, MessageKind.VALUE)
         assert (views[first] == 2).all()
-        worker.end(push(worker, "w", 2, np.full(length, 3)), Kind.DONE)
-        second = worker.begin(Kind.PULL, key="w", round=2, flags=Flag.ANSWER_IN_MEMORY)
-        worker.end(second, Kind.VALUE)
+        worker.end(push(worker, "w", 2, np.full(length, 3)), MessageKind.DONE)
+        second = worker.begin(MessageKind.PULL, key="w", round=2, flags=MessageFlag.ANSWER_IN_MEMORY)
+        worker.end(second, MessageKind.VALUE)
         assert (views[first] == 2).all(), "the value changed while it was being read"
         assert (views[second] == 3).all()
-        worker.line.send(Header(Kind.RELEASE, body_bytes=16), np.array([first, second], np.uint64).tobytes())
+        worker.line.send(
+            MessageHeader(MessageKind.RELEASE, body_bytes=16), np.array([first, second], np.uint64).tobytes()
+        )
         for round_ in range(3, 8):
-            worker.end(push(worker, "w", round_, np.full(length, round_)), Kind.DONE)
-        used = [worker.begin(Kind.PULL, key="w", round=7, flags=Flag.ANSWER_IN_MEMORY) for _ in range(2)]
+            worker.end(push(worker, "w", round_, np.full(length, round_)), MessageKind.DONE)
+        used = [worker.begin(MessageKind.PULL, key="w", round=7, flags=MessageFlag.ANSWER_IN_MEMORY) for _ in range(2)]
         for request in used:
-            worker.end(request, Kind.VALUE)
+            worker.end(request, MessageKind.VALUE)
         assert views[used[0]].ctypes.data in {views[first].ctypes.data, views[second].ctypes.data}, (
             "memory was used again"
         )
@@ -223,24 +232,24 @@ def test_a_worker_that_comes_later_is_told_what_the_key_is():
         start(workers, 7, np.arange(3, dtype=np.float32))
         told = workers[1].declare(7, (3,))
         assert told.was_initialised
-        assert told.places == (Place(0, 0, 3, 0),)
+        assert told.places == (ShardRange(0, 0, 3, 0),)
         with pytest.raises(MismatchError, match="means something else"):
             workers[1].declare(7, (4,))
         again = workers[0].declare(7, (3,))  # worker 0, started anew
         assert again.was_initialised
-        workers[0].ask(Kind.INIT, key=7, body=np.full(3, 9, np.float32))
+        workers[0].ask(MessageKind.INIT, key=7, body=np.full(3, 9, np.float32))
         assert list(workers[1].pull(7, 0)) == [0, 1, 2], "the value of a key that exists was replaced"
 
 
 def test_a_key_is_declared_anew_before_the_first_push_only():
-    cut = (Place(0, 0, 32, 0), Place(1, 32, 64, 0))
+    cut = (ShardRange(0, 0, 32, 0), ShardRange(1, 32, 64, 0))
     with job() as (_, workers):
         value = np.arange(64, dtype=np.float32)
         start(workers, "w", value, cut)
         start(workers, "w", value, generation=1)
         assert list(workers[1].pull("w", 0)) == list(value)
-        with pytest.raises(ArgumentError, match="no cell 1 of a key"):
-            workers[1].pull("w", 0, cell=1)
+        with pytest.raises(ArgumentError, match="no shard 1 of a key"):
+            workers[1].pull("w", 0, shard=1)
         push(workers[0], "w", 1, value)
         workers[0].pull("w", 0)  # so the push has arrived
         with pytest.raises(ArgumentError, match="was pushed; it cannot be declared anew"):
@@ -250,9 +259,9 @@ def test_a_key_is_declared_anew_before_the_first_push_only():
 @pytest.mark.parametrize(
     ("kind", "facts", "says"),
     [
-        (Kind.PULL, {}, "no cell 0 of a key"),
-        (Kind.PUSH, {"round": 1, "body": bytes(4)}, "never initialised"),
-        (Kind.INIT, {"body": bytes(4)}, "was never declared on server 0"),
+        (MessageKind.PULL, {}, "no shard 0 of a key"),
+        (MessageKind.PUSH, {"round": 1, "body": bytes(4)}, "never initialised"),
+        (MessageKind.INIT, {"body": bytes(4)}, "was never declared on server 0"),
     ],
 )
 def test_what_was_never_initialised(kind, facts, says):
@@ -272,7 +281,7 @@ def test_the_closed_form_with_the_test_optimizer(dtype, length):
         set_optimizer(workers, Test(rescale_grad=rate))
         for round_ in range(1, num_rounds + 1):
             for worker in workers:
-                worker.begin(Kind.PUSH, key="w", round=round_, body=np.full(length, worker.number + 1, dtype))
+                worker.begin(MessageKind.PUSH, key="w", round=round_, body=np.full(length, worker.number + 1, dtype))
         for worker in workers:
             expected = 1 + rate * num_rounds * num_workers * (num_workers + 1) / 2
             assert (worker.pull("w", num_rounds, dtype) == expected).all()
@@ -286,7 +295,7 @@ def test_sgd_and_the_learning_rate():
             push(worker, "w", 1, [0.5, 1])
         assert list(workers[0].pull("w", 1)) == [0, 0]  # 1 - 1 * (0.5 + 0.5)
         workers[1].command("set_learning_rate", learning_rate=0.25)
-        asked = [push(worker, "w", 2, [1, 1], Kind.PUSHPULL) for worker in workers]
+        asked = [push(worker, "w", 2, [1, 1], MessageKind.PUSHPULL) for worker in workers]
         # the momentum is half of [1, 2], and half of [2, 2]
         assert list(workers[0].value(asked[0])) == [-1.5, -2]
         assert workers[0].command("get_optimizer")["learning_rate"] == 0.25
@@ -297,9 +306,11 @@ def test_small_updates_of_half_weights_add_up_in_their_float32_copy():
         start([worker], "w", np.ones(3, np.float16))
         set_optimizer([worker], SGD(learning_rate=2.0**-14, multi_precision=True))
         for round_ in range(1, 33):
-            worker.end(worker.begin(Kind.PUSH, key="w", round=round_, body=np.ones(3, np.float16)), Kind.DONE)
+            worker.end(
+                worker.begin(MessageKind.PUSH, key="w", round=round_, body=np.ones(3, np.float16)), MessageKind.DONE
+            )
         assert list(worker.pull("w", 32, np.float16)) == [1 - 2.0**-9] * 3  # one of them alone is less than half an ulp
-        (piece,) = States.from_bytes(worker.ask(Kind.GET_STATES, key="w")[1]).of("w")
+        (piece,) = States.from_bytes(worker.ask(MessageKind.GET_STATES, key="w")[1]).of("w")
         assert piece.count == 32
         assert piece.arrays["master"].dtype == np.float32
 
@@ -309,16 +320,16 @@ def test_layers_that_are_whole_have_their_norms():
     with job(1) as (_, (worker,)):
         start([worker], "w", value)
         set_optimizer([worker], LARS(learning_rate=1.0, momentum=0.0, eta=0.1))
-        worker.end(push(worker, "w", 1, gradient), Kind.DONE)
+        worker.end(push(worker, "w", 1, gradient), MessageKind.DONE)
         np.testing.assert_allclose(worker.pull("w", 1), value - 0.1 * 5 * gradient, rtol=1e-6)
 
 
 def test_layers_that_are_cut_cannot_be_updated_by_an_optimizer_that_needs_the_whole():
     with job(1) as (_, (worker,)):
-        start([worker], "w", np.ones(64, np.float32), (Place(0, 0, 32, 0), Place(1, 32, 64, 0)))
+        start([worker], "w", np.ones(64, np.float32), (ShardRange(0, 0, 32, 0), ShardRange(1, 32, 64, 0)))
         set_optimizer([worker], LARS())
         with pytest.raises(ArgumentError, match="lars needs the whole value, and this key is cut"):
-            worker.end(push(worker, "w", 1, np.ones(32), cell=1))
+            worker.end(push(worker, "w", 1, np.ones(32), shard=1))
 
 
 @pytest.mark.parametrize("first", ["the optimizer", "the key"])
@@ -332,8 +343,8 @@ def test_whole_numbers_are_stored_beside_what_an_optimizer_updates(first):
             set_optimizer([worker], SGD())
         assert list(worker.pull("steps", 0, np.int64)) == [0, 1, 2]
         with pytest.raises(UnsupportedTypeError, match="cannot update int64 values"):
-            worker.end(worker.begin(Kind.PUSH, key="steps", round=1, body=np.arange(3)))
-        worker.end(push(worker, "w", 1, [1]), Kind.DONE)
+            worker.end(worker.begin(MessageKind.PUSH, key="steps", round=1, body=np.arange(3)))
+        worker.end(push(worker, "w", 1, [1]), MessageKind.DONE)
 
 
 def test_an_optimizer_that_does_not_hold_for_all():
@@ -381,16 +392,16 @@ def test_two_bit_codes_both_ways():
         start(workers, "w", np.zeros(5, np.float32))
         asked = [worker.command("set_gradient_compression", False, params={"type": "2bit"}) for worker in workers]
         for worker, request in zip(workers, asked, strict=True):
-            worker.end(request, Kind.DONE)
+            worker.end(request, MessageKind.DONE)
         assert len(first) == len(second) == 5
         sums = ([1, -1, 0, 1, -1], [1, 0, 0, 0, 0])
         for round_, (code, total) in enumerate(zip(codes, sums, strict=True), 1):
-            flags = Flag.ENCODED | Flag.ENCODE_ANSWER
+            flags = MessageFlag.ENCODED | MessageFlag.ENCODE_ANSWER
             facts = {"key": "w", "round": round_, "body": code, "flags": flags}
-            asked = [worker.begin(Kind.PUSHPULL, **facts) for worker in workers]
+            asked = [worker.begin(MessageKind.PUSHPULL, **facts) for worker in workers]
             for worker, request in zip(workers, asked, strict=True):
-                header, body = worker.end(request, Kind.VALUE)
-                assert header.flags & Flag.ENCODED
+                header, body = worker.end(request, MessageKind.VALUE)
+                assert header.flags & MessageFlag.ENCODED
                 decoded = np.empty(5, np.float32)
                 from_params({"type": "2bit", "threshold": 1.0}).decode(body, decoded)  # twice the workers' threshold
                 assert list(decoded) == total
@@ -412,28 +423,28 @@ def rows(numbers, values):
 def test_rows():
     with job() as (_, workers):
         start(workers, "e", np.arange(12, dtype=np.float32).reshape(6, 2), stype="row_sparse")
-        pulled = workers[0].begin(Kind.ROW_PULL, key="e", body=np.array([1, 4], np.int64))
+        pulled = workers[0].begin(MessageKind.ROW_PULL, key="e", body=np.array([1, 4], np.int64))
         assert list(workers[0].value(pulled)) == [2, 3, 8, 9]
         set_optimizer(workers, SGD(learning_rate=1.0))
         asked = [
-            workers[0].begin(Kind.ROW_PUSH, key="e", round=1, body=rows([1, 3], [[1, 1], [2, 2]])),
-            workers[1].begin(Kind.ROW_PUSH, key="e", round=1, body=rows([3, 5], [[4, 4], [8, 8]])),
+            workers[0].begin(MessageKind.ROW_PUSH, key="e", round=1, body=rows([1, 3], [[1, 1], [2, 2]])),
+            workers[1].begin(MessageKind.ROW_PUSH, key="e", round=1, body=rows([3, 5], [[4, 4], [8, 8]])),
         ]
         for worker, request in zip(workers, asked, strict=True):
-            worker.end(request, Kind.DONE)
+            worker.end(request, MessageKind.DONE)
         assert list(workers[0].pull("e", 1)) == [0, 1, 1, 2, 4, 5, 0, 1, 8, 9, 2, 3]
         asked = [  # one has no rows, the other all of them
-            workers[0].begin(Kind.ROW_PUSH, key="e", round=2),
+            workers[0].begin(MessageKind.ROW_PUSH, key="e", round=2),
             push(workers[1], "e", 2, np.ones(12)),
         ]
-        workers[0].end(asked[0], Kind.DONE)
+        workers[0].end(asked[0], MessageKind.DONE)
         assert list(workers[0].pull("e", 2)) == [-1, 0, 0, 1, 3, 4, -1, 0, 7, 8, 1, 2]
 
 
 def test_rows_without_an_optimizer_take_the_place_of_all():
     with job(1) as (_, (worker,)):
         start([worker], "e", np.ones((4, 1), np.float32), stype="row_sparse")
-        worker.begin(Kind.ROW_PUSH, key="e", round=1, body=rows([2], [[5]]))
+        worker.begin(MessageKind.ROW_PUSH, key="e", round=1, body=rows([2], [[5]]))
         assert list(worker.pull("e", 1)) == [0, 0, 5, 0]
 
 
@@ -447,7 +458,7 @@ def test_asynchronous_pushes_are_applied_at_once():
             workers[0].end(push(workers[0], "w", 1, [1, 1]))
         set_optimizer(workers, Test())
         for round_ in (1, 2, 3):
-            workers[0].end(push(workers[0], "w", round_, [1, 2]), Kind.DONE)
+            workers[0].end(push(workers[0], "w", round_, [1, 2]), MessageKind.DONE)
         assert list(workers[1].pull("w", 0)) == [3, 6]
 
 
@@ -458,16 +469,16 @@ def test_a_schedule_does_not_run_faster_because_there_are_more_workers():
         set_optimizer(workers, SGD(lr_scheduler=schedule))
         for round_ in (1, 2, 3):
             for worker in workers:
-                worker.end(push(worker, "w", round_, [-1]), Kind.DONE)
+                worker.end(push(worker, "w", round_, [-1]), MessageKind.DONE)
         assert list(workers[0].pull("w", 3)) == [2 * (1 + 1 + 0.5)]
-        parcel = workers[0].ask(Kind.GET_STATES, key="w")[1]
+        parcel = workers[0].ask(MessageKind.GET_STATES, key="w")[1]
     with job(staleness=None) as (_, workers):  # training goes on
         start(workers, "w", np.zeros(1, np.float32))
         set_optimizer(workers, SGD(lr_scheduler=schedule))
-        workers[0].ask(Kind.PUT_STATES, key="w", body=parcel)
+        workers[0].ask(MessageKind.PUT_STATES, key="w", body=parcel)
         for round_ in (1, 2):
             for worker in workers:
-                worker.end(push(worker, "w", round_, [-1]), Kind.DONE)
+                worker.end(push(worker, "w", round_, [-1]), MessageKind.DONE)
         assert list(workers[0].pull("w", 2)) == [2 * (0.5 + 0.25)]
 
 
@@ -476,13 +487,13 @@ def test_a_stale_worker_is_waited_for_in_the_end():
         start([zero, one], "w", np.zeros(1, np.float32))
         set_optimizer([zero, one], Test())
         for round_ in (1, 2, 3):
-            zero.end(push(zero, "w", round_, [1]), Kind.DONE)
+            zero.end(push(zero, "w", round_, [1]), MessageKind.DONE)
         assert list(zero.pull("w", 2)) == [3]
-        waits = zero.begin(Kind.PULL, key="w", round=3)
+        waits = zero.begin(MessageKind.PULL, key="w", round=3)
         assert list(one.pull("w", 0)) == [3]
         zero.line.receive()
         assert not zero.messages.get(waits)
-        one.end(push(one, "w", 1, [10]), Kind.DONE)
+        one.end(push(one, "w", 1, [10]), MessageKind.DONE)
         assert list(zero.value(waits)) == [13]
 
 
@@ -516,7 +527,7 @@ def lose(serving, worker, reason="its process ended"):
 def test_a_lost_worker_is_named_to_all():
     with job(3) as (serving, (zero, one, two)):
         start([zero, one, two], "fc.weight", np.zeros(1, np.float32))
-        waits = push(zero, "fc.weight", 1, [1], Kind.PUSHPULL)
+        waits = push(zero, "fc.weight", 1, [1], MessageKind.PUSHPULL)
         lose(serving, two)
         with pytest.raises(PeerLostError) as caught:
             zero.end(waits)
@@ -537,13 +548,13 @@ def test_a_lost_worker_is_named_to_all():
 def test_the_others_go_on_without_a_lost_worker_and_make_up_for_it():
     with job(3, Config(kv_on_worker_loss="continue")) as (serving, (zero, one, two)):
         start([zero, one, two], "w", np.zeros(1, np.float32))
-        asked = [push(zero, "w", 1, [2], Kind.PUSHPULL), push(one, "w", 1, [4], Kind.PUSHPULL)]
+        asked = [push(zero, "w", 1, [2], MessageKind.PUSHPULL), push(one, "w", 1, [4], MessageKind.PUSHPULL)]
         lose(serving, two)
         assert list(zero.value(asked[0])) == [9]  # 3/2 of the sum
         assert list(one.value(asked[1])) == [9]
         start([zero, one], "later", np.zeros(1, np.float32))
         push(zero, "later", 1, [1])
-        assert list(one.value(push(one, "later", 1, [1], Kind.PUSHPULL))) == [3]
+        assert list(one.value(push(one, "later", 1, [1], MessageKind.PUSHPULL))) == [3]
 
 
 @pytest.mark.parametrize("event_first", [True, False])
@@ -556,7 +567,7 @@ def test_a_worker_that_takes_the_place_of_a_lost_one_goes_on_where_that_was(even
         assert list(one.pull("w", 1)) == [4]
         push(one, "w", 2, [2])
         one.pull("w", 1)  # so the push has arrived
-        waits = push(zero, "w", 2, [1], Kind.PUSHPULL) if event_first else None
+        waits = push(zero, "w", 2, [1], MessageKind.PUSHPULL) if event_first else None
         lose(serving, one)
         if event_first:
             zero.until(lambda: zero.notices)
@@ -564,16 +575,16 @@ def test_a_worker_that_takes_the_place_of_a_lost_one_goes_on_where_that_was(even
         new = serving.worker(1, incarnation=2)
         assert new.declare("w", (1,)).was_initialised
         new.command("set_optimizer", spec=Test().to_spec())
-        key = next(iter(serving.server._stores[0].cells))[0]
-        _, body = new.ask(Kind.RESUME, body=pack_counts([(key, 0, COUNT_UNKNOWN)]))
+        key = next(iter(serving.server._stores[0].shards))[0]
+        _, body = new.ask(MessageKind.RESUME, body=pack_counts([(key, 0, COUNT_UNKNOWN)]))
         if waits is None:  # who else could push it again if the server died now?
             assert unpack_counts(body) == [(key, 0, 1)]
             push(new, "w", 2, [2])
-            waits = push(zero, "w", 2, [1], Kind.PUSHPULL)
+            waits = push(zero, "w", 2, [1], MessageKind.PUSHPULL)
         else:
             assert unpack_counts(body) == [(key, 0, 2)], "the push of the lost worker counts"
         assert list(zero.value(waits)) == [7]
-        asked = [push(worker, "w", 3, [worker.number + 1], Kind.PUSHPULL) for worker in (zero, new)]
+        asked = [push(worker, "w", 3, [worker.number + 1], MessageKind.PUSHPULL) for worker in (zero, new)]
         assert list(new.value(asked[1])) == [10]
         new.close()
 
@@ -582,12 +593,12 @@ def test_a_worker_that_was_only_silent_goes_on():
     with job(2, Config(kv_on_worker_loss="continue")) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
         serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s"))
-        assert list(zero.value(push(zero, "w", 1, [3], Kind.PUSHPULL))) == [6]
+        assert list(zero.value(push(zero, "w", 1, [3], MessageKind.PUSHPULL))) == [6]
         serving.member.tell(NodeReturned("worker", 1, "there", 1))
         zero.until(lambda: len(zero.notices) == 2)
         assert [notice.what for notice in zero.notices] == ["lost", "returned"]
-        asked = push(zero, "w", 2, [3], Kind.PUSHPULL)
-        assert list(one.value(push(one, "w", 2, [1], Kind.PUSHPULL))) == [4]
+        asked = push(zero, "w", 2, [3], MessageKind.PUSHPULL)
+        assert list(one.value(push(one, "w", 2, [1], MessageKind.PUSHPULL))) == [4]
         assert list(zero.value(asked)) == [4]
 
 
@@ -599,8 +610,8 @@ def test_a_loss_that_is_told_late_is_not_that_of_the_process_that_has_come_since
         new.pull("w", 0)
         serving.member.tell(NodeLost("worker", 1, "there", "its process ended", True, 1))
         serving.member.tell(NodeReturned("worker", 1, "there", 2))
-        asked = push(new, "w", 1, [1], Kind.PUSHPULL)
-        assert list(zero.value(push(zero, "w", 1, [1], Kind.PUSHPULL))) == [2]
+        asked = push(new, "w", 1, [1], MessageKind.PUSHPULL)
+        assert list(zero.value(push(zero, "w", 1, [1], MessageKind.PUSHPULL))) == [2]
         assert list(new.value(asked)) == [2]
         new.close()
 
@@ -608,16 +619,16 @@ def test_a_loss_that_is_told_late_is_not_that_of_the_process_that_has_come_since
 def test_a_worker_that_has_left_and_was_silent_is_not_waited_for():
     with job(2, Config(kv_on_worker_loss="wait")) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        one.ask(Kind.GOODBYE)
+        one.ask(MessageKind.GOODBYE)
         serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s", True, 1))
         serving.member.tell(NodeReturned("worker", 1, "there", 1))
-        assert list(zero.value(push(zero, "w", 1, [1], Kind.PUSHPULL))) == [1]
+        assert list(zero.value(push(zero, "w", 1, [1], MessageKind.PUSHPULL))) == [1]
 
 
 def test_a_server_hears_of_a_worker_that_has_left_from_the_scheduler_too():
     with job(2) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        asked = push(zero, "w", 1, [1], Kind.PUSHPULL)
+        asked = push(zero, "w", 1, [1], MessageKind.PUSHPULL)
         one.line.close()
         serving.member.tell(NodeLeft("worker", 1, "there"))
         assert list(zero.value(asked)) == [1]
@@ -628,23 +639,23 @@ def test_a_worker_that_leaves_while_it_is_thought_to_be_lost_is_not_waited_for(p
     with job(2, Config(kv_on_worker_loss=policy)) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
         serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s", True, 1))
-        one.ask(Kind.GOODBYE)
+        one.ask(MessageKind.GOODBYE)
         serving.member.tell(NodeReturned("worker", 1, "there", 1))
-        assert list(zero.value(push(zero, "w", 1, [1], Kind.PUSHPULL))) == [1]
-        assert list(zero.value(push(zero, "w", 2, [2], Kind.PUSHPULL))) == [2]
+        assert list(zero.value(push(zero, "w", 1, [1], MessageKind.PUSHPULL))) == [1]
+        assert list(zero.value(push(zero, "w", 2, [2], MessageKind.PUSHPULL))) == [2]
 
 
 def test_a_worker_that_has_left_is_not_waited_for():
     with job(3) as (serving, (zero, one, two)):
         start([zero, one, two], "w", np.zeros(1, np.float32))
-        asked = [push(zero, "w", 1, [1], Kind.PUSHPULL), push(one, "w", 1, [2], Kind.PUSHPULL)]
-        two.ask(Kind.GOODBYE)
+        asked = [push(zero, "w", 1, [1], MessageKind.PUSHPULL), push(one, "w", 1, [2], MessageKind.PUSHPULL)]
+        two.ask(MessageKind.GOODBYE)
         assert [list(zero.value(asked[0])), list(one.value(asked[1]))] == [[3], [3]]
         assert list(two.pull("w", 0)) == [3]
         zero.until(lambda: zero.notices)
         assert zero.notices[0].what == "left"
         lose(serving, two)  # nobody minds
-        asked = [push(zero, "w", 2, [1], Kind.PUSHPULL), push(one, "w", 2, [1], Kind.PUSHPULL)]
+        asked = [push(zero, "w", 2, [1], MessageKind.PUSHPULL), push(one, "w", 2, [1], MessageKind.PUSHPULL)]
         assert [list(zero.value(asked[0])), list(one.value(asked[1]))] == [[2], [2]]
 
 
@@ -655,8 +666,8 @@ def test_a_worker_that_connects_again_sends_again_what_was_not_answered():
         zero.pull("w", 0)
         zero.line.close()
         again = serving.worker(0)
-        asked = push(again, "w", 1, [5], Kind.PUSHPULL)
-        assert list(one.value(push(one, "w", 1, [7], Kind.PUSHPULL))) == [12]
+        asked = push(again, "w", 1, [5], MessageKind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [7], MessageKind.PUSHPULL))) == [12]
         assert list(again.value(asked)) == [12]
         again.close()
 
@@ -673,8 +684,8 @@ def test_a_worker_may_connect_again_before_its_old_connection_has_ended():
             each.connect((host, int(port)))
         with pytest.raises(ConnectionError):
             zero.until(lambda: False)
-        asked = push(again, "w", 1, [5], Kind.PUSHPULL)
-        assert list(one.value(push(one, "w", 1, [7], Kind.PUSHPULL))) == [12]
+        asked = push(again, "w", 1, [5], MessageKind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [7], MessageKind.PUSHPULL))) == [12]
         assert list(again.value(asked)) == [12]
         for each in [again, *strangers]:
             each.close()
@@ -690,7 +701,7 @@ def test_who_is_missing_when_the_deadline_is_over():
         assert caught.value.ranks == (0, 2)
     with job(3, Config(deadline_seconds=5.0)) as (_, (zero, one, two)):  # the key, and two's push, are there by then
         start([zero, one, two], "w", np.zeros(1, np.float32))
-        asked = push(zero, "w", 1, [1], Kind.PUSHPULL)
+        asked = push(zero, "w", 1, [1], MessageKind.PUSHPULL)
         push(two, "w", 1, [1])
         with pytest.raises(DeadlineError, match="round 1 waits for worker") as caught:
             zero.end(asked)
@@ -701,7 +712,7 @@ def test_who_is_missing_when_the_deadline_is_over():
 def test_a_server_that_did_not_run_listens_before_it_says_who_is_late():
     with (
         contextlib.closing(FakeMember()) as member,
-        contextlib.closing(Server(member, Config(), listen("127.0.0.1")[0])) as server,
+        contextlib.closing(KVServer(member, Config(), open_listener("127.0.0.1")[0])) as server,
     ):
         looks = []
         server._stores[0] = SimpleNamespace(expire=lambda: looks.append(True), waiting=lambda before: ())
@@ -735,22 +746,22 @@ def test_receipts_and_questions():
 
         def kinds(worker, request):
             worker.until(lambda: worker.messages.get(request))
-            return [Kind(header.kind) for header, _ in worker.messages.pop(request)]
+            return [MessageKind(header.kind) for header, _ in worker.messages.pop(request)]
 
-        request = push(zero, "w", 1, [3], Kind.PUSHPULL)
-        assert kinds(zero, request) == [Kind.RECEIVED]
-        facts = {"key": "w", "round": 1, "about": Kind.PUSHPULL}
-        zero.begin(Kind.QUERY, request=request, **facts)
-        assert kinds(zero, request) == [Kind.RECEIVED]
-        assert list(one.value(push(one, "w", 1, [4], Kind.PUSHPULL))) == [7]
+        request = push(zero, "w", 1, [3], MessageKind.PUSHPULL)
+        assert kinds(zero, request) == [MessageKind.RECEIVED]
+        facts = {"key": "w", "round": 1, "about": MessageKind.PUSHPULL}
+        zero.begin(MessageKind.QUERY, request=request, **facts)
+        assert kinds(zero, request) == [MessageKind.RECEIVED]
+        assert list(one.value(push(one, "w", 1, [4], MessageKind.PUSHPULL))) == [7]
         assert list(zero.value(request)) == [7]
-        zero.begin(Kind.QUERY, request=request, **facts)  # as if the answer had been lost
+        zero.begin(MessageKind.QUERY, request=request, **facts)  # as if the answer had been lost
         assert list(zero.value(request)) == [7]
-        zero.begin(Kind.QUERY, request=1000, key="w", round=2, about=Kind.PUSH)
-        header, _ = zero.end(1000, Kind.RECEIVED)
-        assert header.flags & Flag.UNKNOWN
-        assert header.about == Kind.PUSH
-        zero.begin(Kind.QUERY, request=1001, key="w", round=1, about=Kind.PULL)
+        zero.begin(MessageKind.QUERY, request=1000, key="w", round=2, about=MessageKind.PUSH)
+        header, _ = zero.end(1000, MessageKind.RECEIVED)
+        assert header.flags & MessageFlag.UNKNOWN
+        assert header.about == MessageKind.PUSH
+        zero.begin(MessageKind.QUERY, request=1001, key="w", round=1, about=MessageKind.PULL)
         assert list(zero.value(1001)) == [7]
 
 
@@ -758,14 +769,14 @@ def test_an_answer_that_waits_for_its_turn_on_the_wire_is_not_given_twice():
     size = 16 << 20  # 64 MiB: more than the kernel takes
     with job(1, Config(kv_resend=True)) as (_, (worker,)):
         start([worker], "w", np.full(size, 3, np.float32))
-        request = worker.begin(Kind.PULL, key="w")
-        for kind in (Kind.PULL, Kind.QUERY):
-            worker.begin(kind, request=request, key="w", about=Kind.PULL)
+        request = worker.begin(MessageKind.PULL, key="w")
+        for kind in (MessageKind.PULL, MessageKind.QUERY):
+            worker.begin(kind, request=request, key="w", about=MessageKind.PULL)
         worker.until(lambda: len(worker.messages.get(request, ())) == 3)
-        after = worker.begin(Kind.PULL, key="w")
-        worker.until(lambda: any(header.kind == Kind.VALUE for header, _ in worker.messages.get(after, ())))
-        kinds = [Kind(header.kind) for header, _ in worker.messages[request]]
-        assert sorted(kinds) == sorted([Kind.VALUE, Kind.RECEIVED, Kind.RECEIVED])
+        after = worker.begin(MessageKind.PULL, key="w")
+        worker.until(lambda: any(header.kind == MessageKind.VALUE for header, _ in worker.messages.get(after, ())))
+        kinds = [MessageKind(header.kind) for header, _ in worker.messages[request]]
+        assert sorted(kinds) == sorted([MessageKind.VALUE, MessageKind.RECEIVED, MessageKind.RECEIVED])
 
 
 # ---------------------------------------------------------------- what no worker sends
@@ -774,20 +785,20 @@ def test_an_answer_that_waits_for_its_turn_on_the_wire_is_not_given_twice():
 @pytest.mark.parametrize(
     "message",
     [
-        {"kind": Kind.PUSH, "key": "w", "round": 1, "body": bytes(8)},
-        {"kind": Kind.PUSH, "key": "w", "round": 0, "body": bytes(4)},
-        {"kind": Kind.PUSH, "key": "w", "round": 1, "body": bytes(4), "flags": Flag.ENCODED},
-        {"kind": Kind.PUSH, "key": "w", "round": 1, "request": 0, "body": bytes(4)},
-        {"kind": Kind.ROW_PUSH, "key": "w", "round": 1, "body": bytes(8)},
-        {"kind": Kind.ROW_PULL, "key": "w", "body": np.array([5], np.int64)},
-        {"kind": Kind.PUT_STATES, "key": "w", "body": b"rubbish"},
-        {"kind": Kind.VALUE, "key": "w"},
-        {"kind": Kind.HELLO},
-        {"kind": Kind.COMMAND, "body": b"\xc1"},
-        {"kind": Kind.DECLARE, "key": "w", "body": b""},
-        {"kind": Kind.RESUME, "body": b"seven b"},
+        {"kind": MessageKind.PUSH, "key": "w", "round": 1, "body": bytes(8)},
+        {"kind": MessageKind.PUSH, "key": "w", "round": 0, "body": bytes(4)},
+        {"kind": MessageKind.PUSH, "key": "w", "round": 1, "body": bytes(4), "flags": MessageFlag.ENCODED},
+        {"kind": MessageKind.PUSH, "key": "w", "round": 1, "request": 0, "body": bytes(4)},
+        {"kind": MessageKind.ROW_PUSH, "key": "w", "round": 1, "body": bytes(8)},
+        {"kind": MessageKind.ROW_PULL, "key": "w", "body": np.array([5], np.int64)},
+        {"kind": MessageKind.PUT_STATES, "key": "w", "body": b"rubbish"},
+        {"kind": MessageKind.VALUE, "key": "w"},
+        {"kind": MessageKind.HELLO},
+        {"kind": MessageKind.COMMAND, "body": b"\xc1"},
+        {"kind": MessageKind.DECLARE, "key": "w", "body": b""},
+        {"kind": MessageKind.RESUME, "body": b"seven b"},
     ],
-    ids=lambda message: Kind(message["kind"]).name,
+    ids=lambda message: MessageKind(message["kind"]).name,
 )
 def test_a_worker_that_sends_nonsense_loses_its_connection_and_nobody_else(message):
     with job() as (serving, (zero, one)):
@@ -797,8 +808,8 @@ def test_a_worker_that_sends_nonsense_loses_its_connection_and_nobody_else(messa
         with pytest.raises((ConnectionError, ArgumentError)):
             zero.ask(kind, **facts)
         again = serving.worker(0)
-        asked = push(again, "w", 1, [1], Kind.PUSHPULL)
-        assert list(one.value(push(one, "w", 1, [2], Kind.PUSHPULL))) == [3]
+        asked = push(again, "w", 1, [1], MessageKind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [2], MessageKind.PUSHPULL))) == [3]
         assert list(again.value(asked)) == [3]
         again.close()
 
@@ -807,12 +818,12 @@ def test_a_worker_that_sends_nonsense_loses_its_connection_and_nobody_else(messa
     "facts",
     [
         {"dtype": "object"},
-        {"shape": (1 << 62,), "places": (Place(0, 0, 1 << 62, 0),)},
-        {"shape": (1 << 42,), "places": (Place(0, 0, 1 << 42, 0),)},
-        {"places": (Place(0, 8, 0, 0),)},
-        {"places": (Place(0, 0, 9, 0),)},
-        {"places": (Place(0, 0, 8, 0), Place(0, 0, 4, 0))},
-        {"shape": (4, 2), "places": (Place(0, 0, 3, 0),), "stype": "row_sparse"},
+        {"shape": (1 << 62,), "places": (ShardRange(0, 0, 1 << 62, 0),)},
+        {"shape": (1 << 42,), "places": (ShardRange(0, 0, 1 << 42, 0),)},
+        {"places": (ShardRange(0, 8, 0, 0),)},
+        {"places": (ShardRange(0, 0, 9, 0),)},
+        {"places": (ShardRange(0, 0, 8, 0), ShardRange(0, 0, 4, 0))},
+        {"shape": (4, 2), "places": (ShardRange(0, 0, 3, 0),), "stype": "row_sparse"},
         {"stype": "csr"},
     ],
     ids=str,
@@ -820,12 +831,12 @@ def test_a_worker_that_sends_nonsense_loses_its_connection_and_nobody_else(messa
 def test_a_key_that_makes_no_sense_costs_the_connection_and_no_memory(facts):
     with job() as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        body = DECLARE_CODEC.encode(Declare(**{"name": "x", "shape": (8,), "dtype": "float32", **facts}))
+        body = DECLARE_CODEC.encode(DeclareKey(**{"name": "x", "shape": (8,), "dtype": "float32", **facts}))
         with pytest.raises(ConnectionError):
-            zero.ask(Kind.DECLARE, key="x", body=body)
+            zero.ask(MessageKind.DECLARE, key="x", body=body)
         again = serving.worker(0)
-        asked = push(again, "w", 1, [1], Kind.PUSHPULL)
-        assert list(one.value(push(one, "w", 1, [2], Kind.PUSHPULL))) == [3]
+        asked = push(again, "w", 1, [1], MessageKind.PUSHPULL)
+        assert list(one.value(push(one, "w", 1, [2], MessageKind.PUSHPULL))) == [3]
         assert list(again.value(asked)) == [3]
         again.close()
 
@@ -834,13 +845,15 @@ def test_nobody_takes_a_key_away_that_others_use():
     with job() as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(8, np.float32))
         push(zero, "w", 1, np.ones(8))
-        lie = DECLARE_CODEC.encode(Declare("w", (3,), "float32", places=(Place(0, 0, 3, 0),), generation=1 << 40))
+        lie = DECLARE_CODEC.encode(
+            DeclareKey("w", (3,), "float32", places=(ShardRange(0, 0, 3, 0),), generation=1 << 40)
+        )
         with pytest.raises(ArgumentError, match="was pushed"):
-            zero.ask(Kind.DECLARE, key="w", body=lie)
+            zero.ask(MessageKind.DECLARE, key="w", body=lie)
         with pytest.raises(ConnectionError):
-            one.ask(Kind.DECLARE, key="w", body=lie)
+            one.ask(MessageKind.DECLARE, key="w", body=lie)
         again = serving.worker(1)
-        assert set(again.value(push(again, "w", 1, np.ones(8), Kind.PUSHPULL))) == {2}
+        assert set(again.value(push(again, "w", 1, np.ones(8), MessageKind.PUSHPULL))) == {2}
         again.close()
 
 
@@ -851,12 +864,12 @@ def test_codes_that_mean_nothing_are_refused_before_they_are_added_up():
             each.end(request)
         start([zero, one], "w", np.zeros(8, np.float32))
         good = np.array([1, 3], "<u4").tobytes() + np.ones(2, np.float32).tobytes()
-        facts = {"key": "w", "round": 1, "flags": Flag.ENCODED}
-        request = zero.begin(Kind.PUSHPULL, body=good, **facts)
+        facts = {"key": "w", "round": 1, "flags": MessageFlag.ENCODED}
+        request = zero.begin(MessageKind.PUSHPULL, body=good, **facts)
         with pytest.raises(ConnectionError):
-            one.ask(Kind.PUSHPULL, body=np.array([1, 900], "<u4").tobytes() + good[8:], **facts)
+            one.ask(MessageKind.PUSHPULL, body=np.array([1, 900], "<u4").tobytes() + good[8:], **facts)
         again = serving.worker(1)
-        again.begin(Kind.PUSH, body=good, **facts)
+        again.begin(MessageKind.PUSH, body=good, **facts)
         assert list(zero.value(request)) == [0, 2, 0, 2, 0, 0, 0, 0]
         again.close()
 
@@ -864,16 +877,20 @@ def test_codes_that_mean_nothing_are_refused_before_they_are_added_up():
 def test_memory_that_is_not_there_ends_the_connection():
     with job(shares=True) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        key = next(iter(serving.server._stores[0].cells))[0]
+        key = next(iter(serving.server._stores[0].shards))[0]
         for offset, length in ((0, 0), (1 << 40, 4)):
             liar = serving.worker(0, shares=True, machine=serving.server.machine)
-            liar.line.send(Header(Kind.PUSH, 99, key, 0, 1, Flag.IN_MEMORY, offset=offset, memory_bytes=length))
+            liar.line.send(
+                MessageHeader(
+                    MessageKind.PUSH, 99, key, 0, 1, MessageFlag.IN_MEMORY, offset=offset, memory_bytes=length
+                )
+            )
             with pytest.raises(ConnectionError):
                 liar.until(lambda: False)
             liar.close()
         wrong_type = {"key": "w", "round": 1, "body": bytes(4)}
-        header = Header(Kind.PUSH, 5, dtype=DTYPE_NUMBERS["int32"], round=1, body_bytes=4)
-        header = Header(**{**_fields(header), "key": key})
+        header = MessageHeader(MessageKind.PUSH, 5, dtype=DTYPE_NUMBERS["int32"], round=1, body_bytes=4)
+        header = MessageHeader(**{**_fields(header), "key": key})
         one.line.send(header, wrong_type["body"])
         with pytest.raises(ConnectionError):
             one.until(lambda: False)
@@ -894,40 +911,44 @@ def test_a_worker_that_stops_in_the_middle_of_a_push():
         assert zero.line.wants_to_send
         zero.line.close()
         again = serving.worker(0)
-        asked = push(again, "w", 1, 2 * body, Kind.PUSHPULL)
+        asked = push(again, "w", 1, 2 * body, MessageKind.PUSHPULL)
         again.until(lambda: not again.line.wants_to_send)
-        assert (one.value(push(one, "w", 1, body, Kind.PUSHPULL)) == 3).all()
+        assert (one.value(push(one, "w", 1, body, MessageKind.PUSHPULL)) == 3).all()
         assert (again.value(asked) == 3).all()
         again.close()
 
 
 def test_a_worker_that_is_ahead_waits_while_another_one_comes_up(monkeypatch):
     """The server does not read it, so it holds no more than a little of what nobody else has pushed yet."""
-    ahead_bytes, cell_bytes, num_cells = 1 << 18, 1 << 16, 512
-    monkeypatch.setattr("reigen.kv.pacing.AHEAD_BYTES", ahead_bytes)
-    monkeypatch.setattr("reigen.kv.server.AHEAD_BYTES", ahead_bytes)
-    monkeypatch.setattr("reigen.kv.pacing.SILENT_SECONDS", 1e6)
-    size = cell_bytes // 4
-    places = tuple(Place(index, index * size, (index + 1) * size, 0) for index in range(num_cells))
-    one_call_bytes = 64 * cell_bytes  # what `Line.receive` takes before anybody looks
+    ahead_bytes, shard_bytes, num_shards = 1 << 18, 1 << 16, 512
+    monkeypatch.setattr("reigen.kv.server.flow_control.MAX_LEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr("reigen.kv.server.server.MAX_LEAD_BYTES", ahead_bytes)
+    monkeypatch.setattr("reigen.kv.server.flow_control.SILENT_SECONDS", 1e6)
+    size = shard_bytes // 4
+    places = tuple(ShardRange(index, index * size, (index + 1) * size, 0) for index in range(num_shards))
+    one_call_bytes = 64 * shard_bytes  # what `Line.receive` takes before anybody looks
     with job() as (serving, workers):
         first, second = workers
-        start(workers, "w", np.zeros(num_cells * size, np.float32), places)
-        held = next(one.connection for one in serving.server._visitors if one.worker == 0)
+        start(workers, "w", np.zeros(num_shards * size, np.float32), places)
+        held = next(one.connection for one in serving.server._connections if one.worker == 0)
         most, deadline, num_looks = 0, time.monotonic() + SECONDS, 0
-        asked = [push(first, "w", 1, np.full(size, 1), Kind.PUSHPULL, cell=index) for index in range(num_cells)]
+        asked = [
+            push(first, "w", 1, np.full(size, 1), MessageKind.PUSHPULL, shard=index) for index in range(num_shards)
+        ]
         while num_looks < 200:
-            second.begin(Kind.RELEASE)  # something comes, and it is no push
+            second.begin(MessageKind.RELEASE)  # something comes, and it is no push
             first.line.advance_sends()
             num_looks += bool(serving.server._waiting)
             most = max(most, held.num_held_bytes)
             assert time.monotonic() < deadline
-        assert ahead_bytes < most <= ahead_bytes + one_call_bytes < num_cells * cell_bytes
-        monkeypatch.setattr("reigen.kv.pacing.SILENT_SECONDS", 0.05)
-        while held.num_held_bytes < num_cells * cell_bytes:  # nothing comes any more from the other one
+        assert ahead_bytes < most <= ahead_bytes + one_call_bytes < num_shards * shard_bytes
+        monkeypatch.setattr("reigen.kv.server.flow_control.SILENT_SECONDS", 0.05)
+        while held.num_held_bytes < num_shards * shard_bytes:  # nothing comes any more from the other one
             first.line.advance_sends()
             assert time.monotonic() < deadline
-        asked_too = [push(second, "w", 1, np.full(size, 2), Kind.PUSHPULL, cell=index) for index in range(num_cells)]
+        asked_too = [
+            push(second, "w", 1, np.full(size, 2), MessageKind.PUSHPULL, shard=index) for index in range(num_shards)
+        ]
         for worker, requests in ((second, asked_too), (first, asked)):
             assert all((worker.value(request) == 3).all() for request in requests)
         assert held.num_held_bytes == 0
@@ -946,7 +967,7 @@ def test_strangers_get_nowhere():
 
 
 def test_a_worker_whose_memory_could_become_smaller_is_told(monkeypatch):
-    monkeypatch.setattr("reigen.wire.segment.Segment.only_grows", False)
+    monkeypatch.setattr("reigen.net.shm_segment.ShmSegment.only_grows", False)
     with job(1) as (serving, (zero,)):
         other = serving.worker(0, shares=True, machine=serving.server.machine)
         with pytest.raises(SharedMemoryError, match="on host there is not sealed"):
@@ -958,8 +979,8 @@ def test_a_worker_whose_memory_could_become_smaller_is_told(monkeypatch):
 def proven(serving):
     """A connection of somebody who knows the secret, and says nothing more."""
     host, _, port = serving.address.rpartition(":")
-    me = Identity(Role.RANK, 0, PURPOSE)
-    return connect((host, int(port)), serving.member.secret, me, 1 << 12, time.monotonic() + SECONDS)
+    me = Identity(ProcessRole.RANK, 0, PURPOSE)
+    return connect_stream((host, int(port)), serving.member.secret, me, 1 << 12, time.monotonic() + SECONDS)
 
 
 def has_ended(stream):
@@ -969,14 +990,14 @@ def has_ended(stream):
 
 
 def test_connections_that_never_say_hello_are_few_and_do_not_last(monkeypatch):
-    monkeypatch.setattr("reigen.kv.server.MAX_STRANGERS", 3)
+    monkeypatch.setattr("reigen.kv.server.server.MAX_UNAUTHENTICATED", 3)
     with job(1) as (serving, (zero,)):
         silent = [proven(serving) for _ in range(4)]
         assert has_ended(silent[0])  # the oldest
         start([zero], "w", np.zeros(1, np.float32))
         for stream in silent:
             stream.close()
-        monkeypatch.setattr("reigen.kv.server._HANDSHAKE_SECONDS", 0.2)
+        monkeypatch.setattr("reigen.kv.server.server._HANDSHAKE_SECONDS", 0.2)
         with contextlib.suppress(AuthenticationError), contextlib.closing(proven(serving)) as stream:
             assert has_ended(stream)  # if it has not before it was proven
         assert zero.pull("w", 0) == [0]
@@ -1002,19 +1023,19 @@ def test_the_server_ends_when_the_job_does():
 
 
 def test_states_go_into_another_job_that_is_cut_otherwise():
-    value, places = np.arange(64, dtype=np.float32), (Place(0, 0, 32, 0), Place(1, 32, 64, 0))
+    value, places = np.arange(64, dtype=np.float32), (ShardRange(0, 0, 32, 0), ShardRange(1, 32, 64, 0))
     optimizer = Adam(learning_rate=0.1)
     with job(1) as (_, (worker,)):
         start([worker], "w", value, places)
         set_optimizer([worker], optimizer)
         for round_ in (1, 2):
             for place in places:
-                worker.end(push(worker, "w", round_, value[place.begin : place.end], cell=place.index))
-        stored = np.concatenate([worker.pull("w", 2, cell=place.index) for place in places])
-        asked = [worker.ask(Kind.GET_STATES, key="w", cell=place.index)[1] for place in places]
+                worker.end(push(worker, "w", round_, value[place.begin : place.end], shard=place.index))
+        stored = np.concatenate([worker.pull("w", 2, shard=place.index) for place in places])
+        asked = [worker.ask(MessageKind.GET_STATES, key="w", shard=place.index)[1] for place in places]
         for place in places:
-            worker.end(push(worker, "w", 3, value[place.begin : place.end], cell=place.index))
-        expected = np.concatenate([worker.pull("w", 3, cell=place.index) for place in places])
+            worker.end(push(worker, "w", 3, value[place.begin : place.end], shard=place.index))
+        expected = np.concatenate([worker.pull("w", 3, shard=place.index) for place in places])
     answers = [States.from_bytes(body) for body in asked]
     whole = answers[0].merged(answers[1:]).cut("w", 0, 64)
     assert whole.count == 2
@@ -1022,20 +1043,22 @@ def test_states_go_into_another_job_that_is_cut_otherwise():
         start([worker], "w", stored)
         parcel = States([whole], None, answers[0].facts).to_bytes()
         with pytest.raises(ArgumentError, match="there is no optimizer"):
-            worker.ask(Kind.PUT_STATES, key="w", body=parcel)
+            worker.ask(MessageKind.PUT_STATES, key="w", body=parcel)
         set_optimizer([worker], optimizer)
         with pytest.raises(ArgumentError, match="not the states of the elements 0 to 64"):
-            worker.ask(Kind.PUT_STATES, key="w", body=States([whole.part(0, 32)], None, answers[0].facts).to_bytes())
+            worker.ask(
+                MessageKind.PUT_STATES, key="w", body=States([whole.part(0, 32)], None, answers[0].facts).to_bytes()
+            )
         with pytest.raises(ArgumentError, match="checksum is wrong"):
-            worker.ask(Kind.PUT_STATES, key="w", body=parcel[:-1] + b"x")
-        worker.ask(Kind.PUT_STATES, key="w", body=parcel)
+            worker.ask(MessageKind.PUT_STATES, key="w", body=parcel[:-1] + b"x")
+        worker.ask(MessageKind.PUT_STATES, key="w", body=parcel)
         worker.end(push(worker, "w", 1, value))
         assert list(worker.pull("w", 1)) == list(expected)
     with job(1) as (_, (worker,)):
         start([worker], "w", stored)
         set_optimizer([worker], SGD())
         with pytest.raises(ArgumentError, match="states of the optimizer 'adam', the store uses 'sgd'"):
-            worker.ask(Kind.PUT_STATES, key="w", body=parcel)
+            worker.ask(MessageKind.PUT_STATES, key="w", body=parcel)
 
 
 def test_a_restarted_server_goes_on_from_its_snapshot(tmp_path):
@@ -1052,16 +1075,16 @@ def test_a_restarted_server_goes_on_from_its_snapshot(tmp_path):
     del pending
     with job(config=config, server={"is_recovery": True, "incarnation": 2}) as (serving, workers):
         assert not workers[0].welcome.is_empty
-        (key, _) = next(iter(serving.server._stores[0].cells))
-        waits = push(workers[0], "w", 2, np.full(100_000, 1), Kind.PUSHPULL)  # it was not answered
+        (key, _) = next(iter(serving.server._stores[0].shards))
+        waits = push(workers[0], "w", 2, np.full(100_000, 1), MessageKind.PUSHPULL)  # it was not answered
         for worker in workers:
-            _, body = worker.ask(Kind.RESUME, body=pack_counts([(key, 0, 1)]))
+            _, body = worker.ask(MessageKind.RESUME, body=pack_counts([(key, 0, 1)]))
             assert unpack_counts(body)[0][2] >= 1
         assert workers[1].declare("w", (100_000,)).was_initialised
-        asked = push(workers[1], "w", 2, np.full(100_000, 2), Kind.PUSHPULL)
+        asked = push(workers[1], "w", 2, np.full(100_000, 2), MessageKind.PUSHPULL)
         assert (workers[0].value(waits) == 7).all()
         assert (workers[1].value(asked) == 7).all()
-        assert any(tmp_path.rglob("*.cell"))
+        assert any(tmp_path.rglob("*.shard"))
     assert not any(tmp_path.iterdir()), "the job is over: nobody needs its snapshots"
 
 
@@ -1079,38 +1102,221 @@ def test_rounds_that_are_in_no_snapshot_are_forgotten_and_the_job_goes_on(tmp_pa
             workers[0].pull("w", 1)
         serving.stop(9)
     with job(config=config, server={"is_recovery": True, "incarnation": 2}) as (serving, workers):
-        (key, _) = next(iter(serving.server._stores[0].cells))
+        (key, _) = next(iter(serving.server._stores[0].shards))
         for worker in workers:
-            worker.ask(Kind.RESUME, body=pack_counts([(key, 0, 4)]))  # three more were acknowledged
-        asked = [push(worker, "w", 5, [1, 1, 1], Kind.PUSHPULL) for worker in workers]
+            worker.ask(MessageKind.RESUME, body=pack_counts([(key, 0, 4)]))  # three more were acknowledged
+        asked = [push(worker, "w", 5, [1, 1, 1], MessageKind.PUSHPULL) for worker in workers]
         for worker, request in zip(workers, asked, strict=True):
             assert list(worker.value(request)) == [5, 5, 5]
     assert "rounds 2 to 4 were acknowledged" in caplog.text
 
 
 def _is_saved(serving, directory, value):
-    for path in directory.rglob("*.cell"):
+    for path in directory.rglob("*.shard"):
         _, arrays = unpacked(path.read_bytes(), Any)
         return list(arrays["value"]) == [value] * 3
     return False
 
 
-def test_snapshots_of_another_job_are_not_looked_at(tmp_path):
+def _files(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("is_recovery", [False, True])
+@pytest.mark.parametrize("facts", [{"secret": b"j" * 32}, {"job": 2}])
+def test_snapshots_of_another_job_are_neither_read_nor_touched(tmp_path, facts, is_recovery):
     config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
     with job(1, config) as (serving, (worker,)):
         start([worker], "w", np.ones(3, np.float32))
         serving.stop(9)
-    with job(1, config, server={"secret": b"j" * 32, "is_recovery": True}) as (_, (worker,)):
+    before = _files(tmp_path)
+    assert before
+    with job(1, config, server={"is_recovery": is_recovery, **facts}) as (_, (worker,)):
         assert worker.welcome.is_empty
-    with job(1, config) as (_, (worker,)):  # the same secret, but nobody's place is taken
-        assert worker.welcome.is_empty
+        start([worker], "w", np.zeros(3, np.float32))
+    assert _files(tmp_path) == before  # this one has ended well, and has taken its own with it
+
+
+def test_a_server_goes_on_from_the_snapshots_of_its_job_although_nobody_remembers_it(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.full(3, 7, np.float32))
+        serving.stop(9)
+    with job(1, config, server={"incarnation": 2}) as (serving, (worker,)):
+        assert not worker.welcome.is_empty
+        (key, _) = next(iter(serving.server._stores[0].shards))
+        worker.ask(MessageKind.RESUME, body=pack_counts([(key, 0, 0)]))
+        assert list(worker.pull("w", 0)) == [7, 7, 7]
+
+
+@contextlib.contextmanager
+def next_life(config):
+    """Another process in the place of the server that was there, and its only worker, which goes on with it."""
+    with job(1, config, server={"incarnation": 2}) as (serving, (worker,)):
+        counts = [(key, index, COUNT_UNKNOWN) for key, index in serving.server._stores[0].shards]
+        worker.ask(MessageKind.RESUME, body=pack_counts(counts))
+        yield serving, worker
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1000.0])
+def test_keys_that_were_there_before_their_optimizer_are_restored(tmp_path, seconds):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=seconds)
+    optimizer, gradient = Adam(learning_rate=0.1), np.ones(3, np.float32)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.zeros(3, np.float32))
+        start([worker], "n", np.zeros(2, np.int32))
+        set_optimizer([worker], optimizer)
+        serving.stop(9)
+    with next_life(config) as (serving, worker):
+        worker.end(push(worker, "w", 1, gradient))
+        assert worker.pull("w", 1) == pytest.approx([-0.1] * 3)
+        serving.stop(9)
+    with next_life(config) as (_, worker):
+        assert worker.pull("w", 0) == pytest.approx([-0.1 if seconds == 0 else 0.0] * 3)
+        assert list(worker.pull("n", 0, dtype=np.int32)) == [0, 0]
+
+
+def test_states_that_were_loaded_are_saved_before_that_is_acknowledged(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.zeros(3, np.float32))
+        set_optimizer([worker], SGD(learning_rate=1.0, momentum=0.5))
+        worker.end(push(worker, "w", 1, [1, 1, 1]))
+        after_one = worker.ask(MessageKind.GET_STATES, key="w")[1]
+        worker.end(push(worker, "w", 2, [8, 8, 8]))
+        worker.ask(MessageKind.PUT_STATES, key="w", body=after_one)
+        serving.stop(9)
+    with next_life(config) as (_, worker):
+        assert worker.ask(MessageKind.GET_STATES, key="w")[1] == after_one
+
+
+def test_what_others_put_among_the_jobs_is_not_opened(tmp_path):
+    tmp_path.chmod(0o1777)
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+        serving.stop(9)
+    (own,) = tmp_path.glob("job-*")
+    forged = own.with_name(f"{own.name.rpartition('-')[0]}-{9:016x}")
+    (forged / "server-0").mkdir(parents=True)
+    forged.chmod(0o777)
+    os.mkfifo(forged / "server-0" / "store-0.store")  # who opens it waits for somebody who writes
+    assert find_saved_jobs(str(tmp_path), SECRET) == (SavedJob(1),)
+
+
+def test_snapshots_that_somebody_has_removed_are_no_failure(tmp_path, caplog):
+    config = Config(kv_snapshot_dir=str(tmp_path / "s"), kv_snapshot_seconds=1000.0)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+        shutil.rmtree(tmp_path / "s")
+        serving.stop(0)
+    assert serving.exit_code == 0
+    assert "could not be removed: No such file or directory" in caplog.text
+
+
+def test_a_job_that_goes_on_without_a_worker_leaves_its_snapshots(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0, kv_on_worker_loss="continue")
+    with job(2, config) as (serving, workers):
+        start(workers, "w", np.ones(3, np.float32))
+        serving.member.tell(NodeLost("worker", 1, "h", "its process ended", False, 1))
+        serving.stop(0)
+    assert any(tmp_path.rglob("*.shard"))
+
+
+def test_a_job_takes_only_its_own_files_with_it(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (_, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+        (directory,) = tmp_path.glob("job-*/server-0")
+        (directory / ".store-0.store.1-abcd.tmp").touch()  # a process was killed while it wrote
+        (directory / "notes").write_text("mine")
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes"]
+
+
+def test_snapshots_are_private_whatever_the_umask(tmp_path):
+    before = os.umask(0)
+    try:
+        with job(1, Config(kv_snapshot_dir=str(tmp_path / "a" / "b"), kv_snapshot_seconds=0.0)) as (_, (worker,)):
+            start([worker], "w", np.ones(3, np.float32))
+            made = [tmp_path / "a", *(tmp_path / "a").rglob("*")]
+            assert len(made) == 6
+            assert {path.stat().st_mode & 0o777 for path in made if path.is_dir()} == {0o700}
+            assert {path.stat().st_mode & 0o777 for path in made if path.is_file()} == {0o600}
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (lambda base, own: base.chmod(0o777), "may be changed by others (mode 0777). Set REIGEN_KV_SNAPSHOT_DIR to a"),
+        (lambda base, own: os.chown(base, 65534, 65534), "belongs to user 65534. Set REIGEN_KV_SNAPSHOT_DIR to a"),
+        (lambda base, own: os.chown(own, 65534, 65534), "it belongs to user 65534, this process to user"),
+        (lambda base, own: os.chown(own.parent, 65534, 65534), "it belongs to user 65534, this process to user"),
+        (lambda base, own: own.chmod(0o750), "it may be used by others (mode 0750, and should be 0700)"),
+        (lambda base, own: (own.rename(base / "x"), own.symlink_to(base / "x")), "it is no directory"),
+    ],
+)
+def test_a_directory_that_others_can_get_at_is_refused(tmp_path, spoil, problem):
+    if os.geteuid() and "65534" in problem:
+        pytest.skip("only root can give files away")
+    config = Config(kv_snapshot_dir=str(tmp_path / "s"), kv_snapshot_seconds=0.0)
+    with job(1, config) as (serving, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+        serving.stop(9)
+    (own,) = tmp_path.glob("s/job-*/server-0")
+    before = sorted(_files(tmp_path).values())
+    spoil(tmp_path / "s", own)
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        Serving(1, config)
+    assert sorted(_files(tmp_path).values()) == before
+
+
+def test_a_directory_in_which_everybody_makes_their_own_will_do(tmp_path):
+    tmp_path.chmod(0o1777)
+    with job(1, Config(kv_snapshot_dir=str(tmp_path))) as (_, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+
+
+def test_two_processes_never_save_as_the_same_server(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (_, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+        with pytest.raises(ConfigError, match="another process still saves the snapshots in"):
+            Serving(1, config, incarnation=2)
+
+
+def test_what_cannot_be_saved_is_not_acknowledged_for_good(tmp_path, monkeypatch):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    with job(1, config) as (_, (worker,)):
+        start([worker], "w", np.ones(3, np.float32))
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(SnapshotDirectory, "save_store", lambda *_: (_ for _ in ()).throw(full))
+        with contextlib.suppress(CollectiveError):  # the answer is on its way before the disk is asked
+            start([worker], "v", np.ones(3, np.float32))
+        with pytest.raises(CollectiveError, match=r"could not save a snapshot: .*No space left on device"):
+            worker.pull("w", 0)
+
+
+def test_the_jobs_that_a_disk_knows_are_found_with_who_had_left(tmp_path):
+    config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0)
+    for number in range(1, MAX_SAVED_JOBS + 3):
+        with job(2, config, server={"job": number}) as (serving, workers):
+            start(workers, "w", np.ones(3, np.float32))
+            if number == 3:
+                workers[1].ask(MessageKind.GOODBYE)
+            serving.stop(9)
+    Serving(1, config, job=99).stop(9)  # nothing was saved
+    newest = range(MAX_SAVED_JOBS + 2, 2, -1)
+    assert find_saved_jobs(str(tmp_path), SECRET) == tuple(SavedJob(n, (1,) if n == 3 else ()) for n in newest)
+    assert find_saved_jobs(str(tmp_path), b"j" * 32) == find_saved_jobs(str(tmp_path / "none"), SECRET) == ()
 
 
 def test_a_key_is_in_the_snapshot_before_its_init_is_answered(tmp_path):
     config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=1000.0)
     with job(1, config) as (_, (worker,)):
         start([worker], "w", np.ones(300_000, np.float32))
-        (path,) = tmp_path.rglob("*.cell")
+        (path,) = tmp_path.rglob("*.shard")
         assert (unpacked(path.read_bytes(), Any)[1]["value"] == 1).all()
 
 
@@ -1121,7 +1327,7 @@ def test_a_job_that_failed_leaves_its_snapshots_and_no_empty_directories(tmp_pat
     with job(1, config) as (serving, workers):
         start(workers, "w", np.zeros(1, np.float32))
         serving.stop(1)
-    assert len(list(tmp_path.glob("job-*/server-0/*.cell"))) == 1
+    assert len(list(tmp_path.glob("job-*/server-0/*.shard"))) == 1
 
 
 def test_a_damaged_snapshot_is_told(tmp_path):
@@ -1130,7 +1336,7 @@ def test_a_damaged_snapshot_is_told(tmp_path):
         start([worker], "w", np.ones(10, np.float32))
         worker.pull("w", 0)
         serving.stop(9)
-    path = next(tmp_path.rglob("*.cell"))
+    path = next(tmp_path.rglob("*.shard"))
     data = bytearray(path.read_bytes())
     data[-30] ^= 1
     path.write_bytes(data)

@@ -12,9 +12,9 @@ from typing import Any
 
 from reigen.config import Config
 from reigen.errors import DeadlineError
-from reigen.kv.dist import DistStore
-from reigen.kv.nodes import Event, NodeLost, Peer, ServerMoved, Stop
-from reigen.kv.server import Server, listen
+from reigen.kv.client.dist_store import DistStore
+from reigen.kv.membership.nodes import JobEnded, MembershipEvent, NodeLost, ServerInfo, ServerMoved
+from reigen.kv.server.server import KVServer, open_listener
 
 SECRET = b"s" * 32
 SECONDS = 40.0
@@ -29,17 +29,17 @@ class Member:
     is_recovery = False
 
     def __init__(self, job: Job, role: Any, number: int, incarnation: int = 1) -> None:
-        self._job = job
+        self._job, self.job = job, 1
         self.role, self.number, self.incarnation = role, number, incarnation
         self.num_workers, self.num_servers = job.num_workers, job.num_servers
-        self._events: deque[Event] = deque()
+        self._events: deque[MembershipEvent] = deque()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: MembershipEvent) -> None:
         self._events.append(event)
         os.eventfd_write(self._bell, 1)
 
-    def servers(self, deadline: float) -> Sequence[Peer]:
+    def servers(self, deadline: float) -> Sequence[ServerInfo]:
         return list(self._job.peers)
 
     def barrier(self, name: str, deadline: float) -> None:
@@ -48,7 +48,7 @@ class Member:
         except threading.BrokenBarrierError:
             raise DeadlineError(f"barrier {name}") from None
 
-    def events(self) -> list[Event]:
+    def events(self) -> list[MembershipEvent]:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         told = []
@@ -78,25 +78,25 @@ class Job:
         self.num_workers, self.num_servers = num_workers, num_servers
         self.config = Config(**{"deadline_seconds": SECONDS, **knobs})
         self.barrier = threading.Barrier(num_workers)
-        self.peers: list[Peer] = []
+        self.peers: list[ServerInfo] = []
         self._places: dict[int, tuple[Member, threading.Thread]] = {}
         self.members: list[Member] = []
         for number in range(num_servers):
             self.peers.append(self.start_server(number))
 
-    def start_server(self, number: int, incarnation: int = 1) -> Peer:
+    def start_server(self, number: int, incarnation: int = 1) -> ServerInfo:
         member = Member(self, "server", number, incarnation)
         member.is_recovery = incarnation > 1
-        listener, address = listen("127.0.0.1")
-        server = Server(member, self.config, listener)
+        listener, address = open_listener("127.0.0.1")
+        server = KVServer(member, self.config, listener)
         thread = threading.Thread(target=server.serve, name=f"server-{number}")
         thread.start()
         self._places[number] = member, thread
-        return Peer(number, address, incarnation, "here")
+        return ServerInfo(number, address, incarnation, "here")
 
     def stop_server(self, number: int, exit_code: int = 0) -> None:
         member, thread = self._places.pop(number)
-        member.tell(Stop(exit_code, "the test wants it"))
+        member.tell(JobEnded(exit_code, "the test wants it"))
         thread.join(SECONDS)
         assert not thread.is_alive()
         member.close()
@@ -116,9 +116,9 @@ class Job:
 
     def stop_job(self, reason: str) -> None:
         """The scheduler tells everybody that the job is over."""
-        self.tell(Stop(1, reason))
+        self.tell(JobEnded(1, reason))
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: MembershipEvent) -> None:
         """Everybody hears of something."""
         for member in [*self.members, *(member for member, _ in self._places.values())]:
             member.tell(event)

@@ -102,4 +102,4 @@ def run(*arguments: str, **options: object) -> tuple[int, str, str]:
 
 def python(code: str) -> tuple[str, str, str]:
     """A command that runs ``code``; fast to start."""
-    return sys.executable, "-Sc", "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + code
+    return sys.executable, "-Sc", "import os, signal, sys, time\nrank = int(os.environ['REIGEN_RANK'])\n" + code

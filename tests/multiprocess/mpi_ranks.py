@@ -13,14 +13,14 @@ from contextlib import suppress
 
 import numpy as np
 
-from reigen.cluster.mpi_share import share
-from reigen.cluster.mpi_world import world
-from reigen.cluster.rendezvous import RendezvousClient
+from reigen.backends.base import ProgressHook, ReduceBuffer
+from reigen.backends.mpi.backend import MpiBackend
+from reigen.backends.mpi.network import MpiNetwork
+from reigen.cluster.bootstrap.mpi import broadcast_over_mpi
+from reigen.cluster.bootstrap.mpi_library import mpi_comm_world
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import CollectiveError, ConfigError, DeadlineError, PeerLostError
 from reigen.kernels.reduce import Reduction
-from reigen.planes.base import Buffer, Meanwhile
-from reigen.planes.mpi import MpiNetwork
-from reigen.planes.mpi_plane import MpiPlane
 from reigen.types import DTYPES, ReduceOp
 
 SUM = ReduceOp.SUM
@@ -40,22 +40,22 @@ def the_client(rank: int) -> RendezvousClient:
     return RendezvousClient(os.environ["REIGEN_TEST_RENDEZVOUS"], secret, rank, 60.0)
 
 
-def the_plane() -> MpiPlane:
-    everybody = world(os.environ)
+def the_backend() -> MpiBackend:
+    everybody = mpi_comm_world(os.environ)
     client = the_client(everybody.rank)
     network = MpiNetwork(everybody, range(everybody.size), everybody.rank, client, failure=nobody_died)
-    plane = network.among(range(everybody.size), soon())
-    assert isinstance(plane, MpiPlane)
-    return plane
+    backend = network.among(range(everybody.size), soon())
+    assert isinstance(backend, MpiBackend)
+    return backend
 
 
-def add(plane: MpiPlane, array: np.ndarray[tuple[int], np.dtype[np.float32]], deadline: float) -> None:
-    plane.allreduce([Buffer(array, array)], Reduction(DTYPES["float32"], SUM, plane.size), deadline)
+def add(backend: MpiBackend, array: np.ndarray[tuple[int], np.dtype[np.float32]], deadline: float) -> None:
+    backend.allreduce([ReduceBuffer(array, array)], Reduction(DTYPES["float32"], SUM, backend.size), deadline)
 
 
 def library() -> None:
     """Prints which MPI this is."""
-    everybody = world(os.environ)
+    everybody = mpi_comm_world(os.environ)
     from mpi4py import MPI
 
     print(f"rank {everybody.rank} of {everybody.size}: {MPI.Get_library_version().splitlines()[0]}", flush=True)
@@ -63,18 +63,18 @@ def library() -> None:
 
 def sharing() -> None:
     """Rank 0 tells the others."""
-    everybody = world(os.environ)
-    told = share(bytes(range(200)) if everybody.rank == 0 else None, soon(), os.environ)
+    everybody = mpi_comm_world(os.environ)
+    told = broadcast_over_mpi(bytes(range(200)) if everybody.rank == 0 else None, soon(), os.environ)
     assert told == bytes(range(200))
-    again = share(b"" if everybody.rank == 0 else None, soon(), os.environ)
+    again = broadcast_over_mpi(b"" if everybody.rank == 0 else None, soon(), os.environ)
     print("shared", hashlib.sha256(told + again).hexdigest(), flush=True)
 
 
 def sharing_without_rank_0() -> None:
-    everybody = world(os.environ)
+    everybody = mpi_comm_world(os.environ)
     if everybody.rank == 0:
         FOREVER.wait()
-    share(None, soon(0.5), os.environ)
+    broadcast_over_mpi(None, soon(0.5), os.environ)
 
 
 def wrong_threads() -> None:
@@ -82,7 +82,7 @@ def wrong_threads() -> None:
 
     mpi4py.rc.thread_level = "funneled"
     try:
-        world(os.environ)
+        mpi_comm_world(os.environ)
     except ConfigError as error:
         print(error, flush=True)
 
@@ -96,14 +96,14 @@ def not_initialised() -> None:
 
         getattr(MPI, prepare, lambda: None)()
         try:
-            world(os.environ)
+            mpi_comm_world(os.environ)
         except ConfigError as error:
             print(error, flush=True)
 
 
 def wrong_mpirun() -> None:
     try:
-        world(os.environ)
+        mpi_comm_world(os.environ)
     except ConfigError as error:
         print(error, flush=True)
     os._exit(3)
@@ -111,24 +111,24 @@ def wrong_mpirun() -> None:
 
 def silent_rank() -> None:
     """The last rank stops in the middle of everything; the others run into their deadline."""
-    plane, patience = the_plane(), float(os.environ["REIGEN_TEST_PATIENCE"])
-    add(plane, np.ones(10, np.float32), soon())
-    plane.barrier(soon())
-    if plane.rank == plane.size - 1:
+    backend, patience = the_backend(), float(os.environ["REIGEN_TEST_PATIENCE"])
+    add(backend, np.ones(10, np.float32), soon())
+    backend.barrier(soon())
+    if backend.rank == backend.size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     lacking: list[tuple[int, ...]] = []
-    plane.lacking = lambda members: lacking.append(tuple(members))
+    backend.lacking = lambda members: lacking.append(tuple(members))
     begun = time.monotonic()
     try:
-        add(plane, np.ones(1 << 20, np.float32), soon(patience))
+        add(backend, np.ones(1 << 20, np.float32), soon(patience))
     except DeadlineError as error:
         took = time.monotonic() - begun
         assert patience <= took < patience + 40.0
-        assert error.ranks == (plane.size - 1,), error.ranks
+        assert error.ranks == (backend.size - 1,), error.ranks
         assert 2 <= len(lacking) <= 2 + 10 * took, "looked at ten times a second, where the machine is not busy"
-        assert lacking[-1] == (plane.size - 1,)
+        assert lacking[-1] == (backend.size - 1,)
         print("the others know who is missing", flush=True)
-        plane.abort(error)
+        backend.abort(error)
         raise
 
 
@@ -136,11 +136,11 @@ def late_data() -> None:
     """What comes after a collective was given up does not reach the caller's memory."""
     from mpi4py import MPI
 
-    plane, word = the_plane(), np.zeros(1)
-    array = np.full(1000, plane.rank, np.float32)
-    if plane.rank == 0:
+    backend, word = the_backend(), np.zeros(1)
+    array = np.full(1000, backend.rank, np.float32)
+    if backend.rank == 0:
         with suppress(DeadlineError):
-            plane.broadcast(None, array, 1, soon(0.3))
+            backend.broadcast(None, array, 1, soon(0.3))
         array[:] = 7
         MPI.COMM_WORLD.Send(word, 1)
         MPI.COMM_WORLD.Recv(word, 1)  # makes progress: MPI writes wherever it was told to
@@ -149,20 +149,20 @@ def late_data() -> None:
         MPI.COMM_WORLD.Send(word, 1)
     else:
         MPI.COMM_WORLD.Recv(word, 0)  # rank 0 has given up
-        plane.broadcast(array, array, 1, soon())
+        backend.broadcast(array, array, 1, soon())
         MPI.COMM_WORLD.Send(word, 0)
         MPI.COMM_WORLD.Recv(word, 0)
 
 
 def aborted_by_another_thread() -> None:
-    plane = the_plane()
-    if plane.rank == 0:
-        timer = threading.Timer(0.3, lambda: plane.abort(CollectiveError("enough is enough", ranks=(0,))))
+    backend = the_backend()
+    if backend.rank == 0:
+        timer = threading.Timer(0.3, lambda: backend.abort(CollectiveError("enough is enough", ranks=(0,))))
         timer.start()
     try:
-        if plane.rank == plane.size - 1:
+        if backend.rank == backend.size - 1:
             FOREVER.wait(1.0)
-        plane.barrier(soon())
+        backend.barrier(soon())
     except CollectiveError as error:
         assert "enough is enough" in str(error)
         assert error.ranks == (0,)
@@ -171,58 +171,58 @@ def aborted_by_another_thread() -> None:
 
 def killed_rank() -> None:
     """The last rank dies. Where MPI survives that, the others learn who it was."""
-    plane = the_plane()
-    plane.barrier(soon())
-    if plane.rank == plane.size - 1:
+    backend = the_backend()
+    backend.barrier(soon())
+    if backend.rank == backend.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
     try:
         while True:
-            add(plane, np.ones(1 << 18, np.float32), soon())
+            add(backend, np.ones(1 << 18, np.float32), soon())
     except PeerLostError as error:
-        assert error.ranks == (plane.size - 1,), error
+        assert error.ranks == (backend.size - 1,), error
         assert time.monotonic() - begun < 60.0
         print("survived the death of", *error.ranks, flush=True)
-        plane.abort(error)
+        backend.abort(error)
         raise
 
 
 def other_work() -> None:
-    """While a plane waits, what else there is to do is done."""
-    plane = the_plane()
+    """While a backend waits, what else there is to do is done."""
+    backend = the_backend()
     reading, writing = os.pipe()
     done: list[bytes] = []
-    client = the_client(plane.rank)
+    client = the_client(backend.rank)
 
     def work() -> None:
         done.append(os.read(reading, 1))
         client.put("worked", b"")
 
-    plane.meanwhile = Meanwhile(reading, work)
-    if plane.rank == 0:
+    backend.progress_hook = ProgressHook(reading, work)
+    if backend.rank == 0:
         timer = threading.Timer(0.1, lambda: os.write(writing, b"x"))
         timer.start()
     else:
         client.get("worked", 100.0)  # rank 0 waits in the barrier until then
-    plane.barrier(soon())
-    assert done == ([b"x"] if plane.rank == 0 else [])
+    backend.barrier(soon())
+    assert done == ([b"x"] if backend.rank == 0 else [])
     print("worked", flush=True)
 
 
 def sets() -> None:
-    """Planes of some ranks come and go."""
-    plane = the_plane()
+    """Backends of some ranks come and go."""
+    backend = the_backend()
     for turn in range(50):
-        part = plane.split([0, plane.size - 1], soon())
+        part = backend.split([0, backend.size - 1], soon())
         if part is not None:
             array = np.full(1000, turn, np.float32)
-            part.allreduce([Buffer(array, array)], Reduction(DTYPES["float32"], SUM, 2), soon())
+            part.allreduce([ReduceBuffer(array, array)], Reduction(DTYPES["float32"], SUM, 2), soon())
             assert (array == 2 * turn).all()
             part.close()
-    alone = plane.split([1], soon())
-    assert (alone is None) == (plane.rank != 1)
-    plane.barrier(soon())
-    plane.close()
+    alone = backend.split([1], soon())
+    assert (alone is None) == (backend.rank != 1)
+    backend.barrier(soon())
+    backend.close()
     print("closed", flush=True)
 
 

@@ -10,7 +10,7 @@ import pytest
 from reigen import context
 from reigen.errors import UnsupportedError, UnsupportedTypeError
 from reigen.testing import RankPool
-from reigen.testing.truth import adasummed
+from reigen.testing.reference import expected_adasum
 from reigen.types import DTYPES, ReduceOp
 
 Pools = Callable[[int], RankPool]
@@ -27,7 +27,7 @@ def mine(rank: int, index: int, dtype: str = "float32") -> np.ndarray:
 def truth(ranks: range | list[int], index: int) -> np.ndarray:
     size = context.current().size
     vectors = [mine(r, index).astype(np.float64).ravel() * (r in ranks) for r in range(size)]
-    return adasummed(vectors).reshape(SHAPES[index])
+    return expected_adasum(vectors).reshape(SHAPES[index])
 
 
 def near(result: np.ndarray, expected: np.ndarray) -> None:

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.multiprocess.launcher import run
 
 import reigen.compat
+from tests.multiprocess.launcher import run
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -34,7 +34,7 @@ NAMES = {
     """,
     "horovod.torch.mpi_ops": """
         allreduce allreduce_async_ allgather broadcast_ alltoall reducescatter synchronize poll join barrier rank size
-        Average Sum Adasum
+        Average Sum Adasum _basics
     """,
     "horovod.torch.functions": "broadcast_parameters broadcast_optimizer_state broadcast_object allgather_object",
     "horovod.torch.compression": "Compression Compressor NoneCompressor FP16Compressor",
@@ -43,7 +43,9 @@ NAMES = {
     "horovod.common.exceptions": "HorovodInternalError HostsUpdatedInterrupt HorovodVersionMismatchError",
     "horovod.common.process_sets": "ProcessSet global_process_set add_process_set remove_process_set",
     "horovod.common.basics": "HorovodBasics",
-    "horovod.common.util": "gpu_available extension_available num_rank_is_power_2 split_list is_iterable nccl_built",
+    "horovod.common.util": """
+        _cache gpu_available extension_available num_rank_is_power_2 split_list is_iterable nccl_built
+    """,
     "horovod.torch.elastic": "HorovodInternalError",
 }
 
@@ -68,6 +70,18 @@ with env(A_VARIABLE="1"):
     import os
     print(os.environ["A_VARIABLE"])
 print("A_VARIABLE" in os.environ)
+from horovod.common import util
+calls = []
+@util._cache
+def once(*numbers):
+    calls.append(numbers)
+    return sum(numbers)
+print(once(1, 2), once(1, 2), calls, mpi_ops._basics.size(), mpi_ops._basics.is_initialized())
+basics.shutdown()
+try:
+    hvd.size()
+except ValueError as error:
+    print(error)
 for statement in (
     "import horovod.tensorflow.keras",
     "import horovod.keras",
@@ -102,9 +116,14 @@ def test_all_names_are_there_and_what_is_missing_says_so():
         "True False False",
         "1",
         "False",
+        "3 3 [(1, 2)] 1 True",
+        "Horovod has not been initialized; use hvd.init().",
         "ImportError horovod.tensorflow: Reigen has no front end for TensorFlow yet; horovod.torch is there",
         "ImportError horovod.keras: Reigen has no front end for Keras yet; horovod.torch is there",
-        "ModuleNotFoundError No module named 'mxnet'",
+        (
+            "ModuleNotFoundError reigen.mxnet needs MXNet: pip install mxnet==1.9.1 numpy==1.23.5 "
+            "(No module named 'mxnet')"
+        ),
         "ImportError horovod.ray: Reigen has no jobs in Ray yet",
         "ImportError horovod.torch.elastic.TorchState: there are no elastic jobs in Reigen yet",
         "ImportError horovod.torch.elastic.sampler: there are no elastic jobs in Reigen yet",

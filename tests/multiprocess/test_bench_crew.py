@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from reigen.bench.crew import Crew, CrewSpec
-from reigen.bench.memory import DTYPES, measure
-from reigen.bench.work import Case
+from benchmarks.harness.crew import Crew, CrewSpec
+from benchmarks.harness.memory import DTYPES, measure
+from benchmarks.harness.work import Case
 from reigen.errors import LaunchError
 
-_COPYING = "reigen.bench.programs.copying"
+_COPYING = "benchmarks.programs.copying"
 
 
 def test_ranks_take_turns() -> None:
@@ -54,7 +54,7 @@ def test_a_program_that_cannot_start_says_why(tmp_path: Path) -> None:
 def test_a_wrong_result_is_no_result(tmp_path: Path) -> None:
     program = tmp_path / "wrong.py"
     program.write_text(
-        "from reigen.bench.programs.copying import Copy, Copying\n"
+        "from benchmarks.programs.copying import Copy, Copying\n"
         "class Wrong(Copy):\n    def operate(self): pass\n"
         "class Program(Copying):\n    def open(self, case): return Wrong([case.nbytes])\n"
         "def start(rank, size): return Program()\n"

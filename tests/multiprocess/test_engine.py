@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from reigen import context
+from reigen.engine.operation_builders import build_allgather, build_reducescatter
 from reigen.errors import ArgumentError, DuplicateNameError, MismatchError, SharedMemoryError
 from reigen.testing import RankPool
 from reigen.types import DTYPES, DType, ReduceOp
@@ -229,15 +230,15 @@ def local_errors() -> None:
             lambda: job.barrier(name="n" * 513),
             lambda: job.reducescatter(x, FLOAT, op=ReduceOp.ADASUM),
             lambda: job.grouped_allreduce([], [], []),
-            lambda: job.grouped_allgather([x, x[0]], [FLOAT, FLOAT]),
-            lambda: job.grouped_reducescatter([x[0]], [FLOAT]),
+            lambda: job.start_group(build_allgather, [x, x[0]], [FLOAT, FLOAT]),
+            lambda: job.start_group(build_reducescatter, [x[0]], [FLOAT], (ReduceOp.AVERAGE, 1.0, 1.0)),
             lambda: job.barrier(process_set=1),
         ):
             with pytest.raises(ArgumentError):
                 wrong()
         first = job.allreduce(x, x, FLOAT, op=ReduceOp.SUM, name="x")
     job.barrier().wait()
-    job.grouped_allgather([x], [FLOAT]).wait()
+    job.start_group(build_allgather, [x], [FLOAT]).wait()
     first.wait()
     assert (x == 2).all()
 
@@ -272,9 +273,9 @@ def test_registered_memory_grows_and_is_used_again(rank_pool: Pools) -> None:
 def short_of_memory(poor: int) -> str:
     job = context.current()
     if job.rank == poor:
-        from reigen.wire import segment
+        from reigen.resources import memory
 
-        segment.available_memory_bytes = lambda: 100 << 20
+        memory.available_memory = lambda: memory.AvailableMemory(100 << 20)
     with pytest.raises(SharedMemoryError) as caught:
         job.allocate(200 << 20, name="big")
     small = job.allocate(1 << 20, name="small")
@@ -292,7 +293,7 @@ def short_of_memory(poor: int) -> str:
 def test_shortage_on_one_rank_is_raised_on_all_and_the_job_goes_on(poor: int) -> None:
     with RankPool(2) as pool:
         texts = pool.run(short_of_memory, poor, init=True)
-    assert "400.0 MiB needed on this rank, 100.0 MiB available" in texts[poor]
+    assert "400.0 MiB needed on this host, 100.0 MiB available, less 16.0 MiB that are kept free" in texts[poor]
     assert all("registered memory" in text for text in texts)
 
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.patience import patiently
 
 from reigen import context
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.net.shm_ring import ShmTransport, WaitingThread
 from reigen.testing import LeakCheck, RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
-from reigen.wire.mailbox import Mailbox, Sleeper
+from tests.patience import patiently
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -280,11 +280,11 @@ def interrupt_the_wait(victim: int) -> tuple[str, tuple[int, ...]]:
     main, engine = threading.main_thread().ident, job._engine
     transport = engine._transport
     assert main is not None
-    assert isinstance(transport, Mailbox)
+    assert isinstance(transport, ShmTransport)
 
     def interrupt() -> None:
         # until the main thread sleeps: as the one who drives, or for the engine's thread, which does
-        while transport._sleeper.load() != Sleeper.CALLER and not engine._outstanding._num_waiters:
+        while transport._sleeper.load() != WaitingThread.CALLER and not engine._outstanding._num_waiters:
             pass
         signal.pthread_kill(main, signal.SIGINT)
 

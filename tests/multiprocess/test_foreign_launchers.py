@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from reigen.launch.spawn import reserve_port
+from reigen.testing.environment import clean_environment
 from tests.mpirun import MPICH, PYPI, find, run
 from tests.multiprocess.launcher import until
 from tests.patience import patiently
-
-from reigen.launch.spawn import hold_port
-from reigen.testing.environment import clean_environment
 
 pytestmark = pytest.mark.slow
 DEADLINE_SECONDS = 60.0
@@ -175,7 +175,7 @@ def test_the_next_command_of_a_script_is_the_next_life(tmp_path: Path) -> None:
 @pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex()}])
 def test_a_program_that_starts_its_ranks_itself(secret: dict[str, str]) -> None:
     environ = {"SLURM_PROCID": "7", "SLURM_STEP_NUM_TASKS": "8", **secret}  # it knows better
-    with hold_port() as free:
+    with reserve_port() as free:
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
         programs = [
             TRAIN.replace("reigen.init()", f"reigen.init(rank={rank}, size=2, coordinator={coordinator!r})")
@@ -195,12 +195,12 @@ INIT = "import reigen; reigen.init(); print('in', flush=True); input()"
 @pytest.mark.parametrize("secret", [{}, {"REIGEN_SECRET": os.urandom(32).hex()}])
 def test_a_child_of_a_rank_is_no_rank(secret: dict[str, str]) -> None:
     child = (
-        "import reigen, reigen.numpy_face, subprocess, sys\n"
+        "import reigen, reigen.numpy_ops, subprocess, sys\n"
         "reigen.init()\n"
         "command = [sys.executable, '-c', 'import reigen; reigen.init()']\n"
         "done = subprocess.run(command, capture_output=True, text=True)\n"
         "print(done.stderr)\n"
-        "reigen.numpy_face.barrier()\n"  # rank 0, which knows who the ranks are, has to be there until then
+        "reigen.numpy_ops.barrier()\n"  # rank 0, which knows who the ranks are, has to be there until then
     )
     port = os.urandom(4).hex()
     with ranks([child, child], [by_hand(rank, 2, MASTER_PORT=port, **secret) for rank in range(2)]) as started:
@@ -242,9 +242,9 @@ def test_the_wrong_secret_ends_in_an_error_on_every_rank() -> None:
 def test_rank_0_dies_before_the_others_are_in() -> None:
     host = (
         "import os\n"
-        "from reigen.cluster.bootstrap import Manner, reach\n"
-        "from reigen.cluster.environ import detect\n"
-        "access = reach(detect(os.environ), os.environ, Manner())\n"
+        "from reigen.cluster.bootstrap.control import ServiceOptions, locate_service\n"
+        "from reigen.cluster.environ import detect_job\n"
+        "access = locate_service(detect_job(os.environ), os.environ, ServiceOptions())\n"
         "print('serves', flush=True)\n"
         "input()\n"
     )

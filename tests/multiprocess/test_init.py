@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.multiprocess.launcher import run
-from tests.patience import patiently
 
 from reigen import context
-from reigen.cluster.environ import detect
-from reigen.cluster.rendezvous import RendezvousClient
+from reigen.cluster.environ import detect_job
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import CollectiveError, DeadlineError, NotInitializedError, PeerLostError, SharedMemoryError
 from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
+from tests.multiprocess.launcher import run
+from tests.patience import patiently
 
 Pools = Callable[[int], RankPool]
 FLOAT = DTYPES["float32"]
@@ -131,12 +131,12 @@ def test_who_does_not_come_is_named_alone(missing: int, rank_pool: Pools) -> Non
 def die_in_init(victim: int) -> tuple[tuple[int, ...], float]:
     """The victim dies when it has shown its segment and before it has mapped the others'."""
     if int(os.environ["REIGEN_RANK"]) == victim:
-        from reigen.wire import segment
+        from reigen.net import shm_segment
 
         def die(*_: object) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        segment.Segment.map = die  # type: ignore[method-assign,assignment]
+        shm_segment.ShmSegment.map = die  # type: ignore[method-assign,assignment]
     began = time.monotonic()
     with pytest.raises(PeerLostError, match=r"during init\(\)") as caught:
         context.init()
@@ -155,9 +155,9 @@ def test_death_during_init_is_seen(victim: int) -> None:
 
 def poor_from_the_start(poor: int) -> str:
     if int(os.environ["REIGEN_RANK"]) == poor:
-        from reigen.wire import segment
+        from reigen.resources import memory
 
-        segment.available_memory_bytes = lambda: 1 << 20
+        memory.available_memory = lambda: memory.AvailableMemory(1 << 20)
     with pytest.raises(SharedMemoryError) as caught:
         context.init()
     return str(caught.value)
@@ -173,7 +173,7 @@ def test_shortage_on_one_rank_during_init_is_raised_on_all() -> None:
 def try_again() -> int:
     """One waits in vain and tries again; the other comes after that."""
     rank = int(os.environ["REIGEN_RANK"])
-    job = detect(os.environ)
+    job = detect_job(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
     client = RendezvousClient(job.rendezvous, job.secret, rank, 60.0)

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.multiprocess.launcher import child_of, launched, python, run, until
 
 from reigen._version import __version__
+from tests.cgroups import limited
+from tests.multiprocess.launcher import child_of, launched, python, run, until
 
 pytestmark = pytest.mark.slow
 #: Runs what it is given as sshd does: by a shell, in the home directory. $FAKE_SSH_DOES is run first.
@@ -54,6 +55,24 @@ def test_what_the_shell_prints_when_it_starts_is_no_message(ssh):
     noise = {"FAKE_SSH_DOES": "echo Welcome to $FAKE_HOST; echo; echo and a warning >&2"}
     status, out, err = run(*HOSTS, *ssh, *python("print('done')"), env=noise)
     assert (status, sorted(out.splitlines()), err) == (0, [f"[{rank}] done" for rank in range(4)], "")
+
+
+def test_an_agent_that_has_no_stderr(ssh):
+    code = "print(rank); sys.stderr.write('so\\n'); os.close(2)"
+    status, out, _ = run(*HOSTS, *ssh, *python(code), env={"FAKE_SSH_DOES": "exec 2>&-"})
+    assert (status, sorted(out.splitlines())) == (0, [f"[{rank}] {rank}" for rank in range(4)])
+
+
+def test_a_rank_elsewhere_that_the_oom_killer_has_ended(ssh):
+    code = "hoard = []\nwhile rank == 3: hoard.append(b'1' * (1 << 23))\ntime.sleep(300)"
+    with limited(200 << 20) as group:
+        does = f"if [ $FAKE_HOST = b.invalid ]; then echo $$ >{group.directory}/cgroup.procs; fi"
+        status, _, err = run(*HOSTS, *ssh, *python(code), env={"FAKE_SSH_DOES": does})
+    assert status == 137
+    assert (
+        "reigen run: rank 3 (host b.invalid) failed first: killed by SIGKILL; the kernel's OOM killer did that: "
+        f"out of memory ({group.limit} = 200.0 MiB)\n"
+    ) in err
 
 
 def test_another_version_of_reigen_is_told_apart(ssh):

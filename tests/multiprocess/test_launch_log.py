@@ -38,7 +38,7 @@ def test_knobs_and_their_origins_are_told_at_info_level():
     assert first[: len(first) // 2] == first[len(first) // 2 :]  # a second init() says it again, and once
     assert first[: len(first) // 2] == [
         "[0] info: 2 process(es), started by reigen run: REIGEN_RANK is set: rank 0 of 2",
-        "[0] info: data plane shm: all 2 ranks run on this host: shared memory is the shortest way between them",
+        "[0] info: backend shm: all 2 ranks run on this host: shared memory is the shortest way between them",
         "[0] info: cache_capacity = 7 (default: 1024), set by HOROVOD_CACHE_CAPACITY",
         "[0] info: thread_affinity = (0, 77777) (default: ()), set by HOROVOD_THREAD_AFFINITY",
         "[0] info: log_level = info (default: warning), set by REIGEN_LOG",

@@ -2,10 +2,12 @@
 
 import os
 import re
+import resource
 import signal
 import sys
 
 import pytest
+
 from tests.multiprocess.launcher import launched, python, run
 
 
@@ -31,13 +33,31 @@ print(*[e[p + n] for p in ('REIGEN_', 'HOROVOD_') for n in ('RANK', 'SIZE', 'LOC
 print('same', e['REIGEN_RENDEZVOUS'], e['MASTER_PORT'], hash(e['REIGEN_SECRET']))
 """
     environ = {"PYTHONHASHSEED": "0"}
-    status, out, err = run("-np", "2", "--verbose", *python(code), env=environ)
+    status, out, err = run("-np", "2", "--verbose", "--torchrun-env", *python(code), env=environ)
     assert status == 0
     for rank in range(2):
         assert f"[{rank}] " + f"{rank} 2 {rank} 2 0 1 " * 2 + f"{rank} 2 2 127.0.0.1 False 64" in out
     assert len({line[4:] for line in out.splitlines() if "same" in line}) == 1
     assert re.search(r"rank 1: process \d+, .*OMP_NUM_THREADS=", err)
     assert not re.search("[0-9a-f]{32}", err)
+
+
+@pytest.mark.parametrize("options", [(), ("--as-horovod",)])
+@pytest.mark.parametrize("request_variable", [{}, {"REIGEN_TORCHRUN_ENV": "1"}])
+def test_ranks_get_torchruns_variables_on_request_and_never_as_horovod(options, request_variable):
+    """Accelerate, Transformers and timm start torch.distributed where they find them."""
+    code = "print(sorted(set(os.environ) & {'RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_PORT'}))"
+    status, out, err = run(*options, "-np", "1", "--no-prefix", *python(code), env=request_variable)
+    wanted = "['LOCAL_RANK', 'LOCAL_WORLD_SIZE', 'MASTER_PORT', 'RANK', 'WORLD_SIZE']"
+    assert (status, err) == (0, "")
+    assert out.strip() == (wanted if request_variable and not options else "[]")
+
+
+@pytest.mark.parametrize("other", ["--as-horovod", "--mpi"])
+def test_torchruns_variables_are_refused_where_they_cannot_be_set(other):
+    status, _, err = run("-np", "1", "--torchrun-env", other, "true")
+    assert status == 2
+    assert "--torchrun-env" in err
 
 
 def test_ranks_are_bound_to_processors_unless_told_not_to():
@@ -118,6 +138,16 @@ def test_a_rank_that_a_signal_ends(signum):
     )
 
 
+@pytest.mark.parametrize("num_files", [7, 9, 12, 14, 18, 22])
+def test_too_few_open_files_are_told_as_that(num_files):
+    """Wherever the launcher, or the start of a rank, meets the limit."""
+    limits = (num_files, num_files)
+    code, out, err = run("-np", "2", "true", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
+    assert (code, out) == (1, "")
+    words = f"Too many open files: a process may have {num_files} open files here (RLIMIT_NOFILE): only root can raise"
+    assert re.fullmatch(rf"reigen run: [^\n]*{re.escape(words)} what `ulimit -n` shows\n", err), err
+
+
 def test_what_a_job_leaves_behind_is_ended():
     status, out, _ = run("-np", "2", "sh", "-c", "(setsid sleep 300 >/dev/null 2>&1 &); sleep 300 & echo done")
     assert status == 0
@@ -145,6 +175,13 @@ def test_a_command_that_cannot_run(tmp_path, content, mode, status, complaint):
     assert err.count("\n") == 1
 
 
+def test_a_script_that_is_no_command_is_named_with_python(tmp_path):
+    (tmp_path / "ok.py").write_text("print('ok')\n")
+    code, out, err = run("-np", "2", "ok.py", cwd=tmp_path)
+    assert (code, out) == (127, "")
+    assert err == "reigen run: no such command: ok.py; to run the script: python ok.py\n"
+
+
 def test_a_job_of_ranks_that_find_each_other():
     code = (
         "import numpy as np, reigen; reigen.init(); print(reigen.allreduce(np.ones(3) * reigen.rank(), op=reigen.Sum))"
@@ -165,9 +202,9 @@ def wind_up(*_):
 if {slow == "the interpreter"}:
     atexit.register(wind_up)  # after shutdown()
 import numpy as np, reigen
-from reigen.cluster.neighbours import Neighbours
+from reigen.cluster.local_peers import LocalPeers
 if {slow != "the interpreter"}:
-    Neighbours.leave = wind_up  # the coordinator has heard of it before
+    LocalPeers.leave = wind_up  # the coordinator has heard of it before
 reigen.init()
 if reigen.rank() == 1:
     failing = True
@@ -195,7 +232,7 @@ dist.all_reduce(x)
 print(x.tolist())
 dist.destroy_process_group()
 """
-    status, out, err = run("-np", "2", sys.executable, "-c", code)
+    status, out, err = run("-np", "2", "--torchrun-env", sys.executable, "-c", code)
     assert status == 0, err
     assert sorted(out.splitlines()) == ["[0] [3.0, 3.0]", "[1] [3.0, 3.0]"]
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.mpirun import PYPI, find
 from tests.multiprocess.launcher import child_of, launched, run, until
 from tests.patience import patiently
@@ -44,7 +45,7 @@ def flag(tmp_path):
 
 def test_every_process_runs_the_command_and_knows_its_place():
     code = """
-print(role, number, e['DMLC_NUM_WORKER'], e['DMLC_NUM_SERVER'], e['DMLC_PS_ROOT_URI'], e.get('RANK'), e.get('A'),
+print(role, number, e['DMLC_NUM_WORKER'], e['DMLC_NUM_SERVER'], e['DMLC_PS_ROOT_URI'], e.get('REIGEN_RANK'), e.get('A'),
       e.get('B'), sys.argv[1:])
 """
     status, out, err = launch(*LOCAL, "--env-server", "A:x:y", "--env-worker", "B:z", *command(code), "a b", "-n", "--")
@@ -245,7 +246,7 @@ def there(tmp_path):
 
 
 def test_servers_first_then_workers_in_turn_over_the_hosts(there):
-    code = "print(role, number, e.get('FAKE_HOST', 'here'), e.get('LOCAL_RANK'), e.get('A'), e.get('B'))"
+    code = "print(role, number, e.get('FAKE_HOST', 'here'), e.get('REIGEN_LOCAL_RANK'), e.get('A'), e.get('B'))"
     options = ("-n", "3", "-s", "2", "--env-server", "A:1", "--env-worker", "B:2")
     status, out, err = launch(*options, *there, *command(code))
     assert (status, err) == (0, "")

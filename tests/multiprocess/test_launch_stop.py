@@ -6,9 +6,11 @@ import signal
 import subprocess
 import time
 from fcntl import ioctl
+from pathlib import Path
 from termios import TIOCSCTTY
 
 import pytest
+
 from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, python, until
 
 pytestmark = pytest.mark.slow
@@ -54,6 +56,18 @@ def test_a_killed_supervisor_leaves_nothing():
         status, _, err = launcher.finish()
     assert status == 137
     assert "the supervising process was ended by SIGKILL" in err
+
+
+def test_a_supervisor_that_is_killed_as_soon_as_it_is_there():
+    # by its own number: until it has a session of its own, its process group is that of the launcher
+    for _ in range(3):
+        with launched("-np", "2", *FAMILY) as launcher:
+            children = Path(f"/proc/{launcher.process.pid}/task/{launcher.process.pid}/children")
+            until(lambda children=children: children.read_text())
+            os.kill(launcher.supervisor(), signal.SIGKILL)
+            status, _, err = launcher.finish()
+        assert status == 137
+        assert "the supervising process was ended by SIGKILL" in err
 
 
 def test_both_killed_at_once_leave_no_rank():

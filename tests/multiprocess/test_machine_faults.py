@@ -13,16 +13,16 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from tests.machines import Groups, over_tcp, soon
-from tests.patience import patiently
 
-from reigen.cluster.environ import detect
-from reigen.cluster.rendezvous import RendezvousClient
+from reigen.backends.base import Backend, ReduceBuffer
+from reigen.cluster.environ import detect_job
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reduction
-from reigen.planes.base import Buffer, DataPlane
 from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
+from tests.machines import Groups, over_tcp, soon
+from tests.patience import patiently
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -33,21 +33,23 @@ TOLD_SECONDS = 40.0
 PATIENT_SECONDS = 100.0
 
 
-def work(plane: DataPlane, kind: str, deadline: float) -> None:
-    reduction = Reduction(FLOAT32, ReduceOp.SUM, plane.size)
-    region = plane.allocate(8 << 20, deadline)
+def work(backend: Backend, kind: str, deadline: float) -> None:
+    reduction = Reduction(FLOAT32, ReduceOp.SUM, backend.size)
+    region = backend.allocate(8 << 20, deadline)
     array, offset = region.array.view(np.float32), region.offset
     match kind:
         case "registered":
-            plane.barrier(deadline)
-            plane.allreduce([Buffer(array, array, offset)], reduction, deadline)
+            backend.barrier(deadline)
+            backend.allreduce([ReduceBuffer(array, array, offset)], reduction, deadline)
         case "ordinary":
-            plane.allreduce([Buffer(array, array)], reduction, deadline)
+            backend.allreduce([ReduceBuffer(array, array)], reduction, deadline)
         case "small":
-            plane.allreduce([Buffer(array[:10], array[:10])], reduction, deadline)
+            backend.allreduce([ReduceBuffer(array[:10], array[:10])], reduction, deadline)
         case _:
-            plane.alltoall(array, [[array.size // plane.size] * plane.size] * plane.size, array.copy(), deadline)
-    plane.free(offset)
+            backend.alltoall(
+                array, [[array.size // backend.size] * backend.size] * backend.size, array.copy(), deadline
+            )
+    backend.free(offset)
 
 
 def suffer(
@@ -57,14 +59,14 @@ def suffer(
 
     The victim is killed, or, where the others have little patience, does nothing any more.
     """
-    job = detect(os.environ)
+    job = detect_job(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
     rank, size = job.rank, job.size
     client = RendezvousClient(job.rendezvous, job.secret, rank, 60.0)
     try:
-        with over_tcp(rank, size, client, groups=groups) as plane:
-            work(plane, kind, soon())
+        with over_tcp(rank, size, client, groups=groups) as backend:
+            work(backend, kind, soon())
             others = [f"told/{other}" for other in range(size) if other != victim]
             if rank == victim and patience < PATIENT_SECONDS:
                 for key in others:
@@ -76,7 +78,7 @@ def suffer(
             try:
                 while True:
                     began = time.monotonic()
-                    work(plane, kind, soon(patience))
+                    work(backend, kind, soon(patience))
             except CollectiveError as error:
                 said = type(error).__name__, error.ranks, began, time.monotonic(), str(error)
             client.put(f"told/{rank}", b"")

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from reigen.cluster.membership.control_service import RendezvousServer
 from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, find, run
 from tests.multiprocess import launcher
 from tests.patience import patiently
-
-from reigen.cluster.service import RendezvousServer
 
 _RANKS = str(Path(__file__).with_name("mpi_ranks.py"))
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ def test_what_else_there_is_to_do_is_done(mpi: str, play: Play) -> None:
 
 
 @ALL
-def test_planes_of_some_ranks(mpi: str, play: Play) -> None:
+def test_backends_of_some_ranks(mpi: str, play: Play) -> None:
     ended = play(mpi, "sets", 4)
     assert ended.exit_code == 0, ended
     assert ended.stdout.count("closed") == 4

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
 from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, Mpi, find, run
 from tests.multiprocess import sharing_script
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.multiprocess.launcher import until
-from tests.patience import patiently
 
 import reigen
 from reigen import context
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 from reigen.testing import RankError, RankPool, run_ranks
+from tests.multiprocess.launcher import until
+from tests.patience import patiently
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -198,11 +198,11 @@ def where_data_goes(hosts: Sequence[int]) -> tuple[str, str]:
     join(hosts)
     try:
         job = context.current()
-        return job.plane, job.plane_reason
+        return job.backend, job.backend_reason
     finally:
         reigen.shutdown()
 
 
-def test_the_choice_of_planes_is_told(rank_pool: Pools) -> None:
-    for hosts, plane in (((0, 0, 0), "shm"), ((0, 1, 2), "tcp"), ((0, 0, 1), "shm+tcp")):
-        assert {told for told, _ in rank_pool(3).run(where_data_goes, hosts)} == {plane}
+def test_the_choice_of_backends_is_told(rank_pool: Pools) -> None:
+    for hosts, backend in (((0, 0, 0), "shm"), ((0, 1, 2), "tcp"), ((0, 0, 1), "shm+tcp")):
+        assert {told for told, _ in rank_pool(3).run(where_data_goes, hosts)} == {backend}

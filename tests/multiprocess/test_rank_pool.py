@@ -15,19 +15,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.patience import patiently
 
 import reigen
-from reigen.cluster.environ import detect
-from reigen.cluster.rendezvous import RendezvousClient
+from reigen.cluster.environ import detect_job
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import MismatchError
 from reigen.testing import LeakError, RankError, RankPool, leaks, run_ranks
+from tests.patience import patiently
 
 Pools = Callable[[int], RankPool]
 
 
 def place() -> tuple[int, int, int]:
-    return int(os.environ["REIGEN_RANK"]), int(os.environ["WORLD_SIZE"]), os.getpid()
+    return int(os.environ["REIGEN_RANK"]), int(os.environ["REIGEN_SIZE"]), os.getpid()
 
 
 def test_ranks_are_processes_and_answer_in_order(rank_pool: Pools) -> None:
@@ -49,11 +49,11 @@ def test_arrays_travel(rank_pool: Pools) -> None:
 
 def test_closures_run_where_cloudpickle_is_installed(rank_pool: Pools) -> None:
     offset = 40
-    assert rank_pool(2).run(lambda: offset + int(os.environ["RANK"])) == [40, 41]
+    assert rank_pool(2).run(lambda: offset + int(os.environ["REIGEN_RANK"])) == [40, 41]
 
 
 def meet() -> str:
-    job = detect(os.environ)
+    job = detect_job(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
     client = RendezvousClient(job.rendezvous, job.secret, job.rank, 10.0)
@@ -69,7 +69,7 @@ def test_ranks_meet_at_the_rendezvous_of_their_environment(rank_pool: Pools) -> 
 
 
 def bind_master_port() -> int | None:
-    if os.environ["RANK"] != "0":
+    if os.environ["REIGEN_RANK"] != "0":
         return None
     with socket.socket() as server:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -78,8 +78,9 @@ def bind_master_port() -> int | None:
         return int(server.getsockname()[1])
 
 
-def test_rank_zero_can_listen_on_the_master_port(rank_pool: Pools) -> None:
-    port, nothing = rank_pool(2).run(bind_master_port)
+def test_rank_zero_can_listen_on_the_master_port() -> None:
+    with RankPool(2, env={"REIGEN_TORCHRUN_ENV": "1"}) as pool:
+        port, nothing = pool.run(bind_master_port)
     assert port > 0
     assert nothing is None
 
@@ -112,8 +113,8 @@ def test_a_job_around_the_tests_is_not_inherited(monkeypatch: pytest.MonkeyPatch
 
 
 def speak() -> None:
-    print(f"out {os.environ['RANK']}")
-    print(f"err {os.environ['RANK']}", file=sys.stderr)
+    print(f"out {os.environ['REIGEN_RANK']}")
+    print(f"err {os.environ['REIGEN_RANK']}", file=sys.stderr)
 
 
 def test_output_is_kept_apart_by_rank_stream_and_call(rank_pool: Pools) -> None:
@@ -125,7 +126,7 @@ def test_output_is_kept_apart_by_rank_stream_and_call(rank_pool: Pools) -> None:
 
 
 def disagree() -> str:
-    rank = int(os.environ["RANK"])
+    rank = int(os.environ["REIGEN_RANK"])
     if rank == 1:
         return "fine"
     raise MismatchError(f"rank {rank} says no", tensor="t", ranks=(rank,))
@@ -168,7 +169,7 @@ def test_a_result_that_cannot_travel_is_a_failure() -> None:
 
 
 def one_dies(how: str) -> str:
-    if os.environ["RANK"] == "1":
+    if os.environ["REIGEN_RANK"] == "1":
         print("last words", file=sys.stderr, flush=True)
         if how == "exit":
             os._exit(7)
@@ -188,7 +189,7 @@ def test_a_death_is_told_at_once_with_its_last_words(how: str, code: int, text: 
 
 
 def hang_if_zero() -> None:
-    if os.environ["RANK"] == "0":
+    if os.environ["REIGEN_RANK"] == "0":
         threading.Event().wait()
 
 

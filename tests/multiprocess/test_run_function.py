@@ -11,10 +11,10 @@ import uuid
 
 import numpy as np
 import pytest
-from tests.multiprocess.launcher import DEADLINE_SECONDS, MARK, marked, until
 
 import reigen
 from reigen.errors import LaunchError, PeerLostError, RankFailedError, UnsupportedTypeError
+from tests.multiprocess.launcher import DEADLINE_SECONDS, MARK, marked, until
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -208,11 +208,22 @@ def test_a_launcher_that_cannot_start_the_ranks(tmp_path):
         reigen.run(place, output_filename=tmp_path / "file")
 
 
+PRINTS_MUCH = """
+import reigen, resource, sys, warnings
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+with warnings.catch_warnings(record=True) as caught:
+    result = reigen.run(lambda: print("much" * (1 << 19)) or 7, output_filename=sys.argv[1])
+print("result", result, *(warning.message for warning in caught))
+"""
+
+
 def test_output_that_cannot_be_kept_to_the_end_does_not_end_the_job(tmp_path):
-    (tmp_path / "rank.0").mkdir()
-    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
-    with pytest.warns(RuntimeWarning, match=r"^run\(\): .*/rank.0/stdout is not complete: No space left on device$"):
-        assert reigen.run(lambda: print("much") or 7, output_filename=tmp_path) == [7]
+    """Files may have 1 MiB."""
+    command = [sys.executable, "-c", PRINTS_MUCH, tmp_path]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    kept = tmp_path / "rank.0" / "stdout"
+    assert said.endswith(f"result [7] run(): {kept} is not complete: File too large\n")
+    assert kept.stat().st_size == 1 << 20
 
 
 def test_horovods_arguments():
@@ -267,7 +278,8 @@ def test_ctrl_c_in_the_caller_stops_the_job():
 
 def test_a_second_ctrl_c_kills_what_does_not_stop():
     patient = (
-        "import functools, reigen.runner.keeper as k; k.Options = functools.partial(k.Options, grace_seconds=300)\n"
+        "import functools, reigen.runner.launcher_process as k; "
+        "k.LaunchOptions = functools.partial(k.LaunchOptions, grace_seconds=300)\n"
     )
     with calling(patient + CALLER.replace("sys.argv[1:]", "True")) as process:
 

@@ -1,4 +1,4 @@
-"""Results have the same bits whatever travels together, in whatever order and by whichever way through the plane.
+"""Results have the same bits whatever travels together, in whatever order and by whichever way through the backend.
 
 The truth is NumPy's: contributions added one after the other, in rank order.
 """
@@ -70,7 +70,7 @@ class Tensors:
     ops: list[ReduceOp]
     #: by tensor: 0 alone, 1 in registered memory, 2 and 3 in that group
     places: list[int]
-    regions: dict[int, context.Region] = field(default_factory=dict)
+    regions: dict[int, context.MemoryRegion] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dtypes = [DTYPES[name] for name, _ in self.kinds]

@@ -11,9 +11,9 @@ import pytest
 
 from reigen import context
 from reigen.errors import CollectiveError, PeerLostError
+from reigen.net.shm_segment import ShmSegment
 from reigen.testing import RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
-from reigen.wire.segment import Segment
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -36,14 +36,14 @@ def reduce_until_it_fails() -> None:
 def die_while_a_set_is_made(victim: int) -> None:
     """Between the announcement and the moment at which the members know of each other's memory."""
     job = context.current()
-    grow = Segment.grow
+    grow = ShmSegment.grow
 
-    def last_words(self: Segment, nbytes: int, what: str, *, sharers: int = 1) -> int:
+    def last_words(self: ShmSegment, nbytes: int, what: str, *, sharers: int = 1) -> int:
         if job.rank == victim and "process set" in what:
             os.kill(os.getpid(), signal.SIGKILL)
         return grow(self, nbytes, what, sharers=sharers)
 
-    Segment.grow = last_words  # type: ignore[method-assign]
+    ShmSegment.grow = last_words  # type: ignore[method-assign]
     for act in (lambda: job.add_process_set([0, 1]), job.barrier):
         with pytest.raises(PeerLostError) as raised:
             act()

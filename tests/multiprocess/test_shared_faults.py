@@ -17,16 +17,17 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+
 from tests.patience import patiently
 
 torch = pytest.importorskip("torch")
 
 import reigen.torch as hvd  # noqa: E402
+from reigen.backends.shm.backend import ShmBackend  # noqa: E402
 from reigen.errors import CollectiveError  # noqa: E402
-from reigen.planes.shm import ShmPlane  # noqa: E402
 from reigen.testing import RankError, RankPool, run_ranks  # noqa: E402
-from reigen.torch import sharing_optimizer  # noqa: E402
-from reigen.torch.shared_parameters import SharedParameters  # noqa: E402
+from reigen.torch.shared_parameters import optimizer as sharing_optimizer  # noqa: E402
+from reigen.torch.shared_parameters.parameters import SharedParameters  # noqa: E402
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -58,7 +59,7 @@ def prepare(when: str) -> None:
     if when == "before it comes":
         die()
     elif when == "sum":
-        ShmPlane.reduce_to_owners = die  # type: ignore[method-assign]
+        ShmBackend.reduce_to_owners = die  # type: ignore[method-assign]
     elif when == "between":
         SharedParameters.begin = die  # type: ignore[method-assign]
     elif when == "update":
@@ -155,7 +156,7 @@ def stop_before(act: Any) -> Any:
 def stopping(when: str) -> AbstractContextManager[Any]:
     """In it the victim stops at this point of a step, until it is continued."""
     if when == "sum":
-        return patch.object(ShmPlane, "reduce_to_owners", stop_before(ShmPlane.reduce_to_owners))
+        return patch.object(ShmBackend, "reduce_to_owners", stop_before(ShmBackend.reduce_to_owners))
     if when == "between":
         return patch.object(SharedParameters, "begin", stop_before(SharedParameters.begin))
     return patch.object(sharing_optimizer, "inner_step", stop_before(sharing_optimizer.inner_step))

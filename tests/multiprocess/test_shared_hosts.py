@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from tests.multiprocess.test_posing_hosts import SPREADS, join
 
 from reigen.testing import RankPool
+from tests.multiprocess.test_posing_hosts import SPREADS, join
 
 pytestmark = pytest.mark.slow  # many real processes
 

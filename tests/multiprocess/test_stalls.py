@@ -9,8 +9,10 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.patience import patiently
 
 from reigen import context
 from reigen.errors import DeadlineError
 from reigen.testing import RankPool
 from reigen.types import DTYPES, ReduceOp
+from tests.patience import patiently
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -129,6 +131,38 @@ def path(tmp_path: Path) -> str:
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     return str(gate)
+
+
+# -- deadlocks --------------------------------------------------------------------------------------------------------
+
+
+def different_collectives(path: str) -> tuple[list[str], float]:
+    """What rank 0 tells while each rank waits in another collective, and how long rank 0 waited."""
+    job, started = context.current(), time.monotonic()
+    with told_and_gate(path) as (told, _):
+        with pytest.raises(DeadlineError):
+            reduce(f"of rank {job.rank}")
+        waited = time.monotonic() - started
+        reduce("all")
+        return list(told.messages), waited
+
+
+def test_ranks_that_all_wait_in_different_collectives_are_told_of_within_seconds(
+    path: str, rank_pool: Callable[[int], RankPool]
+) -> None:
+    """Long before REIGEN_STALL_CHECK_TIME_SECONDS, which is 60."""
+
+    def attempt(seconds: float) -> None:
+        env = {"REIGEN_DEADLINE": f"{seconds:g}"}
+        messages, waited = rank_pool(3).run(different_collectives, path, init=True, env=env)[0]
+        assert waited < 60
+        [text] = [message for message in messages if "Stall: " in message]
+        assert "Every rank waits in one of them, so none can submit what the others lack" in text
+        for rank in range(3):
+            assert f"allreduce of rank {rank} for " in text
+            assert re.search(rf"rank {rank} \(process \d+ on \S+\) is at \S+test_stalls.py:\d+ in reduce: ", text), text
+
+    patiently(attempt, 12.0)
 
 
 # -- in negotiation ---------------------------------------------------------------------------------------------------

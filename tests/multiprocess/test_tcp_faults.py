@@ -1,4 +1,4 @@
-"""Processes on a TCP plane that die or stop in the middle of a collective: the others name them, in time."""
+"""Processes on a TCP backend that die or stop in the middle of a collective: the others name them, in time."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.patience import patiently
 
-from reigen.cluster.environ import detect
-from reigen.cluster.mesh import Mesh
-from reigen.cluster.rendezvous import RendezvousClient
+from reigen.backends.base import Backend, ReduceBuffer
+from reigen.backends.tcp.backend import TcpNetwork
+from reigen.cluster.connection_pool import ConnectionPool
+from reigen.cluster.environ import detect_job
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import CollectiveError
 from reigen.kernels.reduce import Reduction
-from reigen.planes.base import Buffer, DataPlane
-from reigen.planes.tcp import TcpNetwork
 from reigen.testing import RankError, run_ranks
 from reigen.types import DTYPES, ReduceOp
+from tests.patience import patiently
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -34,13 +34,13 @@ SEEN_SECONDS = 40.0
 
 
 @contextmanager
-def tcp_plane(algorithm: str) -> Any:
-    job = detect(os.environ)
+def tcp_backend(algorithm: str) -> Any:
+    job = detect_job(os.environ)
     assert job.rendezvous is not None
     assert job.secret is not None
     rank, size = job.rank, job.size
     client = RendezvousClient(job.rendezvous, job.secret, rank, 60.0)
-    mesh = Mesh(rank, size, client, job.secret, "127.0.0.1", 20.0)
+    mesh = ConnectionPool(rank, size, client, job.secret, "127.0.0.1", 20.0)
     network = TcpNetwork(mesh, failure=lambda ranks: None, algorithm=algorithm)
     try:
         yield network.among(range(size), time.monotonic() + 60.0), client
@@ -50,23 +50,23 @@ def tcp_plane(algorithm: str) -> Any:
         client.close()
 
 
-def allreduce(plane: DataPlane, count: int, deadline: float) -> None:
+def allreduce(backend: Backend, count: int, deadline: float) -> None:
     data = np.ones(count, np.float32)
-    plane.allreduce([Buffer(data, data)], Reduction(FLOAT, ReduceOp.SUM, plane.size), deadline)
+    backend.allreduce([ReduceBuffer(data, data)], Reduction(FLOAT, ReduceOp.SUM, backend.size), deadline)
 
 
-def reduce_until_it_fails(plane: DataPlane, deadline: float) -> tuple[str, tuple[int, ...], float, str]:
+def reduce_until_it_fails(backend: Backend, deadline: float) -> tuple[str, tuple[int, ...], float, str]:
     try:
         while True:
-            allreduce(plane, LARGE, deadline)
+            allreduce(backend, LARGE, deadline)
     except CollectiveError as error:
         return type(error).__name__, error.ranks, time.monotonic(), str(error)
 
 
 def end_in_the_middle(victim: int, algorithm: str, how: str, patience: float) -> Any:
     """The victim ends, or stops, as soon as it waits for somebody; it tells when."""
-    with tcp_plane(algorithm) as (plane, client):
-        if plane.rank == victim:
+    with tcp_backend(algorithm) as (backend, client):
+        if backend.rank == victim:
             count = 0
 
             def end(*_: Any) -> None:
@@ -80,11 +80,11 @@ def end_in_the_middle(victim: int, algorithm: str, how: str, patience: float) ->
                         os._exit(0)
                     os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
 
-            count_calls(plane, end)
+            count_calls(backend, end)
         deadline = time.monotonic() + patience
-        kind, ranks, when, text = reduce_until_it_fails(plane, deadline)
+        kind, ranks, when, text = reduce_until_it_fails(backend, deadline)
         if how == "stop":
-            end_the_stopped(client, plane.rank, [rank for rank in range(plane.size) if rank != victim])
+            end_the_stopped(client, backend.rank, [rank for rank in range(backend.size) if rank != victim])
         return kind, ranks, when - float(client.get("ended", 60.0)), text
 
 
@@ -97,9 +97,9 @@ def end_the_stopped(client: RendezvousClient, rank: int, others: Sequence[int]) 
         os.kill(int(client.get("victim", 60.0)), signal.SIGKILL)
 
 
-def count_calls(plane: Any, call: Callable[..., None]) -> None:
+def count_calls(backend: Any, call: Callable[..., None]) -> None:
     """Have ``call`` called whenever something has come."""
-    exchange = plane._exchange
+    exchange = backend._exchange
     serve = exchange._serve
 
     def calling(events: Sequence[tuple[int, int]]) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.multiprocess.launcher import Launcher, launched, until
 
 import reigen
 from reigen import context
 from reigen.errors import ArgumentError
 from reigen.observe.advice import summarize
-from reigen.observe.reading import read
+from reigen.observe.trace_reader import read_trace
 from reigen.testing import RankError, RankPool, run_ranks
+from tests.multiprocess.launcher import Launcher, launched, until
 
 pytestmark = pytest.mark.slow  # many real processes
 
@@ -208,7 +208,7 @@ def test_the_file_of_a_job_that_hangs_says_in_what(tmp_path: Path) -> None:
     path, script = tmp_path / "t.json", tmp_path / "stuck.py"
     script.write_text(STUCK)
     with launched("-np", "2", sys.executable, str(script), env={"HOROVOD_TIMELINE": str(path)}) as launcher:
-        until(lambda: path.exists() and read(path).pending)
+        until(lambda: path.exists() and read_trace(path).pending)
         kill(launcher)
-    assert [(one.rank, one.tensor) for one in read(path).pending] == [(0, "alone")]
-    assert "rank(s) 1 had not submitted it" in summarize(read(path)).advice[0]
+    assert [(one.rank, one.tensor) for one in read_trace(path).pending] == [(0, "alone")]
+    assert "rank(s) 1 had not submitted it" in summarize(read_trace(path)).advice[0]

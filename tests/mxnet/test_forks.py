@@ -18,7 +18,7 @@ _DEADLINE_SECONDS = 60
 _PROGRAM = """
 import os, sys, threading, time
 import mxnet as mx
-from reigen.mxnet.engine import queue
+from reigen.mxnet.engine import get_engine_queue
 
 told = threading.Event()
 
@@ -40,7 +40,7 @@ class Ending:
         linger()
 
 array = mx.nd.ones((10,))
-queue().push(Ending, [], [array], 0, "lingering", linger if sys.argv[1] == "forgetting" else None)
+get_engine_queue().push(Ending, [], [array], 0, "lingering", linger if sys.argv[1] == "forgetting" else None)
 assert told.wait(20)
 child = os.fork()
 if child == 0:

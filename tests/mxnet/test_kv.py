@@ -14,11 +14,11 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
-from tests.kv.jobs import Port
-from tests.mxnet.programs import gluon_net, module_net
 
 import reigen
 from reigen.compat import as_mxnet
+from tests.kv.jobs import Port
+from tests.mxnet.programs import gluon_net, module_net
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 #: MXNet alone takes its time to be imported, in several processes of a busy machine.

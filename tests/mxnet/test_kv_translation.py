@@ -8,7 +8,7 @@ import pytest
 
 from reigen import optim
 from reigen.errors import ConfigError
-from reigen.mxnet.translation import TRANSLATED, translate
+from reigen.mxnet.optimizer_conversion import CONVERTIBLE_OPTIMIZERS, convert_optimizer
 
 opt = mx.optimizer
 _COMMON = {"learning_rate": 0.05, "wd": 0.01, "rescale_grad": 0.5, "clip_gradient": 1.5}
@@ -33,12 +33,12 @@ def optimizers():
 
 
 def test_every_translated_one_is_tried() -> None:
-    assert {type(each).__name__ for each in optimizers()} == set(TRANSLATED)
+    assert {type(each).__name__ for each in optimizers()} == set(CONVERTIBLE_OPTIMIZERS)
 
 
 @pytest.mark.parametrize("theirs", optimizers(), ids=lambda each: type(each).__name__)
 def test_updates_are_the_same(theirs) -> None:
-    ours, _ = translate(theirs)
+    ours, _ = convert_optimizer(theirs)
     random = np.random.default_rng(3)
     start = random.normal(size=(5, 4)).astype(np.float32)
     weight, updater = mx.nd.array(start), opt.get_updater(theirs)
@@ -61,7 +61,7 @@ def test_updates_are_the_same(theirs) -> None:
     ],
 )
 def test_schedules_are_the_same(make) -> None:
-    ours, rate = translate(opt.SGD(lr_scheduler=make()))
+    ours, rate = convert_optimizer(opt.SGD(lr_scheduler=make()))
     truth = make()
     assert rate is None
     assert [ours.rate_of(n) for n in range(1, 13)] == pytest.approx([truth(n) for n in range(1, 13)])
@@ -72,7 +72,7 @@ def test_a_schedule_of_ones_own_is_asked_here() -> None:
         def __call__(self, num_update):
             return self.base_lr / num_update
 
-    ours, rate = translate(opt.SGD(lr_scheduler=Falling(0.6)))
+    ours, rate = convert_optimizer(opt.SGD(lr_scheduler=Falling(0.6)))
     assert ours.lr_scheduler is None
     assert ours.learning_rate == rate.first() == pytest.approx(0.6)
     assert [rate.before([key]) for key in ("a", "b", "a", "b", "a")] == pytest.approx([0.6, 0.6, 0.3, 0.3, 0.2])
@@ -81,14 +81,14 @@ def test_a_schedule_of_ones_own_is_asked_here() -> None:
 def test_a_schedule_that_was_asked_before_is_not_begun_anew() -> None:
     schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.8)
     schedule(5)
-    _, rate = translate(opt.SGD(lr_scheduler=schedule))
+    _, rate = convert_optimizer(opt.SGD(lr_scheduler=schedule))
     assert rate is not None
     assert rate.first() == pytest.approx(0.2)
 
 
 def test_a_rate_that_is_set_later_is_seen() -> None:
     optimizer = opt.SGD(learning_rate=0.3)
-    ours, rate = translate(optimizer)
+    ours, rate = convert_optimizer(optimizer)
     optimizer.set_learning_rate(0.1)
     assert ours.learning_rate == pytest.approx(0.3)
     assert rate.before([0]) == pytest.approx(0.1)
@@ -97,10 +97,10 @@ def test_a_rate_that_is_set_later_is_seen() -> None:
 def test_factors_come_from_parameters_and_names() -> None:
     net = mx.gluon.nn.Dense(2, in_units=3)
     net.weight.lr_mult, net.bias.wd_mult = 0.5, 0.0
-    ours, _ = translate(opt.SGD(param_dict=dict(enumerate(net.collect_params().values()))))
+    ours, _ = convert_optimizer(opt.SGD(param_dict=dict(enumerate(net.collect_params().values()))))
     assert ours.lr_mult == {0: 0.5}
     assert ours.wd_mult == {1: 0.0}
-    named, _ = translate(opt.SGD(param_idx2name={0: "fc_weight", 1: "fc_bias"}))  # as Module makes it
+    named, _ = convert_optimizer(opt.SGD(param_idx2name={0: "fc_weight", 1: "fc_bias"}))  # as Module makes it
     assert named.wd_mult == {"fc_bias": 0.0}
     assert named.param_idx2name == {0: "fc_weight", 1: "fc_bias"}
 
@@ -108,7 +108,7 @@ def test_factors_come_from_parameters_and_names() -> None:
 @pytest.mark.parametrize("theirs", [opt.AdaDelta, opt.Adamax, opt.Nadam, opt.FTML, opt.DCASGD, opt.SGLD, opt.LBSGD])
 def test_what_has_no_counterpart_is_an_error_that_says_what_to_do(theirs) -> None:
     with pytest.raises(ConfigError, match=rf"MXNet's {theirs.__name__} cannot .* update_on_kvstore=False"):
-        translate(theirs())
+        convert_optimizer(theirs())
 
 
 def test_a_class_of_ones_own_is_no_sgd() -> None:
@@ -117,11 +117,11 @@ def test_a_class_of_ones_own_is_no_sgd() -> None:
             weight -= grad
 
     with pytest.raises(ConfigError, match="a class of your own, Mine cannot"):
-        translate(Mine())
+        convert_optimizer(Mine())
 
 
 def test_a_spec_travels_as_plain_values() -> None:
-    ours, _ = translate(opt.Adam(learning_rate=np.float32(0.25), multi_precision=True))
+    ours, _ = convert_optimizer(opt.Adam(learning_rate=np.float32(0.25), multi_precision=True))
     assert optim.from_spec(ours.to_spec()) == ours
     assert ours.multi_precision
     assert ours.learning_rate == 0.25

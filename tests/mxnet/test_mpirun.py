@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.mpirun import launcher_alone
 
 import reigen
 from reigen.compat import as_horovod
 from reigen.testing.environment import clean_environment
+from tests.mpirun import launcher_alone
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reigen.testing.hosts import Hosts, Unavailable
+from tests.lab import Hosts, Unavailable
 
 MakeHosts = Callable[..., Hosts]
 

@@ -12,14 +12,13 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from tests.network.waiting import wait_for
-
-from reigen.cluster.environ import PLACE_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
-from reigen.cluster.service import RendezvousServer
+from reigen.cluster.environ import RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.membership.control_service import RendezvousServer
 from reigen.cluster.topology import Topology
-from reigen.testing.hosts import Host, HostProcess, Hosts
-from reigen.wire.auth import SECRET_BYTES
-from reigen.wire.tls import Tls
+from reigen.net.auth import SECRET_BYTES
+from reigen.net.tls import TlsContext
+from tests.lab import Host, HostProcess, Hosts
+from tests.network.waiting import wait_for
 
 PROGRAM = Path(__file__).with_name("rank.py")
 SOURCE = Path(__file__).parents[2] / "src"
@@ -94,7 +93,7 @@ class Job:
         for number in range(size):
             cross, local = divmod(number, ranks_a_host)
             place = Topology(number, size, local, ranks_a_host, cross, len(hosts))
-            names = PLACE_VARIABLES if RENDEZVOUS_VARIABLE in launcher else _TORCHRUN_VARIABLES
+            names = RANK_VARIABLES if RENDEZVOUS_VARIABLE in launcher else _TORCHRUN_VARIABLES
             environ = {**launcher, **dict(zip(names, map(str, astuple(place)), strict=False))}
             environ |= {"PYTHONPATH": str(SOURCE), "REIGEN_PEER_TIMEOUT": str(PEER_TIMEOUT_SECONDS)}
             environ |= {"REIGEN_START_TIMEOUT": "60", **(env or {}), **(env_of or {}).get(number, {})}
@@ -136,7 +135,7 @@ class Job:
 
 @contextlib.contextmanager
 def ours(
-    host: Host, address: str = "", tls: Tls | None = None, peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS
+    host: Host, address: str = "", tls: TlsContext | None = None, peer_timeout_seconds: float = PEER_TIMEOUT_SECONDS
 ) -> Iterator[dict[str, str]]:
     """The variables of a job whose launcher hosts the control service on a machine, as `reigen run` does."""
     secret = secrets.token_bytes(SECRET_BYTES)

@@ -8,21 +8,21 @@ from __future__ import annotations
 import json
 import os
 
-from reigen.cluster.bootstrap import Accesses, Manner
-from reigen.cluster.claim import claim
-from reigen.cluster.environ import detect
-from reigen.cluster.layout import exchange
-from reigen.cluster.rendezvous import RendezvousClient
-from reigen.config import load
+from reigen.cluster.bootstrap.control import ServiceAccessCache, ServiceOptions
+from reigen.cluster.bootstrap.rank_lock import claim_rank
+from reigen.cluster.environ import detect_job
+from reigen.cluster.host_discovery import discover_hosts
+from reigen.cluster.membership.rendezvous import RendezvousClient
+from reigen.config import load_config
 
 
 def main() -> None:
-    job, config = detect(os.environ), load(os.environ)
+    job, config = detect_job(os.environ), load_config(os.environ)
     timeout = config.start_timeout_seconds
-    access = Accesses().reach(job, os.environ, Manner(timeout, config.network_interfaces))
+    access = ServiceAccessCache().reach(job, os.environ, ServiceOptions(timeout, config.network_interfaces))
     client = RendezvousClient(access.address, access.secret, job.rank, timeout)
-    claim(client, job.rank)
-    layout = exchange(client, job.rank, job.size, timeout, config.host_id or "")
+    claim_rank(client, job.rank)
+    layout = discover_hosts(client, job.rank, job.size, timeout, config.host_id or "")
     line = json.dumps([job.rank, layout.machines, layout.hostnames, access.address])
     os.write(1, (line + "\n").encode())  # one write: ranks may share a pipe
     client.put(f"done/{job.rank}", b"")

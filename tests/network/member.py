@@ -13,8 +13,8 @@ import os
 import sys
 import time
 
-from reigen.cluster.membership import Membership
-from reigen.cluster.rendezvous import RendezvousServer
+from reigen.cluster.membership.client import MembershipClient
+from reigen.cluster.membership.rendezvous import RendezvousServer
 
 SECRET = b"s" * 32
 PEER_TIMEOUT_SECONDS = float(os.environ.get("SILENCE_SECONDS", "3"))
@@ -29,7 +29,7 @@ def serve(address: str) -> None:
 
 
 def join(service: str, rank: int, size: int) -> None:
-    one = Membership(
+    one = MembershipClient(
         service, SECRET, "room", rank, size, timeout_seconds=60.0, peer_timeout_seconds=PEER_TIMEOUT_SECONDS
     )
     print("in", flush=True)

@@ -17,7 +17,7 @@ import numpy as np
 
 import reigen
 from reigen.errors import CollectiveError, ReigenError
-from reigen.wire import auth
+from reigen.net import auth
 
 
 def tell(event: str, **facts: object) -> None:
@@ -38,7 +38,7 @@ def main(num_bytes: str, num_steps: str | None = None, then: str | None = None) 
         auth._MAGIC = b"RGN1"
     try:
         reigen.init()
-        tell("ready", rank=reigen.rank(), plane=reigen.context.current().plane_reason)
+        tell("ready", rank=reigen.rank(), backend=reigen.context.current().backend_reason)
         limit = os.environ.get("LEAVE_AFTER", num_steps)
         sums(int(num_bytes), None if limit is None else int(limit))
         if then == "idle":

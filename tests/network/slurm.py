@@ -6,9 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
+from tests.lab import Host, HostProcess, Hosts
 from tests.network.test_hosts import wait_for
-
-from reigen.testing.hosts import Host, HostProcess, Hosts
 
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "sinfo", "munged")
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.network.conftest import MakeHosts
 
-from reigen.testing.hosts import Hosts
+from tests.lab import Hosts
+from tests.network.conftest import MakeHosts
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parents[2] / "src"

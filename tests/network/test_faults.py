@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from reigen.cluster.bootstrap.job_credentials import derive_job_secret, derive_ports
+from reigen.cluster.environ import detect_job
+from reigen.net.tls import TlsContext
+from tests.lab import Host, Hosts
 from tests.network.conftest import MakeHosts
 from tests.network.job import PEER_TIMEOUT_SECONDS, Job, Rank, foreign, ours
 from tests.network.waiting import wait_for
-
-from reigen.cluster.environ import detect
-from reigen.cluster.given import job_secret, ports_of
-from reigen.testing.hosts import Host, Hosts
-from reigen.wire.tls import Tls
 
 pytestmark = pytest.mark.slow
 MIB = 1 << 20
@@ -211,8 +211,8 @@ def test_the_port_of_rank_0_is_taken(make_hosts, start):
     """Somebody else has started the ranks, and rank 0's first port is another program's: the next one serves."""
     hosts = make_hosts(2)
     launcher = foreign(hosts[0])
-    found = detect({**launcher, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
-    first, *_ = ports_of(job_secret(bytes.fromhex(launcher["REIGEN_SECRET"]), found.job_id))
+    found = detect_job({**launcher, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    first, *_ = derive_ports(derive_job_secret(bytes.fromhex(launcher["REIGEN_SECRET"]), found.job_id))
     listen(hosts[0], first)
     start(hosts, MIB, 5, launcher=launcher).succeeds()
 
@@ -234,7 +234,7 @@ def test_the_only_port_of_rank_0_is_taken(make_hosts, start):
 def test_clocks_are_apart(make_hosts, start, encrypted):
     """The time of day is wrong by days. How long they have been up, machines never agree on."""
     hosts = make_hosts(3)
-    with ours(hosts[0], tls=Tls() if encrypted else None) as launcher:
+    with ours(hosts[0], tls=TlsContext() if encrypted else None) as launcher:
         clocks = {1: ["faketime", "-m", "-f", "+3d"], 2: ["faketime", "-m", "-f", "-3d"]}
         start(hosts, MIB, 5, launcher=launcher, before_of=clocks, env={"REIGEN_TLS": str(int(encrypted))}).succeeds()
 

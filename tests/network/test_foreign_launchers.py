@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from reigen.cluster.bootstrap.job_credentials import derive_job_secret, derive_ports
+from tests.lab import Host, HostProcess
 from tests.network.conftest import MakeHosts
 from tests.network.slurm import Slurm, why_no_slurm
 from tests.network.test_hosts import wait_for
-
-from reigen.cluster.given import job_secret, ports_of
-from reigen.testing.hosts import Host, HostProcess
 
 TRAIN = (sys.executable, str(Path(__file__).with_name("train.py")))
 MEET = (sys.executable, str(Path(__file__).with_name("meet.py")))
@@ -50,7 +50,7 @@ def check_met(ends: Sequence[tuple[int, str, str]], machines: list[list[int]], h
 
 
 def first_port(job_id: str = "29500") -> int:
-    return ports_of(job_secret(bytes.fromhex(SECRET), job_id))[0]
+    return derive_ports(derive_job_secret(bytes.fromhex(SECRET), job_id))[0]
 
 
 @pytest.mark.parametrize("way", ["variable", "file"])
@@ -81,7 +81,7 @@ def test_a_port_of_choice_and_the_next_one_where_it_is_taken(make_hosts: MakeHos
     )
     one.wait_until_listening(first_port())
     ends = run_on([one, two], [torch_like(rank, 2, REIGEN_SECRET=SECRET) for rank in range(2)])
-    check_met(ends, [[0], [1]], ["h1", "h2"], ports_of(job_secret(bytes.fromhex(SECRET), "29500"))[1])
+    check_met(ends, [[0], [1]], ["h1", "h2"], derive_ports(derive_job_secret(bytes.fromhex(SECRET), "29500"))[1])
     taken.kill()
 
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from reigen.launch.process_tree import find_descendants
+from tests.lab import Host, HostProcess, MachineError, why_unavailable
 from tests.network.conftest import MakeHosts
 from tests.network.waiting import wait_for
-
-from reigen.launch.processes import below
-from reigen.testing.hosts import Host, HostProcess, MachineError, why_unavailable
 
 pytestmark = pytest.mark.slow
 TALK = (sys.executable, "-I", "-S", Path(__file__).with_name("talk.py"))
@@ -207,7 +207,7 @@ def test_everything_ends_with_the_process_that_made_it_however_that_ends() -> No
     if reason := why_unavailable():
         pytest.skip(reason)
     program = (
-        "from reigen.testing.hosts import Hosts; hosts = Hosts(2); hosts[0].start(['sleep', '60'])\n"
+        "from tests.lab import Hosts; hosts = Hosts(2); hosts[0].start(['sleep', '60'])\n"
         "print(*[host.pid for host in hosts], flush=True); input()"
     )
     owner = subprocess.Popen(
@@ -217,7 +217,7 @@ def test_everything_ends_with_the_process_that_made_it_however_that_ends() -> No
         assert owner.stdout is not None
         pids = [int(word) for word in owner.stdout.readline().split()]
         assert len(pids) == 2
-        started = below(owner.pid)
+        started = find_descendants(owner.pid)
         assert started > set(pids)
         owner.kill()
     wait_for(lambda: not _unless_ended(started), "all processes have ended")

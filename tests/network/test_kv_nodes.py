@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.kv.test_by_hand import PROGRAM
-from tests.network.conftest import MakeHosts
-from tests.network.test_hosts import wait_for
 
 from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
-from reigen.testing.hosts import Host, HostProcess
+from tests.kv.test_by_hand import PROGRAM
+from tests.lab import Host, HostProcess
+from tests.network.conftest import MakeHosts
+from tests.network.test_hosts import wait_for
 
 NODE = (sys.executable, str(Path(__file__).parents[1] / "kv" / "node.py"))
 SCHEDULER = (sys.executable, "-m", "reigen", "scheduler")

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.lab import Host, Hosts
 from tests.mpirun import PYPI, find
 from tests.network.conftest import MakeHosts
 from tests.network.test_ssh import SOURCE, Job, jobs_of
 from tests.network.waiting import wait_for
-
-from reigen.testing.hosts import Host, Hosts
 
 pytestmark = pytest.mark.slow
 LAUNCH = (sys.executable, "-m", "reigen", "launch", "-n", "2", "-s", "2")

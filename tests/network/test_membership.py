@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.lab import Host, HostProcess, MachineError
 from tests.network.conftest import MakeHosts
 from tests.network.test_hosts import wait_for
-
-from reigen.testing.hosts import Host, HostProcess, MachineError
 
 MEMBER = (sys.executable, Path(__file__).with_name("member.py"))
 #: For the kernel to see that a machine is silent, and for a slow machine of tests.

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from reigen.launch.hosts import HostInfo
+from reigen.launch.mpi.mpirun import Mpirun, MpirunContext, MpirunFamily, exported_names, mpirun_command, mpirun_environ
+from reigen.launch.network_options import NetworkOptions
+from reigen.launch.options import LaunchOptions
+from reigen.launch.ssh.command import SshOptions
 from tests.mpirun import DEBIAN, MPICH, PYPI, find
 from tests.network.conftest import MakeHosts
 from tests.network.test_ssh import Job, jobs_of
 from tests.network.waiting import wait_for
-
-from reigen.launch.hosts import Host
-from reigen.launch.mpi import Circumstances, Kind, Mpirun, command_of, environ_of, travelling
-from reigen.launch.network import Network
-from reigen.launch.options import Options
-from reigen.launch.ssh import Ssh
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parents[2]
@@ -35,11 +35,11 @@ while True:
     time.sleep(0.05)
 """
 STAYS = (sys.executable, "-c", _STAYS)
-KINDS = {PYPI: Kind.OPEN_MPI_5, DEBIAN: Kind.OPEN_MPI_4, MPICH: Kind.HYDRA}
+KINDS = {PYPI: MpirunFamily.OPEN_MPI_5, DEBIAN: MpirunFamily.OPEN_MPI_4, MPICH: MpirunFamily.HYDRA}
 _REPORT = re.compile(r"\[\d+, \d+, \d+, [\d.]+\]$")
-HOSTS = (Host("h1", 2), Host("h2", 2))
+HOSTS = (HostInfo("h1", 2), HostInfo("h2", 2))
 #: Misses a host sooner than with our own options.
-SSH = Ssh(("ssh", "-o", "ServerAliveInterval=1"))
+SSH = SshOptions(("ssh", "-o", "ServerAliveInterval=1"))
 
 Start = Callable[..., Job]
 
@@ -53,13 +53,13 @@ def start(make_hosts: MakeHosts, tmp_path: Path) -> Start:
         if isinstance(mpi, str):
             pytest.skip(mpi)
         hosts = make_hosts(2, ssh_port=22, shared=[tmp_path])
-        options = Options(command, 4, hosts=HOSTS, network=Network(interfaces), ssh=SSH)
+        options = LaunchOptions(command, 4, hosts=HOSTS, network=NetworkOptions(interfaces), ssh=SSH)
         wanted = {**mpi.environ, "PYTHONPATH": f"{SOURCE / 'src'}:{SOURCE}", "PYTHONUNBUFFERED": "", **more}
         wanted |= {"REIGEN_NETWORK_INTERFACES": ",".join(interfaces)} if interfaces else {}
-        environ = environ_of(KINDS[name], options, wanted, is_terminal=False, num_cores=2)
-        names = tuple(sorted({*travelling(environ, ()), *mpi.environ}))
-        there = Circumstances(is_root=True, num_cores=2, strangers=True, variables=names)
-        line = command_of(Mpirun(mpi.command[0], KINDS[name], ""), options, there)
+        environ = mpirun_environ(KINDS[name], options, wanted, is_terminal=False, num_cores=2)
+        names = tuple(sorted({*exported_names(environ, ()), *mpi.environ}))
+        there = MpirunContext(is_root=True, num_cores=2, has_remote_hosts=True, variables=names)
+        line = mpirun_command(Mpirun(mpi.command[0], KINDS[name], ""), options, there)
         return Job(hosts, hosts[0].start(line, env=environ, cwd=SOURCE))
 
     return make
@@ -75,7 +75,7 @@ def test_ranks_of_two_machines_find_each_other_over_mpi(start: Start, mpi: str) 
     code, out, err = start(mpi, TRAIN, REIGEN_LOG="info").finish()
     assert code == 0, out + err
     assert reports(out) == [[rank, 4, 2, 10.0] for rank in range(4) for _ in range(2)]
-    assert "data plane shm+mpi: 4 ranks on 2 hosts" in err
+    assert "backend shm+mpi: 4 ranks on 2 hosts" in err
 
 
 def test_reigen_run_by_mpirun(make_hosts: MakeHosts, tmp_path: Path) -> None:

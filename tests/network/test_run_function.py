@@ -7,10 +7,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.lab import Hosts
 from tests.network.conftest import MakeHosts
 from tests.network.test_ssh import SOURCE, jobs_of, wait_for
-
-from reigen.testing.hosts import Hosts
 
 pytestmark = pytest.mark.slow
 HEAD = "import os, signal, socket, time, reigen\nhost = socket.gethostname\n"
@@ -49,7 +49,7 @@ def test_large_arguments_and_results(make_hosts: MakeHosts) -> None:
         import numpy as np
         given = np.arange(6 << 20)
         def func():
-            return given * (int(os.environ["RANK"]) + 1)
+            return given * (int(os.environ["REIGEN_RANK"]) + 1)
         for rank, got in enumerate(reigen.run(func, num_proc=3, hosts="h1:1,h2:2")):
             assert np.array_equal(got, given * (rank + 1))
         print("equal")
@@ -78,11 +78,11 @@ def test_an_exception_of_a_rank_elsewhere(make_hosts: MakeHosts) -> None:
 def test_ends_of_processes_and_of_hosts(make_hosts: MakeHosts) -> None:
     text = """
         def killed():
-            if os.environ["RANK"] == "1":
+            if os.environ["REIGEN_RANK"] == "1":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(300)
         def orphaned():
-            if os.environ["RANK"] == "1":
+            if os.environ["REIGEN_RANK"] == "1":
                 os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(300)
         for func in (killed, orphaned):

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.network.conftest import MakeHosts
-from tests.network.waiting import wait_for
 
 from reigen.errors import AuthenticationError
-from reigen.testing.hosts import Host, HostProcess, Hosts
-from reigen.wire.auth import ClientHandshake, Identity, Role
-from reigen.wire.stream import connect
+from reigen.net.auth import ClientHandshake, Identity, ProcessRole
+from reigen.net.stream import connect_stream
+from tests.lab import Host, HostProcess, Hosts
+from tests.network.conftest import MakeHosts
+from tests.network.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_who_listens_on_the_network(make_hosts: MakeHosts, tmp_path: Path, tls: 
     hosts = make_hosts(2, ssh_port=SSH_PORT, shared=[tmp_path])
     with contextlib.closing(Sniffer(hosts[0])) as sniffer, job(hosts, tmp_path, REIGEN_TLS=tls) as (_, secret):
         wait_for(lambda: len(sniffer.seen) > 200_000 and (tls == "1" or b"is_over" in sniffer.seen), "data was seen")
-    for text in (b"GRADIENTGRADIENT", b"RGN2", b"is_over"):
+    for text in (b"GRADIENTGRADIENT", b"RGN3", b"is_over"):
         assert (text in sniffer.seen) is (tls == "0"), text
     assert bytes.fromhex(secret) not in sniffer.seen
     assert secret.encode() not in sniffer.seen
@@ -150,7 +150,7 @@ def test_strangers_on_the_network_disturb_no_job(make_hosts: MakeHosts, tmp_path
     hosts = make_hosts(3, ssh_port=SSH_PORT, shared=[tmp_path])
     seeded = random.Random(0)
     old_version = b"RGN1" + bytes(37)
-    hello = ClientHandshake(bytes(32), Identity(Role.RANK, 1)).opening
+    hello = ClientHandshake(bytes(32), Identity(ProcessRole.RANK, 1)).opening
     with job(hosts, tmp_path) as (service, _), hosts[2].network(), contextlib.ExitStack() as stack:
         targets = [target for host in hosts for target in listeners(host)]
         assert len(targets) >= 3
@@ -164,4 +164,4 @@ def test_strangers_on_the_network_disturb_no_job(make_hosts: MakeHosts, tmp_path
         host, _, port = service.rpartition(":")
         assert (host, int(port)) in targets
         with pytest.raises(AuthenticationError, match="does not know"):
-            connect((host, int(port)), bytes(32), Identity(Role.RANK, 1), 100, time.monotonic() + 60)
+            connect_stream((host, int(port)), bytes(32), Identity(ProcessRole.RANK, 1), 100, time.monotonic() + 60)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.multiprocess import sharing_script as script
 from tests.network.conftest import MakeHosts
 from tests.network.test_ssh import on

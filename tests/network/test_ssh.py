@@ -6,20 +6,31 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.lab import Host, HostProcess, Hosts
 from tests.network.conftest import MakeHosts
 from tests.network.waiting import wait_for
-
-from reigen.testing.hosts import Host, HostProcess, Hosts
+from tests.patience import patiently
 
 pytestmark = pytest.mark.slow
 SOURCE = Path(__file__).parents[2]
 RUN = (sys.executable, "-m", "reigen", "run")
 #: Each rank has a child in its session and a daemon that has left it, as badly behaved scripts have.
 FAMILY = ("sh", "-c", "(setsid sleep 300 &); sleep 300 & echo ready; wait")
+#: One that adds something up until it cannot.
+SUMS = """
+import numpy as np, reigen
+reigen.init()
+reigen.barrier()
+print("ready", flush=True)
+while True:
+    reigen.allreduce(np.ones(1000, np.float32), name="x")
+"""
 #: A rank that has no children and does not want to end.
 STUBBORN = ("sh", "-c", "trap '' TERM INT HUP; echo ready; exec tail -f /dev/null")
 
@@ -76,7 +87,7 @@ TWO = ("-np", 4, "-H", "h1:2,h2:2")
 
 def test_ranks_run_on_their_hosts(start):
     words = "echo $(hostname) $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $REIGEN_CROSS_RANK $MASTER_ADDR $(pwd)"
-    code, out, err = start(3, "-np", 5, "-H", "h1:2,h3:1,h2:2", "sh", "-c", words).finish()
+    code, out, err = start(3, "-np", 5, "-H", "h1:2,h3:1,h2:2", "--torchrun-env", "sh", "-c", words).finish()
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [
         f"[0] h1 0/5 0/2 0 10.77.0.1 {SOURCE}",
@@ -88,7 +99,7 @@ def test_ranks_run_on_their_hosts(start):
 
 
 def test_the_first_failure_anywhere_ends_everything(start):
-    script = "echo ready; if [ $RANK = 3 ]; then echo 'what happened' >&2; exit 7; fi; sleep 300"
+    script = "echo ready; if [ $REIGEN_RANK = 3 ]; then echo 'what happened' >&2; exit 7; fi; sleep 300"
     code, _, err = start(2, *TWO, "sh", "-c", script).finish()
     assert code == 7
     assert err.endswith(
@@ -172,6 +183,29 @@ def test_a_crash_of_a_host_ends_the_job(start):
     code, _, err = job.finish()
     assert code == 255
     assert "host h2 was lost" in err
+
+
+@pytest.mark.parametrize("cause", [Host.crash, Host.cut])
+def test_the_launcher_ends_soon_after_the_survivors_of_a_machine(make_hosts, cause):
+    """They have their errors after REIGEN_PEER_TIMEOUT, and then nobody needs the lost machine to be waited for."""
+
+    def attempt(seconds: float) -> None:
+        hosts = make_hosts(3, ssh_port=22)
+        command = (sys.executable, "-c", SUMS)
+        job = on(hosts, "-np", 3, "-H", "h1,h2,h3", *command, env={"REIGEN_PEER_TIMEOUT": f"{seconds:g}"})
+        job.wait_until_ready(3)
+        cause(hosts[2])
+        begin = time.monotonic()
+        code = job.process.wait(90.0 + seconds)
+        assert time.monotonic() - begin <= 1.2 * seconds + 0.4  # with 3 s: 4 s
+        assert code == 1
+        said = job.process.output()[1]
+        assert re.search(r"PeerLostError: x: .*\bh3\b", said), said
+        assert "rank 2 (host h3) failed" not in said
+        job.nothing_is_left()
+        hosts.close()
+
+    patiently(attempt, 3.0)
 
 
 def refused(job: Job) -> str:
@@ -279,7 +313,7 @@ def test_the_secret_is_on_no_command_line(start):
 
 def test_much_output_of_all_hosts_comes_home_whole(start):
     num_lines = 60_000
-    job = start(2, *TWO, "sh", "-c", f"seq -f $RANK-%.0f {num_lines}")
+    job = start(2, *TWO, "sh", "-c", f"seq -f $REIGEN_RANK-%.0f {num_lines}")
     code, out, err = job.finish()
     assert (code, err) == (0, "")
     for rank in range(4):
@@ -298,7 +332,7 @@ def test_ctrl_c_while_hosts_are_called_ends_the_job(make_hosts):
 
 def test_the_interface_that_was_asked_for(make_hosts):
     hosts = make_hosts(2, ssh_port=22)
-    words = ("-np", 2, "-H", "h2,h1", "--network-interfaces")
+    words = ("-np", 2, "-H", "h2,h1", "--torchrun-env", "--network-interfaces")
     code, out, err = on(hosts, *words, "nothing0,eth0", "sh", "-c", "echo $MASTER_ADDR").finish()
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[0] {hosts[1].address}", f"[1] {hosts[1].address}"]
@@ -309,7 +343,7 @@ def test_the_interface_that_was_asked_for(make_hosts):
 def test_hosts_of_ipv6(make_hosts, names):
     hosts = make_hosts(2, ssh_port=22)
     words = "echo $REIGEN_RENDEZVOUS $MASTER_ADDR"
-    code, out, err = on(hosts, "-np", 2, "-H", names, "sh", "-c", words).finish()
+    code, out, err = on(hosts, "-np", 2, "-H", names, "--torchrun-env", "sh", "-c", words).finish()
     assert (code, err) == (0, "")
     assert re.fullmatch(r"\[0\] \[fd77::1\]:\d+ fd77::1", min(out.splitlines()))
 
@@ -319,8 +353,9 @@ def test_ranks_reach_the_rendezvous(make_hosts, tls):
     if tls == "1":
         pytest.importorskip("cryptography")
     program = (
-        "import os; from reigen.cluster.rendezvous import RendezvousClient; from reigen.wire.tls import Tls\n"
-        "rank = int(os.environ['RANK']); tls = Tls() if os.environ['REIGEN_TLS'] == '1' else None\n"
+        "import os; from reigen.cluster.membership.rendezvous import RendezvousClient; from "
+        "reigen.net.tls import TlsContext\n"
+        "rank = int(os.environ['REIGEN_RANK']); tls = TlsContext() if os.environ['REIGEN_TLS'] == '1' else None\n"
         "secret = bytes.fromhex(os.environ['REIGEN_SECRET'])\n"
         "client = RendezvousClient(os.environ['REIGEN_RENDEZVOUS'], secret, rank, 60.0, tls)\n"
         "client.put(f'key/{rank}', b'value of %d' % rank); print(client.get(f'key/{1 - rank}', 60.0).decode())"
@@ -347,4 +382,4 @@ def test_ranks_that_lose_a_host_get_their_own_error_first(start):
     # who was in the middle of an exchange may have noticed before it was told
     noticed = r"rank [01] \(host h1\) has heard nothing of the machine of rank [23] \(host h2\) for 10 s"
     assert re.search(rf"PeerLostError: x: (host h2 |{noticed})", err), err
-    assert "\n  host h2 was lost: nothing has been heard of it for 13.5 s\n" in err
+    assert "\n  host h2 was lost: nothing has been heard of it for 10 s\n" in err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from reigen.config import VARIABLES as NAMES
-from reigen.config import Config, load, misspelt, settings, without_effect
+from reigen.config import Config, format_changed_knobs, format_ignored_variables, format_unknown_variables, load_config
 from reigen.errors import ConfigError
 
 VARIABLES = {
@@ -45,7 +45,7 @@ VARIABLES = {
     "HOROVOD_LOG_LEVEL": ("log_level", "fatal", "fatal"),
     "REIGEN_LOG_HIDE_TIME": ("log_hide_time", "1", True),
     "HOROVOD_LOG_HIDE_TIME": ("log_hide_time", "1", True),
-    "REIGEN_PLANE": ("plane", "shm", "shm"),
+    "REIGEN_PLANE": ("backend", "shm", "shm"),
     "REIGEN_NETWORK_INTERFACES": ("network_interfaces", "eth0", ("eth0",)),
     "HOROVOD_GLOO_IFACE": ("network_interfaces", "ib0, eth1", ("ib0", "eth1")),
     "DMLC_INTERFACE": ("network_interfaces", "lo", ("lo",)),
@@ -83,15 +83,15 @@ VARIABLES = {
 
 
 def test_without_variables_everything_is_at_its_default() -> None:
-    assert load({}) == Config()
-    assert load({}).origins == {}
-    assert load({"HOME": "/", "REIGEN_RANK": "3"}) == Config()
+    assert load_config({}) == Config()
+    assert load_config({}).origins == {}
+    assert load_config({"HOME": "/", "REIGEN_RANK": "3"}) == Config()
 
 
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_a_variable_sets_its_knob_alone_and_is_its_origin(variable: str) -> None:
     knob, text, value = VARIABLES[variable]
-    config = load({variable: text})
+    config = load_config({variable: text})
     assert getattr(config, knob) == value
     assert config.origins == {knob: variable}
     for other in {f.name for f in fields(Config)} - {knob, "origins"}:
@@ -116,12 +116,12 @@ def test_the_table_in_the_docs_is_that_of_the_code() -> None:
 
 
 def test_reigens_variable_wins() -> None:
-    config = load({"REIGEN_CACHE_CAPACITY": "1", "HOROVOD_CACHE_CAPACITY": "2"})
+    config = load_config({"REIGEN_CACHE_CAPACITY": "1", "HOROVOD_CACHE_CAPACITY": "2"})
     assert (config.cache_capacity, config.origins["cache_capacity"]) == (1, "REIGEN_CACHE_CAPACITY")
 
 
 def test_an_empty_variable_counts_as_unset() -> None:
-    config = load({"REIGEN_CACHE_CAPACITY": "", "HOROVOD_CACHE_CAPACITY": "2", "REIGEN_PLANE": ""})
+    config = load_config({"REIGEN_CACHE_CAPACITY": "", "HOROVOD_CACHE_CAPACITY": "2", "REIGEN_PLANE": ""})
     assert config.origins == {"cache_capacity": "HOROVOD_CACHE_CAPACITY"}
 
 
@@ -154,7 +154,7 @@ def test_an_empty_variable_counts_as_unset() -> None:
 )
 def test_a_value_that_makes_no_sense_is_refused_by_name(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^{variable}={value}: expected "):
-        load({variable: value})
+        load_config({variable: value})
 
 
 @pytest.mark.parametrize(
@@ -172,11 +172,11 @@ def test_a_value_that_makes_no_sense_is_refused_by_name(variable: str, value: st
     ],
 )
 def test_sizes_have_units(text: str, num_bytes: int) -> None:
-    assert load({"HOROVOD_FUSION_THRESHOLD": text}).fusion_threshold_bytes == num_bytes
+    assert load_config({"HOROVOD_FUSION_THRESHOLD": text}).fusion_threshold_bytes == num_bytes
 
 
 def test_arguments_win_and_say_so() -> None:
-    config = load({"REIGEN_DYNAMIC_PROCESS_SETS": "0"}, {"dynamic_process_sets": True})
+    config = load_config({"REIGEN_DYNAMIC_PROCESS_SETS": "0"}, {"dynamic_process_sets": True})
     assert config.dynamic_process_sets
     assert config.origins == {"dynamic_process_sets": "argument of init()"}
 
@@ -188,15 +188,15 @@ def test_what_differs_from_its_default_is_told_with_its_origin() -> None:
         "HOROVOD_TIMELINE": "t.json",
         "REIGEN_ORIGINS": json.dumps({"REIGEN_CACHE_CAPACITY": "--cache-capacity"}),
     }
-    assert settings(load(environ)) == [
+    assert format_changed_knobs(load_config(environ)) == [
         "cache_capacity = 5 (default: 1024), set by --cache-capacity",
         "timeline = t.json (default: None), set by HOROVOD_TIMELINE",
     ]
-    assert load({"REIGEN_ORIGINS": "{", "REIGEN_LOG": "info"}).origins == {"log_level": "REIGEN_LOG"}
+    assert load_config({"REIGEN_ORIGINS": "{", "REIGEN_LOG": "info"}).origins == {"log_level": "REIGEN_LOG"}
 
 
 def test_known_variables_without_effect_say_why() -> None:
-    lines = without_effect({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_AUTOTUNE": "1", "HOROVOD_ELASTIC": ""})
+    lines = format_ignored_variables({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_AUTOTUNE": "1", "HOROVOD_ELASTIC": ""})
     assert [line.partition(": ")[0] for line in lines] == [
         "HOROVOD_CYCLE_TIME has no effect",
         "HOROVOD_AUTOTUNE has no effect",
@@ -217,7 +217,7 @@ def test_a_misspelt_variable_is_told_with_the_closest_name() -> None:
         "REIGEN_LOG": "info",
         "PATH": "/bin",
     }
-    assert misspelt(environ) == [
+    assert format_unknown_variables(environ) == [
         "HOROVOD_BUCKET_BYTES (did you mean REIGEN_BUCKET_BYTES?)",
         "HOROVOD_FUSION_TRESHOLD (did you mean HOROVOD_FUSION_THRESHOLD?)",
         "REIGEN_FROBNICATE",
@@ -225,9 +225,9 @@ def test_a_misspelt_variable_is_told_with_the_closest_name() -> None:
 
 
 def test_the_engines_thread_is_placed_by_local_rank() -> None:
-    assert [load({}).engine_cpu(rank) for rank in (0, 5)] == [None, None]
-    assert [load({"HOROVOD_THREAD_AFFINITY": "4"}).engine_cpu(rank) for rank in (0, 5)] == [4, 4]
-    config = load({"HOROVOD_THREAD_AFFINITY": "4,2"})
+    assert [load_config({}).engine_cpu(rank) for rank in (0, 5)] == [None, None]
+    assert [load_config({"HOROVOD_THREAD_AFFINITY": "4"}).engine_cpu(rank) for rank in (0, 5)] == [4, 4]
+    config = load_config({"HOROVOD_THREAD_AFFINITY": "4,2"})
     assert [config.engine_cpu(rank) for rank in (0, 1)] == [4, 2]
     with pytest.raises(ConfigError, match=r"HOROVOD_THREAD_AFFINITY gives the processors of 2 ranks, .* local rank 2"):
         config.engine_cpu(2)

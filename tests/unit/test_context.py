@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from reigen import context
-from reigen.assembly import coordinator_of
-from reigen.config import Config, load
+from reigen.config import Config, load_config
 from reigen.context import Context
-from reigen.engine.messages import Kind, Operation, Run, Submit
+from reigen.engine.messages import Operation, OperationKind, ResponseList, SubmitRequest
+from reigen.engine_factory import create_coordinator
 from reigen.errors import (
     ArgumentError,
     CollectiveError,
@@ -133,7 +133,7 @@ def test_the_one_context_of_a_process() -> None:
             0,
             1,
         )
-        assert job.plane == "null"
+        assert job.backend == "null"
     finally:
         context.shutdown()
     assert not context.is_initialized()
@@ -155,11 +155,11 @@ def test_a_wrong_environment_leaves_nothing() -> None:
     ],
 )
 def test_what_travels_together_is_as_the_knobs_say(knobs: dict[str, str], travelling: list[list[str]]) -> None:
-    coordinator = coordinator_of(load(knobs), 1)
-    single = Operation(Kind.ALLREDUCE, "", "float32", (4,))
-    group = Operation(Kind.ALLREDUCE, "g", members=(single, single))
+    coordinator = create_coordinator(load_config(knobs), 1)
+    single = Operation(OperationKind.ALLREDUCE, "", "float32", (4,))
+    group = Operation(OperationKind.ALLREDUCE, "g", members=(single, single))
     for operation in (group, replace(single, name="x"), replace(single, name="y")):
-        coordinator.hear(0, Submit(operation), 0.0)
+        coordinator.hear(0, [SubmitRequest(operation)], 0.0)
     (run,) = coordinator.announce(0.0)
-    assert isinstance(run, Run)
+    assert isinstance(run, ResponseList)
     assert [[response.name for response in batch] for batch in run.batches] == travelling

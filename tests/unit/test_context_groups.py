@@ -7,14 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
-from tests.unit.jobs import between
 
 from reigen.context import Context, Handle
-from reigen.engine.handles import Task
-from reigen.engine.messages import Kind, Operation
+from reigen.engine.handle import TensorTableEntry
+from reigen.engine.messages import Operation, OperationKind
+from reigen.engine.operation_builders import build_allgather, build_reducescatter
 from reigen.errors import ArgumentError, JoinedError, MismatchError, SharedMemoryError
+from reigen.net.shm_segment import ShmSegment
 from reigen.types import DTYPES, ReduceOp
-from reigen.wire.segment import Segment
+from tests.unit.engine.jobs import between
 
 FLOAT, DOUBLE, INT = DTYPES["float32"], DTYPES["float64"], DTYPES["int64"]
 
@@ -31,7 +32,7 @@ def total(job: Context, value: float, count: int = 3, **options: Any) -> float:
 
 
 def test_sets_that_overlap_work_side_by_side() -> None:
-    """Members submit in orders of their own, in all sizes that take different ways through the plane."""
+    """Members submit in orders of their own, in all sizes that take different ways through the backend."""
 
     def act(job: Context) -> list[float]:
         assert job.add_process_set([2, 0]) == 1
@@ -136,8 +137,8 @@ def test_a_set_whose_memory_was_used_before_begins_to_count_at_zero() -> None:
         for number_of_ops in (0, 3, 2):
             number = job.add_process_set([0, 2])
             if job.rank != 1:
-                plane: Any = job._engine._teams[number].plane
-                for turnstile in (plane._filled, plane._reduced):
+                backend: Any = job._engine._process_set_groups[number].backend
+                for turnstile in (backend._filled, backend._reduced):
                     assert [turnstile._own.load(), *(word.load() for _, word in turnstile._others)] == [0, 0]
             job.barrier().wait()
             for _ in range(number_of_ops if job.rank != 1 else 0):
@@ -230,14 +231,17 @@ def test_a_group_is_reduced_as_one(knobs: dict[str, Any]) -> None:
 def test_gathered_and_scattered_groups() -> None:
     def act(job: Context) -> bool:
         mine = [np.full((job.rank + 1, 2), job.rank, np.int64), np.full(1, 10.0 + job.rank, np.float32)]
-        members = job.grouped_allgather(mine, [INT, FLOAT]).wait().members
+        members = job.start_group(build_allgather, mine, [INT, FLOAT]).wait().members
         rows, ten = (o.array for o in members)
         assert rows is not None
         assert ten is not None
         assert rows[:, 0].tolist() == [0, 1, 1]
         assert ten.tolist() == [10.0, 11.0]
         both = [np.arange(3, dtype=np.int64), np.ones((4, 2), np.float32)]
-        parts = [o.array for o in job.grouped_reducescatter(both, [INT, FLOAT], op=ReduceOp.SUM).wait().members]
+        parts = [
+            o.array
+            for o in job.start_group(build_reducescatter, both, [INT, FLOAT], (ReduceOp.SUM, 1.0, 1.0)).wait().members
+        ]
         assert parts[0] is not None
         assert parts[1] is not None
         assert parts[0].tolist() == ([0, 2], [4])[job.rank]
@@ -457,11 +461,11 @@ def test_two_threads_that_make_or_unmake_the_same_set() -> None:
     """Both are past the first check when neither is done: the second is refused on all ranks, and nothing breaks."""
 
     def act(job: Context) -> float:
-        add = Operation(Kind.ADD_SET, "a", shape=(0, 1))
-        remove = Operation(Kind.REMOVE_SET, "c", shape=(1,))
+        add = Operation(OperationKind.ADD_SET, "a", shape=(0, 1))
+        remove = Operation(OperationKind.REMOVE_SET, "c", shape=(1,))
         for operation, text in ((add, "there is a process set"), (remove, "process set 1 has been removed")):
             twice = [structs.replace(operation, name=f"{operation.name}{i}") for i in range(2)]
-            handles = [job._submit(o, Task(), blocking=False) for o in twice]
+            handles = [job._submit(o, TensorTableEntry(), blocking=False) for o in twice]
             handles[0].wait()
             with pytest.raises(MismatchError, match=text):
                 handles[1].wait()
@@ -473,14 +477,14 @@ def test_two_threads_that_make_or_unmake_the_same_set() -> None:
 
 def test_a_set_that_finds_no_memory_is_no_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks are told; the number goes to the next set, of which some of them are no members."""
-    grow, scarce = Segment.grow, [True]
+    grow, scarce = ShmSegment.grow, [True]
 
-    def stingy(self: Segment, nbytes: int, what: str, *, sharers: int = 1) -> int:
+    def stingy(self: ShmSegment, nbytes: int, what: str, *, sharers: int = 1) -> int:
         if scarce[0] and "process set" in what:
             raise SharedMemoryError.for_request(nbytes, 0, what)
         return grow(self, nbytes, what, sharers=sharers)
 
-    monkeypatch.setattr(Segment, "grow", stingy)
+    monkeypatch.setattr(ShmSegment, "grow", stingy)
 
     def act(job: Context) -> float:
         with pytest.raises(SharedMemoryError, match="process set"):

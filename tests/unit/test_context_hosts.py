@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from tests.unit.jobs import across
 
 from reigen.context import Context
 from reigen.errors import CollectiveError, PeerLostError
 from reigen.types import DTYPES, ReduceOp
+from tests.unit.engine.jobs import across
 
 FLOAT = DTYPES["float32"]
 LAYOUTS = [((0,), (1,)), ((0, 1), (2,)), ((0, 2), (1, 3)), ((0,), (1,), (2,))]
@@ -111,13 +111,13 @@ def test_who_leaves_is_named_to_those_who_wait(machines: Sequence[Sequence[int]]
     across(machines, act)
 
 
-def test_one_plane_for_all_ranks_of_one_host() -> None:
+def test_one_backend_for_all_ranks_of_one_host() -> None:
     def act(job: Context) -> tuple[str, str]:
         x = of(job.rank, 100_000)
         job.allreduce(x, x, FLOAT, op=ReduceOp.SUM).wait()
         assert np.array_equal(x, sum(of(r, 100_000) for r in range(3)))
-        return job.plane, job.plane_reason
+        return job.backend, job.backend_reason
 
-    assert set(across([(0, 1, 2)], act, plane="tcp")) == {
+    assert set(across([(0, 1, 2)], act, backend="tcp")) == {
         ("tcp", "REIGEN_PLANE=tcp: even between the 3 ranks of one host")
     }

@@ -23,7 +23,7 @@ PROJECT = Path(__file__).parents[2]
 FACES = ["reigen.data", "reigen.kv", "reigen.optim", "reigen.testing", "reigen.torch"]
 
 #: Rooms that handle bytes from other processes.
-NETWORK_ROOMS = ["wire", "cluster", "planes", "engine", "launch"]
+NETWORK_ROOMS = ["net", "cluster", "backends", "engine", "launch"]
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
 
@@ -45,15 +45,15 @@ def test_all_is_sorted_and_complete(name: str) -> None:
         assert getattr(module, each) is not None
 
 
-def test_the_face_of_reigen_is_the_list_of_numpy_face() -> None:
-    from reigen import numpy_face
+def test_the_face_of_reigen_is_the_list_of_numpy_ops() -> None:
+    from reigen import numpy_ops
 
-    listed = numpy_face.__all__
+    listed = numpy_ops.__all__
     assert listed == sorted(set(listed))
     assert reigen.__all__ == sorted([*listed, "__version__", "run"])  # type: ignore[attr-defined]
     assert set(dir(reigen)) >= {*listed, "run"}
     for each in listed:
-        assert getattr(reigen, each) is getattr(numpy_face, each)
+        assert getattr(reigen, each) is getattr(numpy_ops, each)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = reigen.nothing  # type: ignore[attr-defined]
     assert reigen.run.__module__ == "reigen.runner.call"
@@ -67,7 +67,7 @@ def test_stores_optimizers_and_shards_need_no_import_of_their_own() -> None:
 
 
 def test_looking_for_a_submodule_does_not_load_the_functions() -> None:
-    code = "import sys; from reigen import errors; assert 'reigen.numpy_face' not in sys.modules"
+    code = "import sys; from reigen import errors; assert 'reigen.numpy_ops' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
@@ -82,6 +82,8 @@ def test_package_files_only_re_export(name: str) -> None:
     path = ROOT.joinpath(*name.split(".")[1:]) / "__init__.py"
     for node in ast.parse(path.read_text()).body:
         re_exports = isinstance(node, ast.Import | ast.ImportFrom)
+        # a framework that is missing: what to do
+        re_exports |= isinstance(node, ast.Try) and [type(each) for each in node.body] == [ast.Import]
         is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = {"__all__", "__getattr__", "__version__"}
         is_name = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
+
 from tools import size_report
 
 
@@ -21,10 +22,10 @@ def function(num_statements: int, *, docstring_lines: int = 0) -> str:
         (function(34, docstring_lines=50), [], 0),
         (function(35), ["large: {path}:1 f(): 36 lines"], 0),
         (function(70), ["TOO LARGE: {path}:1 f(): 71 lines"], 1),
-        ("x = 1\n" * 400, [], 0),
-        ("x = 1\n" * 401, ["large: {path}: 401 lines"], 0),
-        ("x = 1\n" * 601, ["TOO LARGE: {path}: 601 lines"], 1),
-        ("class C:\n" + "    def f(self): ...\n" * 26, ["large: {path}:1 C: 26 methods"], 0),
+        ("x = 1\n" * 500, [], 0),
+        ("x = 1\n" * 501, ["large: {path}: 501 lines"], 0),
+        ("class C:\n" + "    def f(self): ...\n" * 31, ["large: {path}:1 C: 31 methods"], 0),
+        ("class C:\n" + "    def f(self): ...\n" * 46, ["TOO LARGE: {path}:1 C: 46 methods"], 1),
         ("def f(a, b, c, d, e, f, g, *, h): ...\n", ["large: {path}:1 f(): 8 parameters"], 0),
         ("class C:\n    def f(self, a, b, c, d, e, f, *g, h): ...\n", [], 0),
     ],

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from reigen._version import __version__
-from reigen.cli.run_options import add_login, ssh_of
+from reigen.cli.run_options import add_ssh_options, parse_ssh_options
 from reigen.errors import ConfigError, LaunchError, ReigenError
-from reigen.launch.hosts import hosts_of
+from reigen.launch.hosts import resolve_hosts
 
 _FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "mxnet")
 _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One line of the report.
 
     Attributes:
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     chosen = parser.parse_args(arguments)
     if chosen.hosts is not None or chosen.hostfile is not None:
-        from reigen.cli.check_hosts import check_hosts, options_of
+        from reigen.cli.check_hosts import check_hosts, ssh_run_options
 
         try:
-            hosts = hosts_of(chosen.hosts, chosen.hostfile, 1)
-            return check_hosts(hosts, ssh_of(chosen), options_of(chosen))
+            hosts = resolve_hosts(chosen.hosts, chosen.hostfile, 1)
+            return check_hosts(hosts, parse_ssh_options(chosen), ssh_run_options(chosen))
         except (ConfigError, LaunchError) as error:
             parser.error(str(error))
-    findings = look_around(os.environ)
+    findings = collect_results(os.environ)
     _show(findings)
     problems = [finding for finding in findings if finding.is_problem]
     for finding in problems:
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("-H", "--hosts", metavar="HOSTS", help="look at these hosts: h1,h2")
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="look at the hosts of this file, a line each")
-    add_login(parser.add_argument)
+    add_ssh_options(parser.add_argument)
     parser.add_argument("--network-interfaces", metavar="X", help="interfaces through which they may talk: eth0,eth1")
     return parser
 
@@ -105,13 +105,16 @@ def build_report() -> str:
     return "\n".join(lines)
 
 
-def look_around(environ: Mapping[str, str]) -> list[Finding]:
+def collect_results(environ: Mapping[str, str]) -> list[CheckResult]:
     """Everything that the report says, in its order. Imports no framework."""
-    return [*_versions(), *_kernel(), *_machine(), *_frameworks(), *_planes(environ)]
+    return [*_versions(), *_kernel(), *_machine(), *_frameworks(), *_backends(environ)]
 
 
-def _versions() -> list[Finding]:
-    found = [Finding("versions", "reigen", __version__), Finding("versions", "python", platform.python_version())]
+def _versions() -> list[CheckResult]:
+    found = [
+        CheckResult("versions", "reigen", __version__),
+        CheckResult("versions", "python", platform.python_version()),
+    ]
     for name, is_needed in (
         ("numpy", True),
         ("msgspec", True),
@@ -120,12 +123,12 @@ def _versions() -> list[Finding]:
         ("rich", False),
     ):
         version = _version(name)
-        found.append(Finding("versions", name, version or "not installed", is_needed and version is None))
+        found.append(CheckResult("versions", name, version or "not installed", is_needed and version is None))
     return found
 
 
-def _frameworks() -> list[Finding]:
-    return [Finding("frameworks", name, _version(name) or "not installed") for name in _FRAMEWORKS]
+def _frameworks() -> list[CheckResult]:
+    return [CheckResult("frameworks", name, _version(name) or "not installed") for name in _FRAMEWORKS]
 
 
 def _version(distribution: str) -> str | None:
@@ -135,9 +138,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _kernel() -> list[Finding]:
+def _kernel() -> list[CheckResult]:
     found = [
-        Finding("kernel", platform.system(), f"{platform.release()} {platform.machine()}", sys.platform != "linux")
+        CheckResult("kernel", platform.system(), f"{platform.release()} {platform.machine()}", sys.platform != "linux")
     ]
     tries: tuple[tuple[str, str, Callable[[], object]], ...] = (
         ("memfd", "shared memory without a name", _try_memfd),
@@ -148,18 +151,18 @@ def _kernel() -> list[Finding]:
         try:
             attempt()
         except (OSError, AttributeError, ReigenError) as error:
-            found.append(Finding("kernel", name, f"missing ({purpose}): {error}", is_problem=True))
+            found.append(CheckResult("kernel", name, f"missing ({purpose}): {error}", is_problem=True))
         else:
-            found.append(Finding("kernel", name, f"available ({purpose})"))
-    found.append(Finding("kernel", "readv", _direct_reads()))
+            found.append(CheckResult("kernel", name, f"available ({purpose})"))
+    found.append(CheckResult("kernel", "readv", _direct_reads()))
     return found
 
 
 def _direct_reads() -> str:
     """Whether ranks may read each other's memory: asked of a child, which stands in the place of another rank."""
     secret = ctypes.create_string_buffer(os.urandom(16), 16)
-    program = "import sys; from reigen.wire.crossmemory import probe; "
-    program += "sys.exit(not probe(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])))"
+    program = "import sys; from reigen.net.process_memory import can_read_process_memory; "
+    program += "sys.exit(not can_read_process_memory(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])))"
     words = [str(os.getpid()), str(ctypes.addressof(secret)), secret.raw.hex()]
     child = subprocess.run([sys.executable, "-c", program, *words], stderr=subprocess.DEVNULL, check=False)
     purpose = "large ordinary arrays in one copy: process_vm_readv"
@@ -177,55 +180,63 @@ def _try_memfd() -> None:
 def _try_futex() -> None:
     import numpy as np
 
-    from reigen.wire.futex import Word
+    from reigen.net.futex import FutexWord
 
-    word = Word(np.zeros(64, np.uint8), 0)
+    word = FutexWord(np.zeros(64, np.uint8), 0)
     word.wait(1, 0.0)  # its value is another, so it returns at once
     word.wake()
 
 
-def _machine() -> list[Finding]:
-    from reigen.launch.local import cores_here
-    from reigen.wire.segment import available_memory_bytes
+def _machine() -> list[CheckResult]:
+    from reigen.launch.local_plan import detect_cpus
+    from reigen.resources.memory import available_memory
 
-    cores = cores_here()
+    cores = detect_cpus()
     text = f"{len(cores.cpus)} of {os.cpu_count()} processors may be used"
     if cores.quota is not None:
         text += f", the control group allows the time of {cores.quota:g}"
-    available = available_memory_bytes()
+    available = available_memory()
     total = 0
     with suppress(OSError, ValueError):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = f"{total / _GIB:.1f} GiB" + ("" if available is None else f", {available / _GIB:.1f} GiB available")
-    return [Finding("machine", "processors", text), Finding("machine", "memory", memory)]
+    memory = f"{total / _GIB:.1f} GiB"
+    if available.num_bytes is not None:
+        memory += f", {available.num_bytes / _GIB:.1f} GiB available {available.limit}".rstrip()
+    return [CheckResult("machine", "processors", text), CheckResult("machine", "memory", memory)]
 
 
-def _planes(environ: Mapping[str, str]) -> list[Finding]:
-    from reigen.planes.choice import PLANES, choose
+def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
+    from reigen.backends.selection import BACKENDS, choose_backends
 
-    found = [Finding("planes", "there are", ", ".join(PLANES))]
+    found = [CheckResult("backends", "there are", ", ".join(BACKENDS))]
     try:
-        choice = choose([2], environ.get("REIGEN_PLANE") or None)
+        choice = choose_backends([2], environ.get("REIGEN_PLANE") or None)
     except ReigenError as error:
-        return [*found, Finding("planes", "for -np 2", str(error), is_problem=True)]
-    return [*found, Finding("planes", "for -np 2", f"{choice.name}: {choice.reason}"), _cuda_tensors(environ)]
+        return [*found, CheckResult("backends", "for -np 2", str(error), is_problem=True)]
+    return [*found, CheckResult("backends", "for -np 2", f"{choice.name}: {choice.reason}"), _cuda_tensors(environ)]
 
 
-def _cuda_tensors(environ: Mapping[str, str]) -> Finding:
-    """Where they are reduced; as far as one can tell without torch, which may bring an NCCL that nobody else finds."""
-    from reigen.config import load as load_config
-    from reigen.planes import nccl_library
+def _cuda_tensors(environ: Mapping[str, str]) -> CheckResult:
+    """Return where they are reduced."""
+    from reigen.config import load_config
 
     try:
         wanted = load_config(environ).nccl
     except ReigenError as error:
-        return Finding("planes", "CUDA", str(error), is_problem=True)
-    nccl, source = nccl_library.load() if wanted else (None, "REIGEN_NCCL=0")
-    where = "staged through the host" if nccl is None else "reduced on the GPUs"
-    return Finding("planes", "CUDA", f"tensors are {where}: {source}")
+        return CheckResult("backends", "CUDA", str(error), is_problem=True)
+    library, reason = "", "REIGEN_NCCL=0"
+    if wanted:
+        try:
+            from reigen.torch.cuda_tensors import nccl_library
+
+            library, reason = nccl_library()
+        except (ImportError, OSError) as error:  # OSError: a library that torch needs is missing
+            reason = f"there is no torch ({error})"
+    where = "reduced on the GPUs" if library else "staged through the host"
+    return CheckResult("backends", "CUDA", f"tensors are {where}: {reason}")
 
 
-def _show(findings: Sequence[Finding]) -> None:
+def _show(findings: Sequence[CheckResult]) -> None:
     if not (sys.stdout.isatty() and _version("rich")):
         for finding in findings:
             print(f"{finding.topic:11}{finding.name:12}{finding.value}")

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 import msgspec
 
 from reigen._version import __version__
-from reigen.bench.pairs import Findings, Pair
-from reigen.cli.tables import show
-from reigen.launch.hosts import Host, is_this_host
-from reigen.launch.ssh import Ssh
-from reigen.launch.visit import Clock, Visit, visit
+from reigen.cli.host_pairs import Findings, Pair
+from reigen.cli.tables import print_table
+from reigen.launch.agent.host_probe import ClockOffset, HostProbe, probe_hosts
+from reigen.launch.base import AgentCommand
+from reigen.launch.hosts import HostInfo, is_this_host
+from reigen.launch.ssh.command import SshOptions
+from reigen.launch.ssh.launcher import SshAgentStarter
 
 #: Clocks that are further apart are worth a remark: log files do not line up, and certificates may not be valid yet.
 _CLOCK_SECONDS = 1.0
@@ -23,10 +25,10 @@ _MEASURE_SECONDS = 600
 #: With more pairs than these only the slowest are shown.
 _MOST_ROWS = 36
 #: What each rank runs: $0 is the Python of the other hosts, $1 that of this one.
-_PROGRAM = 'command -v "$0" >/dev/null && set -- "$0"; exec "$1" -P -m reigen.bench.pairs'
+_PROGRAM = 'command -v "$0" >/dev/null && set -- "$0"; exec "$1" -P -m reigen.cli.host_pairs'
 
 
-def check_hosts(hosts: Sequence[Host], ssh: Ssh, options: Sequence[str]) -> int:
+def check_hosts(hosts: Sequence[HostInfo], ssh: SshOptions, options: Sequence[str]) -> int:
     """Print what was found; returns 0 when all hosts can take part in a job, else 1.
 
     Args:
@@ -38,15 +40,15 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, options: Sequence[str]) -> int:
         LaunchError: there is no ssh.
     """
     names = list(dict.fromkeys(host.name for host in hosts))
-    visits = visit(names, ssh, os.environ)
+    visits = probe_hosts(names, SshAgentStarter(ssh), AgentCommand.with_modules_of(ssh.python, os.environ))
     bad = [number for number, each in enumerate(visits) if each.problem is not None]
     headings = ["host", "Reigen", "Python", "torch", "clock", "processors", "GPUs"]
-    show(headings, [_row(each) for each in visits], bad)
+    print_table(headings, [_row(each) for each in visits], bad)
     problems = [
         ": ".join(filter(None, (each.host, each.problem.what, each.problem.advice))) for each in visits if each.problem
     ]
-    problems += pythons_differ(visits)
-    remarks = clocks_apart(visits)
+    problems += check_pythons(visits)
+    remarks = check_clocks(visits)
     able = [each.host for each in visits if each.problem is None]
     if len(able) > 1:
         print()
@@ -59,7 +61,7 @@ def check_hosts(hosts: Sequence[Host], ssh: Ssh, options: Sequence[str]) -> int:
     return 1 if problems else 0
 
 
-def pythons_differ(visits: Sequence[Visit]) -> list[str]:
+def check_pythons(visits: Sequence[HostProbe]) -> list[str]:
     """What is wrong with the Pythons: one feature release must run everywhere, functions and classes travel."""
     releases: dict[str, list[str]] = {}
     for each in visits:
@@ -70,7 +72,7 @@ def pythons_differ(visits: Sequence[Visit]) -> list[str]:
     return ["different Pythons: " + "; ".join(f"{name} on {', '.join(on)}" for name, on in sorted(releases.items()))]
 
 
-def clocks_apart(visits: Sequence[Visit]) -> list[str]:
+def check_clocks(visits: Sequence[HostProbe]) -> list[str]:
     """Which clocks differ from this host's by more than can be overlooked."""
     return [
         f"the clock of {each.host} is {abs(each.clock.offset_seconds):.1f} s "
@@ -80,7 +82,7 @@ def clocks_apart(visits: Sequence[Visit]) -> list[str]:
     ]
 
 
-def _row(one: Visit) -> list[str]:
+def _row(one: HostProbe) -> list[str]:
     if one.facts is None:
         return [one.host, "?", "", "", "", "", ""]
     gpus = one.facts.gpus
@@ -89,13 +91,13 @@ def _row(one: Visit) -> list[str]:
     return [one.host, __version__, one.python, torch, _offset(one.clock), str(one.facts.num_cpus), count]
 
 
-def _offset(clock: Clock | None) -> str:
+def _offset(clock: ClockOffset | None) -> str:
     if clock is None:
         return "this one"
     return f"{clock.offset_seconds * 1e3:+.1f} ms (+-{clock.error_seconds * 1e3:.1f})"
 
 
-def _measure(hosts: Sequence[str], ssh: Ssh, options: Sequence[str]) -> list[str]:
+def _measure(hosts: Sequence[str], ssh: SshOptions, options: Sequence[str]) -> list[str]:
     """Run the measurements as a job, show them, and return what is wrong."""
     listed = ",".join(f"{name}:1" for name in hosts)
     command = [sys.executable, "-m", "reigen", "run", "-np", str(len(hosts)), "-H", listed, "--no-prefix", *options]
@@ -115,14 +117,16 @@ def _measure(hosts: Sequence[str], ssh: Ssh, options: Sequence[str]) -> list[str
         return ["the measurements failed:\n" + done.stderr.strip()]
     found = msgspec.json.decode(done.stdout, type=Findings)
     by_rank = hosts_by_rank(hosts)
-    show(["host", "reached at", "which is"], [[name, *found.addresses[rank]] for rank, name in enumerate(by_rank)])
+    print_table(
+        ["host", "reached at", "which is"], [[name, *found.addresses[rank]] for rank, name in enumerate(by_rank)]
+    )
     print()
     shown = sorted(found.pairs, key=lambda pair: (not pair.problem, min(pair.bytes_per_second)))[:_MOST_ROWS]
     if len(shown) < len(found.pairs):
         print(f"the slowest {len(shown)} of {len(found.pairs)} pairs:")
     shown.sort(key=lambda pair: pair.ranks)
     bad = [number for number, pair in enumerate(shown) if pair.problem]
-    show(["from", "to", "round trip", "there", "back"], [_pair_row(pair, by_rank) for pair in shown], bad)
+    print_table(["from", "to", "round trip", "there", "back"], [_pair_row(pair, by_rank) for pair in shown], bad)
     print()
     return [f"{by_rank[p.ranks[0]]} and {by_rank[p.ranks[1]]}: {p.problem}" for p in found.pairs if p.problem]
 
@@ -137,11 +141,11 @@ def _pair_row(pair: Pair, hosts: Sequence[str]) -> list[str]:
     names = [hosts[pair.ranks[0]], hosts[pair.ranks[1]]]
     if pair.problem:
         return [*names, "-", "-", "-"]
-    there, back = map(rate_text, pair.bytes_per_second)
+    there, back = map(format_rate, pair.bytes_per_second)
     return [*names, f"{pair.round_trip_seconds * 1e6:.0f} us", there, back]
 
 
-def rate_text(bytes_per_second: float) -> str:
+def format_rate(bytes_per_second: float) -> str:
     """A rate as networks are sold.
 
     Example:
@@ -152,7 +156,7 @@ def rate_text(bytes_per_second: float) -> str:
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
 
 
-def options_of(chosen: argparse.Namespace) -> list[str]:
+def ssh_run_options(chosen: argparse.Namespace) -> list[str]:
     """The options that say how hosts are reached, for `reigen run`."""
     words = ["--ssh-command", chosen.ssh_command]
     for flag, value in (

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from reigen.config import load
+from reigen.config import load_config
 from reigen.errors import ConfigError
-from reigen.kv.serving import main
+from reigen.kv.run_role import run_role
 
 _EPILOG = """\
 Which job this is, the environment says. By hand, for all its processes alike:
@@ -24,7 +24,7 @@ and for workers DMLC_ROLE=worker. DMLC_TASK_ID numbers workers, and servers, fro
 comes and goes. `reigen run -s` sets all that, and starts all processes, itself."""
 
 
-def serve(role: Literal["server", "scheduler"], description: str, arguments: Sequence[str]) -> int:
+def serve_role(role: Literal["server", "scheduler"], description: str, arguments: Sequence[str]) -> int:
     """Serve until the job is over; returns the exit code: 2 where the environment is not in order, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog=f"reigen {role}",
@@ -35,7 +35,7 @@ def serve(role: Literal["server", "scheduler"], description: str, arguments: Seq
     )
     parser.parse_args(arguments)
     try:
-        return main(os.environ, load(os.environ), role)
+        return run_role(os.environ, load_config(os.environ), role)
     except ConfigError as error:
         print(f"reigen {role}: error: {error}", file=sys.stderr)
         return 2

@@ -11,16 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from reigen.cli.run_options import add_login, add_output, add_restarts, ssh_of
+from reigen.cli.run_options import add_output_options, add_restart_option, add_ssh_options, parse_ssh_options
 from reigen.compat import as_mxnet
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.hosts import Host, parse_mxnet_hostfile
-from reigen.launch.mpi import run_mpi
-from reigen.launch.network import Network
-from reigen.launch.options import Options, complain
-from reigen.launch.servants import Servers
-from reigen.launch.supervise import run_job
-from reigen.launch.travel import exported
+from reigen.launch.env_export import parse_exports
+from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile
+from reigen.launch.network_options import NetworkOptions
+from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.ps_processes import ServerOptions
+from reigen.launch.supervisor import run_job
 
 _EPILOG = """\
 Options stand before the command, which is passed on as it is, without a shell. Every process runs it, and finds its
@@ -29,8 +28,7 @@ scheduler runs on this machine, servers and workers on the hosts in turn, server
 
 example: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
 """
-#: What `--launcher` takes; those that are not possible yet are known by name.
-_LAUNCHERS = ("local", "ssh", "mpi")
+#: Launchers of MXNet's that are not possible yet.
 _NOT_YET = ("sge", "yarn")
 _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 
@@ -40,11 +38,12 @@ def main(arguments: Sequence[str]) -> int:
     made = _parser()
     chosen = made.parse_args(arguments)
     try:
-        exports = exported(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
+        exports = parse_exports(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
-        launch = run_mpi if chosen.launcher == "mpi" else run_job
-        return launch(
-            _options(chosen, Network.of(environ), tuple(exports)), as_mxnet(environ) if chosen.as_mxnet else environ
+        return run_job(
+            _options(chosen, NetworkOptions.of(environ), tuple(exports)),
+            as_mxnet(environ) if chosen.as_mxnet else environ,
+            launcher=chosen.launcher,
         )
     except ConfigError as error:
         made.error(str(error))
@@ -69,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--launcher",
         default="ssh",
-        choices=(*_LAUNCHERS, *_NOT_YET),
-        help="how processes are started: on this machine alone, on others by ssh (the default), or by mpirun",
+        metavar="NAME",
+        help="how processes are started: local, on this machine alone; ssh, on others (the default); mpi, by mpirun",
     )
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     for role in ("server", "worker"):
@@ -91,32 +90,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
     add("--p3", action="store_true", help="set DMLC_PS_VAN_TYPE=p3, for MXNet; Reigen respects priorities anyway")
-    add_restarts(add)
-    add_output(made.add_argument_group("output").add_argument)
-    add_login(made.add_argument_group("other hosts").add_argument)
+    add_restart_option(add)
+    add_output_options(made.add_argument_group("output").add_argument)
+    add_ssh_options(made.add_argument_group("other hosts").add_argument)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what every process runs")
     return made
 
 
-def _options(chosen: argparse.Namespace, network: Network, exports: tuple[str, ...]) -> Options:
+def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:
     if chosen.launcher in _NOT_YET:
-        raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are {', '.join(_LAUNCHERS)}")
+        raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, mpi")
     if chosen.launcher == "local" and chosen.hostfile is not None:
         raise ConfigError("--hostfile: --launcher local starts everything on this machine; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:
         raise ConfigError("--launcher ssh needs a --hostfile; on this machine alone, say --launcher local")
     hosts, port = _hosts(chosen.hostfile)
-    ssh = ssh_of(chosen)
+    ssh = parse_ssh_options(chosen)
     command = tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
-    servers = Servers(
+    servers = ServerOptions(
         chosen.num_workers if chosen.num_servers is None else chosen.num_servers,
         command=command,
         environ=_pairs("--env-server", chosen.env_server),
         worker_environ=_pairs("--env-worker", chosen.env_worker),
-        deals_workers=True,
+        round_robin_workers=True,
         num_restarts=chosen.server_restarts,
+        uses_reigen_scheduler=chosen.as_mxnet,
     )
-    return Options(
+    return LaunchOptions(
         command=command,
         num_ranks=chosen.num_workers,
         grace_seconds=chosen.grace_seconds,
@@ -124,7 +124,7 @@ def _options(chosen: argparse.Namespace, network: Network, exports: tuple[str, .
         timestamps=chosen.timestamps,
         verbose=chosen.verbose,
         output_directory=chosen.output_directory,
-        hosts=tuple(hosts) or (Host("localhost", chosen.num_workers),),
+        hosts=tuple(hosts) or (HostInfo("localhost", chosen.num_workers),),
         ssh=ssh if ssh.port is not None or port is None else replace(ssh, port=port),
         network=network,
         exports=exports,
@@ -133,7 +133,7 @@ def _options(chosen: argparse.Namespace, network: Network, exports: tuple[str, .
     )
 
 
-def _hosts(file: str | None) -> tuple[list[Host], int | None]:
+def _hosts(file: str | None) -> tuple[list[HostInfo], int | None]:
     """The hosts, and their ssh port if the file says so; none where there is no file."""
     if file is None:
         return [], None

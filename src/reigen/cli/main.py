@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from reigen._version import __version__
+from reigen.resources.stdio import open_standard_streams
 
 #: Command -> what it does. Module ``reigen.cli.COMMAND`` has ``main(arguments) -> exit code`` and is imported when it
 #: is asked for: `reigen run` must start fast.
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: what stands behind the program's name, by default this process's.
     """
+    open_standard_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in COMMANDS:
         module = importlib.import_module(f"reigen.cli.{arguments[0]}")

@@ -8,22 +8,22 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reigen.cli.run_options import parser, ssh_of
+from reigen.cli.run_options import make_parser, parse_ssh_options
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.horovodrun import Translation, by_mpirun, translate
-from reigen.launch.hosts import Host, check_fixed_size, hosts_of, is_this_host, parse_hosts
-from reigen.launch.mpi import run_mpi
-from reigen.launch.network import Network
-from reigen.launch.options import Options, complain
-from reigen.launch.servants import Servers
-from reigen.launch.supervise import run_job
-from reigen.launch.travel import exported
+from reigen.launch.env_export import parse_exports
+from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
+from reigen.launch.hosts import check_fixed_size, parse_hosts, resolve_hosts
+from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
+from reigen.launch.network_options import NetworkOptions
+from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.ps_processes import ServerOptions
+from reigen.launch.supervisor import run_job
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
-    made = parser()
+    made = make_parser()
     chosen = made.parse_args(arguments)
     if chosen.check_build:
         from reigen.cli.check import build_report
@@ -31,21 +31,21 @@ def main(arguments: Sequence[str]) -> int:
         print(build_report())
         return 0
     if chosen.num_ranks is None and chosen.as_mxnet and os.environ.get("DMLC_ROLE"):
-        return _become(chosen)
+        return _run_by_dmlc_role(chosen)
     if chosen.num_ranks is None:
         made.error("the following arguments are required: -np/--num-proc")
     try:
-        document = _document(chosen.config_file)
-        translation = translate(vars(chosen), document, os.environ)
-        exports = exported(os.environ, chosen.exports)
-        environ = {**os.environ, **translation.variables, **exports}
-        options = _options(chosen, environ, tuple(exports), translation.wishes)
+        document = _read_config_file(chosen.config_file)
+        translation = translate_options(vars(chosen), document, os.environ)
+        exports = parse_exports(os.environ, chosen.exports)
+        launcher = choose_launcher(vars(chosen), document)
+        environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
+        options = _options(chosen, environ, tuple(exports), translation.launcher_options)
     except ConfigError as error:
         made.error(str(error))
-    _tell(translation)
-    launch = run_mpi if by_mpirun(vars(chosen), document) else run_job
+    _print_translation(translation)
     try:
-        return launch(options, _disguised(environ, chosen))
+        return run_job(options, _with_compat_path(environ, chosen), launcher=launcher)
     except ConfigError as error:
         made.error(str(error))
     except LaunchError as error:
@@ -53,17 +53,32 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _disguised(environ: Mapping[str, str], chosen: argparse.Namespace) -> Mapping[str, str]:
+def _torchrun_request(chosen: argparse.Namespace, launcher: str) -> dict[str, str]:
+    """The variable by which the ranks' environment is planned.
+
+    Scripts for Horovod never get torchrun's variables: Accelerate, Transformers, timm and others would start
+    torch.distributed because of them, and average a second time.
+    """
+    if chosen.torchrun_env and chosen.as_horovod:
+        raise ConfigError("--torchrun-env: horovodrun does not set these variables, so --as-horovod does not either")
+    if chosen.torchrun_env and launcher == "mpi":
+        raise ConfigError("--torchrun-env: mpirun starts these ranks, and tells them of itself alone")
+    if chosen.as_horovod:
+        return {TORCHRUN_ENV_VARIABLE: "0"}
+    return {TORCHRUN_ENV_VARIABLE: "1"} if chosen.torchrun_env else {}
+
+
+def _with_compat_path(environ: Mapping[str, str], chosen: argparse.Namespace) -> Mapping[str, str]:
     """What ``--as-horovod`` and ``--as-mxnet`` make of the environment."""
     environ = as_horovod(environ) if chosen.as_horovod else environ
     return as_mxnet(environ) if chosen.as_mxnet else environ
 
 
-def _become(chosen: argparse.Namespace) -> int:
+def _run_by_dmlc_role(chosen: argparse.Namespace) -> int:
     """Without ``-np``, where somebody has set DMLC_ROLE by hand and starts each process himself: the command itself."""
     command = _command(chosen)
     try:
-        os.execvpe(command[0], command, _disguised(os.environ, chosen))
+        os.execvpe(command[0], command, _with_compat_path(os.environ, chosen))
     except (OSError, IndexError) as error:
         complain(f"cannot run {' '.join(command) or 'nothing'}: {error}")
         return 127
@@ -75,10 +90,10 @@ def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
 
 def _options(
     chosen: argparse.Namespace, environ: Mapping[str, str], exports: tuple[str, ...], wishes: Mapping[str, str]
-) -> Options:
+) -> LaunchOptions:
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
-    return Options(
+    return LaunchOptions(
         command=_command(chosen),
         num_ranks=chosen.num_ranks,
         bind=chosen.bind,
@@ -87,9 +102,9 @@ def _options(
         timestamps=chosen.timestamps,
         verbose=chosen.verbose,
         output_directory=chosen.output_directory,
-        hosts=_hosts(chosen),
-        ssh=ssh_of(chosen),
-        network=Network.of(environ),
+        hosts=tuple(resolve_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
+        ssh=parse_ssh_options(chosen),
+        network=NetworkOptions.of(environ),
         exports=exports,
         sync_directory=chosen.sync_dst_dir,
         mpi_args=_words("--mpi-args", wishes.get("mpi_args", "")),
@@ -98,13 +113,13 @@ def _options(
     )
 
 
-def _servers(chosen: argparse.Namespace) -> Servers | None:
+def _servers(chosen: argparse.Namespace) -> ServerOptions | None:
     if chosen.num_servers is None:
         if chosen.server_hosts is not None:
             raise ConfigError("--server-hosts needs -s: how many servers?")
         return None
     hosts = () if chosen.server_hosts is None else tuple(host.name for host in parse_hosts(chosen.server_hosts))
-    return Servers(chosen.num_servers, hosts, num_restarts=chosen.server_restarts)
+    return ServerOptions(chosen.num_servers, hosts, num_restarts=chosen.server_restarts)
 
 
 def _words(option: str, text: str) -> tuple[str, ...]:
@@ -114,16 +129,7 @@ def _words(option: str, text: str) -> tuple[str, ...]:
         raise ConfigError(f"{option} {text}: {error}") from None
 
 
-def _hosts(chosen: argparse.Namespace) -> tuple[Host, ...]:
-    hosts = hosts_of(chosen.hosts, chosen.hostfile, chosen.num_ranks)
-    names = [host.name for host in (*hosts, *parse_hosts(chosen.server_hosts or "localhost"))]
-    strangers = [name for name in names if not is_this_host(name)] if chosen.launcher == "local" else []
-    if strangers:
-        raise ConfigError(f"--launcher local: {', '.join(strangers)} cannot be reached without ssh")
-    return tuple(hosts)
-
-
-def _document(path: Path | None) -> object:
+def _read_config_file(path: Path | None) -> object:
     """What the configuration file holds; None without one."""
     if path is None:
         return None
@@ -137,7 +143,7 @@ def _document(path: Path | None) -> object:
         raise ConfigError(f"the configuration file {path} is no YAML: {error}") from None
 
 
-def _tell(translation: Translation) -> None:
+def _print_translation(translation: TranslatedOptions) -> None:
     if translation.without_effect:
         complain(f"accepted, without effect here: {', '.join(translation.without_effect)}")
     if translation.unknown:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from reigen._version import __version__
 from reigen.errors import ConfigError
-from reigen.launch.horovodrun import CONTROLLERS, OPTIONS, Option
-from reigen.launch.local import BINDINGS
-from reigen.launch.ssh import Ssh, key_file
+from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, HorovodrunOption
+from reigen.launch.local_plan import CPU_BINDINGS
+from reigen.launch.ssh.command import SshOptions, check_identity_file
 
 _EPILOG = """\
 The command and its arguments are passed on as they are, without a shell; `--` may stand before them. Its output comes
@@ -38,13 +38,10 @@ _ALIASES: tuple[tuple[tuple[str, ...], str, bool | None], ...] = (
     (("--network-interface",), "network_interfaces", None),
 )
 
-#: What `--launcher` takes.
-LAUNCHERS = ("local", "ssh", "mpi")
-
-Add = Callable[..., argparse.Action]
+AddArgument = Callable[..., argparse.Action]
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """The parser. Options that were not given are None, False, or what `--help` says."""
     made = argparse.ArgumentParser(
         prog="reigen run",
@@ -55,13 +52,13 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     _add_general(made.add_argument)
-    add_output(made.add_argument_group("output").add_argument)
+    add_output_options(made.add_argument_group("output").add_argument)
     _add_hosts(made)
     _add_servers(made.add_argument_group("parameter servers").add_argument)
     others = made.add_argument_group("other hosts").add_argument
-    add_login(others)
-    _add_journey(others)
-    for title, options in OPTIONS.items():
+    add_ssh_options(others)
+    _add_env_options(others)
+    for title, options in HOROVODRUN_OPTIONS.items():
         group = made.add_argument_group(title)
         for option in options:
             _add(group, option, option.help if title else argparse.SUPPRESS)
@@ -69,27 +66,28 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _add_general(add: Add) -> None:
+def _add_general(add: AddArgument) -> None:
     add("-v", "--version", action="version", version=f"reigen {__version__}")
     add("-cb", "--check-build", action="store_true", help="say what there is, in the form of horovodrun, and end")
     add("-np", "--num-proc", dest="num_ranks", type=int, metavar="N", help="how many processes")
     add("--as-horovod", action="store_true", help="`import horovod` finds Reigen, in the command and what it starts")
     add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
+    add("--torchrun-env", action="store_true", help="set RANK, WORLD_SIZE, MASTER_ADDR ... too, for torch.distributed")
     add("--config-file", type=Path, metavar="FILE", help="settings in YAML, as horovodrun reads them")
     add(
         "--bind",
-        choices=BINDINGS,
+        choices=CPU_BINDINGS,
         help="bind ranks to processors, or do not (default: where there is at least one for each rank)",
     )
 
 
-def _add_servers(add: Add) -> None:
+def _add_servers(add: AddArgument) -> None:
     add("-s", "--num-servers", dest="num_servers", type=int, metavar="N", help="how many (default: none)")
     add("--server-hosts", metavar="HOSTS", help="hosts where they run, in turn: h1,h2 (default: those of the ranks)")
-    add_restarts(add)
+    add_restart_option(add)
 
 
-def add_restarts(add: Add) -> None:
+def add_restart_option(add: AddArgument) -> None:
     """The option that says how often a server is started again."""
     add(
         "--server-restarts",
@@ -100,7 +98,7 @@ def add_restarts(add: Add) -> None:
     )
 
 
-def add_output(add: Add) -> None:
+def add_output_options(add: AddArgument) -> None:
     """The options that say what is printed, how, and how long processes may take to stop."""
     add(
         "--grace-seconds",
@@ -134,17 +132,17 @@ def _add_hosts(made: argparse.ArgumentParser) -> None:
     add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file, a line each: h1 slots=4")
     group.add_argument(
         "--launcher",
-        choices=LAUNCHERS,
-        help="how ranks are started: on this host alone, on others by ssh (the default), or anywhere by mpirun; "
-        "--mpi-args and --binding-args hold further options of mpirun",
+        metavar="NAME",
+        help="how ranks are started: local, on this host alone; ssh, on others, too (the default); mpi, anywhere by "
+        "mpirun, of which --mpi-args and --binding-args hold further options; or one of another package",
     )
     add("--host-discovery-script", metavar="FILE", help=argparse.SUPPRESS)
     for flags, name in ((("--min-np", "--min-num-proc"), "min_ranks"), (("--max-np", "--max-num-proc"), "max_ranks")):
         group.add_argument(*flags, dest=name, type=int, help=argparse.SUPPRESS)
 
 
-def add_login(add: Add) -> None:
-    """The options that say how other hosts are reached; `ssh_of` reads them."""
+def add_ssh_options(add: AddArgument) -> None:
+    """The options that say how other hosts are reached; `parse_ssh_options` reads them."""
     add("-p", "--ssh-port", type=int, metavar="N", help="where sshd listens (default: what ssh's configuration says)")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: the same)")
     add("--ssh-command", default="ssh", metavar="CMD", help="ssh, with options of its own: 'ssh -F FILE'")
@@ -156,7 +154,7 @@ def add_login(add: Add) -> None:
     )
 
 
-def ssh_of(chosen: argparse.Namespace) -> Ssh:
+def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:
     """How other hosts are reached.
 
     Raises:
@@ -166,11 +164,13 @@ def ssh_of(chosen: argparse.Namespace) -> Ssh:
         words = shlex.split(chosen.ssh_command)
     except ValueError as error:
         raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
-    made = Ssh(tuple(words), chosen.ssh_port, key_file(chosen.ssh_identity_file), chosen.check_host_keys)
+    made = SshOptions(
+        tuple(words), chosen.ssh_port, check_identity_file(chosen.ssh_identity_file), chosen.check_host_keys
+    )
     return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
 
 
-def _add_journey(add: Add) -> None:
+def _add_env_options(add: AddArgument) -> None:
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     add(
         "-x",
@@ -183,7 +183,11 @@ def _add_journey(add: Add) -> None:
     )
 
 
-def _add(group: argparse._ArgumentGroup, option: Option, text: str) -> None:
+def _negated(text: str) -> str:
+    return text if text == argparse.SUPPRESS else f"do not {text}"
+
+
+def _add(group: argparse._ArgumentGroup, option: HorovodrunOption, text: str) -> None:
     if option.name == "controller":
         exclusive = group.add_mutually_exclusive_group()
         for controller in CONTROLLERS:
@@ -202,4 +206,4 @@ def _add(group: argparse._ArgumentGroup, option: Option, text: str) -> None:
     off = [option.flag.replace("[no-]", "no-")] if on != option.flag else []
     off += [flag for flags, name, value in _ALIASES if name == option.name and value is False for flag in flags]
     if off:
-        exclusive.add_argument(*off, dest=option.name, action="store_const", const=False, help=text)
+        exclusive.add_argument(*off, dest=option.name, action="store_const", const=False, help=_negated(text))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reigen.cli.kv_role import serve
+from reigen.cli.kv_role import serve_role
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serve until the job is over; returns the exit code."""
-    return serve("server", "A parameter server holds values that workers push to and pull from.", arguments)
+    return serve_role("server", "A parameter server holds values that workers push to and pull from.", arguments)

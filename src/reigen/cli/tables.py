@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 
-def show(headings: Sequence[str], rows: Sequence[Sequence[str]], bad: Sequence[int] = ()) -> None:
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], bad: Sequence[int] = ()) -> None:
     """Print a table.
 
     Args:
@@ -16,7 +16,7 @@ def show(headings: Sequence[str], rows: Sequence[Sequence[str]], bad: Sequence[i
         bad: which rows tell of a problem.
     """
     if not (sys.stdout.isatty() and find_spec("rich")):
-        print("\n".join(plain([headings, *rows])))
+        print("\n".join(format_columns([headings, *rows])))
         return
     from rich.console import Console
     from rich.table import Table
@@ -28,11 +28,11 @@ def show(headings: Sequence[str], rows: Sequence[Sequence[str]], bad: Sequence[i
     Console().print(table)
 
 
-def plain(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines with the columns below each other.
 
     Example:
-        >>> plain([["host", "speed"], ["h1", "9"], ["node17", "10"]])
+        >>> format_columns([["host", "speed"], ["h1", "9"], ["node17", "10"]])
         ['host    speed', 'h1      9', 'node17  10']
     """
     widths = [max(len(text) for text in column) for column in zip(*rows, strict=True)]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reigen.observe.advice import Summary, bytes_text, summarize, time_text
-from reigen.observe.analysis import worst
-from reigen.observe.reading import TraceError, read
+from reigen.observe.advice import TraceSummary, format_bytes, format_time, summarize
+from reigen.observe.analysis import select_worst
+from reigen.observe.trace_reader import TraceError, read_trace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.top < 1:
         parser.error("--top must be at least 1")
     try:
-        summary = summarize(read(chosen.file))
+        summary = summarize(read_trace(chosen.file))
     except TraceError as error:
         print(f"reigen trace: {error}", file=sys.stderr)
         return 1
@@ -50,17 +50,17 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     from rich.console import Console
 
-    show(summary, Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False), chosen.top)
+    print_summary(summary, Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False), chosen.top)
     return 0
 
 
-def show(summary: Summary, console: Console, top: int) -> None:
+def print_summary(summary: TraceSummary, console: Console, top: int) -> None:
     """Print everything, ``top`` lines of tables that can be long."""
     trace = summary.trace
     failures = f", {len(trace.failures)} failed" if trace.failures else ""
     console.print(
-        f"{trace.size} ranks, {time_text(trace.end)}, {len(trace.executions)} collectives on all ranks{failures}; "
-        f"times of different ranks are exact to {time_text(max(trace.clock_errors.values(), default=0.0))}"
+        f"{trace.size} ranks, {format_time(trace.end)}, {len(trace.executions)} collectives on all ranks{failures}; "
+        f"times of different ranks are exact to {format_time(max(trace.clock_errors.values(), default=0.0))}"
     )
     console.print(_collectives_table(summary, top))
     if summary.steps:
@@ -76,7 +76,8 @@ def _table(title: str, *headings: str, numbers: str) -> Table:
     """A table; ``numbers`` are the headings of further columns, aligned to the right."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    # Ten columns, on 80 characters.
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="bold")
     for heading in headings:
         table.add_column(heading, overflow="fold")
     for heading in numbers.split(","):
@@ -84,42 +85,42 @@ def _table(title: str, *headings: str, numbers: str) -> Table:
     return table
 
 
-def _collectives_table(summary: Summary, top: int) -> Table:
+def _collectives_table(summary: TraceSummary, top: int) -> Table:
     columns = "count, size, in all, median, p95, waited, p95, GB/s"
     table = _table("collectives, on one rank", "what", "tensor", numbers=columns)
     for row in summary.collectives[:top]:
         speed = f"{row.bytes_per_second / 1e9:.2f}" if row.bytes_per_second else ""
         times = (row.total, row.median, row.p95, row.negotiation, row.negotiation_p95)
-        table.add_row(row.kind, row.name, str(row.count), bytes_text(row.nbytes), *map(time_text, times), speed)
+        table.add_row(row.kind, row.name, str(row.count), format_bytes(row.nbytes), *map(format_time, times), speed)
     rest = summary.collectives[top:]
     if rest:
         count, busy = sum(row.count for row in rest), sum(row.total for row in rest)
-        table.add_row(f"{len(rest)} more", "", str(count), "", time_text(busy), "", "", "", "", "")
+        table.add_row(f"{len(rest)} more", "", str(count), "", format_time(busy), "", "", "", "", "")
     return table
 
 
-def _steps_table(summary: Summary) -> Table:
+def _steps_table(summary: TraceSummary) -> Table:
     table = _table("a step, median", numbers="rank, steps, step, waits, computes, communication, hidden")
     for row in summary.steps:
         times = (row.step, row.waiting, max(0.0, row.step - row.waiting), row.communication)
         hidden = "" if row.hidden is None else f"{row.hidden:.0%}"
-        table.add_row(str(row.rank), str(row.count), *map(time_text, times), hidden)
+        table.add_row(str(row.rank), str(row.count), *map(format_time, times), hidden)
     return table
 
 
-def _late_table(summary: Summary) -> Table:
-    columns = "last, of its collectives, missing alone: median, p95, in all, others waited"
+def _late_table(summary: TraceSummary) -> Table:
+    columns = "last, share, missing alone: median, p95, in all, others waited"
     where = ", in the steps" if summary.steps else ""
     table = _table(f"who came last{where}", "rank", numbers=columns)
     for row in summary.late:
-        times = map(time_text, (row.median, row.p95, row.total, row.cost))
+        times = map(format_time, (row.median, row.p95, row.total, row.cost))
         name = summary.trace.names[row.rank].removeprefix("rank ")
         table.add_row(name, str(row.times_last), f"{row.part_last:.0%}", *times)
     return table
 
 
-def _worst_table(summary: Summary, top: int) -> Table:
+def _worst_table(summary: TraceSummary, top: int) -> Table:
     table = _table("the longest waits for one rank", "what", "tensor", numbers="at, missing alone, rank")
-    for one in worst(summary.occurrences, top):
-        table.add_row(one.kind, one.tensor, time_text(one.alone[0]), time_text(one.lateness), str(one.last))
+    for one in select_worst(summary.occurrences, top):
+        table.add_row(one.kind, one.tensor, format_time(one.alone[0]), format_time(one.lateness), str(one.last))
     return table

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 from reigen.errors import ConfigError
-from reigen.wire.interfaces import choose_address, own_addresses
+from reigen.net.interfaces import choose_address, local_addresses
 
 #: An address that nobody has: packets to it would leave by the interface that leads to everybody (RFC 5737).
-_ELSEWHERE = "192.0.2.1"
+_REMOTE_TEST_ADDRESS = "192.0.2.1"
 
 
-def is_here(host: str) -> bool:
+def is_local_address(host: str) -> bool:
     """Whether a name or an address is one of this machine's."""
-    for family, address in _resolved(host):
+    for family, address in _resolve_addresses(host):
         if ipaddress.ip_address(address).is_loopback:
             return True
         with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
@@ -25,14 +25,14 @@ def is_here(host: str) -> bool:
     return False
 
 
-def _resolved(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
+def _resolve_addresses(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
     with suppress(OSError, UnicodeError):
         for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             if family in {socket.AF_INET, socket.AF_INET6}:
                 yield family, str(address[0])
 
 
-def own_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str, str]:
+def choose_listen_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str, str]:
     """Where rank 0 shall listen for ranks of other hosts, and why there.
 
     Args:
@@ -46,13 +46,13 @@ def own_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str
         return choose_address(interfaces, coordinator)
     if coordinator is not None and _means_loopback(coordinator):
         return choose_address((), coordinator)
-    towards = [_ELSEWHERE] if coordinator is None else [coordinator, _ELSEWHERE]
+    towards = [_REMOTE_TEST_ADDRESS] if coordinator is None else [coordinator, _REMOTE_TEST_ADDRESS]
     for host in towards:
         with suppress(ConfigError):
             address, reason = choose_address((), host)
             if not ipaddress.ip_address(address).is_loopback:
                 return address, reason if host == coordinator else "packets to other networks leave from there"
-    there = {name: found[0] for name, found in own_addresses().items() if name != "lo" and found}
+    there = {name: found[0] for name, found in local_addresses().items() if name != "lo" and found}
     if len(there) == 1:
         ((name, address),) = there.items()
         return address, f"there is no other interface than {name}"

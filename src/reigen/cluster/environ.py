@@ -1,8 +1,8 @@
 """Who started this process: reads the environment, decides, and gives the reason.
 
-The order is: Reigen's own variables, then the launchers of others (`cluster.launchers`, innermost first), then alone.
-What started a process that says more than one is never taken for nothing: a job of one, silently, would train on its
-own.
+The order is: Reigen's own variables, then the launchers of others (`cluster.launcher_detection`, innermost first), then
+alone. What started a process that says more than one is never taken for nothing: a job of one, silently, would train on
+its own.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reigen.cluster.launchers import LAUNCHERS, Found, trace
+from reigen.cluster.launcher_detection import LAUNCHERS, LauncherInfo, explain_unsupported_launcher
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
 #: Variables of the place in the job, in the order of Topology's fields.
-PLACE_VARIABLES = (
+RANK_VARIABLES = (
     "REIGEN_RANK",
     "REIGEN_SIZE",
     "REIGEN_LOCAL_RANK",
@@ -27,15 +27,20 @@ RENDEZVOUS_VARIABLE = "REIGEN_RENDEZVOUS"
 SECRET_VARIABLE = "REIGEN_SECRET"
 #: Set to 1 where the launcher writes its rank before each line that a process prints.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
+#: Set to 1 where the launcher holds the scheduler's port against other users (`launch.spawn.reserve_port`).
+PORT_IS_HELD_VARIABLE = "REIGEN_PORT_IS_HELD"
 #: What a parameter server, or its scheduler, exits with when the job is over since its workers are lost: their end
 #: says why, and the launcher may be about to hear of it.
 WORKERS_LOST_EXIT_CODE = 79
+#: Number of a descriptor of the scheduler of parameter servers: a pipe, to which it writes the number of each worker
+#: that leaves in good order, a line each, before anybody else is told. The launcher reads it.
+DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
 
 _SECRET_DIGITS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobInfo:
     """What a process knows about its job when it starts.
 
     Attributes:
@@ -46,7 +51,7 @@ class Job:
         launcher: who started it, ``none`` when alone.
         reason: how that was found out, in words.
         local: this process's number among those of its host, and how many these are, as the launcher says; None where
-            it does not. Which ranks share a machine, they find out by themselves (`cluster.layout`).
+            it does not. Which ranks share a machine, they find out by themselves (`cluster.host_discovery`).
         coordinator: host of rank 0, None where it is not known.
         job_id: tells jobs of one user apart, the same on all ranks; empty where nothing does.
         by_mpi: started in a way that lets the ranks use MPI.
@@ -71,26 +76,26 @@ class Job:
         return self.local is not None and self.local[1] == self.size
 
 
-def detect(environ: Mapping[str, str]) -> Job:
+def detect_job(environ: Mapping[str, str]) -> JobInfo:
     """The job that ``environ`` speaks of.
 
     Raises:
         ConfigError: the variables of whoever started this process are incomplete or contradict each other; all problems
             are listed.
     """
-    if any(name in environ for name in (*PLACE_VARIABLES, RENDEZVOUS_VARIABLE)):
+    if any(name in environ for name in (*RANK_VARIABLES, RENDEZVOUS_VARIABLE)):
         return _from_reigen(environ)
     found = next((found for find in LAUNCHERS if (found := find(environ)) is not None), None)
     if found is None:
-        problem = trace(environ)
+        problem = explain_unsupported_launcher(environ)
         if problem is not None:
             raise ConfigError(f"{problem}. Start the job with `reigen run -np N ...`; or unset them, to run it alone.")
         reason = "no launcher's variables are set: a job of one process"
-        return Job(0, 1, None, None, "none", reason, (0, 1))
-    return _job(found, _reason(environ, found), environ)
+        return JobInfo(0, 1, None, None, "none", reason, (0, 1))
+    return _make_job_info(found, _explain_choice(environ, found), environ)
 
 
-def told(rank: int, size: int, coordinator: str) -> Job:
+def job_from_arguments(rank: int, size: int, coordinator: str) -> JobInfo:
     """The job that a program describes itself.
 
     Args:
@@ -109,10 +114,10 @@ def told(rank: int, size: int, coordinator: str) -> Job:
     host = host.removeprefix("[").removesuffix("]")
     reason = f"init(rank={rank}, size={size}, coordinator={coordinator!r})"
     local = (0, 1) if size == 1 else None
-    return Job(rank, size, None, None, "the program itself", reason, local, host, port, port=int(port))
+    return JobInfo(rank, size, None, None, "the program itself", reason, local, host, port, port=int(port))
 
 
-def _reason(environ: Mapping[str, str], chosen: Found) -> str:
+def _explain_choice(environ: Mapping[str, str], chosen: LauncherInfo) -> str:
     """What was found, and what speaks of other numbers and was ignored: launchers further out."""
     ignored = []
     for find in LAUNCHERS:
@@ -126,8 +131,8 @@ def _reason(environ: Mapping[str, str], chosen: Found) -> str:
     return chosen.words + behind
 
 
-def _job(found: Found, reason: str, environ: Mapping[str, str]) -> Job:
-    return Job(
+def _make_job_info(found: LauncherInfo, reason: str, environ: Mapping[str, str]) -> JobInfo:
+    return JobInfo(
         found.rank,
         found.size,
         None,
@@ -141,24 +146,24 @@ def _job(found: Found, reason: str, environ: Mapping[str, str]) -> Job:
     )
 
 
-def _from_reigen(environ: Mapping[str, str]) -> Job:
+def _from_reigen(environ: Mapping[str, str]) -> JobInfo:
     problems: list[str] = []
-    numbers = [_number(environ, name, problems) for name in PLACE_VARIABLES]
-    rendezvous = _rendezvous(environ, problems)
-    secret = _secret(environ, problems)
+    numbers = [_read_number(environ, name, problems) for name in RANK_VARIABLES]
+    rendezvous = _read_rendezvous(environ, problems)
+    secret = _read_secret(environ, problems)
     topology = Topology.alone()
     if all(number is not None for number in numbers):
         try:
             topology = Topology(*(number for number in numbers if number is not None))
         except ConfigError as error:
             problems.append(str(error))
-    _refuse(problems)
+    _raise_problems(problems)
     reason = f"REIGEN_RANK is set: rank {topology.rank} of {topology.size}"
     local = topology.local_rank, topology.local_size
-    return Job(topology.rank, topology.size, rendezvous, secret, "reigen run", reason, local)
+    return JobInfo(topology.rank, topology.size, rendezvous, secret, "reigen run", reason, local)
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _raise_problems(problems: Sequence[str]) -> None:
     if problems:
         raise ConfigError(
             "the variables that `reigen run` gives to each process are not in order:\n  "
@@ -168,7 +173,7 @@ def _refuse(problems: Sequence[str]) -> None:
         )
 
 
-def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int | None:
+def _read_number(environ: Mapping[str, str], name: str, problems: list[str]) -> int | None:
     text = environ.get(name)
     if text is None:
         problems.append(f"{name} is not set")
@@ -179,7 +184,7 @@ def _number(environ: Mapping[str, str], name: str, problems: list[str]) -> int |
     return int(text)
 
 
-def _rendezvous(environ: Mapping[str, str], problems: list[str]) -> str:
+def _read_rendezvous(environ: Mapping[str, str], problems: list[str]) -> str:
     text = environ.get(RENDEZVOUS_VARIABLE)
     if text is None:
         problems.append(f"{RENDEZVOUS_VARIABLE} is not set")
@@ -190,18 +195,18 @@ def _rendezvous(environ: Mapping[str, str], problems: list[str]) -> str:
     return text
 
 
-def _secret(environ: Mapping[str, str], problems: list[str]) -> bytes:
+def _read_secret(environ: Mapping[str, str], problems: list[str]) -> bytes:
     text = environ.get(SECRET_VARIABLE)
     if text is None:
         problems.append(f"{SECRET_VARIABLE} is not set")
         return b""
-    secret = secret_of(text)
+    secret = parse_secret(text)
     if secret is None:
         problems.append(f"{SECRET_VARIABLE} is not {_SECRET_DIGITS} hexadecimal digits")
     return secret or b""
 
 
-def secret_of(text: str) -> bytes | None:
+def parse_secret(text: str) -> bytes | None:
     """The 32 bytes that 64 hexadecimal digits stand for, None if they are none."""
     if len(text) == _SECRET_DIGITS:
         try:

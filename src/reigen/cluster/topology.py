@@ -60,7 +60,7 @@ class Topology:
         return problems
 
 
-def among(rank: int, size: int, ranks: Sequence[int]) -> int:
+def renumber_rank(rank: int, size: int, ranks: Sequence[int]) -> int:
     """The rank of a process in a job of some ranks of its job, which are numbered anew in the order given.
 
     Args:

@@ -1,7 +1,7 @@
 """What a codec is: floating-point numbers to fewer bytes, and back.
 
 Every codec turns n numbers into a number of bytes that depends on n alone, so that both ends know it beforehand. What
-it loses it forgets, unless :class:`~reigen.compression.feedback.ErrorFeedback` is around it.
+it loses it forgets, unless :class:`~reigen.compression.error_feedback.ErrorFeedback` is around it.
 
 Codecs are frozen and hold no state: one serves any number of arrays and threads. What has to be remembered of an array
 is its *residual*, a float32 array of the same length, which the caller keeps: it can be saved, cut and put together
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, UnsupportedTypeError, WireError
-from reigen.kernels import half
-from reigen.kernels.quantize import Bytes, Floats, Scratch
+from reigen.kernels import half_precision
+from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
 from reigen.types import DType
 
 #: What is remembered of an array from one `Codec.encode` to the next: what has not been sent; None where nothing is.
@@ -37,7 +37,7 @@ class Codec(ABC):
 
     #: Codes of parts whose borders are multiples of this, put together, are the codes of the whole; None: nothing but
     #: the whole has codes.
-    grain: int | None = 1
+    block_multiple: int | None = 1
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class Codec(ABC):
         """Size of the codes of so many elements: exactly, whatever the elements are."""
 
     @abstractmethod
-    def pack(self, values: Floats, out: Bytes, scratch: Scratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
         """Write the codes of ``values``, (n,), which are left as they are, into ``out``, (max_bytes(n),)."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Codec(ABC):
         """
         return self
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: Scratch) -> None:
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
         """``target = how(target, what data stands for)``; ``how`` leaves alone what it combines with zero."""
         values = scratch.take("unpacked", len(target), np.float32)
         self.unpack(data, values)
@@ -127,10 +127,10 @@ class Codec(ABC):
         check_array(array)
         if state is not None:
             raise ArgumentError(f"{self.name} compression without error feedback has no residual")
-        target = writable(out, self.max_bytes(len(array)))
-        scratch = Scratch()
+        target = writable_bytes(out, self.max_bytes(len(array)))
+        scratch = QuantizeScratch()
         with np.errstate(all="ignore"):
-            for begin, end in pieces(len(array), self.grain):
+            for begin, end in block_ranges(len(array), self.block_multiple):
                 values = as_float32(array[begin:end], scratch)
                 self.pack(values, target[self.max_bytes(begin) : self.max_bytes(end)], scratch)
         return len(target)
@@ -150,12 +150,12 @@ class Codec(ABC):
         check_array(out)
         codes = np.frombuffer(data, np.uint8) if self.max_bytes(len(out)) else np.empty(0, np.uint8)
         Codec.check(self, codes, len(out))  # what its content says is looked at once, where it is read
-        scratch = Scratch()
+        scratch = QuantizeScratch()
         with np.errstate(all="ignore"):
-            for begin, end in pieces(len(out), self.grain):
+            for begin, end in block_ranges(len(out), self.block_multiple):
                 self._decode(codes[self.max_bytes(begin) : self.max_bytes(end)], out[begin:end], accumulate, scratch)
 
-    def _decode(self, data: Bytes, out: NDArray[Any], accumulate: bool, scratch: Scratch) -> None:
+    def _decode(self, data: Bytes, out: NDArray[Any], accumulate: bool, scratch: QuantizeScratch) -> None:
         if out.dtype == np.float32:
             self.combine(data, out, np.add, scratch) if accumulate else self.unpack(data, out)
             return
@@ -172,30 +172,30 @@ class Codec(ABC):
         if out.dtype == np.float64:
             np.copyto(out, values)
         else:
-            _, narrow = half.converters("bfloat16" if out.dtype == np.uint16 else "float16")
+            _, narrow = half_precision.converters("bfloat16" if out.dtype == np.uint16 else "float16")
             narrow(values, out)
 
 
-def pieces(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
+def block_ranges(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
     """``(begin, end)`` of what is worked on at a time, of an array with ``length`` elements."""
     step = length if grain is None else BLOCK // grain * grain
     for begin in range(0, length, max(step, 1)):
         yield begin, min(begin + step, length)
 
 
-def as_float32(array: NDArray[Any], scratch: Scratch) -> Floats:
+def as_float32(array: NDArray[Any], scratch: QuantizeScratch) -> Floats:
     """The array itself, if it is float32; else its numbers, in ``scratch``."""
     if array.dtype == np.float32:
         return array
     values: Floats = scratch.take("values", len(array), np.float32)
     if array.dtype == np.uint16:
-        half.widen_bfloat16(array, values)
+        half_precision.widen_bfloat16(array, values)
     else:
         np.copyto(values, array, casting="same_kind")
     return values
 
 
-def writable(out: memoryview | bytearray | Bytes, nbytes: int) -> Bytes:
+def writable_bytes(out: memoryview | bytearray | Bytes, nbytes: int) -> Bytes:
     """The first ``nbytes`` of ``out``.
 
     Raises:

@@ -8,8 +8,8 @@ import numpy as np
 
 from reigen.compression.base import Codec, Params
 from reigen.errors import ArgumentError
-from reigen.kernels import half, quantize
-from reigen.kernels.quantize import Bytes, Floats, Scratch
+from reigen.kernels import half_precision, quantize
+from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
 
 _STORAGES = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2"}
 
@@ -41,15 +41,15 @@ class Cast(Codec):
         """See `Codec.max_bytes`."""
         return num_elements * np.dtype(_STORAGES[self.to]).itemsize
 
-    def pack(self, values: Floats, out: Bytes, scratch: Scratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
         """See `Codec.pack`."""
         target = out.view(_STORAGES[self.to])
         if self.to == "bf16":
             copy = scratch.take("to narrow", len(values), np.float32)  # narrowing uses it up
             np.copyto(copy, values)
-            half.narrow_bfloat16(copy, target)
+            half_precision.narrow_bfloat16(copy, target)
         elif self.to == "fp16":
-            half.narrow_float16(values, target)
+            half_precision.narrow_float16(values, target)
         else:
             np.copyto(target, values, casting="same_kind")
 
@@ -57,7 +57,7 @@ class Cast(Codec):
         """See `Codec.unpack`."""
         source = data.view(_STORAGES[self.to])
         if self.to == "bf16":
-            half.widen_bfloat16(source, out)
+            half_precision.widen_bfloat16(source, out)
         else:
             np.copyto(out, source)
 
@@ -69,7 +69,7 @@ class Int8(Codec):
     A group of 256 with NaN or infinity in it arrives as NaN, so that a check for overflow finds it.
     """
 
-    grain = quantize.GROUP
+    block_multiple = quantize.INT8_GROUP
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Int8(Codec):
         """See `Codec.max_bytes`."""
         return quantize.int8_bytes(num_elements)
 
-    def pack(self, values: Floats, out: Bytes, scratch: Scratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
         """See `Codec.pack`."""
         quantize.pack_int8(values, out, scratch)
 

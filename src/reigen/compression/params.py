@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reigen.compression.base import Codec
-from reigen.compression.bits import Signs, Ternary
 from reigen.compression.casts import Cast, Int8
-from reigen.compression.feedback import ErrorFeedback
+from reigen.compression.error_feedback import ErrorFeedback
+from reigen.compression.low_bit import Signs, Ternary
 from reigen.compression.topk import UNCHANGED, TopK
 from reigen.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class _Type:
+class _CodecType:
     """A type of compression: what makes it, of which parameters, and whether with error feedback if nothing is said."""
 
     make: Callable[..., Codec]
@@ -26,20 +26,20 @@ class _Type:
 _VALUES: dict[str, Codec] = {"fp32": UNCHANGED, "fp16": Cast("fp16"), "bf16": Cast("bf16"), "int8": Int8()}
 
 
-def _topk(values: object = "fp32", **how_many: Any) -> Codec:
+def _make_topk(values: object = "fp32", **how_many: Any) -> Codec:
     if not isinstance(values, str) or values not in _VALUES:
         raise ArgumentError(f'"values" of topk compression must be one of {", ".join(_VALUES)}, got {values!r}')
     return TopK(**how_many, values=_VALUES[values])
 
 
-_TYPES: dict[str, _Type] = {
-    "1bit": _Type(Signs, ("threshold", "scale"), feedback=True),
-    "2bit": _Type(Ternary, ("threshold",), feedback=True),
-    "bf16": _Type(lambda: Cast("bf16")),
-    "fp16": _Type(lambda: Cast("fp16")),
-    "fp32": _Type(lambda: Cast("fp32")),
-    "int8": _Type(Int8),
-    "topk": _Type(_topk, ("ratio", "k", "values"), feedback=True),
+_TYPES: dict[str, _CodecType] = {
+    "1bit": _CodecType(Signs, ("threshold", "scale"), feedback=True),
+    "2bit": _CodecType(Ternary, ("threshold",), feedback=True),
+    "bf16": _CodecType(lambda: Cast("bf16")),
+    "fp16": _CodecType(lambda: Cast("fp16")),
+    "fp32": _CodecType(lambda: Cast("fp32")),
+    "int8": _CodecType(Int8),
+    "topk": _CodecType(_make_topk, ("ratio", "k", "values"), feedback=True),
 }
 
 

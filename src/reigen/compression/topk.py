@@ -12,7 +12,7 @@ from reigen.compression.base import Codec, Params
 from reigen.compression.casts import Cast, Int8
 from reigen.errors import ArgumentError, WireError
 from reigen.kernels import quantize
-from reigen.kernels.quantize import Bytes, Floats, Scratch
+from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
 
 #: Values that travel as they are.
 UNCHANGED = Cast("fp32")
@@ -33,7 +33,7 @@ class TopK(Codec):
     ratio: float | None = None
     k: int | None = None
     values: Codec = UNCHANGED
-    grain = None
+    block_multiple = None
 
     def __post_init__(self) -> None:
         if (self.ratio is None) == (self.k is None):
@@ -74,11 +74,11 @@ class TopK(Codec):
         super().check(data, num_elements)
         self._positions(data, num_elements)
 
-    def pack(self, values: Floats, out: Bytes, scratch: Scratch) -> None:
+    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
         """See `Codec.pack`."""
         if len(values) >= 1 << 32:
             raise ArgumentError(f"topk compression is for arrays of less than 2**32 elements, got {len(values)}")
-        chosen = quantize.largest(values, self.count(len(values)))
+        chosen = quantize.top_k_indices(values, self.count(len(values)))
         out[: 4 * len(chosen)].view("<u4")[:] = chosen
         self.values.pack(values[chosen], out[4 * len(chosen) :], scratch)
 
@@ -88,7 +88,7 @@ class TopK(Codec):
         out[:] = 0.0
         out[positions] = values
 
-    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: Scratch) -> None:
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
         """See `Codec.combine`. Nothing but the elements that were sent is touched."""
         positions, values = self._read(data, len(target))
         target[positions] = how(target[positions], values)

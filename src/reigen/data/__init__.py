@@ -1,7 +1,7 @@
 """Which samples a worker uses, and how a batch is cut. Knows no framework: positions, and whatever has a shape."""
 
+from reigen.data.partition import Remainder, share, share_length
 from reigen.data.sampler import ShuffleSplitSampler, SplitSampler
-from reigen.data.shares import Remainder, share, share_length
 from reigen.data.slices import split_and_load, split_data
 
 __all__ = [

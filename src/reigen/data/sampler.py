@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.data.shares import Remainder, share
+from reigen.data.partition import Remainder, share
 from reigen.errors import ArgumentError
 
 

@@ -7,9 +7,10 @@ the doorbell. A thread that waits for its own operation while nobody drives does
 changes threads not once. Otherwise the engine's thread drives: it is woken by asynchronous submissions and by
 messages, drives until nothing is outstanding, and parks.
 
-Whom a ring of the doorbell wakes (`Sleeper`) is written only by the thread that holds ``_driver``. A caller that has
-finished driving hands the doorbell back to the parked thread, which begins with what has come in between: at once, or
-in a moment where nobody can want anything of rank 0 before its next submission (all process sets have it).
+Whom a ring of the doorbell wakes (`WaitingThread`) is written only by the thread that holds ``_driver``. A caller that
+has finished driving hands the doorbell back to the parked thread, which begins with what has come in between: at once,
+or, where nobody can want anything of rank 0 before its next submission (all process sets have it), in a moment, or when
+those that have written it sleep themselves (`ControlTransport.release_to_engine`).
 """
 
 from __future__ import annotations
@@ -21,36 +22,34 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from reigen.engine.channel import BACKLOG_SECONDS, SLICE_SECONDS, Channel, Listener
-from reigen.engine.execution import execute, stand_in
-from reigen.engine.farewell import LastMoment, interrupted, wait_for_devices
-from reigen.engine.handles import Handle, Outcome
+from reigen.backends.base import Backend, ProgressHook
+from reigen.backends.device import DeviceBackend
+from reigen.engine.control_channel import BACKLOG_RETRY_SECONDS, CHECK_SECONDS, ControlChannel, NoteListener
+from reigen.engine.coordinator import Coordinator
+from reigen.engine.execution import execute, execute_allreduce, make_neutral_buffers
+from reigen.engine.handle import CollectiveResult, Handle
 from reigen.engine.messages import (
     MAX_NOTE_BYTES,
     Announcement,
-    Kind,
-    Leave,
+    JobAbort,
     Note,
     Operation,
-    Ready,
-    Report,
+    OperationKind,
     Response,
-    Stop,
-    Submit,
     Topic,
 )
-from reigen.engine.negotiation import Coordinator
-from reigen.engine.observer import Observer
-from reigen.engine.outstanding import SHUT_DOWN, Outstanding
-from reigen.engine.participant import Execute, Instruction, Participant, stopped
-from reigen.engine.stall_watch import Seat, StallWatch
-from reigen.engine.team import Team
-from reigen.engine.transport import Transport, Watch
+from reigen.engine.observer import EngineObserver
+from reigen.engine.process_set import ProcessSetGroup
+from reigen.engine.rank_controller import ExecuteBatch, RankController, abort_error
+from reigen.engine.shutdown import PeerExitGrace, clear_frames, interruption_error, wait_for_devices
+from reigen.engine.stall.monitor import MonitoredRank, StallMonitor
+from reigen.engine.tensor_queue import SHUTDOWN_MESSAGE, TensorQueue
+from reigen.engine.transport import ControlTransport, PeerMonitor
 from reigen.errors import CollectiveError, DeadlineError, DeviceError, PeerLostError, SharedMemoryError
-from reigen.planes.base import DataPlane, Meanwhile
-from reigen.planes.device import DevicePlane
-from reigen.wire.mailbox import Sleeper
+from reigen.net.futex import SpinLimit
+from reigen.net.shm_ring import WaitingThread
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ class Engine:
     """One rank's engine.
 
     Args:
-        plane: moves the data; the engine owns it.
+        backend: moves the data; the engine owns it.
         transport: carries control messages; used by the driving thread alone, except ``wake``.
         watch: tells of lost ranks.
         coordinator: on rank 0.
@@ -75,40 +74,40 @@ class Engine:
 
     def __init__(
         self,
-        plane: DataPlane,
-        transport: Transport,
-        watch: Watch,
+        backend: Backend,
+        transport: ControlTransport,
+        watch: PeerMonitor,
         coordinator: Coordinator | None,
         deadline_seconds: float,
         looks: int,
-        device: DevicePlane | None = None,
+        device: DeviceBackend | None = None,
     ) -> None:
-        self._plane = plane
+        self._backend = backend
         self.device = device
         #: process sets by number; what they are is the same on all ranks whenever the same operation is carried out
-        self._teams = {0: Team(tuple(range(plane.size)), plane, device)}
+        self._process_set_groups = {0: ProcessSetGroup(tuple(range(backend.size)), backend, device)}
         self._transport = transport
-        self._channel = Channel(transport, hears_reports=coordinator is not None)
+        self._channel = ControlChannel(transport, hears_reports=coordinator is not None)
         self._watch = watch
         self._coordinator = coordinator
-        self._participant = Participant(plane.rank)
+        self._controller = RankController(backend.rank)
         self._deadline_seconds = deadline_seconds
-        self._looks = looks
+        self._spin = SpinLimit(looks)
         self._driver = threading.Lock()
         #: every operation of this rank that is not complete
-        self._outstanding = Outstanding()
-        self._last_moment = LastMoment(watch, self._outstanding)
+        self._outstanding = TensorQueue()
+        self._exit_grace = PeerExitGrace(watch, self._outstanding)
         #: looks for stalls, if somebody should
-        self._stalls: StallWatch | None = None
+        self._stalls: StallMonitor | None = None
         #: on rank 0: announced while data was being moved, and to be carried out
         self._announced: list[Announcement] = []
-        self._meanwhile = Meanwhile(transport.descriptor, self._negotiate) if transport.descriptor >= 0 else None
+        self._meanwhile = ProgressHook(transport.descriptor, self._negotiate) if transport.descriptor >= 0 else None
         #: the collective whose data is being moved, and its deadline
         self._running: tuple[Operation, float] | None = None
         #: told of everything, while there is one
-        self._observer: Observer | None = None
-        #: when to look for dead ranks next
-        self._look_next = 0.0
+        self._observer: EngineObserver | None = None
+        self._heard_token = -1  # of the transport, before everything was read that had come
+        self._next_check = 0.0  # when to look for dead ranks
         self._thread: threading.Thread | None = None
         if device is not None:
             device.failure = self._failure
@@ -119,7 +118,7 @@ class Engine:
         Args:
             cpu: number of the processor to bind it to, None to leave that to the kernel.
         """
-        self._thread = threading.Thread(target=self._run, name=f"reigen-engine-{self._plane.rank}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"reigen-engine-{self._backend.rank}", daemon=True)
         self._thread.start()
         if cpu is not None and self._thread.native_id is not None:
             try:
@@ -130,11 +129,11 @@ class Engine:
     @property
     def process_sets(self) -> dict[int, tuple[int, ...]]:
         """The ranks of every process set, by number."""
-        return {number: team.ranks for number, team in list(self._teams.items())}
+        return {number: team.ranks for number, team in list(self._process_set_groups.items())}
 
     def ranks_of(self, process_set: int) -> tuple[int, ...] | None:
         """The ranks of a process set; None if there is none of that number."""
-        team = self._teams.get(process_set)
+        team = self._process_set_groups.get(process_set)
         return None if team is None else team.ranks
 
     # -- callers ------------------------------------------------------------------------------------------------------
@@ -156,12 +155,12 @@ class Engine:
         try:
             self._outstanding.add(operation, handle, None if observer is None else observer.submitted)
         except PeerLostError as error:
-            self._last_moment.give(error)
+            self._exit_grace.give(error)
             raise
         if self._thread is None:
             self.wait_for(handle)
         elif not blocking:
-            self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
+            self._transport.wake(WaitingThread.ANY)
 
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note: rank 0's go to all others, theirs to rank 0. Any thread; never waits.
@@ -174,30 +173,30 @@ class Engine:
         """
         if len(data) > MAX_NOTE_BYTES:
             raise AssertionError(f"a note of {len(data)} bytes; the most is {MAX_NOTE_BYTES}")
-        if self._thread is None or not self.works:
+        if self._thread is None or not self.is_operational:
             return
         self._channel.post(Note(topic, data))
-        self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
+        self._transport.wake(WaitingThread.ANY)
 
-    def listen(self, topic: Topic, listener: Listener) -> None:
+    def listen(self, topic: Topic, listener: NoteListener) -> None:
         """From now on notes on ``topic`` go to ``listener``. Others are dropped."""
         self._channel.listen(topic, listener)
 
     @property
-    def works(self) -> bool:
+    def is_operational(self) -> bool:
         """Whether collectives and notes still go anywhere: no rank was lost, none has left."""
-        return self._outstanding.works
+        return self._outstanding.is_operational
 
     @property
     def unsent(self) -> int:
         """Notes, and other control messages, that have not left yet."""
         return len(self._channel.notes) + self._transport.backlog
 
-    def observe(self, observer: Observer | None) -> None:
+    def observe(self, observer: EngineObserver | None) -> None:
         """From now on tell ``observer``, and nobody else; None ends it."""
         self._observer = observer
 
-    def watch_stalls(self, check_seconds: float, shutdown_seconds: float, pids: Mapping[int, int]) -> None:
+    def enable_stall_check(self, check_seconds: float, shutdown_seconds: float, pids: Mapping[int, int]) -> None:
         """From now on collectives that wait too long are told of; before `start`.
 
         Args:
@@ -207,60 +206,58 @@ class Engine:
         """
 
         def outstanding() -> list[str]:
-            submitted = [*(told.operation for told in self._participant.pending.values()), *self._outstanding.inbox]
-            return [operation.name for operation in submitted if operation.kind is not Kind.FREE]
+            submitted = [*(told.operation for told in self._controller.pending.values()), *self._outstanding.inbox]
+            return [operation.name for operation in submitted if operation.kind is not OperationKind.FREE]
 
-        code = Engine._wait_for.__code__
-        seat = Seat(self._plane.rank, pids, self.post, outstanding, code, self._coordinator)
-        self._stalls = StallWatch(seat, check_seconds, shutdown_seconds, self._deadline_seconds)
+        code = Engine.wait_for.__code__
+        seat = MonitoredRank(self._backend.rank, pids, self.post, outstanding, code, self._coordinator)
+        self._stalls = StallMonitor(seat, check_seconds, shutdown_seconds, self._deadline_seconds)
         self.listen(Topic.STACKS, self._stalls.heard)
 
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is done; drive if nobody does."""
         observer = self._observer
-        if observer is None:
-            self._wait_for(handle)
-            return
-        observer.waiting(handle.name)
+        if observer is not None:
+            observer.waiting(handle.name)
         try:
-            self._wait_for(handle)
+            while not handle.done:
+                if not self._outstanding.closed and self._driver.acquire(blocking=False):
+                    try:
+                        self._drive(WaitingThread.CALLER, handle)
+                    finally:
+                        self._hand_over(handle)
+                    continue
+                if self._outstanding.inbox and self._thread is not None:
+                    self._transport.wake(WaitingThread.ANY)  # whoever drives may sleep on something else
+                self._outstanding.wait(handle, CHECK_SECONDS)
         finally:
-            observer.waited(handle.name)
+            if observer is not None:
+                observer.waited(handle.name)
 
-    def _wait_for(self, handle: Handle) -> None:
-        while not handle.done:
-            if not self._outstanding.closed and self._driver.acquire(blocking=False):
-                self._drive_for(handle)
-                continue
-            if self._outstanding.inbox and self._thread is not None:
-                self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)  # whoever drives may sleep on something else
-            self._outstanding.wait(handle, SLICE_SECONDS)
-
-    def _drive_for(self, handle: Handle) -> None:
-        """Drive as the caller who waits for ``handle``, then hand over to the engine's thread. Gives up ``_driver``."""
-        coordinator, waits_for_others = self._coordinator, False
+    def _hand_over(self, handle: Handle) -> None:
+        """Give up ``_driver`` after having driven for ``handle``; the engine's thread looks after what there is."""
+        coordinator, waits_for_others, will_look = self._coordinator, False, False
         try:
-            self._transport.take_over(Sleeper.NOBODY)
-            self._drive(Sleeper.CALLER, handle)
-            # The engine's thread sleeps for as long as it chose before: new deadlines are for it to look after.
-            waits_for_others = coordinator is not None and coordinator.next_expiry() is not None
             broken = self._outstanding.broken
             if broken is not None and not handle.done:  # an interrupt fell between its end and telling it
                 handle.complete(broken.of(handle.name))
+            if coordinator is not None:
+                # The engine's thread sleeps for as long as it chose before: new deadlines are for it to look after.
+                waits_for_others = coordinator.next_expiry() is not None
+                will_look = len(self._process_set_groups) == 1 and self._transport.release_to_engine(waits_for_others)
         finally:
-            will_look = coordinator is not None and len(self._teams) == 1 and self._transport.hand_back()
             if not will_look:
-                self._transport.take_over(Sleeper.ENGINE)
+                self._transport.set_wake_target(WaitingThread.ENGINE)
             self._driver.release()
             if self._has_work(reads=not will_look) or (waits_for_others and not will_look):
-                self._transport.wake(Sleeper.ENGINE)
+                self._transport.wake(WaitingThread.ENGINE)
 
     def give_up(self, error: BaseException) -> None:
         """All ranks, this one too, get this error for what is outstanding and what comes: this one cannot go on."""
-        known = interrupted(error, self._plane.rank)
+        known = interruption_error(error, self._backend.rank)
         self._watch.abort(known)  # seen here, too, by whoever drives
         with self._driver:
-            if self.works:
+            if self.is_operational:
                 self._give_up(known)
 
     def close(self) -> None:
@@ -269,29 +266,30 @@ class Engine:
         A thread that is in the middle of a collective gets a moment to finish; then it is told to give up.
         """
         if self._thread is not None:
-            wait_for_devices(self, self._teams)
+            wait_for_devices(self, self._process_set_groups)
         if not self._outstanding.close():
             return
-        self._transport.wake(Sleeper.ENGINE | Sleeper.CALLER)
+        self._transport.wake(WaitingThread.ANY)
         free = self._driver.acquire(timeout=_GRACE_SECONDS)
         if not free:
-            rank = self._plane.rank
-            reason = f"rank {rank} shut down in the middle of a collective"
-            self._abort(CollectiveError(reason, ranks=(rank,)))
+            rank = self._backend.rank
+            self._abort(CollectiveError(f"rank {rank} shut down in the middle of a collective", ranks=(rank,)))
             free = self._driver.acquire(timeout=_GRACE_SECONDS)
         try:
             self._fail_all(None)
             if free and self._outstanding.broken is None:
-                self._say_goodbye()
+                self._announce_shutdown()
         finally:
             if free:
                 self._driver.release()
-        self._transport.wake(Sleeper.ENGINE)
+        self._transport.wake(WaitingThread.ENGINE)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_GRACE_SECONDS)
-        for number, team in self._teams.items():
-            if free:
-                team.close(keep_plane=not number)
+        if free:
+            for number, team in self._process_set_groups.items():
+                team.close(keep_backend=not number)
+            self._channel.close()  # without cycles, memory is freed with its last user, and not at a collection
+            self._stalls = self._meanwhile = None
 
     # -- the engine's thread ------------------------------------------------------------------------------------------
 
@@ -300,138 +298,145 @@ class Engine:
             with self._driver:
                 if self._outstanding.closed:
                     return
-                self._transport.take_over(Sleeper.NOBODY)
-                self._drive(Sleeper.ENGINE, None)
+                self._drive(WaitingThread.ENGINE, None)
                 token = self._transport.token()
-                self._transport.take_over(Sleeper.ENGINE)
+                self._transport.set_wake_target(WaitingThread.ENGINE)
                 if self._has_work():
                     continue
-                nap = self._nap(IDLE_SECONDS)
+                nap = self._sleep_until_event(IDLE_SECONDS)
             if not self._outstanding.closed:
-                self._transport.sleep(token, Sleeper.ENGINE, nap)
+                self._transport.sleep(token, WaitingThread.ENGINE, nap)
 
     def _has_work(self, *, reads: bool = True) -> bool:
         """Whether somebody waits for something or, if that ``reads``, has said something."""
-        return self.works and (not self._idle() or (reads and self._channel.pending()))
+        if not self._outstanding.is_operational:
+            return False
+        return not self._idle() or (reads and (bool(self._channel.unread) or self._transport.pending()))
 
     def _idle(self) -> bool:
         """Nobody waits, and no device is at work for anybody: no deaths and deadlines have to be looked at."""
-        flying = self.device is not None and self.device.flying
-        return not (self._outstanding.handles or self._channel.notes or flying)
+        device = self.device
+        return not (self._outstanding.handles or self._channel.notes or (device is not None and device.has_pending))
 
     # -- driving ------------------------------------------------------------------------------------------------------
 
-    def _drive(self, who: Sleeper, handle: Handle | None) -> None:
+    def _drive(self, who: WaitingThread, handle: Handle | None) -> None:
         """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
+        self._transport.set_wake_target(WaitingThread.NOBODY)
         try:
-            while self.works:
+            while self._outstanding.is_operational:
                 token = self._transport.token()
-                worked = self._step()
+                announced = self._step(token)
+                if announced:
+                    for announcement in announced:
+                        self._follow(announcement)
+                    if self._controller.outgoing:
+                        self._report()
                 if handle.done if handle is not None else self._idle():
                     return
-                if not worked:
+                looks = self._spin.looks if who is WaitingThread.CALLER else 0
+                if announced is None and not (looks and self._transport.look(token, looks)):
                     self._rest(token, who)
         except BaseException as error:  # whoever waits for an operation is told by its handle
             self._give_up(error)
             if not isinstance(error, Exception):  # KeyboardInterrupt and SystemExit end more than this operation
                 raise
 
-    def _step(self) -> bool:
-        """Take in what has come and carry out what follows; False when nothing has come from anybody."""
-        self._take_submissions()
-        worked = False
-        for rank, message in self._channel.receive():
-            worked = True
-            self._hear(rank, message)
-        self._report()
-        if self._channel.notes:
-            worked = True
+    def _step(self, token: int) -> Sequence[Announcement] | None:
+        """Take in what has come and say what there is to say; what is to be carried out, None when nothing has come."""
+        received: Sequence[tuple[int, Sequence[Any]]] = ()
+        if token != self._heard_token or self._channel.unread:  # else nobody has rung since it was read last
+            self._heard_token = token
+            received = self._channel.receive()
+        if self._outstanding.inbox:
+            self._take_submissions()
+        coordinator = self._coordinator
+        if coordinator is not None:
+            for rank, reports in received:
+                coordinator.hear(rank, reports, time.monotonic())
+        if self._controller.outgoing:
+            self._report()
+        sends_notes = bool(self._channel.notes)
+        if sends_notes:
             self._channel.send_notes()
-        if self._coordinator is not None:
-            worked |= self._announce(self._coordinator)
+        announced: list[Announcement] = []
+        if coordinator is not None:
+            announced = self._announce(coordinator)
+        else:
+            for _, messages in received:
+                announced += messages
         if self._transport.backlog:
             self._transport.flush()
-        return worked
-
-    def _hear(self, rank: int, message: Report | Announcement) -> None:
-        """Take in a message of ``rank``."""
-        if isinstance(message, Submit | Ready | Leave):
-            if self._coordinator is not None:
-                self._coordinator.hear(rank, message, time.monotonic())
-        else:
-            self._carry_out(self._participant.hear(message))
+        return announced if received or announced or sends_notes else None
 
     def _take_submissions(self) -> None:
-        for operation in self._outstanding.take(self._deadline_seconds + _GRACE_SECONDS):
-            self._participant.submit(operation)
+        inbox = self._outstanding.inbox
+        overdue = time.monotonic() + self._deadline_seconds + _GRACE_SECONDS
+        while inbox:
+            operation = inbox.popleft()
+            if operation.kind is not OperationKind.JOIN:  # which takes as long as the others have data
+                self._outstanding.overdue[operation.name] = overdue
+            self._controller.submit(operation)
 
     def _report(self) -> None:
         """Tell the coordinator what the participant has to say."""
-        reports = self._participant.outgoing
-        if not reports:
-            return
-        self._participant.outgoing = []
-        if self._coordinator is None:
+        reports, self._controller.outgoing = self._controller.outgoing, []
+        if self._coordinator is not None:
+            self._coordinator.hear(self._backend.rank, reports, time.monotonic())
+        elif reports:
             self._channel.send(reports)
-            return
-        now = time.monotonic()
-        for report in reports:
-            self._coordinator.hear(self._plane.rank, report, now)
 
-    def _announce(self, coordinator: Coordinator) -> bool:
+    def _announce(self, coordinator: Coordinator) -> list[Announcement]:
+        """On rank 0: tell all others what follows from what has been heard; returns it, to be carried out here."""
         now = time.monotonic()
-        if self._stalls is not None and now >= self._stalls.next_look:
+        if self._stalls is not None and now >= self._stalls.inspector.next_look:
             error = self._look_for_stalls(self._stalls, coordinator, now)
             if error is not None:
                 self._give_up(error)
-                return True
+                return []
         ahead, self._announced = self._announced, []
-        said = coordinator.announce(now)
-        if said:
+        if said := coordinator.announce(now):
             self._channel.send(said)
-        if not (ahead or said):
-            return False
-        self._channel.empty(self._failure, time.monotonic() + self._deadline_seconds)
-        for announcement in (*ahead, *said):
-            self._carry_out(self._participant.hear(announcement))
-        self._report()
-        return True
+        if self._transport.backlog and (ahead or said):
+            self._channel.empty(self._failure, time.monotonic() + self._deadline_seconds)
+        return ahead + said
 
     def _negotiate(self) -> None:
         """In the middle of a collective that waits for the network: prepare the next, so that it need not wait again.
 
         Rank 0 announces one batch ahead and no more, or small tensors would no longer travel together.
         """
-        self._transport.calm()
+        self._transport.clear_wakeup()
         self._take_submissions()
-        if self._coordinator is None:
-            self._look_for_stop()
-            self._report()
-        else:
-            for rank, report in self._channel.receive():
-                self._hear(rank, report)
-            self._report()
-            if not self._announced:
-                self._announced = self._coordinator.announce(time.monotonic())
-                if self._announced:
-                    self._channel.send(self._announced)
+        self._hear_meanwhile()
+        self._report()
+        if self._coordinator is not None and not self._announced:
+            self._announced = self._coordinator.announce(time.monotonic())
+            if self._announced:
+                self._channel.send(self._announced)
         self._channel.send_notes()
         self._transport.flush()
 
-    def _look_for_stop(self) -> None:
-        """Read announcements that cannot be carried out yet, but for one that ends everything."""
-        for announcement in self._channel.read_ahead(Topic.STACKS):
-            if isinstance(announcement, Stop):
-                raise stopped(announcement)
+    def _hear_meanwhile(self) -> None:
+        """Hear reports; read announcements, which cannot be carried out yet, but for one that ends everything."""
+        if self._coordinator is not None:
+            for rank, reports in self._channel.receive():
+                self._coordinator.hear(rank, reports, time.monotonic())
+            return
+        for announcement in self._channel.peek(Topic.STACKS):
+            if isinstance(announcement, JobAbort):
+                raise abort_error(announcement)
 
-    def _carry_out(self, instructions: Sequence[Instruction]) -> None:
-        if self._participant.broken is not None and self._outstanding.broken is None:
-            self._break(self._participant.broken)  # fails all, these too, but not before it is time to
+    def _follow(self, announcement: Announcement) -> None:
+        """Carry out what follows from an announcement."""
+        instructions = self._controller.hear(announcement)
+        if self._controller.broken is not None and self._outstanding.broken is None:
+            self._break(self._controller.broken)  # fails all, these too, but not before it is time to
         observer = self._observer
         if instructions and observer is not None:
             observer.announced()
         for instruction in instructions:
-            if isinstance(instruction, Execute):
+            if isinstance(instruction, ExecuteBatch):
                 self._execute(instruction.batch)
             else:
                 if observer is not None:
@@ -440,51 +445,53 @@ class Engine:
 
     def _break(self, error: CollectiveError) -> None:
         """From now on nothing works; fail all that is outstanding, taken in or not."""
-        self._last_moment.give_to_outstanding(error)
+        self._exit_grace.give_if_outstanding(error)
         self._outstanding.set_broken(error)
-        self._last_moment.give_to_outstanding(error)  # what was handed in just before that
-        for team in self._teams.values():
+        self._exit_grace.give_if_outstanding(error)  # what was handed in just before that
+        for team in self._process_set_groups.values():
             team.abort_on_device(error)
-        self._participant.lose(error)
+        self._controller.lose(error)
         self._fail_all(error)
 
     def _execute(self, batch: Sequence[tuple[Operation, Response]]) -> None:
         deadline = time.monotonic() + self._deadline_seconds
-        handles = [self._outstanding.handles.get(operation.name) for operation, _ in batch]
-        team = self._teams[batch[0][0].process_set]
-        members = [
-            (operation, response, stand_in(team, operation) if handle is None else handle.task)
-            for (operation, response), handle in zip(batch, handles, strict=True)
-        ]
-        observer, plane = self._observer, team.plane
-        self._running = (batch[0][0], deadline)
-        results: Sequence[Outcome | CollectiveError]
+        handles, names, members = self._outstanding.handles, [], []
+        first = batch[0][0]
+        team = self._process_set_groups[first.process_set]
+        for operation, response in batch:
+            names.append(operation.name)
+            handle = handles.get(operation.name)
+            members.append(
+                (operation, response, make_neutral_buffers(team, operation) if handle is None else handle.task)
+            )
+        observer, backend = self._observer, team.backend
+        self._running = (first, deadline)
+        results: Sequence[CollectiveResult | CollectiveError]
         try:
-            if plane is not None:
-                plane.lacking, plane.meanwhile = self._lacking, self._meanwhile
+            if backend is not None:
+                backend.lacking, backend.progress_hook = self._lacking, self._meanwhile
             if observer is not None:
                 observer.began(batch)
-                if plane is not None:
-                    plane.phase_ended = observer.phase_ended
-            results = execute(self._teams, members, deadline)
+                if backend is not None:
+                    backend.phase_ended = observer.phase_ended
+            run = execute_allreduce if first.kind is OperationKind.ALLREDUCE and not first.device else execute
+            results = run(self._process_set_groups, members, deadline)
         except (SharedMemoryError, DeviceError) as error:
-            results = [error.of(operation.name) for operation, _ in batch]
-            first, response = batch[0]
-            if first.kind is Kind.ADD_SET:
-                self._participant.abandon_set(response.value)
+            results = [error.of(name) for name in names]
+            clear_frames(error)
+            if first.kind is OperationKind.ADD_SET:
+                self._controller.abandon_set(batch[0][1].value)
                 if self._coordinator is not None:
-                    self._coordinator.abandon_set(response.value)
+                    self._coordinator.abandon_set(batch[0][1].value)
         finally:
             self._running = None
-            if self._stalls is not None:
+            if self._stalls is not None and self._stalls.is_told:
                 self._stalls.went_on()
+            if backend is not None:
+                backend.lacking = backend.progress_hook = backend.phase_ended = None
             if observer is not None:
-                if plane is not None:
-                    plane.phase_ended = None
                 observer.ended(batch)
-        self._outstanding.finish(
-            [(operation.name, result) for (operation, _), result in zip(batch, results, strict=True)]
-        )
+        self._outstanding.finish(zip(names, results, strict=True))
 
     def _lacking(self, members: Sequence[int]) -> None:
         """In the middle of a collective, on the thread that drives: some of its ranks do not come.
@@ -493,29 +500,26 @@ class Engine:
         """
         assert self._running is not None
         operation, deadline = self._running
-        if self._coordinator is None:
-            self._look_for_stop()
-        else:
-            for rank, report in self._channel.receive():
-                self._hear(rank, report)
+        self._hear_meanwhile()
         if self._stalls is None:
             return
-        ranks = self._teams[operation.process_set].ranks
+        ranks = self._process_set_groups[operation.process_set].ranks
         missing = tuple(ranks[member] for member in members)
         ready = tuple(rank for rank in ranks if rank not in missing)
         now, since = time.monotonic(), deadline - self._deadline_seconds
         self._stalls.lacking(operation, since, ready, missing)
         error = None
         if self._coordinator is None:
-            error = self._stalls.look_at_rank_0(operation.name, since, now)
-        elif now >= self._stalls.next_look:
+            error = self._stalls.check_coordinator(operation.name, since, now)
+        elif now >= self._stalls.inspector.next_look:
             error = self._look_for_stalls(self._stalls, self._coordinator, now)
         if error is not None:
             raise error
         self._channel.send_notes()
         self._transport.flush()
+        self._transport.wake_readers()
 
-    def _look_for_stalls(self, stalls: StallWatch, coordinator: Coordinator, now: float) -> DeadlineError | None:
+    def _look_for_stalls(self, stalls: StallMonitor, coordinator: Coordinator, now: float) -> DeadlineError | None:
         """The error with which the job is to end, if it is; all have been told then."""
         error = stalls.look(now)
         if error is not None:
@@ -525,26 +529,19 @@ class Engine:
                 self._channel.empty(self._failure, now + _GRACE_SECONDS)
         return error
 
-    # -- waiting and ending -------------------------------------------------------------------------------------------
+    def _rest(self, token: int, who: WaitingThread) -> None:
+        """Nothing to do: sleep."""
+        self._transport.set_wake_target(who)
+        self._transport.sleep(token, who, self._sleep_until_event(CHECK_SECONDS))
+        self._transport.set_wake_target(WaitingThread.NOBODY)
+        self._spin.slept()
+        if time.monotonic() >= self._next_check and not self._transport.pending():
+            self._next_check = time.monotonic() + CHECK_SECONDS
+            self._check_peers()
 
-    def _rest(self, token: int, who: Sleeper) -> None:
-        """Nothing to do: look for a message a few times, then sleep."""
-        if who is Sleeper.CALLER:
-            for _ in range(self._looks):
-                if self._transport.pending():
-                    return
-        self._transport.take_over(who)
-        self._transport.sleep(token, who, self._nap(SLICE_SECONDS))
-        self._transport.take_over(Sleeper.NOBODY)
-        if time.monotonic() >= self._look_next and not self._transport.pending():
-            self._look_next = time.monotonic() + SLICE_SECONDS
-            self._look_around()
-
-    def _nap(self, longest: float) -> float:
-        if self._outstanding.broken is not None:
-            return longest
-        if self._transport.backlog:
-            return BACKLOG_SECONDS
+    def _sleep_until_event(self, longest: float) -> float:
+        if self._outstanding.broken is not None or self._transport.backlog:
+            return longest if self._outstanding.broken is not None else BACKLOG_RETRY_SECONDS
         expiry = self._coordinator.next_expiry() if self._coordinator is not None else None
         until = math.inf if expiry is None else expiry
         if self._stalls is not None:
@@ -552,9 +549,9 @@ class Engine:
         return max(0.0, min(longest, until - time.monotonic()))
 
     def _failure(self) -> CollectiveError | None:
-        return self._watch.failure(range(self._plane.size))
+        return self._watch.failure(range(self._backend.size))
 
-    def _look_around(self) -> None:
+    def _check_peers(self) -> None:
         """Nobody said anything: is somebody gone, or the coordinator stuck?"""
         error = self._failure()
         if self._transport.pending():
@@ -568,19 +565,19 @@ class Engine:
         elif self._outstanding.overdue and self._stalls is not None:
             name, overdue = next(iter(self._outstanding.overdue.items()))
             since = overdue - self._deadline_seconds - _GRACE_SECONDS
-            late = self._stalls.look_at_rank_0(name, since, time.monotonic())
+            late = self._stalls.check_coordinator(name, since, time.monotonic())
             if late is not None:
                 self._give_up(late)
 
     def _give_up(self, error: BaseException) -> None:
         """Something went wrong in the middle: the ranks may have lost step, so nothing can go on."""
-        known = interrupted(error, self._plane.rank)
+        known = interruption_error(error, self._backend.rank)
         self._abort(known)
         self._break(known)
 
     def _abort(self, error: CollectiveError) -> None:
         """Tell the others: those that wait for this rank's data, and those that wait for anything else."""
-        self._plane.abort(error)
+        self._backend.abort(error)
         self._watch.abort(error)
 
     def _fail_all(self, error: CollectiveError | None) -> None:
@@ -589,12 +586,13 @@ class Engine:
         if (observer := self._observer) is not None:
             for name in list(self._outstanding.handles):
                 observer.failed(name)
-        self._outstanding.fail_all(error or CollectiveError(SHUT_DOWN))
+        self._outstanding.fail_all(error or CollectiveError(SHUTDOWN_MESSAGE))
 
-    def _say_goodbye(self) -> None:
-        self._participant.leave()
+    def _announce_shutdown(self) -> None:
+        self._controller.leave()
         self._report()
         if self._coordinator is not None:
             self._channel.send(self._coordinator.announce(time.monotonic()))
         with contextlib.suppress(CollectiveError):  # they are gone, or learn it from this rank's end
             self._channel.empty(self._failure, time.monotonic() + _GRACE_SECONDS)
+        self._transport.wake_readers()

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reigen.engine.messages import Kind, Operation, Response
+from reigen.engine.messages import Operation, OperationKind, Response
 
 
-def plan(
+def fuse_responses(
     ready: Sequence[tuple[Operation, Response]], threshold_bytes: int, *, fuse_groups: bool = True
 ) -> list[list[int]]:
     """Group ready operations into batches.
@@ -27,9 +27,9 @@ def plan(
         Batches of indices into ``ready``; every index once.
     """
     batches: list[list[int]] = []
-    open_batches: dict[object, list[_Open]] = {}
+    open_batches: dict[object, list[_OpenBatch]] = {}
     for index, (operation, response) in enumerate(ready):
-        key = _key(operation, response, fuse_groups)
+        key = _fusion_key(operation, response, fuse_groups)
         nbytes = operation.nbytes
         if key is None or nbytes >= threshold_bytes:
             batches.append([index])
@@ -37,27 +37,27 @@ def plan(
         same = open_batches.setdefault(key, [])
         batch = next((b for b in same if nbytes <= b.room), None)
         if batch is None:
-            batch = _Open([], threshold_bytes)
+            batch = _OpenBatch([], threshold_bytes)
             batches.append(batch.members)
             same.append(batch)
-            del same[:-_MOST_OPEN]
+            del same[:-_MAX_OPEN_BATCHES]
         batch.members.append(index)
         batch.room -= nbytes
     return batches
 
 
 #: Batches with room that are kept open; bounds the search.
-_MOST_OPEN = 8
+_MAX_OPEN_BATCHES = 8
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenBatch:
     members: list[int]
     room: int
 
 
-def _key(operation: Operation, response: Response, fuse_groups: bool) -> object:
-    if operation.kind is not Kind.ALLREDUCE or (operation.members and not fuse_groups):
+def _fusion_key(operation: Operation, response: Response, fuse_groups: bool) -> object:
+    if operation.kind is not OperationKind.ALLREDUCE or (operation.members and not fuse_groups):
         return None
     keys = {
         (part.dtype, part.op, part.prescale, part.postscale, part.divide_by_active, agreed.in_place)

@@ -10,7 +10,7 @@ import msgspec
 from reigen.types import DTYPES, ReduceOp
 
 
-class Kind(IntEnum):
+class OperationKind(IntEnum):
     """What is to be done. The first seven numbers are Horovod's."""
 
     ALLREDUCE = 0
@@ -26,6 +26,7 @@ class Kind(IntEnum):
     REMOVE_SET = 11
     REDUCE_TO_OWNERS = 12
     ALLOCATE_SHARED = 13
+    EXCHANGE = 14
 
 
 #: What every rank calls its JOIN, and nothing else is called.
@@ -45,18 +46,19 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
         op: for reductions.
         prescale: factor before the reduction.
         postscale: factor after it.
-        root: for BROADCAST, a rank of the job.
+        root: for BROADCAST, a rank of the job; for EXCHANGE too, or -1 where it is about something of all ranks.
         splits: for ALLTOALL, rows that go to each rank of the process set. REDUCE_TO_OWNERS: elements of each owner.
         offset: position in registered memory, or -1. FREE: the region.
         process_set: whose ranks take part; 0 is all.
         divide_by_active: AVERAGE divides by the ranks that have not joined, instead of by all of the set.
         members: of a group, which is negotiated as one: the operations, all of this kind. The group itself has no dtype
             and no shape.
-        device: the kind of device in whose memory the tensors lie, for a data plane of its own; empty: the host's. The
+        device: the kind of device in whose memory the tensors lie, for a backend of its own; empty: the host's. The
             members of a group have none, theirs is the group's.
+        payload: for EXCHANGE: what this rank says to the others, at most `MAX_NOTE_BYTES`.
     """
 
-    kind: Kind
+    kind: OperationKind
     name: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
@@ -70,6 +72,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     divide_by_active: bool = False
     members: tuple[Operation, ...] = ()
     device: str = ""
+    payload: bytes = b""
 
     @property
     def parts(self) -> tuple[Operation, ...]:
@@ -106,6 +109,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
         num_active: how many ranks contribute where some have joined; 0 while none has.
         template: while some rank has joined: what the others submitted, for it to stand in with neutral elements.
         members: of a group, in its order.
+        payloads: EXCHANGE: what each rank of the set said, in their order.
     """
 
     name: str
@@ -117,6 +121,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
     num_active: int = 0
     template: Operation | None = None
     members: tuple[Response, ...] = ()
+    payloads: tuple[bytes, ...] = ()
 
     @property
     def parts(self) -> tuple[Response, ...]:
@@ -127,25 +132,19 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 # -- rank to coordinator ----------------------------------------------------------------------------------------------
 
 
-class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """This rank has the tensor ready, and this is what it wants.
 
     Attributes:
         operation: what it wants.
-        instead_of: the number of the `Ready` that this replaces, since it crossed the `Forget`; else -1.
+        instead_of: the slot of the cache hit that this replaces, since it crossed the `CacheEviction`; else -1.
     """
 
     operation: Operation
     instead_of: int = -1
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """This rank has the tensor of a cached response ready, with the same operation as then."""
-
-    slot: int
-
-
-class Leave(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class ShutdownRequest(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """This rank shuts down; it takes part in nothing more."""
 
 
@@ -168,29 +167,31 @@ class Note(msgspec.Struct, frozen=True, array_like=True, tag=21):
     data: bytes
 
 
-#: A note shares a message of the transport with others.
+#: A note, or a rank's part of an EXCHANGE, shares a message of the transport with others.
 MAX_NOTE_BYTES = 32 << 10
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True, tag=22):
+class MessageFragment(msgspec.Struct, frozen=True, array_like=True, tag=22):
     """A part of a message that is too long for the transport; the whole is read when the last one has come."""
 
     data: bytes
     last: bool
 
 
-Report = Submit | Ready | Leave | Note | Piece
+#: A number is a cache hit: this rank has the tensor of the cached response in that slot ready, with the same operation
+#: as then.
+Report = int | SubmitRequest | ShutdownRequest | Note | MessageFragment
 
 # -- coordinator to all ranks -----------------------------------------------------------------------------------------
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class ResponseList(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """Execute these, batch after batch; a batch travels together. A number stands for a cached response."""
 
     batches: tuple[tuple[int | Response, ...], ...]
 
 
-class Cause(IntEnum):
+class ErrorCause(IntEnum):
     """Why a submission is refused."""
 
     MISMATCH = 0  #: the ranks disagree
@@ -198,7 +199,7 @@ class Cause(IntEnum):
     JOINED = 2  #: a rank has joined, and this is nothing in which zeros could stand for it
 
 
-class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=12):
+class ErrorResponse(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """The submissions of ``submitted`` under this name fail, there and nowhere else.
 
     Attributes:
@@ -211,26 +212,26 @@ class Refuse(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """
 
     name: str
-    cause: Cause
+    cause: ErrorCause
     reason: str
     submitted: tuple[int, ...]
     at_fault: tuple[int, ...] = ()
     details: tuple[tuple[int, str], ...] = ()
 
 
-class Forget(msgspec.Struct, frozen=True, array_like=True, tag=13):
+class CacheEviction(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """These responses left the cache."""
 
     slots: tuple[int, ...]
 
 
-class Left(msgspec.Struct, frozen=True, array_like=True, tag=14):
+class RankShutdown(msgspec.Struct, frozen=True, array_like=True, tag=14):
     """A rank has left. What has not been announced before this will never be."""
 
     rank: int
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=15):
+class JobAbort(msgspec.Struct, frozen=True, array_like=True, tag=15):
     """The job ends with a DeadlineError on all ranks; the attributes are the error's."""
 
     reason: str
@@ -239,7 +240,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=15):
     details: tuple[tuple[int, str], ...]
 
 
-Announcement = Run | Refuse | Forget | Left | Stop | Note | Piece
+Announcement = ResponseList | ErrorResponse | CacheEviction | RankShutdown | JobAbort | Note | MessageFragment
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REPORTS = msgspec.msgpack.Decoder(list[Report])
@@ -259,3 +260,52 @@ def decode_reports(data: bytes) -> list[Report]:
 def decode_announcements(data: bytes) -> list[Announcement]:
     """Raises msgspec.DecodeError for anything but what `encode` writes."""
     return _ANNOUNCEMENTS.decode(data)
+
+
+# -- integers instead of messages: what is said again and again, where the transport carries them ---------------------
+
+#: Slots from here on are told by messages.
+_END_OF_BATCH = 1 << 31
+#: So many integers fit into one message.
+_MAX_INTEGERS = 1 << 13
+
+
+def pack_cache_hits(reports: Sequence[Report | Announcement]) -> Sequence[int] | None:
+    """Reports as integers, the slots; None where they are more than cache hits, or too many."""
+    for report in reports:
+        if not isinstance(report, int) or report >= _END_OF_BATCH:
+            return None
+    return reports if len(reports) <= _MAX_INTEGERS else None  # type: ignore[return-value]  # they have been looked at
+
+
+def pack_batches(announcements: Sequence[Report | Announcement]) -> Sequence[int] | None:
+    """One announcement as integers: slots, with a mark at the last of each batch; None where there is more to say."""
+    if len(announcements) != 1 or not isinstance(announcements[0], ResponseList):
+        return None
+    found: list[int] = []
+    for batch in announcements[0].batches:
+        for item in batch:
+            if not isinstance(item, int) or item >= _END_OF_BATCH:
+                return None
+            found.append(item)
+        found[-1] |= _END_OF_BATCH
+    return found if len(found) <= _MAX_INTEGERS else None
+
+
+def unpack_batches(integers: Sequence[int]) -> list[Announcement]:
+    """What `pack_batches` packed.
+
+    Raises:
+        msgspec.DecodeError: it is something else.
+    """
+    batches: list[tuple[int, ...]] = []
+    batch: list[int] = []
+    for integer in integers:
+        if integer < _END_OF_BATCH:
+            batch.append(integer)
+        else:
+            batches.append((*batch, integer - _END_OF_BATCH))
+            batch = []
+    if batch:
+        raise msgspec.DecodeError("a batch that does not end")
+    return [ResponseList(tuple(batches))]

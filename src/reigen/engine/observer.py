@@ -8,7 +8,7 @@ from typing import Protocol
 from reigen.engine.messages import Operation, Response
 
 
-class Observer(Protocol):
+class EngineObserver(Protocol):
     """Methods are called on the thread that does what they tell of, and must take microseconds and raise nothing.
 
     An operation is `submitted`, and then either `failed` or part of a batch that is `began` and `ended`. A rank that
@@ -36,7 +36,7 @@ class Observer(Protocol):
         ...
 
     def phase_ended(self, name: str) -> None:
-        """A part of carrying out the batch that was begun is over; see `reigen.planes.base.PhaseEnded`."""
+        """A part of carrying out the batch that was begun is over; see `reigen.backends.base.PhaseCallback`."""
         ...
 
     def failed(self, name: str) -> None:

@@ -6,17 +6,20 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from reigen.errors import CollectiveError
-from reigen.wire.mailbox import Sleeper
+from reigen.net.shm_ring import WaitingThread
 
 
-class Transport(Protocol):
+class ControlTransport(Protocol):
     """One rank's end. Rank 0's `send` reaches every other rank, the others' reach rank 0; in order, never blocking.
 
-    `reigen.wire.mailbox.Mailbox` is one, for ranks that share memory, `reigen.wire.star.Star` the other.
+    `reigen.net.shm_ring.ShmTransport` is one, for ranks that share memory, `reigen.net.tcp_star.TcpStarTransport` the
+    other.
     """
 
     #: readable when a message has come, or a caller was woken; -1: there is no such descriptor
     descriptor: int
+    #: whether `send_integers` may be called
+    carries_integers: bool
 
     @property
     def backlog(self) -> int:
@@ -27,12 +30,20 @@ class Transport(Protocol):
         """Send at most `MAX_MESSAGE_BYTES`."""
         ...
 
+    def send_integers(self, integers: Sequence[int]) -> None:
+        """Send integers below 2**32, in order with all messages. Whom they need not wake, `wake_readers` does."""
+        ...
+
     def flush(self) -> None:
         """Send what was kept back."""
         ...
 
-    def receive(self) -> list[tuple[int, bytes]]:
-        """What has come, with its senders."""
+    def wake_readers(self) -> None:
+        """Wake ranks that have not read everything, as `set_wake_target` and `sleep` do before somebody leaves."""
+        ...
+
+    def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
+        """What has come, messages and integers, with its senders."""
         ...
 
     def pending(self) -> bool:
@@ -40,38 +51,46 @@ class Transport(Protocol):
         ...
 
     def token(self) -> int:
-        """Read this, then look for work, then sleep on it."""
+        """Read this, then look for work, then sleep on it. While it is the same, nothing more has come."""
         ...
 
-    def sleep(self, token: int, who: Sleeper, timeout_seconds: float) -> None:
+    def look(self, token: int, times: int) -> bool:
+        """Look so often whether something has happened since ``token``, before a sleep; whether it has."""
+        ...
+
+    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
         """Sleep until something has happened since ``token``."""
         ...
 
-    def take_over(self, who: Sleeper) -> None:
+    def set_wake_target(self, who: WaitingThread) -> None:
         """From now on wake ``who`` when something happens."""
         ...
 
-    def hand_back(self) -> bool:
-        """A caller, who may soon be back, hands over to the engine's thread: that looks for work in a moment.
+    def release_to_engine(self, urgent: bool) -> bool:
+        """A caller, who may soon be back, hands over to the engine's thread, which need not look for work at once.
+
+        Args:
+            urgent: something waits for others, whose deadline has to be looked after in a moment.
 
         Returns:
-            whether it will; if not, nothing has changed, and `take_over` comes next.
+            whether it will look in time; if not, nothing has changed, and `set_wake_target` comes next.
         """
         ...
 
-    def wake(self, who: Sleeper) -> None:
+    def wake(self, who: WaitingThread) -> None:
         """Wake a thread of this rank; from any thread."""
         ...
 
-    def calm(self) -> None:
+    def clear_wakeup(self) -> None:
         """For who waits on `descriptor`: look for work after this, and it is readable when there is more."""
         ...
 
 
-class Watch(Protocol):
+class PeerMonitor(Protocol):
     """Who is asked about the other ranks, and told of this one.
 
-    `reigen.cluster.neighbours.Neighbours` is one, for jobs on one host, `reigen.cluster.lookout.Lookout` the other.
+    `reigen.cluster.local_peers.LocalPeers` is one, for jobs on one host,
+    `reigen.cluster.membership.failure_detector.FailureDetector` the other.
     """
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
@@ -87,19 +106,26 @@ class Watch(Protocol):
         ...
 
 
-class Solitude:
+class SingleRankTransport:
     """Transport and watch of a job of one rank."""
 
     backlog = 0
     descriptor = -1
+    carries_integers = False
 
     def send(self, message: bytes) -> None:
+        """Nobody listens."""
+
+    def send_integers(self, integers: Sequence[int]) -> None:
         """Nobody listens."""
 
     def flush(self) -> None:
         """Nothing was kept back."""
 
-    def receive(self) -> list[tuple[int, bytes]]:
+    def wake_readers(self) -> None:
+        """Nobody sleeps."""
+
+    def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
         """Nobody speaks."""
         return []
 
@@ -111,20 +137,24 @@ class Solitude:
         """Nothing ever happens."""
         return 0
 
-    def sleep(self, token: int, who: Sleeper, timeout_seconds: float) -> None:
+    def look(self, token: int, times: int) -> bool:
+        """Nothing ever happens."""
+        return False
+
+    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
         """There is nothing to wait for: a rank that is alone completes what it submits."""
 
-    def take_over(self, who: Sleeper) -> None:
+    def set_wake_target(self, who: WaitingThread) -> None:
         """Nobody sleeps."""
 
-    def hand_back(self) -> bool:
+    def release_to_engine(self, urgent: bool) -> bool:
         """Nothing will come."""
         return False
 
-    def wake(self, who: Sleeper) -> None:
+    def wake(self, who: WaitingThread) -> None:
         """Nobody sleeps."""
 
-    def calm(self) -> None:
+    def clear_wakeup(self) -> None:
         """Nobody waits."""
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:

@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import UnsupportedError, UnsupportedTypeError
-from reigen.kernels import half
+from reigen.kernels import half_precision
 from reigen.types import DType
 
 Vectors = NDArray[np.float64]
 
 #: Dot products of more elements are not to be had with the same bits everywhere: from 10,000 on OpenBLAS uses as many
 #: threads as it finds.
-MOST_COLUMNS = 1 << 13
+MAX_COLUMNS = 1 << 13
 
 _TINY = float(np.finfo(np.float64).tiny)
 
@@ -52,11 +52,11 @@ def check_adasum(dtype: DType, size: int) -> None:
         )
 
 
-def products(vectors: Vectors) -> Vectors:
+def pair_products(vectors: Vectors) -> Vectors:
     """``(a.b, |a|^2, |b|^2)`` of each adjacent pair.
 
     Args:
-        vectors: (2m, k), with k at most `MOST_COLUMNS`.
+        vectors: (2m, k), with k at most `MAX_COLUMNS`.
 
     Returns:
         (m, 3).
@@ -67,7 +67,7 @@ def products(vectors: Vectors) -> Vectors:
     return result
 
 
-def factors(summed: Vectors) -> Vectors:
+def pair_factors(summed: Vectors) -> Vectors:
     """What a and b of each pair are multiplied by.
 
     A vector without length, or with so little that its square is lost in float64, counts as orthogonal to all others:
@@ -75,7 +75,7 @@ def factors(summed: Vectors) -> Vectors:
     elements beyond 1e154, whose squares are infinite.
 
     Args:
-        summed: (..., 3), the `products` over all of the tensor.
+        summed: (..., 3), the `pair_products` over all of the tensor.
 
     Returns:
         (..., 2).
@@ -87,12 +87,12 @@ def factors(summed: Vectors) -> Vectors:
     return result
 
 
-def combine(vectors: Vectors, levels: Sequence[Vectors]) -> Vectors:
+def combine_pairs(vectors: Vectors, levels: Sequence[Vectors]) -> Vectors:
     """The vectors after the levels whose factors are known. Each element's bits depend on its own column alone.
 
     Args:
         vectors: (n, k); used up.
-        levels: for each level the `factors` of its pairs: (n/2, 2), (n/4, 2), ...
+        levels: for each level the `pair_factors` of its pairs: (n/2, 2), (n/4, 2), ...
 
     Returns:
         (n / 2^len(levels), k), a view of ``vectors``.
@@ -106,20 +106,20 @@ def combine(vectors: Vectors, levels: Sequence[Vectors]) -> Vectors:
     return vectors
 
 
-def load(block: NDArray[Any], dtype: DType) -> Vectors:
+def load_float64(block: NDArray[Any], dtype: DType) -> Vectors:
     """A copy of ``block`` (any shape, storage type of ``dtype``) as float64, exactly."""
     numbers = block
     if dtype.name == "bfloat16":
         numbers = np.empty(block.shape, np.float32)
-        half.widen_bfloat16(block, numbers)
+        half_precision.widen_bfloat16(block, numbers)
     return numbers.astype(np.float64, order="C")
 
 
-def store(values: Vectors, dtype: DType) -> NDArray[Any]:
+def store_float64(values: Vectors, dtype: DType) -> NDArray[Any]:
     """``values`` in the storage type of ``dtype``. Halves are rounded to float32 first."""
     if dtype.itemsize > 2:
         return values.astype(dtype.storage)
     out = np.empty(values.shape, dtype.storage)
-    _, narrow = half.converters(dtype.name)
+    _, narrow = half_precision.converters(dtype.name)
     narrow(values.astype(np.float32), out)
     return out

@@ -15,7 +15,7 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 #: Elements of int8 that share one scale.
-GROUP = 256
+INT8_GROUP = 256
 
 #: Of so many elements one is looked at to estimate how large the largest are.
 _SAMPLE = 64
@@ -23,12 +23,12 @@ _SAMPLE = 64
 #: where they belong, and no two of the sixteen products share a bit, so that nothing carries.
 _GATHER = np.uint32(1 << 30 | 1 << 20 | 1 << 10 | 1)
 #: A group of int8: its scale, then its elements.
-_ROW = np.dtype([("scale", "<f4"), ("codes", np.int8, (GROUP,))])
+_ROW = np.dtype([("scale", "<f4"), ("codes", np.int8, (INT8_GROUP,))])
 #: The largest magnitude with a reciprocal that float32 can hold, times 127, is a little below this.
 _SMALLEST_PEAK = np.float32(1e-36)
 
 
-class Scratch:
+class QuantizeScratch:
     """Arrays that one call uses for block after block. Not for two threads at once."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Scratch:
         return array[:length]
 
 
-def pack_ternary(values: Floats, threshold: np.float32, out: Bytes, scratch: Scratch) -> None:
+def pack_ternary(values: Floats, threshold: np.float32, out: Bytes, scratch: QuantizeScratch) -> None:
     """Two bits an element: 11 where it is >= threshold, 10 where it is <= -threshold, else 00 (so is NaN).
 
     Args:
@@ -72,7 +72,7 @@ def ternary_table(threshold: np.float32) -> Floats:
     return np.ascontiguousarray(meaning[every >> np.array([6, 4, 2, 0]) & 3])
 
 
-def pack_signs(values: Floats, threshold: np.float32, out: Bytes, scratch: Scratch) -> None:
+def pack_signs(values: Floats, threshold: np.float32, out: Bytes, scratch: QuantizeScratch) -> None:
     """One bit an element: 1 where it is > threshold, else 0 (so is NaN).
 
     Args:
@@ -93,7 +93,7 @@ def sign_table(scale: np.float32) -> Floats:
     return np.where(bits, scale, -scale)
 
 
-def unpack(codes: Bytes, table: Floats, out: Floats) -> None:
+def unpack_codes(codes: Bytes, table: Floats, out: Floats) -> None:
     """Write what ``codes`` stand for.
 
     Args:
@@ -112,11 +112,11 @@ def unpack(codes: Bytes, table: Floats, out: Floats) -> None:
 
 def int8_bytes(length: int) -> int:
     """Size of ``length`` elements as int8 with their scales."""
-    return length + 4 * -(-length // GROUP)
+    return length + 4 * -(-length // INT8_GROUP)
 
 
-def pack_int8(values: Floats, out: Bytes, scratch: Scratch) -> None:
-    """Eight bits an element, -127 to 127, rounded to nearest even, in groups of `GROUP` with one float32 scale each.
+def pack_int8(values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+    """Eight bits an element, -127 to 127, rounded to nearest even: one float32 scale for each `INT8_GROUP` elements.
 
     The scale is a 127th of the group's largest magnitude. A group with NaN or infinity in it becomes NaN as a whole;
     one whose largest magnitude is below 1e-36 becomes zeros.
@@ -126,11 +126,11 @@ def pack_int8(values: Floats, out: Bytes, scratch: Scratch) -> None:
         out: (`int8_bytes` (n),): of each group the scale, then its elements.
         scratch: used up.
     """
-    whole = len(values) // GROUP
+    whole = len(values) // INT8_GROUP
     if whole:
         rows = out[: whole * _ROW.itemsize].view(_ROW)
-        _quantize(values[: whole * GROUP].reshape(whole, GROUP), rows["scale"], rows["codes"], scratch)
-    rest = values[whole * GROUP :]
+        _quantize(values[: whole * INT8_GROUP].reshape(whole, INT8_GROUP), rows["scale"], rows["codes"], scratch)
+    rest = values[whole * INT8_GROUP :]
     if len(rest):
         tail = out[whole * _ROW.itemsize :]
         _quantize(rest[None], tail[:4].view("<f4"), tail[4:].view(np.int8)[None], scratch)
@@ -143,19 +143,19 @@ def unpack_int8(codes: Bytes, out: Floats) -> None:
         codes: (`int8_bytes` (n),).
         out: (n,).
     """
-    whole = len(out) // GROUP
+    whole = len(out) // INT8_GROUP
     if whole:
         rows = codes[: whole * _ROW.itemsize].view(_ROW)
-        target = out[: whole * GROUP].reshape(whole, GROUP)
+        target = out[: whole * INT8_GROUP].reshape(whole, INT8_GROUP)
         np.copyto(target, rows["codes"])
         np.multiply(target, rows["scale"][:, None], out=target)
-    rest = out[whole * GROUP :]
+    rest = out[whole * INT8_GROUP :]
     if len(rest):
         tail = codes[whole * _ROW.itemsize :]
         np.multiply(tail[4:].view(np.int8), tail[:4].view("<f4"), out=rest, dtype=np.float32)
 
 
-def _quantize(values: Floats, scales: Floats, codes: NDArray[np.int8], scratch: Scratch) -> None:
+def _quantize(values: Floats, scales: Floats, codes: NDArray[np.int8], scratch: QuantizeScratch) -> None:
     """Rows of ``values`` as int8. ``scales``: one a row."""
     scaled = scratch.take("scaled", values.size, np.float32).reshape(values.shape)
     peaks = np.abs(values, out=scaled).max(axis=1)
@@ -172,7 +172,7 @@ def _quantize(values: Floats, scales: Floats, codes: NDArray[np.int8], scratch: 
     np.copyto(codes, scaled, casting="unsafe")
 
 
-def largest(values: Floats, count: int) -> NDArray[np.intp]:
+def top_k_indices(values: Floats, count: int) -> NDArray[np.intp]:
     """The indices of the ``count`` largest magnitudes, ascending. Of equal ones the first; NaN is largest."""
     if count >= len(values):
         return np.arange(len(values))
@@ -180,7 +180,7 @@ def largest(values: Floats, count: int) -> NDArray[np.intp]:
         return np.arange(0)
     # Without their sign, the bits of float32 numbers are ordered like their magnitudes, and NaN comes after infinity.
     magnitudes = np.bitwise_and(values.view(np.uint32), np.uint32(0x7FFFFFFF))
-    candidates = np.flatnonzero(magnitudes >= _below(magnitudes, count))
+    candidates = np.flatnonzero(magnitudes >= _estimate_threshold(magnitudes, count))
     if len(candidates) < count:
         candidates = np.arange(len(values))
     among = magnitudes[candidates]
@@ -193,7 +193,7 @@ def largest(values: Floats, count: int) -> NDArray[np.intp]:
     return candidates[chosen]
 
 
-def _below(magnitudes: NDArray[np.uint32], count: int) -> np.uint32:
+def _estimate_threshold(magnitudes: NDArray[np.uint32], count: int) -> np.uint32:
     """A bound that a few more than ``count`` of the magnitudes reach, as far as a sample tells; it may be mistaken.
 
     Finding the bound exactly costs ten times as much as looking at each element once, so few should remain.

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, UnsupportedTypeError
-from reigen.kernels import half
-from reigen.kernels.quiet import quiet
+from reigen.kernels import half_precision
+from reigen.kernels.float_errors import ignore_float_errors, make_quiet_runner
 from reigen.types import DType, ReduceOp
 
 _UFUNCS: dict[ReduceOp, np.ufunc] = {
@@ -80,7 +80,7 @@ class Reduction:
             raise ArgumentError(f"{self.dtype.name} cannot be scaled by {self.prescale} and {self.postscale}")
 
 
-def neutral_of(dtype: DType, op: ReduceOp) -> Any:
+def neutral_element(dtype: DType, op: ReduceOp) -> Any:
     """The element, in the storage type, that changes no unscaled result of ``op``: 0, 1, or an end of the range."""
     if op is ReduceOp.PRODUCT:
         value: Any = True if dtype.name == "bool" else 1
@@ -100,10 +100,10 @@ def neutral_of(dtype: DType, op: ReduceOp) -> Any:
 
 #: From an input to what is combined, or from that to the result. The reducer is an argument: a bound method would be a
 #: cycle, and a reducer's scratch would live on until the garbage collector comes.
-_Step = Callable[["Reducer", NDArray[Any], NDArray[Any]], None]
+_Step = Callable[["BlockReducer", NDArray[Any], NDArray[Any]], None]
 
 
-class Reducer:
+class BlockReducer:
     """Computes one :class:`Reduction` on block after block. Keeps scratch between calls; not for two threads at once.
 
     Example:
@@ -126,13 +126,14 @@ class Reducer:
         #: How the combined elements get into the result, where they are not the result.
         self._store: _Step | None = None
         if is_half:
-            self._load, self._store = Reducer._load_half, Reducer._store_half
-            self._widen, self._narrow = half.converters(reduction.dtype.name)
+            self._load, self._store = BlockReducer._load_half, BlockReducer._store_half
+            self._widen, self._narrow = half_precision.converters(reduction.dtype.name)
         elif reduction.dtype.is_floating:
-            self._load = Reducer._scale_float if reduction.prescale != 1.0 else None
+            self._load = BlockReducer._scale_float if reduction.prescale != 1.0 else None
         elif reduction.prescale != 1.0:
-            self._load = Reducer._scale_integer
+            self._load = BlockReducer._scale_integer
         self._finish = self._choose_finish()
+        self._run_quietly = make_quiet_runner()
 
     def reduce(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Combine ``inputs`` into ``out``.
@@ -146,7 +147,10 @@ class Reducer:
             self._combine(inputs, out)  # NumPy's integers wrap around silently
             return
         if self._store is None:
-            self.combine(inputs, out)
+            if self._load is None and len(inputs) == 2:
+                self._run_quietly(self._ufunc, *inputs, out=out)
+            else:
+                self.combine(inputs, out)
             if self._finish is not None:
                 self.finish(out, out)
         else:
@@ -161,8 +165,7 @@ class Reducer:
             inputs: as for `reduce`.
             total: receives the result, in the type `working`.
         """
-        with quiet():
-            self._combine(inputs, total)
+        self._run_quietly(self._combine, inputs, total)
 
     def finish(self, total: NDArray[Any], out: NDArray[Any]) -> None:
         """The second half: divide by the count for AVERAGE, scale by ``postscale``, and round to the type of ``out``.
@@ -171,13 +174,15 @@ class Reducer:
             total: all inputs combined, in the type `working`; used up.
             out: receives the result; may be ``total`` where the types are the same.
         """
-        with quiet():
-            if self._finish is not None:
-                self._finish(self, total)
-            if self._store is not None:
-                self._store(self, total, out)
-            elif out is not total:
-                np.copyto(out, total)
+        self._run_quietly(self._finish_and_store, total, out)
+
+    def _finish_and_store(self, total: NDArray[Any], out: NDArray[Any]) -> None:
+        if self._finish is not None:
+            self._finish(self, total)
+        if self._store is not None:
+            self._store(self, total, out)
+        elif out is not total:
+            np.copyto(out, total)
 
     def _combine(self, inputs: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         """Fold ``inputs``, loaded, in rank order; ``out`` may be one of them."""
@@ -247,7 +252,7 @@ class Reducer:
 
     # What follows the last combination, in place.
 
-    def _choose_finish(self) -> Callable[[Reducer, NDArray[Any]], None] | None:
+    def _choose_finish(self) -> Callable[[BlockReducer, NDArray[Any]], None] | None:
         reduction = self.reduction
         divisor = reduction.count if reduction.op is ReduceOp.AVERAGE else 1
         if divisor == 1 and reduction.postscale == 1.0:
@@ -257,12 +262,12 @@ class Reducer:
         # In the working precision: a quotient by a power of two is the product with its reciprocal.
         real = self.working.type
         factor, quotient = real(reduction.postscale), real(divisor)
-        with quiet():
+        with ignore_float_errors():
             folded = factor / quotient
             if divisor & (divisor - 1) == 0 and folded * quotient == factor:
                 factor, quotient = folded, real(1.0)
 
-        def finish(_: Reducer, total: NDArray[Any]) -> None:
+        def finish(_: BlockReducer, total: NDArray[Any]) -> None:
             if quotient != 1.0:
                 np.divide(total, quotient, out=total)
             if factor != 1.0:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from reigen.errors import ArgumentError, UnsupportedTypeError
-from reigen.kv.base import KVStore
-from reigen.kv.local import LocalStore
+from reigen.kv.local_store import LocalStore
+from reigen.kv.store import KVStore
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Type:
+class _StoreType:
     """What a name means.
 
     Attributes:
@@ -29,16 +29,16 @@ class _Type:
     staleness: float | None = None
 
 
-_SYNC, _ASYNC = _Type("dist", 0), _Type("dist", math.inf)
+_SYNC, _ASYNC = _StoreType("dist", 0), _StoreType("dist", math.inf)
 
 #: Every type. Those of MXNet 1.9 and 2.0 mean what they mean there.
-TYPES: dict[str, _Type] = {
-    **dict.fromkeys(("local", "local_update_cpu", "local_allreduce_cpu", "teststore"), _Type("local")),
-    **dict.fromkeys(("device", "local_allreduce_device", "nccl"), _Type("local")),
-    **dict.fromkeys(("ring", "horovod"), _Type("ring")),
+STORE_TYPES: dict[str, _StoreType] = {
+    **dict.fromkeys(("local", "local_update_cpu", "local_allreduce_cpu", "teststore"), _StoreType("local")),
+    **dict.fromkeys(("device", "local_allreduce_device", "nccl"), _StoreType("local")),
+    **dict.fromkeys(("ring", "horovod"), _StoreType("ring")),
     **dict.fromkeys(("dist", "dist_sync", "dist_sync_device", "dist_device_sync", "byteps"), _SYNC),
     **dict.fromkeys(("dist_async", "dist_async_device", "dist_device_async"), _ASYNC),
-    **dict.fromkeys(("dist_ssp", "dist_ssp_device"), _Type("dist")),
+    **dict.fromkeys(("dist_ssp", "dist_ssp_device"), _StoreType("dist")),
 }
 
 
@@ -50,7 +50,7 @@ def create(name: str = "local", *, staleness: float | None = None, **knobs: obje
 
     Args:
         name: its type, in any case: ``local``, ``device``, ``dist_sync``, ``dist_async``, ``dist_ssp``, ``ring``, or
-            another spelling of these (`TYPES`).
+            another spelling of these (`STORE_TYPES`).
         staleness: of ``dist_ssp``: by how many rounds a worker may be ahead of the slowest one; 0 is ``dist_sync``,
             ``math.inf`` is ``dist_async``.
         knobs: of a distributed store, in place of the environment's: see `reigen.config.Config`.
@@ -74,29 +74,29 @@ def create(name: str = "local", *, staleness: float | None = None, **knobs: obje
     if not isinstance(name, str):
         raise UnsupportedTypeError(f"the name of a store must be a string, got {type(name).__name__}")
     kind = name.lower()
-    if kind not in TYPES:
-        close = get_close_matches(kind, TYPES, 1)
+    if kind not in STORE_TYPES:
+        close = get_close_matches(kind, STORE_TYPES, 1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ArgumentError(f"unknown type of store {name!r}{hint}; there are: {', '.join(sorted(TYPES))}")
-    meant = TYPES[kind]
-    staleness = _staleness(kind, meant, staleness)
+        raise ArgumentError(f"unknown type of store {name!r}{hint}; there are: {', '.join(sorted(STORE_TYPES))}")
+    meant = STORE_TYPES[kind]
+    staleness = _resolve_staleness(kind, meant, staleness)
     if meant.where != "dist" and knobs:
         raise ArgumentError(f"a store of type {kind!r} has no knobs, got {', '.join(sorted(knobs))}")
     if meant.where != "dist":
-        _only_workers(kind, os.environ)
+        _exit_unless_worker(kind, os.environ)
     if meant.where == "local":
         return LocalStore(kind)
     # the others are loaded when they are asked for: servers and launchers do without them
     if meant.where == "ring":
-        from reigen.kv.ring import RingStore
+        from reigen.kv.allreduce_store import AllreduceStore
 
-        return RingStore(kind)
-    from reigen.kv.session import join
+        return AllreduceStore(kind)
+    from reigen.kv.job_session import create_dist_store
 
-    return join(kind, staleness, knobs)
+    return create_dist_store(kind, staleness, knobs)
 
 
-def _only_workers(kind: str, environ: Mapping[str, str]) -> None:
+def _exit_unless_worker(kind: str, environ: Mapping[str, str]) -> None:
     """End a server or a scheduler that runs a program whose store has none.
 
     Raises:
@@ -108,7 +108,7 @@ def _only_workers(kind: str, environ: Mapping[str, str]) -> None:
         raise SystemExit(0)
 
 
-def _staleness(kind: str, meant: _Type, given: float | None) -> float:
+def _resolve_staleness(kind: str, meant: _StoreType, given: float | None) -> float:
     """The staleness that a type and an argument mean together."""
     if meant.where == "dist" and meant.staleness is None:
         if given is None:

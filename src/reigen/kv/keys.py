@@ -9,14 +9,14 @@ from typing import SupportsIndex
 from reigen.errors import ArgumentError
 
 #: What a caller may give as a key. NumPy's integers are integers.
-Key = SupportsIndex | str
+KeyLike = SupportsIndex | str
 
 #: The longest string key, in UTF-8.
 MAX_KEY_BYTES = 1024
-_IDS = 1 << 64
+_NUM_IDS = 1 << 64
 
 
-def key_id(key: Key) -> int:
+def key_id(key: KeyLike) -> int:
     """The number of 64 bits under which servers know a key, the same in every process.
 
     An integer is its own id; one below 0 has that of its two's complement. A string's is its BLAKE2b hash of 8 bytes
@@ -32,16 +32,16 @@ def key_id(key: Key) -> int:
         (7, '0xffffffffffffffff', '0xca26ba05dbd3d273')
     """
     if isinstance(key, str):
-        return int.from_bytes(blake2b(_encoded(key), digest_size=8).digest(), "big")
+        return int.from_bytes(blake2b(_encode_key(key), digest_size=8).digest(), "big")
     if isinstance(key, bool) or not hasattr(key, "__index__"):
         raise ArgumentError(f"a key is an int or a str, not {type(key).__name__} ({key!r:.80})")
     number = operator.index(key)
-    if not -_IDS // 2 <= number < _IDS:
+    if not -_NUM_IDS // 2 <= number < _NUM_IDS:
         raise ArgumentError(f"the key {number} is not between -2**63 and 2**64 - 1")
-    return number % _IDS
+    return number % _NUM_IDS
 
 
-def _encoded(key: str) -> bytes:
+def _encode_key(key: str) -> bytes:
     try:
         data = key.encode()
     except UnicodeEncodeError:

@@ -1,49 +1,53 @@
 """What workers and servers of the parameter server say to each other.
 
-Every message is a header of 64 bytes and, perhaps, a body. They travel by `reigen.wire.framed.Framed`
-(`reigen.kv.line`); the body of a message with `Flag.IN_MEMORY` does not travel, but lies in the sender's arena
-(`reigen.kv.arena`). All numbers are little-endian, arrays are in the memory order of the hosts.
+Every message is a header of 64 bytes and, perhaps, a body. They travel by `reigen.net.framing.FramedConnection`
+(`reigen.kv.connection`); the body of a message with `MessageFlag.IN_MEMORY` does not travel, but lies in the sender's
+arena (`reigen.kv.shm_arena`). All numbers are little-endian, arrays are in the memory order of the hosts.
 
-A value is cut into cells (`reigen.kv.sharding`): everything below names one cell of one key of one store.
+A value is cut into shards (`reigen.kv.client.sharding`): everything below names one shard of one key of one store.
 
 a. A worker opens one connection to each server for each of its stores, for `PURPOSE`, and says HELLO: who it is,
    where its arena is, and how synchronous the store is. The server says WELCOME, with its own arena if it has opened
-   the worker's. Then the worker may send bodies by `Flag.IN_MEMORY`, and asks for such answers by
-   `Flag.ANSWER_IN_MEMORY` if it has opened the server's. A worker that is not welcome hears a NOTICE of a problem.
+   the worker's. Then the worker may send bodies by `MessageFlag.IN_MEMORY`, and asks for such answers by
+   `MessageFlag.ANSWER_IN_MEMORY` if it has opened the server's. A worker that is not welcome hears a NOTICE of a
+   problem.
 b. Every other message of a worker is a request with an id of its own, unique among the worker's requests to that
    server in the life of the worker, and never 0. Every request is answered once by DONE, VALUE, DECLARED or ERROR
-   with the same id, in any order. A request that is sent again, with the same id or for the same (cell, round), is
+   with the same id, in any order. A request that is sent again, with the same id or for the same (shard, round), is
    answered again and done once.
-c. DECLARE comes first for every key: all workers say what they mean by it to the key's home server (`Flag.HOME`),
-   rank 0 says where its cells are. When all have said the same, the home server answers rank 0; rank 0 declares the
-   key at the other servers that hold cells of it, sends INIT for every cell, waits, and declares it at the home
-   server once more with ``is_initialised``. Then the home server answers all others. So DECLARED means that the key
-   can be used. Workers that disagree all get an ERROR.
-d. PUSH, PUSHPULL and ROW_PUSH say the worker's own count of its pushes of that cell, from 1, in ``round``; PULL and
-   ROW_PULL say how many pushes of the cell the worker has sent before. When they are answered is decided by the
-   store's consistency (`reigen.kv.consistency`): in a synchronous store when the round is complete and applied. A
-   push is answered by DONE, all others by VALUE. Rows travel as their numbers (int64, ascending, each once, counted
-   from the first row of the cell), and after them, in ROW_PUSH, their elements; ROW_PULL brings the elements back.
-   Every push of a key is a push of each of its cells, if only of no rows.
+c. DECLARE comes first for every key: all workers say what they mean by it to the key's home server
+   (`MessageFlag.HOME`), rank 0 says where its shards are. When all have said the same, the home server answers rank 0;
+   rank 0 declares the key at the other servers that hold shards of it, sends INIT for every shard, waits, and declares
+   it at the home server once more with ``is_initialised``. Then the home server answers all others. So DECLARED means
+   that the key can be used. Workers that disagree all get an ERROR. A server that is started again amid this may have
+   forgotten what it was told, but no value for which INIT was answered: rank 0, which is told by WELCOME that it is
+   another process, begins again, until it has come through with all servers as they were. All of them then say RESUME.
+d. PUSH, PUSHPULL and ROW_PUSH say the worker's own count of its pushes of that shard, from 1, in ``round``; PULL and
+   ROW_PULL say how many pushes of the shard the worker has sent before. When they are answered is decided by the
+   store's consistency (`reigen.kv.consistency.state_machine`): in a synchronous store when the round is complete and
+   applied. A push is answered by DONE, all others by VALUE. Rows travel as their numbers (int64, ascending, each once,
+   counted from the first row of the shard), and after them, in ROW_PUSH, their elements; ROW_PULL brings the elements
+   back. Every push of a key is a push of each of its shards, if only of no rows.
 e. The memory of a push that lies in the worker's arena belongs to the server until the answer. A VALUE in the
    server's arena belongs to the worker until it says RELEASE: its body is the ids of the answers that have been
    copied out, also of those that came twice. RELEASE has no answer. The end of a connection releases everything.
-f. COMMAND has a `Command` as body and is answered by DONE with a `Result`, or ERROR.
+f. COMMAND has a `StoreCommand` as body and is answered by DONE with a `CommandResult`, or ERROR.
 g. With PS_RESEND, the server says RECEIVED as soon as a request is there that it cannot answer yet. A worker that has
    heard neither that nor an answer sends the request again; one that has heard RECEIVED asks by QUERY: the same
    header without the body, with what it was in ``about``. The server answers, says RECEIVED, or says RECEIVED with
-   `Flag.UNKNOWN`: send it again.
+   `MessageFlag.UNKNOWN`: send it again.
 h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_counts`); DONE has the server's. A
    worker that replaces another says `COUNT_UNKNOWN` and goes on from what the server has.
 i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.optim.States`.
-j. NOTICE is what a server says unasked: a `Notice`. It has no id and no answer.
+j. NOTICE is what a server says unasked: a `ServerNotice`. It has no id and no answer.
 k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
-l. PUSH, PUSHPULL and PULL of several keys in one message, with `Flag.BUNDLE`: each key is one dense cell, all are of
-   one element type, none is there twice, and ``cell`` says how many there are. The body is their ids, what ``round``
-   would be for each (both uint64), and for pushes their elements in the same order, without gaps. Each key is treated
-   as if it had come by itself. What is done for all keys at the same time has one answer: a VALUE has the elements in
-   the same order. Otherwise each key has an answer of its own, as soon as it is done: the keys' ids are those behind
-   the id of the bundle, in order. QUERY of a bundle is answered by `Flag.UNKNOWN`, unless something of it is open.
+l. PUSH, PUSHPULL and PULL of several keys in one message, with `MessageFlag.BUNDLE`: each key is one dense shard, all
+   are of one element type, none is there twice, and ``shard`` says how many there are. The body is their ids, what
+   ``round`` would be for each (both uint64), and for pushes their elements in the same order, without gaps. Each key is
+   treated as if it had come by itself. What is done for all keys at the same time has one answer: a VALUE has the
+   elements in the same order. Otherwise each key has an answer of its own, as soon as it is done: the keys' ids are
+   those behind the id of the bundle, in order. QUERY of a bundle is answered by `MessageFlag.UNKNOWN`, unless something
+   of it is open.
 """
 
 from __future__ import annotations
@@ -69,8 +73,8 @@ from reigen.errors import (
     UnsupportedTypeError,
     WireError,
 )
+from reigen.net.codec import MessageCodec
 from reigen.types import DTYPES
-from reigen.wire.codec import Codec
 
 #: What the connections are for, in the handshake; the ranks there are the numbers of worker and server.
 PURPOSE = "kv"
@@ -82,13 +86,13 @@ INLINE_BYTES = 64 << 10
 #: In RESUME: the worker does not know how often its predecessor has pushed.
 COUNT_UNKNOWN = (1 << 64) - 1
 #: Bundles have no more bytes of elements than this, and no more keys.
-MOST_BUNDLED_BYTES, MOST_BUNDLED_KEYS = 1 << 20, 1 << 12
+MAX_BATCH_BYTES, MAX_BATCH_KEYS = 1 << 20, 1 << 12
 
 _HEADER = struct.Struct("<BBBBHBxIiQQQQQQ")
-_COUNTS = np.dtype([("key", "<u8"), ("cell", "<u8"), ("count", "<u8")])
+_COUNTS = np.dtype([("key", "<u8"), ("shard", "<u8"), ("count", "<u8")])
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """What a message is. Requests of workers are below 64, answers of servers from there on."""
 
     HELLO = 1
@@ -115,7 +119,7 @@ class Kind(IntEnum):
     NOTICE = 70
 
 
-class Flag(IntFlag):
+class MessageFlag(IntFlag):
     """What else there is to say of a message.
 
     Attributes:
@@ -136,7 +140,7 @@ class Flag(IntFlag):
     UNKNOWN = 16
     RESENT = 32
     ANSWER_IN_MEMORY = 64
-    BUNDLE = 128
+    BATCH = 128
 
 
 #: The numbers of element types on the wire; 0 for none.
@@ -148,24 +152,33 @@ DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBERS
 CONTROL_KINDS: frozenset[int] = frozenset(
     int(kind)
     for kind in (
-        *(Kind.HELLO, Kind.DECLARE, Kind.COMMAND, Kind.WELCOME, Kind.DECLARED, Kind.DONE, Kind.ERROR, Kind.NOTICE),
-        *(Kind.RELEASE, Kind.RESUME),
+        *(
+            MessageKind.HELLO,
+            MessageKind.DECLARE,
+            MessageKind.COMMAND,
+            MessageKind.WELCOME,
+            MessageKind.DECLARED,
+            MessageKind.DONE,
+            MessageKind.ERROR,
+            MessageKind.NOTICE,
+        ),
+        *(MessageKind.RELEASE, MessageKind.RESUME),
     )
 )
-_KINDS = frozenset(map(int, Kind))
-_IN_MEMORY = int(Flag.IN_MEMORY)
+_KINDS = frozenset(map(int, MessageKind))
+_IN_MEMORY = int(MessageFlag.IN_MEMORY)
 
 
-class Header(msgspec.Struct, frozen=True, gc=False):
+class MessageHeader(msgspec.Struct, frozen=True, gc=False):
     """The header of a message.
 
     Attributes:
-        kind: a `Kind`.
+        kind: a `MessageKind`.
         request: the id of the request that this is, or answers; 0 for none.
         key: its id (`reigen.kv.keys`), as an unsigned number.
-        cell: index of the cell in its key; of a bundle, how many keys it is about.
+        shard: index of the shard in its key; of a bundle, how many keys it is about.
         round: of pushes, as above.
-        flags: of `Flag`.
+        flags: of `MessageFlag`.
         dtype: of the body's elements, by `DTYPE_NUMBERS`.
         about: (QUERY, RECEIVED) the kind of the request in question.
         store: number of the store in its job.
@@ -178,7 +191,7 @@ class Header(msgspec.Struct, frozen=True, gc=False):
     kind: int
     request: int = 0
     key: int = 0
-    cell: int = 0
+    shard: int = 0
     round: int = 0
     flags: int = 0
     dtype: int = 0
@@ -197,12 +210,12 @@ class Header(msgspec.Struct, frozen=True, gc=False):
     def pack(self) -> bytes:
         """The 64 bytes."""
         return _HEADER.pack(
-            self.kind, self.flags, self.dtype, self.about, self.store, 0, self.cell, self.priority, self.request,
+            self.kind, self.flags, self.dtype, self.about, self.store, 0, self.shard, self.priority, self.request,
             self.key, self.round, self.body_bytes, self.offset, self.memory_bytes,
         )  # fmt: skip
 
 
-def unpack_header(data: bytes | bytearray | memoryview) -> Header:
+def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
     """The header in 64 bytes.
 
     Raises:
@@ -210,17 +223,30 @@ def unpack_header(data: bytes | bytearray | memoryview) -> Header:
     """
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes where {HEADER_BYTES} are expected")
-    (kind, flags, dtype, about, store, zero, cell, priority, request, key, round_, body_bytes, offset, memory_bytes) = (
-        _HEADER.unpack(data)
-    )
+    (
+        kind,
+        flags,
+        dtype,
+        about,
+        store,
+        zero,
+        shard,
+        priority,
+        request,
+        key,
+        round_,
+        body_bytes,
+        offset,
+        memory_bytes,
+    ) = _HEADER.unpack(data)
     if kind not in _KINDS or zero or (dtype and dtype not in DTYPE_NAMES):
         raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
     if kind in CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:
-        raise WireError(f"a {Kind(kind).name} of {body_bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")
+        raise WireError(f"a {MessageKind(kind).name} of {body_bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")
     if flags & _IN_MEMORY and body_bytes:
-        raise WireError(f"a {Kind(kind).name} whose body is in two places")
-    return Header(
-        kind, request, key, cell, round_, flags, dtype, about, store, priority, body_bytes, offset, memory_bytes
+        raise WireError(f"a {MessageKind(kind).name} whose body is in two places")
+    return MessageHeader(
+        kind, request, key, shard, round_, flags, dtype, about, store, priority, body_bytes, offset, memory_bytes
     )
 
 
@@ -228,7 +254,7 @@ def pack_counts(counts: Iterable[tuple[int, int, int]]) -> bytes:
     """The body of RESUME, and of the DONE that answers it.
 
     Args:
-        counts: (key id, cell index, number of pushes).
+        counts: (key id, shard index, number of pushes).
     """
     return np.array(list(counts), _COUNTS).tobytes()
 
@@ -241,25 +267,25 @@ def unpack_counts(body: bytes | bytearray | memoryview) -> list[tuple[int, int, 
     """
     if len(body) % _COUNTS.itemsize:
         raise WireError(f"counts of pushes in {len(body)} bytes, which is no multiple of {_COUNTS.itemsize}")
-    return [(int(key), int(cell), int(count)) for key, cell, count in np.frombuffer(body, _COUNTS)]
+    return [(int(key), int(shard), int(count)) for key, shard, count in np.frombuffer(body, _COUNTS)]
 
 
 # ---------------------------------------------------------------- bodies
 
 
-class Hello(msgspec.Struct, array_like=True, frozen=True):
+class KVHello(msgspec.Struct, array_like=True, frozen=True):
     """HELLO, and with the server's number in ``number``, WELCOME.
 
     Attributes:
         number: of the worker or server.
         incarnation: which of those that had the number one after the other.
         host: what people call its host.
-        machine: equal where memory can be shared (`reigen.cluster.layout.this_host`); empty: it will not.
+        machine: equal where memory can be shared (`reigen.cluster.host_discovery.host_identity`); empty: it will not.
         pid: the process.
         fd: its descriptor of the arena's segment.
         inode: that file's number: whoever opens it compares.
-        is_empty: (WELCOME) the server holds nothing of this store yet.
-        staleness: of the store (`reigen.kv.consistency`), the same for all; None is infinite.
+        is_empty: (WELCOME) the server holds nothing of this store yet, and had nothing in a snapshot.
+        staleness: of the store (`reigen.kv.consistency.state_machine`), the same for all; None is infinite.
     """
 
     number: int
@@ -273,8 +299,8 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     staleness: int | None = 0
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
-    """One cell of a key: elements ``[begin, end)`` of the flat value are at ``server``."""
+class ShardRange(msgspec.Struct, array_like=True, frozen=True):
+    """One shard of a key: elements ``[begin, end)`` of the flat value are at ``server``."""
 
     index: int
     begin: int
@@ -282,7 +308,7 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     server: int
 
 
-class Declare(msgspec.Struct, array_like=True, frozen=True):
+class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
     """DECLARE: what a worker means by a key.
 
     Attributes:
@@ -290,53 +316,53 @@ class Declare(msgspec.Struct, array_like=True, frozen=True):
         shape: of the value.
         dtype: its name in `reigen.types.DTYPES`.
         stype: ``default`` or ``row_sparse``.
-        places: all cells of the key, from rank 0; None from the others.
-        is_initialised: rank 0 has sent all cells.
-        reason: why the cells are where they are, for logs.
+        places: all shards of the key, from rank 0; None from the others.
+        is_initialised: rank 0 has sent all shards.
+        reason: why the shards are where they are, for logs.
         generation: how often the key was declared anew: all workers do so to have it cut in another way before the
-            first push. Cells of an earlier generation are forgotten where the key is declared with a later one.
+            first push. Shards of an earlier generation are forgotten where the key is declared with a later one.
     """
 
     name: int | str
     shape: tuple[int, ...]
     dtype: str
     stype: str = "default"
-    places: tuple[Place, ...] | None = None
+    places: tuple[ShardRange, ...] | None = None
     is_initialised: bool = False
     reason: str = ""
     generation: int = 0
 
 
-class Declared(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARED: where the cells of a key are.
+class KeyDeclared(msgspec.Struct, array_like=True, frozen=True):
+    """DECLARED: where the shards of a key are.
 
     Attributes:
         places: all of them.
         was_initialised: the key had a value before: rank 0's is not wanted.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[ShardRange, ...]
     was_initialised: bool = False
 
 
-class Command(msgspec.Struct, array_like=True, frozen=True):
-    """COMMAND: something for a whole store on one server (`reigen.kv.commands` has the names and arguments)."""
+class StoreCommand(msgspec.Struct, array_like=True, frozen=True):
+    """COMMAND: something for a whole store on one server; `reigen.kv.server.store_settings` has names and arguments."""
 
     name: str
     arguments: dict[str, Any]
 
 
-class Result(msgspec.Struct, array_like=True, frozen=True):
+class CommandResult(msgspec.Struct, array_like=True, frozen=True):
     """What a COMMAND led to."""
 
     value: Any = None
 
 
-class Problem(msgspec.Struct, array_like=True, frozen=True):
+class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     """ERROR: an error of `reigen.errors`, told to a worker.
 
     Attributes:
-        error: a name in `PROBLEMS`.
+        error: a name in `REMOTE_ERRORS`.
         reason: the message.
         key: the key's name, as the user wrote it; None where it concerns them all.
         workers: the workers at fault.
@@ -352,22 +378,24 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
     def raised(self) -> ReigenError:
         """As an error."""
         name = None if self.key is None else f"key {self.key!r}"
-        kind = PROBLEMS.get(self.error, CollectiveError)
+        kind = REMOTE_ERRORS.get(self.error, CollectiveError)
         if issubclass(kind, CollectiveError):
             return kind(self.reason, tensor=name, ranks=self.workers, details=self.details)
         return kind(self.reason if name is None else f"{name}: {self.reason}")
 
     @classmethod
-    def of(cls, error: ReigenError, key: int | str | None = None) -> Problem:
+    def of(cls, error: ReigenError, key: int | str | None = None) -> RemoteError:
         """What to tell of an error."""
-        name = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in PROBLEMS), "CollectiveError")
+        name = next(
+            (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in REMOTE_ERRORS), "CollectiveError"
+        )
         if isinstance(error, CollectiveError):
             return cls(name, error.reason, key, error.ranks, error.details)
         return cls(name, str(error), key)
 
 
 #: Errors that travel, by their names.
-PROBLEMS: Mapping[str, type[ReigenError]] = {
+REMOTE_ERRORS: Mapping[str, type[ReigenError]] = {
     kind.__name__: kind
     for kind in (
         CollectiveError,
@@ -383,11 +411,12 @@ PROBLEMS: Mapping[str, type[ReigenError]] = {
 }
 
 
-class Notice(msgspec.Struct, array_like=True, frozen=True):
+class ServerNotice(msgspec.Struct, array_like=True, frozen=True):
     """NOTICE: something happened that this worker did not ask about.
 
     Attributes:
-        what: ``lost``, ``left`` or ``returned``, of workers; ``problem``: nothing works any more, because of it.
+        what: ``lost``, ``left`` or ``returned``, of workers; ``problem``: nothing works any more, because of it;
+            ``unread``: the server cannot map this worker's memory.
         worker: whom it is about.
         host: of that worker.
         reason: in words, with the round and the key that it interrupted.
@@ -398,13 +427,13 @@ class Notice(msgspec.Struct, array_like=True, frozen=True):
     worker: int
     host: str
     reason: str
-    problem: Problem | None = None
+    problem: RemoteError | None = None
 
 
-HELLO_CODEC: Codec[Hello] = Codec(Hello, MAX_CONTROL_BYTES)
-DECLARE_CODEC: Codec[Declare] = Codec(Declare, MAX_CONTROL_BYTES)
-DECLARED_CODEC: Codec[Declared] = Codec(Declared, MAX_CONTROL_BYTES)
-COMMAND_CODEC: Codec[Command] = Codec(Command, MAX_CONTROL_BYTES)
-RESULT_CODEC: Codec[Result] = Codec(Result, MAX_CONTROL_BYTES)
-PROBLEM_CODEC: Codec[Problem] = Codec(Problem, MAX_CONTROL_BYTES)
-NOTICE_CODEC: Codec[Notice] = Codec(Notice, MAX_CONTROL_BYTES)
+HELLO_CODEC: MessageCodec[KVHello] = MessageCodec(KVHello, MAX_CONTROL_BYTES)
+DECLARE_CODEC: MessageCodec[DeclareKey] = MessageCodec(DeclareKey, MAX_CONTROL_BYTES)
+DECLARED_CODEC: MessageCodec[KeyDeclared] = MessageCodec(KeyDeclared, MAX_CONTROL_BYTES)
+COMMAND_CODEC: MessageCodec[StoreCommand] = MessageCodec(StoreCommand, MAX_CONTROL_BYTES)
+RESULT_CODEC: MessageCodec[CommandResult] = MessageCodec(CommandResult, MAX_CONTROL_BYTES)
+REMOTE_ERROR_CODEC: MessageCodec[RemoteError] = MessageCodec(RemoteError, MAX_CONTROL_BYTES)
+NOTICE_CODEC: MessageCodec[ServerNotice] = MessageCodec(ServerNotice, MAX_CONTROL_BYTES)

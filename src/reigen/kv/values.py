@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from reigen.api.adapter import Array
+from reigen.api.numpy_adapter import get_adapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
-from reigen.frontends.adapter import Array
-from reigen.frontends.arrays import adapter_of
-from reigen.kernels.half import converters
+from reigen.kernels.half_precision import converters
 from reigen.kv.keys import key_id
 from reigen.types import DType
 
@@ -70,13 +70,13 @@ class RowSparse:
 
     def receive(self, indices: Array, rows: Array) -> None:
         """Take rows: ``rows`` is in the storage type of the values."""
-        adapter = adapter_of(self.values)
+        adapter = get_adapter(self.values)
         self.values = adapter.wrap(rows, like=self.values)
-        self.indices = adapter.wrap(indices, like=self.indices) if adapter_of(self.indices) is adapter else indices
+        self.indices = adapter.wrap(indices, like=self.indices) if get_adapter(self.indices) is adapter else indices
 
 
 @dataclass(frozen=True, slots=True)
-class Spec:
+class TensorSpec:
     """What all workers must agree on for a key.
 
     Attributes:
@@ -115,11 +115,11 @@ def as_value(value: object, *, writable: bool = False) -> Any:
     if isinstance(value, RowSparse):
         return value
     if not isinstance(value, np.ndarray) and getattr(value, "is_sparse", False) is True:
-        return _of_torch_sparse(value)
-    return adapter_of(value).given(value, writable=writable)
+        return _from_torch_sparse(value)
+    return get_adapter(value).as_tensor(value, writable=writable)
 
 
-def _of_torch_sparse(tensor: Any) -> RowSparse:
+def _from_torch_sparse(tensor: Any) -> RowSparse:
     if tensor.sparse_dim() != 1:
         raise UnsupportedTypeError(
             f"a sparse tensor with {tensor.sparse_dim()} sparse dimensions is not supported; rows must be whole: 1"
@@ -128,28 +128,28 @@ def _of_torch_sparse(tensor: Any) -> RowSparse:
     return RowSparse(tensor.indices()[0], tensor.values(), tuple(tensor.shape))
 
 
-def spec_of(value: Any) -> Spec:
+def tensor_spec(value: Any) -> TensorSpec:
     """What a tensor that `as_value` gave is.
 
     Raises:
         UnsupportedTypeError: its element type cannot be communicated.
     """
     if isinstance(value, RowSparse):
-        return Spec(adapter_of(value.values).dtype(value.values), value.shape, ROW_SPARSE)
-    return Spec(adapter_of(value).dtype(value), tuple(value.shape), DENSE)
+        return TensorSpec(get_adapter(value.values).dtype(value.values), value.shape, ROW_SPARSE)
+    return TensorSpec(get_adapter(value).dtype(value), tuple(value.shape), DENSE)
 
 
-def flat(tensor: Any) -> tuple[Array, bool]:
+def flatten_tensor(tensor: Any) -> tuple[Array, bool]:
     """A dense tensor's elements as a flat array of the storage type, and whether that is the tensor's memory."""
-    array, aliases = adapter_of(tensor).array(tensor)
+    array, aliases = get_adapter(tensor).array(tensor)
     return array.reshape(-1), aliases
 
 
-def write(tensor: Any, elements: Array, aliases: bool) -> None:
+def write_tensor(tensor: Any, elements: Array, aliases: bool) -> None:
     """Have the tensor hold ``elements``, which are its memory already if ``aliases``."""
-    adapter = adapter_of(tensor)
+    adapter = get_adapter(tensor)
     if aliases:
-        adapter.modified(tensor)
+        adapter.mark_modified(tensor)
     else:
         adapter.write(tensor, elements.reshape(tuple(tensor.shape)))
 
@@ -160,7 +160,7 @@ def row_numbers(rows: Any, num_rows: int) -> Array:
     Raises:
         ArgumentError: they are no whole numbers, or one is not in ``[0, num_rows)``.
     """
-    array, _ = flat(as_value(rows))
+    array, _ = flatten_tensor(as_value(rows))
     if array.size and array.dtype.kind not in "iu":
         whole = array.astype(np.int64)
         if array.dtype.kind != "f" or not np.array_equal(whole, array):
@@ -174,7 +174,7 @@ def row_numbers(rows: Any, num_rows: int) -> Array:
     return array
 
 
-def add_rows(indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
+def sum_duplicate_rows(indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
     """Rows in ascending order of their indices, those of one index added up in the order in which they came.
 
     Args:
@@ -207,7 +207,9 @@ def as_key(key: object) -> Key:
     return str(key) if isinstance(key, str) else operator.index(key)  # type: ignore[arg-type]
 
 
-def grouped(keys: Any, values: object, what: str = "value", known: Container[Key] = ()) -> list[tuple[Key, list[Any]]]:
+def group_by_key(
+    keys: Any, values: object, what: str = "value", known: Container[Key] = ()
+) -> list[tuple[Key, list[Any]]]:
     """The tensors of each key, in the order in which the keys first come.
 
     Args:
@@ -231,7 +233,7 @@ def grouped(keys: Any, values: object, what: str = "value", known: Container[Key
         raise ArgumentError(f"{len(keys)} keys need a list of {len(keys)} {what}s, got {given}")
     groups: dict[Key, list[Any]] = {}
     names = [key if type(key) in KEY_TYPES and key in known else as_key(key) for key in keys]
-    check_one_kind(names)
+    check_key_type(names)
     for key, value in zip(names, values, strict=True):
         several = list(value) if isinstance(value, (list, tuple)) else [value]
         if not several:
@@ -240,7 +242,7 @@ def grouped(keys: Any, values: object, what: str = "value", known: Container[Key
     return list(groups.items())
 
 
-def check_one_kind(keys: Iterable[Key], kind: type | None = None) -> type | None:
+def check_key_type(keys: Iterable[Key], kind: type | None = None) -> type | None:
     """The one type that all keys of a store have; ``kind`` is the one of the keys before.
 
     Raises:
@@ -255,7 +257,7 @@ def check_one_kind(keys: Iterable[Key], kind: type | None = None) -> type | None
     return kind
 
 
-def check_specs(key: Key, expected: Spec, tensors: Sequence[Any], *, can_be_sparse: bool = True) -> None:
+def check_tensor_specs(key: Key, expected: TensorSpec, tensors: Sequence[Any], *, can_be_sparse: bool = True) -> None:
     """That tensors are what the key holds.
 
     Raises:
@@ -265,9 +267,9 @@ def check_specs(key: Key, expected: Spec, tensors: Sequence[Any], *, can_be_spar
     for tensor in tensors:
         # the usual case, and the one that is timed
         is_alike = not isinstance(tensor, RowSparse) and tensor.shape == expected.shape
-        if is_alike and adapter_of(tensor).dtype(tensor) is expected.dtype:
+        if is_alike and get_adapter(tensor).dtype(tensor) is expected.dtype:
             continue
-        spec = spec_of(tensor)
+        spec = tensor_spec(tensor)
         if (spec.dtype, spec.shape) != (expected.dtype, expected.shape):
             raise ArgumentError(f"key {key!r} holds {expected}, got {spec}: shape and dtype stay those of init()")
         if spec.stype == ROW_SPARSE and not can_be_sparse:

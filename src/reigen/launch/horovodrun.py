@@ -3,7 +3,7 @@
 a. Each option is a line of OPTIONS: its spelling, where it stands in the file, what it may hold, and the variable of
    the knob that it sets, or none where it has no meaning in a job on one host.
 b. What the command line says wins over the environment, and that over the file.
-c. What has no meaning is accepted; `translate` lists it, so that the user is told once.
+c. What has no meaning is accepted; `translate_options` lists it, so that the user is told once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from reigen.errors import ConfigError
+from reigen.launch.base import DEFAULT_LAUNCHER
 
 #: JSON: variable -> the option that set it.
 ORIGINS_VARIABLE = "REIGEN_ORIGINS"
@@ -21,7 +22,7 @@ ORIGINS_VARIABLE = "REIGEN_ORIGINS"
 CONTROLLERS = ("gloo", "mpi", "jsrun")
 
 #: Options that mean something where mpirun starts the ranks, and nothing elsewhere.
-FOR_MPIRUN = ("controller", "mpi_args", "binding_args")
+MPIRUN_OPTIONS = ("controller", "mpi_args", "binding_args")
 
 _MIB = 1 << 20
 _LEVELS = "TRACE, DEBUG, INFO, WARNING, ERROR, FATAL"
@@ -89,7 +90,7 @@ def _controller(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class HorovodrunOption:
     """One option of `horovodrun` that sets a knob, or has no effect.
 
     Attributes:
@@ -118,17 +119,17 @@ class Option:
 
 
 #: Group -> the options that set a knob.
-OPTIONS: dict[str, tuple[Option, ...]] = {
+HOROVODRUN_OPTIONS: dict[str, tuple[HorovodrunOption, ...]] = {
     "start": (
-        Option(
+        HorovodrunOption(
             "--gloo-timeout-seconds",
             _above_0,
             "library_options.gloo_timeout_seconds",
             "START_TIMEOUT",
             "the same as --start-timeout, which wins",
         ),
-        Option("--start-timeout", _above_0, "", "START_TIMEOUT", "seconds that init() waits for all ranks"),
-        Option(
+        HorovodrunOption("--start-timeout", _above_0, "", "START_TIMEOUT", "seconds that init() waits for all ranks"),
+        HorovodrunOption(
             "--thread-affinity",
             _cpus,
             "library_options.thread_affinity",
@@ -137,7 +138,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
     ),
     "network": (
-        Option(
+        HorovodrunOption(
             "--network-interfaces",
             _text,
             "",
@@ -146,14 +147,14 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
     ),
     "tunables": (
-        Option(
+        HorovodrunOption(
             "--fusion-threshold-mb",
             _mebibytes,
             "params.fusion_threshold_mb",
             "FUSION_THRESHOLD",
             "MiB of small tensors that travel together; 0: none do",
         ),
-        Option(
+        HorovodrunOption(
             "--cache-capacity",
             _count,
             "params.cache_capacity",
@@ -162,8 +163,8 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
     ),
     "timeline": (
-        Option("--timeline-filename", _text, "timeline.filename", "TIMELINE", "file for the timeline"),
-        Option(
+        HorovodrunOption("--timeline-filename", _text, "timeline.filename", "TIMELINE", "file for the timeline"),
+        HorovodrunOption(
             "--[no-]timeline-mark-cycles",
             _switch,
             "timeline.mark_cycles",
@@ -172,15 +173,15 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
     ),
     "stalled collectives": (
-        Option("--[no-]stall-check", _inverse, "stall_check.enabled", "STALL_CHECK_DISABLE", "look for them"),
-        Option(
+        HorovodrunOption("--[no-]stall-check", _inverse, "stall_check.enabled", "STALL_CHECK_DISABLE", "look for them"),
+        HorovodrunOption(
             "--stall-check-warning-time-seconds",
             _above_0,
             "stall_check.warning_time_seconds",
             "STALL_CHECK_TIME_SECONDS",
             "until a warning tells of one",
         ),
-        Option(
+        HorovodrunOption(
             "--stall-check-shutdown-time-seconds",
             _number,
             "stall_check.shutdown_time_seconds",
@@ -189,33 +190,35 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         ),
     ),
     "log": (
-        Option("--log-level", _level, "logging.level", "LOG", "the least severe messages that are shown: " + _LEVELS),
-        Option(
-            "--log-with-timestamp", _inverse, "logging.with_timestamp", "LOG_HIDE_TIME", "messages begin with the time"
+        HorovodrunOption(
+            "--log-level", _level, "logging.level", "LOG", "the least severe messages that are shown: " + _LEVELS
+        ),
+        HorovodrunOption(
+            "--log-with-timestamp", _inverse, "logging.with_timestamp", "LOG_HIDE_TIME", "begin messages with the time"
         ),
     ),
     "": (
-        Option("--cycle-time-ms", _number, "params.cycle_time_ms"),
-        Option("--[no-]hierarchical-allreduce", _switch, "params.hierarchical_allreduce"),
-        Option("--[no-]hierarchical-allgather", _switch, "params.hierarchical_allgather"),
-        Option("--[no-]torus-allreduce", _switch, "params.torus_allreduce"),
-        Option("--[no-]autotune", _switch, "autotune.enabled"),
-        Option("--autotune-log-file", _text, "autotune.log_file"),
-        Option("--autotune-warmup-samples", _count, "autotune.warmup_samples"),
-        Option("--autotune-steps-per-sample", _count, "autotune.steps_per_sample"),
-        Option("--autotune-bayes-opt-max-samples", _count, "autotune.bayes_opt_max_samples"),
-        Option("--autotune-gaussian-process-noise", _fraction, "autotune.gaussian_process_noise"),
-        Option("--[no-]mpi-threads-disable", _switch, "library_options.mpi_threads_disable"),
-        Option("--mpi-args", _text),
-        Option("--tcp", _switch),
-        Option("--binding-args", _text),
-        Option("--num-nccl-streams", _count, "library_options.num_nccl_streams"),
-        Option("--disable-cache", _switch),
-        Option("--elastic-timeout", _count),
-        Option("--reset-limit", _count),
-        Option("--slots-per-host", _count),
-        Option("--blacklist-cooldown-range", _text),
-        Option("--controller", _controller, "controller"),
+        HorovodrunOption("--cycle-time-ms", _number, "params.cycle_time_ms"),
+        HorovodrunOption("--[no-]hierarchical-allreduce", _switch, "params.hierarchical_allreduce"),
+        HorovodrunOption("--[no-]hierarchical-allgather", _switch, "params.hierarchical_allgather"),
+        HorovodrunOption("--[no-]torus-allreduce", _switch, "params.torus_allreduce"),
+        HorovodrunOption("--[no-]autotune", _switch, "autotune.enabled"),
+        HorovodrunOption("--autotune-log-file", _text, "autotune.log_file"),
+        HorovodrunOption("--autotune-warmup-samples", _count, "autotune.warmup_samples"),
+        HorovodrunOption("--autotune-steps-per-sample", _count, "autotune.steps_per_sample"),
+        HorovodrunOption("--autotune-bayes-opt-max-samples", _count, "autotune.bayes_opt_max_samples"),
+        HorovodrunOption("--autotune-gaussian-process-noise", _fraction, "autotune.gaussian_process_noise"),
+        HorovodrunOption("--[no-]mpi-threads-disable", _switch, "library_options.mpi_threads_disable"),
+        HorovodrunOption("--mpi-args", _text),
+        HorovodrunOption("--tcp", _switch),
+        HorovodrunOption("--binding-args", _text),
+        HorovodrunOption("--num-nccl-streams", _count, "library_options.num_nccl_streams"),
+        HorovodrunOption("--disable-cache", _switch),
+        HorovodrunOption("--elastic-timeout", _count),
+        HorovodrunOption("--reset-limit", _count),
+        HorovodrunOption("--slots-per-host", _count),
+        HorovodrunOption("--blacklist-cooldown-range", _text),
+        HorovodrunOption("--controller", _controller, "controller"),
     ),
 }
 
@@ -227,29 +230,31 @@ _OTHER_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Translation:
+class TranslatedOptions:
     """What options and configuration file come to.
 
     Attributes:
         variables: what the ranks' environment gets.
         without_effect: options, and settings of the file, that were accepted and have no effect.
         unknown: settings of the file that mean nothing.
-        wishes: what options in `FOR_MPIRUN` were given, by name, while it is to start the ranks.
+        wishes: what options in `MPIRUN_OPTIONS` were given, by name, while it is to start the ranks.
     """
 
     variables: dict[str, str]
     without_effect: tuple[str, ...]
     unknown: tuple[str, ...]
-    wishes: dict[str, str] = field(default_factory=dict)
+    launcher_options: dict[str, str] = field(default_factory=dict)
 
 
-def by_mpirun(chosen: Mapping[str, object], document: object) -> bool:
-    """Whether mpirun is to start the ranks: `--launcher mpi`, `--mpi`, or the configuration file's ``controller``."""
+def choose_launcher(chosen: Mapping[str, object], document: object) -> str:
+    """Return the launcher's name: as given; mpi for `--mpi` or the configuration file's ``controller``; the default."""
+    if launcher := chosen.get("launcher"):
+        return str(launcher)
     controller = chosen.get("controller") or dict(_flat(document)).get("controller")
-    return chosen.get("launcher") == "mpi" or (chosen.get("launcher") is None and controller == "mpi")
+    return "mpi" if controller == "mpi" else DEFAULT_LAUNCHER
 
 
-def translate(chosen: Mapping[str, object], document: object, environ: Mapping[str, str]) -> Translation:
+def translate_options(chosen: Mapping[str, object], document: object, environ: Mapping[str, str]) -> TranslatedOptions:
     """The environment that options and configuration file ask for.
 
     Args:
@@ -265,14 +270,14 @@ def translate(chosen: Mapping[str, object], document: object, environ: Mapping[s
     origins: dict[str, str] = {}
     idle: list[str] = []
     wishes: dict[str, str] = {}
-    understood = FOR_MPIRUN if by_mpirun(chosen, document) else ()
-    for option in (option for group in OPTIONS.values() for option in group):
+    understood = MPIRUN_OPTIONS if choose_launcher(chosen, document) == "mpi" else ()
+    for option in (option for group in HOROVODRUN_OPTIONS.values() for option in group):
         given, filed = chosen.get(option.name), settings.pop(option.path, None)
         value = filed if given is None else given
         if value is None:
             continue
-        name = f"{option.path} in the configuration file" if given is None else _typed(option, given)
-        text = _parsed(option, value, option.path if given is None else option.name)
+        name = f"{option.path} in the configuration file" if given is None else _format_option(option, given)
+        text = _parse_value(option, value, option.path if given is None else option.name)
         variable = f"REIGEN_{option.variable}"
         if option.name in understood:
             wishes[option.name] = text
@@ -282,7 +287,7 @@ def translate(chosen: Mapping[str, object], document: object, environ: Mapping[s
             variables[variable], origins[variable] = text, name
     if origins:
         variables[ORIGINS_VARIABLE] = json.dumps(origins)
-    return Translation(variables, tuple(idle), tuple(settings), wishes)
+    return TranslatedOptions(variables, tuple(idle), tuple(settings), wishes)
 
 
 def _flat(document: object) -> Iterator[tuple[str, object]]:
@@ -299,7 +304,7 @@ def _flat(document: object) -> Iterator[tuple[str, object]]:
             yield f"{section}.{key}", value
 
 
-def _parsed(option: Option, value: object, name: str) -> str:
+def _parse_value(option: HorovodrunOption, value: object, name: str) -> str:
     try:
         return option.parse(str(value))
     except ConfigError as error:
@@ -309,7 +314,7 @@ def _parsed(option: Option, value: object, name: str) -> str:
         raise ConfigError(f"{name}={value} must be {kind}") from None
 
 
-def _typed(option: Option, value: object) -> str:
+def _format_option(option: HorovodrunOption, value: object) -> str:
     """How the option was written."""
     if option.name == "controller":
         return f"--{value}"

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.servants import Role, Servant, Servers, servants_of
+from reigen.launch.ps_processes import PsProcess, PsRole, ServerOptions, list_ps_processes
+from reigen.net.interfaces import choose_address
 
 #: Names that mean this host everywhere.
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -27,14 +28,14 @@ _LINE = re.compile(rf"{_NAME}(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*)|:(?P<colon>[1
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class HostInfo:
     """A host and how many ranks may run there."""
 
     name: str
     slots: int
 
 
-def parse_hosts(text: str) -> list[Host]:
+def parse_hosts(text: str) -> list[HostInfo]:
     """The hosts of ``h1:2,h2``; without a number, one slot.
 
     Raises:
@@ -49,11 +50,11 @@ def parse_hosts(text: str) -> list[Host]:
         match = _ENTRY.fullmatch(entry.strip())
         if match is None:
             raise ConfigError(f"hosts {text!r}: {entry.strip()!r} is not of the form name, name:slots or [IPv6]:slots")
-        hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or 1)))
+        hosts.append(HostInfo(match["name"].strip("[]"), int(match["slots"] or 1)))
     return hosts
 
 
-def parse_hostfile(text: str, num_ranks: int = 1) -> list[Host]:
+def parse_hostfile(text: str, num_ranks: int = 1) -> list[HostInfo]:
     """The hosts of a host file: a line each, ``name slots=n`` or ``name:n``; ``#`` begins a comment.
 
     A plain list of names, as MXNet's launcher has it, gives each host the same number of ranks, the first ones one more
@@ -77,7 +78,7 @@ def parse_hostfile(text: str, num_ranks: int = 1) -> list[Host]:
             raise ConfigError(
                 f"line {number} of the host file is {line.strip()!r}, not of the form 'name slots=n' ([IPv6] slots=n)"
             )
-        hosts.append(Host(match["name"].strip("[]"), int(match["slots"] or match["colon"] or 1)))
+        hosts.append(HostInfo(match["name"].strip("[]"), int(match["slots"] or match["colon"] or 1)))
         numbers.append(match["slots"] or match["colon"])
         if int(match["colon"] or 0) == _SSH_PORT or int(match["colon"] or 0) >= _FIRST_UNPRIVILEGED_PORT:
             raise ConfigError(
@@ -88,11 +89,11 @@ def parse_hostfile(text: str, num_ranks: int = 1) -> list[Host]:
         raise ConfigError("the host file names no host")
     if not any(numbers):
         share, rest = divmod(num_ranks, len(hosts))
-        hosts = [Host(host.name, max(1, share + (index < rest))) for index, host in enumerate(hosts)]
+        hosts = [HostInfo(host.name, max(1, share + (index < rest))) for index, host in enumerate(hosts)]
     return hosts
 
 
-def hosts_of(listed: str | None, file: str | os.PathLike[str] | None, num_ranks: int) -> list[Host]:
+def resolve_hosts(listed: str | None, file: str | os.PathLike[str] | None, num_ranks: int) -> list[HostInfo]:
     """The hosts of a list, or of a file, or this one alone.
 
     Raises:
@@ -101,14 +102,14 @@ def hosts_of(listed: str | None, file: str | os.PathLike[str] | None, num_ranks:
     if listed is not None:
         return parse_hosts(listed)
     if file is None:
-        return [Host("localhost", num_ranks)]
+        return [HostInfo("localhost", num_ranks)]
     try:
         return parse_hostfile(Path(file).read_text(encoding="utf-8"), num_ranks)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
 
 
-def parse_mxnet_hostfile(text: str) -> tuple[list[Host], int | None]:
+def parse_mxnet_hostfile(text: str) -> tuple[list[HostInfo], int | None]:
     r"""The hosts of a file of MXNet's launcher, and where their sshd listens, if they say so.
 
     A line each, ``name``, ``name:port`` or ``name slots=n``. Processes are dealt out in turn, so that slots count for
@@ -136,10 +137,10 @@ def parse_mxnet_hostfile(text: str) -> tuple[list[Host], int | None]:
             "ssh's configuration (Host, Port), and names alone in the file"
         )
     hosts = parse_hostfile("\n".join(lines))
-    return [Host(host.name, 1) for host in hosts], next(iter(ports), None)
+    return [HostInfo(host.name, 1) for host in hosts], next(iter(ports), None)
 
 
-def check_slots(hosts: Sequence[Host], num_ranks: int) -> None:
+def check_slots(hosts: Sequence[HostInfo], num_ranks: int) -> None:
     """Make sure that the hosts have a slot for each rank.
 
     Raises:
@@ -151,7 +152,7 @@ def check_slots(hosts: Sequence[Host], num_ranks: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Seats:
+class HostAssignment:
     """The processes of one host.
 
     Attributes:
@@ -164,7 +165,7 @@ class Seats:
     host: str
     is_here: bool
     topologies: tuple[Topology, ...]
-    servants: tuple[Servant, ...] = ()
+    servants: tuple[PsProcess, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -177,7 +178,7 @@ class Seats:
         return self.ranks + tuple(servant.number for servant in self.servants)
 
 
-def assign(hosts: Sequence[Host], num_ranks: int, is_here: Callable[[str], bool]) -> list[Seats]:
+def assign_ranks(hosts: Sequence[HostInfo], num_ranks: int, is_here: Callable[[str], bool]) -> list[HostAssignment]:
     """Which ranks each host gets: its slots are filled before the next host's, in the order of the list.
 
     A host that is named twice has the slots of both places. Hosts for which no rank is left are not used.
@@ -191,22 +192,22 @@ def assign(hosts: Sequence[Host], num_ranks: int, is_here: Callable[[str], bool]
         ConfigError: too few slots.
     """
     slots: dict[str, int] = {}
-    here = _first_here([host.name for host in hosts], is_here)
+    here = _find_local_name([host.name for host in hosts], is_here)
     for host in hosts:
         name = here if is_here(host.name) else host.name
         slots[name] = slots.get(name, 0) + host.slots
     check_slots(hosts, num_ranks)
     homes = [name for name, num in slots.items() for _ in range(min(num, num_ranks))]
-    return _seats(homes[:num_ranks], here)
+    return _host_assignments(homes[:num_ranks], here)
 
 
-def assign_with_servers(
-    hosts: Sequence[Host], num_ranks: int, servers: Servers, is_here: Callable[[str], bool]
-) -> list[Seats]:
+def assign_ranks_and_servers(
+    hosts: Sequence[HostInfo], num_ranks: int, servers: ServerOptions, is_here: Callable[[str], bool]
+) -> list[HostAssignment]:
     """Which ranks and which servers each host gets; the scheduler's is this one, whether it has ranks or not.
 
     Server i runs on host i of those that it may run on, and again from the first one when they are through. So do
-    ranks, behind the last server's host, if they are to be dealt out; otherwise they are placed as by `assign`.
+    ranks, behind the last server's host, if they are to be dealt out; otherwise they are placed as by `assign_ranks`.
 
     Args:
         hosts: what was asked for.
@@ -218,38 +219,38 @@ def assign_with_servers(
         ConfigError: too few slots.
     """
     names = [host.name for host in hosts]
-    here = _first_here([*names, *servers.hosts], is_here) or "localhost"
+    here = _find_local_name([*names, *servers.hosts], is_here) or "localhost"
 
     def home(listed: Sequence[str], index: int) -> str:
         name = listed[index % len(listed)]
         return here if is_here(name) else name
 
-    if servers.deals_workers:
-        seats = _seats([home(names, servers.num + rank) for rank in range(num_ranks)], here)
+    if servers.round_robin_workers:
+        assignments = _host_assignments([home(names, servers.num + rank) for rank in range(num_ranks)], here)
     else:
-        seats = assign(hosts, num_ranks, is_here)
+        assignments = assign_ranks(hosts, num_ranks, is_here)
     allowed = servers.hosts or names
-    found = {each.host: each for each in seats}
-    for servant in servants_of(num_ranks, servers):
-        name = here if servant.role is Role.SCHEDULER else home(allowed, servant.index)
-        before = found.get(name, Seats(name, name == here, ()))
+    found = {each.host: each for each in assignments}
+    for servant in list_ps_processes(num_ranks, servers):
+        name = here if servant.role is PsRole.SCHEDULER else home(allowed, servant.index)
+        before = found.get(name, HostAssignment(name, name == here, ()))
         found[name] = replace(before, servants=(*before.servants, servant))
     return list(found.values())
 
 
-def _first_here(names: Sequence[str], is_here: Callable[[str], bool]) -> str:
+def _find_local_name(names: Sequence[str], is_here: Callable[[str], bool]) -> str:
     """By which of its names this host is called; empty if it is not."""
     return next((name for name in names if is_here(name)), "")
 
 
-def _seats(homes: Sequence[str], here: str) -> list[Seats]:
+def _host_assignments(homes: Sequence[str], here: str) -> list[HostAssignment]:
     """The hosts, in the order of their first rank, where rank r runs on ``homes[r]``."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(homes):
         ranks.setdefault(name, []).append(rank)
     counts = [len(each) for each in ranks.values()]
     return [
-        Seats(name, bool(here) and name == here, tuple(_topologies(index, each, counts)))
+        HostAssignment(name, bool(here) and name == here, tuple(_topologies(index, each, counts)))
         for index, (name, each) in enumerate(ranks.items())
     ]
 
@@ -305,3 +306,21 @@ def check_fixed_size(num_ranks: int, bounds: Mapping[str, int | None], discovery
             f"{', '.join(asked)}: elastic jobs, whose number of processes changes, are not possible yet; "
             f"leave it out to run {num_ranks} processes from beginning to end"
         )
+
+
+def choose_own_address(interfaces: Sequence[str], towards: str, clients: Sequence[str]) -> tuple[str, str]:
+    """At which address other hosts reach this one, and why it is this one.
+
+    Args:
+        interfaces: names of those that may be used; empty: all.
+        towards: another host.
+        clients: from where the other hosts say that ssh's connections come; empty texts where they do not know.
+
+    Raises:
+        ConfigError: none can be found.
+    """
+    if not interfaces:
+        for client in clients:
+            if client and is_own_address(client):
+                return client, f"ssh has reached {towards} from there"
+    return choose_address(interfaces, towards)

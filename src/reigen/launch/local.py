@@ -1,254 +1,38 @@
-"""A job on this host, planned: which environment and which cores each rank gets. Decides, starts nothing."""
+"""The launcher that starts everything on this host."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
-from reigen.cluster.environ import PLACE_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
-from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.servants import WORKER_LOSS_VARIABLE, Household, Role, Servant
-
-#: What `--bind` takes.
-BINDINGS = ("cores", "none")
-#: Set to 1 where what a rank prints ends on a terminal, though the rank itself writes into a pipe: rank 0 may redraw
-#: its line with a carriage return.
-TERMINAL_VARIABLE = "REIGEN_TERMINAL"
-START_TIMEOUT_VARIABLE = "REIGEN_START_TIMEOUT"
-#: What only a rank is given.
-OF_A_RANK = frozenset(
-    {
-        *PLACE_VARIABLES,
-        *(name.replace("REIGEN_", "HOROVOD_") for name in PLACE_VARIABLES),
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    }
-)
+from reigen.launch.base import JobPlan, assign_processes
+from reigen.launch.hosts import is_this_host
+from reigen.launch.options import LaunchOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One process, before it is started.
-
-    Attributes:
-        topology: a rank's place in the job; None for a servant.
-        cpus: the logical processors it is bound to; empty: not bound.
-        environ: its whole environment. Not shown in ``repr``: the job's secret is in it.
-        servant: what it is if it is no rank.
-    """
-
-    topology: Topology | None
-    cpus: tuple[int, ...]
-    environ: Mapping[str, str] = field(repr=False)
-    servant: Servant | None = None
-
-    @property
-    def number(self) -> int:
-        """Its number in the job: a rank's is its rank."""
-        if self.servant is not None:
-            return self.servant.number
-        assert self.topology is not None, "a process is a rank or a servant"
-        return self.topology.rank
-
-    @property
-    def has_successor(self) -> bool:
-        """Whether another process may be started in its place: nothing of this one may then be left."""
-        of_a_worker = "DMLC_ROLE" in self.environ and self.environ.get(WORKER_LOSS_VARIABLE) == "wait"
-        return self.servant is not None or of_a_worker
-
-    @property
-    def name(self) -> str:
-        """As the user is told."""
-        return f"rank {self.number}" if self.servant is None else self.servant.name
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What the launcher keeps for the ranks.
-
-    Attributes:
-        rendezvous: ``host:port`` of the rendezvous service.
-        secret: the job's 32 bytes.
-        master_port: a port that is held for rank 0's own server.
-        master_address: where that is: rank 0's host.
-        household: what there is of parameter servers; None: nothing.
-        node_host: the address at which other hosts reach this one.
-    """
-
-    rendezvous: str
-    secret: bytes = field(repr=False)
-    master_port: int
-    master_address: str = "127.0.0.1"
-    household: Household | None = None
-    node_host: str = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Cores:
-    """The processors that the launcher may use.
-
-    Attributes:
-        cpus: numbers of the logical processors, those of one physical core side by side.
-        quota: how many processors' time the control group allows, None where it sets no limit.
-    """
-
-    cpus: tuple[int, ...]
-    quota: float | None = None
-
-    @property
-    def num_usable(self) -> int:
-        """How many processors can be busy at a time."""
-        return len(self.cpus) if self.quota is None else max(1, min(len(self.cpus), int(self.quota)))
-
-
-def all_here(num_ranks: int) -> list[Topology]:
-    """Where the ranks are when all of them are on this host."""
-    return [Topology.on_one_host(rank, num_ranks) for rank in range(num_ranks)]
-
-
-def plan(
-    topologies: Sequence[Topology],
-    services: Services,
-    environ: Mapping[str, str],
-    cores: Cores,
-    *,
-    bind: str | None = None,
-    start_timeout_seconds: float | None = None,
-) -> tuple[list[Place], str]:
-    """Places of the ranks on this host, and why their processors were chosen so.
+class LocalLauncher:
+    """Ranks and servers as children of the supervisor; no agent.
 
     Args:
-        topologies: the ranks that this host has.
-        services: what they are told of the launcher.
-        environ: what they inherit.
-        cores: the processors there are.
-        bind: ``cores``, ``none``, or None to bind where there is at least one processor for each rank.
-        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
+        options: of the job.
+        environ: of the user's process.
 
     Raises:
-        ConfigError: no such binding.
+        ConfigError: there are other hosts among those that were named, or too few slots.
     """
-    if not topologies:
-        return [], "no ranks here"
-    shares, reason = share_cores(len(topologies), cores.cpus, bind)
-    common = dict(environ)
-    # Block buffering would hold back what a rank prints until it ends; a terminal would not, and a pipe should not.
-    common.setdefault("PYTHONUNBUFFERED", "1")
-    common.setdefault("OMP_NUM_THREADS", str(max(1, cores.num_usable // len(topologies))))
-    if start_timeout_seconds is not None:
-        common[START_TIMEOUT_VARIABLE] = f"{start_timeout_seconds:g}"
-    places = []
-    for topology, cpus in zip(topologies, shares, strict=True):
-        places.append(Place(topology, cpus, {**common, **_variables(topology, services)}))
-    return places, reason
 
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        names = [host.name for host in options.hosts]
+        names += [] if options.servers is None else options.servers.hosts
+        if others := [name for name in names if not is_this_host(name)]:
+            raise ConfigError(f"--launcher local: {', '.join(others)} cannot be reached without ssh")
+        self.options = options
+        self._plan = JobPlan(assign_processes(options))
 
-def plan_servants(
-    servants: Sequence[Servant], services: Services, environ: Mapping[str, str], of_servers: Mapping[str, str]
-) -> list[Place]:
-    """Places of the servants on this host. They are not bound: they run when ranks wait.
+    def allocate(self, wait: Callable[[float], None]) -> JobPlan:
+        """See ``Launcher.allocate``: there is nothing to wait for."""
+        return self._plan
 
-    Args:
-        servants: what this host has of them.
-        services: what they are told of the launcher.
-        environ: what they inherit.
-        of_servers: variables of the servers alone.
-    """
-    common = {name: text for name, text in environ.items() if name not in OF_A_RANK}
-    common.setdefault("PYTHONUNBUFFERED", "1")
-    common.setdefault("OMP_NUM_THREADS", "1")
-    common |= {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
-    places = []
-    for servant in servants:
-        made = {**common, **(of_servers if servant.role is Role.SERVER else {})}
-        places.append(Place(None, (), made | _kv_variables(servant.role, servant.index, services), servant))
-    return places
-
-
-def own_command(role: Role) -> tuple[str, ...]:
-    """What a servant runs where nobody says anything else: Reigen's own, of the Python that runs this."""
-    # -P: a module of the working directory is nobody's joke
-    return sys.executable, "-P", "-m", "reigen", role
-
-
-def command_of(place: Place, of_ranks: Sequence[str], of_servants: Sequence[str]) -> Sequence[str]:
-    """What a process runs.
-
-    Args:
-        place: which one.
-        of_ranks: what ranks run.
-        of_servants: what servants run; empty: Reigen's own.
-    """
-    return of_ranks if place.servant is None else of_servants or own_command(place.servant.role)
-
-
-def describe(places: Sequence[Place], reason: str) -> list[str]:
-    """Where the ranks were placed, for the user, a line each."""
-    lines = [reason]
-    for place in places:
-        where = "any processor" if not place.cpus else "processors " + ",".join(map(str, place.cpus))
-        lines.append(f"{where}, OMP_NUM_THREADS={place.environ['OMP_NUM_THREADS']}")
-    return lines
-
-
-def share_cores(num_ranks: int, cpus: Sequence[int], bind: str | None) -> tuple[list[tuple[int, ...]], str]:
-    """The processors of each rank (an empty tuple: not bound), and why.
-
-    Neighbouring processors go to one rank, and shares differ by one at most. With more ranks than processors, and only
-    if ``bind`` asks for it, rank r gets processor r modulo their number.
-    """
-    if bind is not None and bind not in BINDINGS:
-        raise ConfigError(f"--bind {bind}: there is no such binding; there are {' and '.join(BINDINGS)}")
-    unbound: list[tuple[int, ...]] = [()] * num_ranks
-    if bind == "none":
-        return unbound, "not bound: --bind none"
-    if num_ranks <= len(cpus):
-        bounds = [rank * len(cpus) // num_ranks for rank in range(num_ranks + 1)]
-        shares = [tuple(cpus[low:high]) for low, high in pairwise(bounds)]
-        return shares, f"{len(cpus)} processors are spread over {num_ranks} ranks"
-    if bind is None:
-        return unbound, f"not bound: {num_ranks} ranks on {len(cpus)} processors are better placed by the kernel"
-    return [(cpus[rank % len(cpus)],) for rank in range(num_ranks)], "ranks share processors in turn: --bind cores"
-
-
-def _variables(topology: Topology, services: Services) -> dict[str, str]:
-    texts = [str(number) for number in astuple(topology)]
-    variables = dict(zip(PLACE_VARIABLES, texts, strict=True))
-    variables |= {name.replace("REIGEN_", "HOROVOD_"): variables[name] for name in PLACE_VARIABLES}
-    variables |= dict(zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), texts, strict=False))
-    variables |= {"MASTER_ADDR": services.master_address, "MASTER_PORT": str(services.master_port)}
-    variables |= _kv_variables(Role.WORKER, topology.rank, services)
-    return variables | {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
-
-
-def _kv_variables(role: Role, index: int, services: Services) -> dict[str, str]:
-    return {} if services.household is None else services.household.variables(role, index, services.node_host)
-
-
-def cores_here(root: Path = Path("/sys")) -> Cores:
-    """The processors that this process may use, those of one physical core side by side."""
-
-    def order(cpu: int) -> tuple[int, int, int]:
-        topology = root / f"devices/system/cpu/cpu{cpu}/topology"
-        return _read_int(topology / "physical_package_id"), _read_int(topology / "core_id"), cpu
-
-    return Cores(tuple(sorted(os.sched_getaffinity(0), key=order)), _quota(root / "fs/cgroup/cpu.max"))
-
-
-def _read_int(path: Path) -> int:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return 0
-
-
-def _quota(path: Path) -> float | None:
-    try:
-        limit, period = path.read_text().split()
-        return int(limit) / int(period)
-    except (OSError, ValueError):  # no limit is spelled "max", and older control groups keep it elsewhere
-        return None
+    def close(self) -> tuple[str, ...]:
+        """See ``Launcher.close``: nothing is held."""
+        return ()

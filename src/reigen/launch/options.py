@@ -9,29 +9,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from reigen.errors import ConfigError
-from reigen.launch.hosts import Host
-from reigen.launch.job import Finish
-from reigen.launch.luggage import Luggage
-from reigen.launch.network import Network
-from reigen.launch.servants import Servers
-from reigen.launch.ssh import Ssh
+from reigen.launch.hosts import HostInfo
+from reigen.launch.job_state import FinishJob
+from reigen.launch.network_options import NetworkOptions
+from reigen.launch.payload import InheritedDescriptors
+from reigen.launch.ps_processes import ServerOptions
+from reigen.launch.ssh.command import SshOptions
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class LaunchOptions:
     """What `reigen run` was asked for.
 
     Attributes:
         command: the program and its arguments.
         num_ranks: how many processes.
-        bind: ``cores``, ``none`` or None, as in ``launch.local.plan``.
+        bind: ``cores``, ``none`` or None, as in ``launch.local_plan.plan_ranks``.
         grace_seconds: how long a process may take to stop before it is killed.
         start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
         prefix: whether output lines begin with their rank.
         timestamps: whether they begin with the time, before the rank.
         verbose: tell what is started, where, and why there.
         output_directory: where to keep what each rank prints, too: ``rank.N/stdout`` and ``rank.N/stderr``; or None.
-        luggage: what the ranks bring along; see ``launch.luggage``.
+        inherited: what the ranks bring along; see ``launch.payload``.
         hosts: where to run; empty: here.
         ssh: how other hosts are reached.
         network: how hosts talk to each other.
@@ -55,15 +55,15 @@ class Options:
     timestamps: bool = False
     verbose: bool = False
     output_directory: Path | None = None
-    luggage: Luggage | None = None
-    hosts: tuple[Host, ...] = ()
-    ssh: Ssh = field(default_factory=Ssh)
-    network: Network = field(default_factory=Network)
+    inherited: InheritedDescriptors | None = None
+    hosts: tuple[HostInfo, ...] = ()
+    ssh: SshOptions = field(default_factory=SshOptions)
+    network: NetworkOptions = field(default_factory=NetworkOptions)
     exports: tuple[str, ...] = ()
     sync_directory: str | None = None
     mpi_args: tuple[str, ...] = ()
     binding_args: tuple[str, ...] = ()
-    servers: Servers | None = None
+    servers: ServerOptions | None = None
 
     def __post_init__(self) -> None:
         if not self.command:
@@ -84,7 +84,7 @@ def complain(message: str) -> None:
         sys.stderr.flush()
 
 
-def _ignore_exit(rank: int, exit_code: int) -> None:
+def _ignore_exit(rank: int, exit_code: int, cause: str) -> None:
     """The user is told of the first failure, in the end."""
 
 
@@ -93,17 +93,17 @@ def _ignore_loss(ranks: Sequence[int], reason: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Listener:
+class JobListener:
     """Who is told what happens, in the launcher's processes, as it happens. None of them may block for long.
 
     Attributes:
         complain: something is wrong with the launcher itself, in one line.
-        exited: a rank's process has ended, with ``exit_code`` as in ``launch.job.Exited``.
+        exited: a rank's process has ended, with ``exit_code`` and ``cause`` as in ``launch.job_state.ProcessExited``.
         lost: these ranks are lost with their host, for this reason.
         finished: nothing of the job is left. None: the user is told on stderr which rank failed first, and how.
     """
 
     complain: Callable[[str], None] = complain
-    exited: Callable[[int, int], None] = _ignore_exit
+    exited: Callable[[int, int, str], None] = _ignore_exit
     lost: Callable[[Sequence[int], str], None] = _ignore_loss
-    finished: Callable[[Finish], None] | None = None
+    finished: Callable[[FinishJob], None] | None = None

@@ -1,4 +1,4 @@
-"""Starting a process of a job."""
+"""Starting the processes of a job, and those through which agents are spoken to."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from reigen.errors import LaunchError
-from reigen.launch.local import Place
-from reigen.launch.processes import dies_with_parent
+from reigen.launch.local_plan import ProcessSpec
+from reigen.launch.process_tree import dies_with_parent
+from reigen.resources.limits import explain_limit, find_limit
 
 
-def spawn(
-    command: Sequence[str], place: Place, descriptors: Sequence[int] = (), stdin: int | None = None
+def spawn_process(
+    command: Sequence[str], place: ProcessSpec, descriptors: Sequence[int] = (), stdin: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start one process: no shell, a session of its own, pipes for its output.
 
@@ -41,17 +43,49 @@ def spawn(
             preexec_fn=_prepare(place.cpus),  # noqa: PLW1509  there is no other thread
         )
     except (OSError, ValueError) as error:
-        raise _explained(command[0], place, error) from None
+        raise _explain_spawn_error(command[0], place, error) from None
 
 
-def hold_port() -> socket.socket:
-    """A socket that is bound to a free port and keeps everybody else from being given it.
+def spawn_client(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start the client process of an engine, through whose stdin and stdout an agent is spoken to.
 
-    It does not listen, and it allows the address to be used again: rank 0's own server can bind the port and listen. It
-    is bound to all addresses, for such servers usually are, and a stranger's server on one of them would be in the way.
+    It has a session of its own, for Ctrl-C at a terminal is the supervisor's to hear, and dies with this process.
+
+    Raises:
+        LaunchError: there is no such program, or the kernel refused a process.
     """
-    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=dies_with_parent(),  # noqa: PLW1509  there is no other thread
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from None
+
+
+def reserve_port(*, for_reigen: bool = False) -> socket.socket:
+    """A socket that is bound to a free port, so that the kernel gives it to nobody who asks for any.
+
+    It does not listen. It is bound to all addresses, for servers usually are, and a stranger's on one of them would be
+    in the way. Who can listen there all the same is decided by an option that both must have set:
+
+    SO_REUSEADDR  Everybody who asks for just this port, whatever the user. Servers of others set it: torch's TCPStore
+                  and MXNet's own scheduler do, and nothing else.
+    SO_REUSEPORT  Processes of this user alone, by the kernel's check: for servers that know that they must set it.
+
+    Args:
+        for_reigen: a server of Reigen's is to listen there, told by PORT_IS_HELD_VARIABLE; nobody else can.
+    """
+    is_dual = socket.has_dualstack_ipv6()
+    holder = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, socket.SOCK_STREAM)
+    if is_dual:
+        holder.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if for_reigen else socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
     return holder
 
@@ -68,15 +102,18 @@ def _prepare(cpus: Sequence[int]) -> Callable[[], None]:
     return in_child
 
 
-def _explained(name: str, place: Place, error: OSError | ValueError) -> LaunchError:
+def _explain_spawn_error(name: str, place: ProcessSpec, error: OSError | ValueError) -> LaunchError:
     if not isinstance(error, OSError):
         return LaunchError(f"cannot start {name!r}: {error}")
+    if find_limit(error):  # before anything is imported: it may be that of open files
+        return LaunchError(f"cannot start {place.name}: {explain_limit(error).strerror}")
     from shutil import which  # loads every compression library: only for an error
 
     found = which(name, path=place.environ.get("PATH"))
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         if found is None:
-            return LaunchError(f"no such command: {name}", 127)
+            script = f"; to run the script: python {name}" if name.endswith(".py") and Path(name).is_file() else ""
+            return LaunchError(f"no such command: {name}{script}", 127)
         return LaunchError(f"cannot execute {found}: the interpreter in its first line does not exist", 126)
     if isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
         reason = "it is not a program" if error.errno == errno.ENOEXEC else "permission denied"

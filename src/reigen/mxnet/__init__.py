@@ -1,9 +1,13 @@
 """Reigen for MXNet 1.9: ``import reigen.mxnet as hvd`` in a script written for Horovod."""
 
-import mxnet  # noqa: F401  first and whole: under --as-mxnet its import needs modules of this package
+try:
+    import mxnet  # noqa: F401  first and whole: under --as-mxnet its import needs modules of this package
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f"reigen.mxnet needs MXNet: pip install mxnet==1.9.1 numpy==1.23.5 ({error})", name=error.name
+    ) from None
 
-from reigen.errors import HorovodInternalError
-from reigen.frontends.built import (
+from reigen.api.build_info import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -15,8 +19,7 @@ from reigen.frontends.built import (
     nccl_built,
     rocm_built,
 )
-from reigen.frontends.collectives import Adasum, Average, Max, Min, Product, Sum
-from reigen.frontends.job import (
+from reigen.api.job import (
     cross_rank,
     cross_size,
     init,
@@ -29,7 +32,9 @@ from reigen.frontends.job import (
     start_timeline,
     stop_timeline,
 )
-from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from reigen.api.operations import Adasum, Average, Max, Min, Product, Sum
+from reigen.api.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from reigen.errors import HorovodInternalError
 from reigen.mxnet.compression import Compression
 from reigen.mxnet.engine import shutdown
 from reigen.mxnet.functions import allgather_object, broadcast_object, broadcast_parameters

@@ -7,21 +7,19 @@ from typing import Any
 import mxnet as mx
 import numpy as np
 
+from reigen.api.adapter import Array, TensorAdapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
-from reigen.frontends.adapter import Array
 from reigen.mxnet import arrays
 from reigen.types import DType
 
 
-class MXNetAdapter:
-    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense NDArrays, also those of ``mx.np``.
+class MXNetAdapter(TensorAdapter[Any]):
+    """A :class:`~reigen.api.adapter.TensorAdapter` for dense NDArrays, also those of ``mx.np``.
 
     What MXNet has still to write into one is waited for. Those of a GPU are copied to the host and back.
     """
 
-    lender = None
-
-    def given(self, value: Any, *, writable: bool = False) -> Any:
+    def as_tensor(self, value: Any, *, writable: bool = False) -> Any:
         """The value itself, if it is a dense NDArray."""
         if not arrays.is_ndarray(value):
             raise UnsupportedTypeError(f"an NDArray of MXNet is needed, got {type(value).__name__}")
@@ -48,6 +46,8 @@ class MXNetAdapter:
 
     def wrap(self, array: Array, like: Any) -> Any:
         """See `TensorAdapter.wrap`."""
+        if like is None:
+            return mx.nd.array(array, dtype=array.dtype)
         new = empty_like(like, array.shape)
         self.write(new, array)
         return new
@@ -59,11 +59,8 @@ class MXNetAdapter:
         else:
             tensor[:] = self.wrap(array, empty_like(tensor, array.shape, mx.cpu()))
 
-    def modified(self, tensor: Any) -> None:
-        """See `TensorAdapter.modified`."""
 
-
-class InEngine(MXNetAdapter):
+class EngineAdapter(MXNetAdapter):
     """The same for an operation that MXNet's engine has started, on the arrays that it reads and writes: no waiting."""
 
     def array(self, tensor: Any) -> tuple[Array, bool]:

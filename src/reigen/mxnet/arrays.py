@@ -24,7 +24,7 @@ from reigen.types import DTYPES, DType
 _HOST_CONTEXTS = {"cpu", "cpu_pinned", "cpu_shared"}
 
 
-class _Memory:
+class _ArrayMemory:
     """Memory of an NDArray, which lives as long as this does."""
 
     def __init__(self, owner: Any, address: int, shape: tuple[int, ...], dtype: DType) -> None:
@@ -58,11 +58,11 @@ def dtype_of(array: Any) -> DType:
     Raises:
         UnsupportedTypeError: it cannot be communicated.
     """
-    return _dtype_called(array.dtype)
+    return _dtype_by_name(array.dtype)
 
 
 @functools.cache
-def _dtype_called(given: Any) -> DType:
+def _dtype_by_name(given: Any) -> DType:
     dtype = np.dtype(given)
     name = dtype.names[0] if dtype.names else dtype.name  # MXNet's bfloat16 is a record with one field of that name
     if name not in DTYPES:
@@ -88,7 +88,7 @@ def view(array: Any) -> NDArray[Any]:
     array.wait_to_read()
     pointer = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
-    return _over(array, pointer.value, array.shape, dtype_of(array))
+    return _array_at(array, pointer.value, array.shape, dtype_of(array))
 
 
 def view_in_engine(array: Any) -> NDArray[Any]:
@@ -103,7 +103,7 @@ def view_in_engine(array: Any) -> NDArray[Any]:
 
 def known_view_in_engine(array: Any, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
     """`view_in_engine` of a dense NDArray in host memory, for who knows what it is: to ask MXNet takes a while."""
-    return _over(array, address_in_engine(array), shape, dtype)
+    return _array_at(array, address_in_engine(array), shape, dtype)
 
 
 def address_in_engine(array: Any) -> int | None:
@@ -134,10 +134,10 @@ def reorder_in_engine(array: Any) -> None:
         now(ctypes.c_void_p.from_address(array.handle.value))  # the first field of an NDArray
 
 
-def _over(array: Any, address: int | None, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
+def _array_at(array: Any, address: int | None, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
     if not address or 0 in shape:
         return np.empty(shape, dtype.storage)
-    return np.asarray(_Memory(array, address, shape, dtype))
+    return np.asarray(_ArrayMemory(array, address, shape, dtype))
 
 
 def _check_viewable(array: Any) -> None:

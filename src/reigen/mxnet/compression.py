@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from reigen.frontends.compression import Cast
+from reigen.api.compression import CastCompression
 from reigen.mxnet.arrays import dtype_of
 from reigen.types import DTYPES
 
 
 @dataclass(frozen=True)
-class Compressor(Cast):
+class Compressor(CastCompression):
     """Casts floating-point NDArrays to ``wire`` and back; leaves all others as they are."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 MXNet runs nothing at once: each call becomes an operation in its engine, with the arrays that it reads and those that
 it writes, and is started when earlier operations are done with them. A collective is one of them:
 
-a. `MXNetQueue.push` puts it into the engine, with its arrays, and returns.
+a. `EngineQueue.push` puts it into the engine, with its arrays, and returns.
 b. When the arrays are ready (the gradient has been computed), one of the engine's threads calls `_begin`. That submits
    the collective to Reigen's engine, and returns: the thread is free for the next. Other operations go on meanwhile.
 c. When the collective is complete, Reigen's engine calls back, which tells MXNet's engine; that starts what waited for
@@ -32,7 +32,7 @@ from mxnet.base import _LIB, check_call
 
 from reigen import context
 from reigen.errors import ReigenError
-from reigen.mxnet.errors import Failures, as_mxnet_error
+from reigen.mxnet.errors import EngineErrors, to_mxnet_error
 
 _POINTER = ctypes.c_void_p
 _ASYNC_FUNCTION = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER)
@@ -44,18 +44,18 @@ _PRIORITIZED = ctypes.c_int(3)
 _ERROR_BYTES = 64
 #: how long the end of a script waits for what is still to be reduced, beyond the deadline of each collective
 _GRACE_SECONDS = 5.0
-#: how often `MXNetQueue.let_leave` looks: threads cannot tell that they have left Python
+#: how often `EngineQueue.let_leave` looks: threads cannot tell that they have left Python
 _LOOK_SECONDS = 0.0005
 
 
-class _Context(ctypes.Structure):
+class _CContext(ctypes.Structure):
     """`mxnet::Context`: a kind of device, and its number."""
 
     _fields_ = [("kind", ctypes.c_int), ("number", ctypes.c_int)]
 
 
-class Ending(Protocol):
-    """Something that was begun, as `reigen.frontends.collectives.Pending` is."""
+class AsyncOperation(Protocol):
+    """Something that was begun, as `reigen.engine.handle.Handle` is."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Have it called once, when it is over; at once, if it is."""
@@ -76,7 +76,7 @@ class _Operation:
 
     __slots__ = ("begin", "error", "forgotten", "thread")
 
-    def __init__(self, begin: Callable[[], Ending], forgotten: Callable[[], None] | None) -> None:
+    def __init__(self, begin: Callable[[], AsyncOperation], forgotten: Callable[[], None] | None) -> None:
         self.begin, self.forgotten = begin, forgotten
         self.error: BaseException | None = None
         self.thread: int | None = None
@@ -86,7 +86,7 @@ class _KnownThreads(threading.local):
     """Threads of MXNet's engine that Python knows.
 
     ctypes has Python make, and forget, the state of a thread that is not its own with each call, which takes longer
-    than what `MXNetQueue._begin` does. Ensured once more, it stays for as long as the thread.
+    than what `EngineQueue._begin` does. Ensured once more, it stays for as long as the thread.
     """
 
     _stays = False
@@ -98,7 +98,7 @@ class _KnownThreads(threading.local):
             ctypes.pythonapi.PyGILState_Ensure()
 
 
-class MXNetQueue:
+class EngineQueue:
     """This process's collectives in MXNet's engine."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class MXNetQueue:
         self._forgotten = threading.Condition()
         #: calls of MXNet's that are in Python
         self._calls: dict[object, None] = {}
-        self._failures = Failures()
+        self._failures = EngineErrors()
         self._known_threads = _KnownThreads()
         self._cpp = ctypes.CDLL("libstdc++.so.6")
         self._push = ctypes.CDLL(_LIB._name).MXEnginePushAsyncND  # ours alone: other code may declare it otherwise
@@ -119,11 +119,11 @@ class MXNetQueue:
         # MXNet keeps these for as long as the process lives
         self._begin_function = _ASYNC_FUNCTION(self._begin)
         self._forget_function = _DELETER(self._forget)
-        self._host = _Context(1, 0)
+        self._host = _CContext(1, 0)
 
     def push(
         self,
-        begin: Callable[[], Ending],
+        begin: Callable[[], AsyncOperation],
         reads: Sequence[Any],
         writes: Sequence[Any],
         priority: int,
@@ -170,7 +170,7 @@ class MXNetQueue:
             raise
         if operation.thread == threading.get_ident() and operation.error is not None:
             error = operation.error
-            raise as_mxnet_error(error) if isinstance(error, ReigenError) else error
+            raise to_mxnet_error(error) if isinstance(error, ReigenError) else error
 
     def drain(self) -> None:
         """Wait for the end of everything that was pushed: it is complete, or has failed, in Reigen's deadline."""
@@ -179,9 +179,9 @@ class MXNetQueue:
             with self._forgotten:
                 while self._operations and (left := latest - time.monotonic()) > 0:
                     self._forgotten.wait(left)
-        self.let_leave()
+        self.wait_for_engine_threads()
 
-    def let_leave(self) -> None:
+    def wait_for_engine_threads(self) -> None:
         """Return when no thread of MXNet's is in Python.
 
         After the end of the operations, and before whatever stops the interpreter for such a thread: its end, or a
@@ -198,7 +198,7 @@ class MXNetQueue:
         """
         with self._forgotten:
             self._forgotten.wait_for(lambda: not self._operations)
-        self.let_leave()
+        self.wait_for_engine_threads()
 
     # -- on threads of MXNet's engine ---------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class MXNetQueue:
 
     # -- on whichever thread of Reigen completes the collective -------------------------------------------------------
 
-    def _end(self, operation: _Operation, pending: Ending, end: Callable[[Any], None]) -> None:
+    def _end(self, operation: _Operation, pending: AsyncOperation, end: Callable[[Any], None]) -> None:
         try:
             pending.wait()
         except BaseException as error:  # noqa: BLE001  whoever waits for the arrays is told
@@ -256,9 +256,9 @@ class MXNetQueue:
 
 
 @functools.cache
-def queue() -> MXNetQueue:
+def get_engine_queue() -> EngineQueue:
     """This process's."""
-    made = MXNetQueue()
+    made = EngineQueue()
     pid = os.getpid()
 
     def at_exit() -> None:
@@ -284,5 +284,5 @@ def _distinct(arrays: Sequence[Any]) -> dict[int | None, Any]:
 
 def shutdown() -> None:
     """Leave the job, when everything that was put into MXNet's engine is complete. ``init()`` may be called again."""
-    queue().drain()
+    get_engine_queue().drain()
     context.shutdown()

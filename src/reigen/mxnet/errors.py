@@ -22,10 +22,10 @@ _PREFIX = "reigen."
 _MAX_REMEMBERED = 256
 
 
-def as_mxnet_error(error: ReigenError) -> ReigenError:
+def to_mxnet_error(error: ReigenError) -> ReigenError:
     """The same error as one that is an MXNetError, too."""
     kind: Any = type(error)
-    return error if issubclass(kind, MXNetError) else _copy(error, _both(kind))
+    return error if issubclass(kind, MXNetError) else _copy(error, _combined_class(kind))
 
 
 def raises_mxnet_errors(function: Callable[P, R]) -> Callable[P, R]:
@@ -38,12 +38,12 @@ def raises_mxnet_errors(function: Callable[P, R]) -> Callable[P, R]:
         except ReigenError as error:
             if isinstance(error, MXNetError):
                 raise
-            raise as_mxnet_error(error) from error
+            raise to_mxnet_error(error) from error
 
     return wrapped
 
 
-class Failures:
+class EngineErrors:
     """The errors that were given to MXNet's engine as texts, and come back when somebody waits."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Failures:
         """What MXNet is told."""
         if not isinstance(error, ReigenError):
             return f"{type(error).__name__}: {error}"
-        told = as_mxnet_error(error)
+        told = to_mxnet_error(error)
         name = _PREFIX + type(error).__name__
         if name not in self._registered:
             self._registered.add(name)
@@ -79,6 +79,6 @@ def _copy(error: ReigenError, kind: Any) -> ReigenError:
 
 
 @functools.cache
-def _both(kind: Any) -> Any:
+def _combined_class(kind: Any) -> Any:
     doc = f"`reigen.errors.{kind.__name__}`, and an MXNetError."
     return type(kind.__name__, (kind, MXNetError), {"__doc__": doc, "__module__": __name__})

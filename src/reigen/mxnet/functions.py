@@ -10,10 +10,10 @@ import mxnet as mx
 from mxnet.gluon.parameter import DeferredInitializationError, Parameter, ParameterDict
 
 from reigen import context
+from reigen.api import functions
+from reigen.api.operations import check_root
+from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.errors import ArgumentError
-from reigen.frontends import functions
-from reigen.frontends.collectives import check_root
-from reigen.frontends.process_sets import ProcessSet, global_process_set
 from reigen.mxnet.errors import raises_mxnet_errors
 from reigen.mxnet.ops import broadcast_
 
@@ -76,7 +76,7 @@ def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> No
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on every rank; see :func:`reigen.frontends.functions.broadcast_object`."""
+    """The root's object, on every rank; see :func:`reigen.api.functions.broadcast_object`."""
     return functions.broadcast_object(obj, root_rank, name, process_set)
 
 

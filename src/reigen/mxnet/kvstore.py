@@ -1,12 +1,13 @@
 """Reigen's stores for MXNet: what `mx.kv.create`, `gluon.Trainer` and `mx.mod.Module` take.
 
 ``import reigen.mxnet.kvstore`` registers them as ``reigen_dist_sync``, ``reigen_dist_async`` and so on, beside MXNet's
-own. :func:`take_over` puts them in the place of MXNet's distributed ones: `reigen run --as-mxnet` calls it in scripts
-that know nothing of Reigen.
+own. :func:`register_kvstores` puts them in the place of MXNet's distributed ones: `reigen run --as-mxnet` calls it in
+scripts that know nothing of Reigen.
 
-Dense pushes and pulls go through MXNet's engine (:mod:`reigen.mxnet.lane`): the caller does not wait. Values are read
-and written where they are; those on GPUs go through an NDArray in host memory. A small NDArray for each key, which all
-its operations seem to write, keeps them in order. Row-sparse operations, and those that all workers do together, wait.
+Dense pushes and pulls go through MXNet's engine (:mod:`reigen.mxnet.kvstore_queue`): the caller does not wait. Values
+are read and written where they are; those on GPUs go through an NDArray in host memory. A small NDArray for each key,
+which all its operations seem to write, keeps them in order. Row-sparse operations, and those that all workers do
+together, wait.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from mxnet.base import KVStoreHandle
 from reigen import kv, optim
 from reigen.errors import ArgumentError, PeerLostError
 from reigen.kv import Pending
-from reigen.kv.factory import TYPES
-from reigen.kv.values import ROW_SPARSE, Key, grouped
+from reigen.kv.factory import STORE_TYPES
+from reigen.kv.values import ROW_SPARSE, Key, group_by_key
 from reigen.mxnet.arrays import is_sparse, on_host, reorder_in_engine
 from reigen.mxnet.errors import raises_mxnet_errors
-from reigen.mxnet.keys import Held, rows_into, rows_of
-from reigen.mxnet.lane import Lane
-from reigen.mxnet.translation import Rate, translate
+from reigen.mxnet.kvstore_keys import KVStoreKey, get_rows, set_rows
+from reigen.mxnet.kvstore_queue import KVStoreQueue
+from reigen.mxnet.optimizer_conversion import LocalLearningRate, convert_optimizer
 
 #: The types that have no counterpart, or another meaning, in MXNet 1.9.1; those of one process stay MXNet's.
-NAMES = tuple(sorted(name for name, meant in TYPES.items() if meant.where != "local"))
+NAMES = tuple(sorted(name for name, meant in STORE_TYPES.items() if meant.where != "local"))
 
 
-class _Updater:
+class _UpdaterView:
     """What a Trainer looks for after it has loaded states: ``kvstore._updater.optimizer``."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -64,11 +65,11 @@ class KVStore(mx.kvstore.KVStore):
         self.handle = KVStoreHandle()
         self._type = (name or self.registered_type).lower()
         self.store = kv.create(self._type.removeprefix("reigen_"), **options)
-        self._is_ring = TYPES[self.store.type].where == "ring"
-        self._lane = Lane(self.store)
-        self._held: dict[Key, Held] = {}
+        self._is_ring = STORE_TYPES[self.store.type].where == "ring"
+        self._lane = KVStoreQueue(self.store)
+        self._held: dict[Key, KVStoreKey] = {}
         self._updater: Any = None
-        self._rate: Rate | None = None
+        self._rate: LocalLearningRate | None = None
         #: the optimizer as it was set, and the rate that servers know
         self._ours: optim.Optimizer | None = None
         self._told_rate = 0.0
@@ -111,7 +112,7 @@ class KVStore(mx.kvstore.KVStore):
     def init(self, key: Any, value: Any) -> None:
         """Create keys, with the values of worker 0. All workers call it alike."""
         self._lane.settle()
-        given = grouped(key, value)
+        given = group_by_key(key, value)
         values = [self._first_value(one, each[0]) for one, each in given]
         for one, each in given:
             if len(each) > 1:
@@ -119,7 +120,7 @@ class KVStore(mx.kvstore.KVStore):
         with self._lane.store_lock:
             self.store.init([one for one, _ in given], values)
         for (one, each), first in zip(given, values, strict=True):
-            self._held[one] = Held(each[0], isinstance(first, kv.RowSparse))
+            self._held[one] = KVStoreKey(each[0], isinstance(first, kv.RowSparse))
 
     @raises_mxnet_errors
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
@@ -136,7 +137,7 @@ class KVStore(mx.kvstore.KVStore):
             if any(is_sparse(each) for each in values) and self._held[one].is_sparse:
                 self._lane.settle()
                 with self._lane.store_lock:
-                    self.store.push(one, [rows_of(each) for each in values], priority)
+                    self.store.push(one, [get_rows(each) for each in values], priority)
             else:
                 self._begin(one, _on_host(values), [], priority)
 
@@ -178,7 +179,9 @@ class KVStore(mx.kvstore.KVStore):
         """Have row_sparse ``out`` hold some of the stored rows."""
         if out is None or row_ids is None:
             raise ArgumentError("row_sparse_pull() needs out= and row_ids=")
-        for (one, outs), (_, ids) in zip(grouped(key, out, "out"), grouped(key, row_ids, "row_ids"), strict=True):
+        for (one, outs), (_, ids) in zip(
+            group_by_key(key, out, "out"), group_by_key(key, row_ids, "row_ids"), strict=True
+        ):
             if not all(is_sparse(each) for each in outs):
                 raise ArgumentError(f"key {one!r}: out of row_sparse_pull() is a row_sparse NDArray, got a dense one")
             if len(ids) == 1:
@@ -196,7 +199,7 @@ class KVStore(mx.kvstore.KVStore):
         A later change of the optimizer's learning rate reaches the servers with the next push.
 
         Args:
-            optimizer: MXNet's, if it has a counterpart (`reigen.mxnet.translation`), or one of `reigen.optim`.
+            optimizer: MXNet's, if it has a counterpart (`reigen.mxnet.optimizer_conversion`), or one of `reigen.optim`.
 
         Raises:
             ConfigError: it has no counterpart; the message says what to do.
@@ -205,8 +208,8 @@ class KVStore(mx.kvstore.KVStore):
         if isinstance(optimizer, optim.Optimizer):
             ours, self._rate = optimizer, None
         else:
-            ours, self._rate = translate(optimizer)
-            self._updater = _Updater(optimizer)
+            ours, self._rate = convert_optimizer(optimizer)
+            self._updater = _UpdaterView(optimizer)
         before, self._ours = self._ours, ours
         if before is not None and _is_same_but_for_rate(before, ours):
             self._send_rate(ours.learning_rate)  # a common way to change the rate, since MXNet's servers see no other
@@ -229,7 +232,9 @@ class KVStore(mx.kvstore.KVStore):
             )
         self._lane.settle()
         with self._lane.store_lock:
-            self.store.set_gradient_compression({name: _meant(each) for name, each in compression_params.items()})
+            self.store.set_gradient_compression(
+                {name: _parse_number(each) for name, each in compression_params.items()}
+            )
 
     @raises_mxnet_errors
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
@@ -278,10 +283,10 @@ class KVStore(mx.kvstore.KVStore):
             atexit.unregister(self._at_exit)
             try:
                 if not self._is_ring:  # others may wait until they hear that this worker has nothing more to push
-                    self._lane.let_begin()
+                    self._lane.wait_until_begun()
                     self._leave()
             finally:
-                self._lane.let_finish()
+                self._lane.wait_until_done()
                 self.store.close()
                 self._lane.close()
 
@@ -303,14 +308,14 @@ class KVStore(mx.kvstore.KVStore):
         """Have MXNet's engine push ``values`` (none: nothing), and fill ``outs`` (none: push alone)."""
         held = self._held[key]
         is_here = all(on_host(out) for out in outs)
-        targets = outs if is_here else [held.landing]
+        targets = outs if is_here else [held.host_buffer]
         begin = functools.partial(self._operate, key, values, targets, priority)
         name = f"kv.{'pushpull' if values and outs else 'push' if values else 'pull'} {key}"
         self._lane.add(begin, reads=values, writes=[held.order, *targets], priority=priority, name=name)
         if not is_here:
             with mx.autograd.pause():
                 for out in outs:
-                    held.landing.copyto(out)
+                    held.host_buffer.copyto(out)
 
     def _operate(self, key: Key, values: Sequence[Any], targets: Sequence[Any], priority: int) -> Pending | None:
         """In MXNet's engine."""
@@ -335,7 +340,7 @@ class KVStore(mx.kvstore.KVStore):
                 self.store.row_sparse_pull(key, received, priority, rows.asnumpy())
         with mx.autograd.pause():  # a gluon parameter pulls its rows in the forward pass
             for out in outs:
-                rows_into(received, out)
+                set_rows(received, out)
 
     def _tell_rate(self, keys: Sequence[Key]) -> None:
         """Have the servers know a new learning rate, before the pushes that it is for and behind all others."""
@@ -356,15 +361,15 @@ class KVStore(mx.kvstore.KVStore):
     def _first_value(self, key: Key, value: Any) -> Any:
         """What a key is initialised with: as row-sparse where a Trainer's parameter has row-sparse gradients."""
         if is_sparse(value):
-            return rows_of(value)
+            return get_rows(value)
         parameters = {} if self._updater is None else self._updater.optimizer.param_dict
         if getattr(parameters.get(key), "_grad_stype", "default") == ROW_SPARSE:
-            return rows_of(value)
+            return get_rows(value)
         return value.asnumpy()
 
     def _checked(self, key: Any, value: Any, what: str = "value") -> list[tuple[Key, list[Any]]]:
         """Arguments as keys that exist, and NDArrays that are like what those hold."""
-        groups = grouped(key, value, what)
+        groups = group_by_key(key, value, what)
         for one, values in groups:
             if one not in self._held:
                 raise ArgumentError(f"key {one!r} was never initialised; call init() with its first value")
@@ -378,7 +383,7 @@ def create(name: str, **options: Any) -> KVStore:
     return KVStore(name, **options)
 
 
-def take_over() -> None:
+def register_kvstores() -> None:
     """Have `mx.kv.create` make Reigen's stores under MXNet's names of distributed ones, ``horovod`` and ``byteps``.
 
     Other names with ``dist`` in them are errors then. MXNet takes any, and looks for servers of its own, which do not
@@ -410,7 +415,7 @@ def _one_or_all(arrays: list[Any]) -> Any:
     return arrays[0] if len(arrays) == 1 else arrays
 
 
-def _meant(value: Any) -> Any:
+def _parse_number(value: Any) -> Any:
     """A number that was given as text, as command lines have it."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

@@ -7,12 +7,12 @@ from typing import Any
 import mxnet as mx
 
 from reigen import context
+from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.errors import ArgumentError
-from reigen.frontends.process_sets import ProcessSet, global_process_set
-from reigen.mxnet.buckets import GradientBuckets, StepBuckets
 from reigen.mxnet.compression import Compression
 from reigen.mxnet.errors import raises_mxnet_errors
-from reigen.mxnet.gradients import GradientSum
+from reigen.mxnet.gradient_buckets import GradientBuckets, StepBuckets
+from reigen.mxnet.gradient_reducer import GradientReducer
 
 _OWN = {"_optimizer", "_gradients", "_buckets"}
 
@@ -49,7 +49,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     ) -> None:
         if not isinstance(optimizer, mx.optimizer.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise ArgumentError(f"an optimizer of MXNet is needed, not distributed yet, got {optimizer!r}")
-        gradients = GradientSum(gradient_predivide_factor, num_groups, process_set)
+        gradients = GradientReducer(gradient_predivide_factor, num_groups, process_set)
         team = gradients.team
         buckets = StepBuckets(GradientBuckets(team, num_groups, Compression.none)) if team else None
         self.__dict__.update(_optimizer=optimizer, _gradients=gradients, _buckets=buckets)

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen import context
+from reigen.api.compression import CastCompression, parse_compression
+from reigen.api.gradients.replica_check import ReplicaCheckSchedule
+from reigen.api.process_sets import ProcessSet, global_process_set
 from reigen.errors import UnsupportedTypeError
-from reigen.frontends.compression import Cast, compression_of
-from reigen.frontends.process_sets import ProcessSet, global_process_set
-from reigen.frontends.replicas import Schedule
 from reigen.mxnet.adapter import MXNetAdapter
-from reigen.mxnet.buckets import GradientBuckets
 from reigen.mxnet.compression import Compression
 from reigen.mxnet.errors import raises_mxnet_errors
-from reigen.mxnet.gradients import GradientSum
+from reigen.mxnet.gradient_buckets import GradientBuckets
+from reigen.mxnet.gradient_reducer import GradientReducer
 from reigen.mxnet.optimizer import DistributedOptimizer
 
 
@@ -60,9 +60,11 @@ class DistributedTrainer(mx.gluon.Trainer):
         num_groups: int = 0,
         process_set: ProcessSet = global_process_set,
     ) -> None:
-        chosen = None if _is_the_users(compression) else compression_of(compression, "Compression.none or .fp16")
+        chosen = (
+            None if _is_custom_compression(compression) else parse_compression(compression, "Compression.none or .fp16")
+        )
         self._compressor = compression
-        self._gradients = GradientSum(gradient_predivide_factor, num_groups, process_set)
+        self._gradients = GradientReducer(gradient_predivide_factor, num_groups, process_set)
         del prefix
         if isinstance(optimizer, DistributedOptimizer):
             warnings.warn(
@@ -72,7 +74,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             optimizer = optimizer.unwrapped()
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
         self._scale *= self._gradients.factor
-        self._comparisons = Schedule()
+        self._comparisons = ReplicaCheckSchedule()
         team = self._gradients.team
         #: None where nobody has to be asked, or a class of the user's own compresses tensors
         self._buckets = GradientBuckets(team, num_groups, chosen) if team and chosen else None
@@ -83,7 +85,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             return
         parameters = [(index, p) for index, p in enumerate(self._params) if p.grad_req != "null"]
         for _, parameter in parameters:
-            _add_up_here(parameter, parameter.list_grad())
+            _sum_local_contexts(parameter, parameter.list_grad())
         if self._buckets is not None:
             self._buckets.reduce(parameters)
         else:
@@ -110,9 +112,13 @@ class DistributedTrainer(mx.gluon.Trainer):
                 self._compressor.decompress(array, ctx).copyto(gradient)
 
 
-def _is_the_users(compression: object) -> bool:
+def _is_custom_compression(compression: object) -> bool:
     """Whether it is a class of the user's own, as Horovod has them, which makes tensors of tensors."""
-    return not isinstance(compression, Cast) and hasattr(compression, "compress") and hasattr(compression, "decompress")
+    return (
+        not isinstance(compression, CastCompression)
+        and hasattr(compression, "compress")
+        and hasattr(compression, "decompress")
+    )
 
 
 def _bytes_of(parameter: Any) -> NDArray[np.uint8]:
@@ -120,7 +126,7 @@ def _bytes_of(parameter: Any) -> NDArray[np.uint8]:
     return array.reshape(-1).view(np.uint8)
 
 
-def _add_up_here(parameter: Any, copies: list[Any]) -> None:
+def _sum_local_contexts(parameter: Any, copies: list[Any]) -> None:
     """The gradients of this rank's contexts become one sum, in the first."""
     if copies[0].stype != "default":
         raise UnsupportedTypeError(

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from reigen.observe.analysis import (
     CollectiveRow,
-    LateRow,
-    Occurrence,
+    MatchedCollective,
     StepRow,
-    collectives,
-    in_steps,
-    lateness,
-    occurrences,
+    StragglerRow,
+    collective_rows,
+    filter_by_steps,
+    match_collectives,
     percentile,
-    steps,
+    step_rows,
+    straggler_rows,
 )
-from reigen.observe.reading import Trace
+from reigen.observe.trace_reader import Trace
 
 #: Smaller things are not worth a sentence: parts of the steps, or of the whole time where no steps are marked.
 _WORTHWHILE = 0.02
@@ -32,7 +32,7 @@ _FEW_TOGETHER = 4
 
 
 @dataclass(frozen=True)
-class Summary:
+class TraceSummary:
     """Everything that `reigen trace` shows.
 
     Attributes:
@@ -47,26 +47,26 @@ class Summary:
     trace: Trace
     collectives: list[CollectiveRow]
     steps: list[StepRow]
-    occurrences: list[Occurrence]
-    late: list[LateRow]
+    occurrences: list[MatchedCollective]
+    late: list[StragglerRow]
     advice: list[str]
 
 
-def summarize(trace: Trace) -> Summary:
+def summarize(trace: Trace) -> TraceSummary:
     """Figures, and what they mean."""
-    rows, marked, found = collectives(trace), steps(trace), in_steps(trace, occurrences(trace))
-    late = lateness(trace, found)
+    rows, marked, found = collective_rows(trace), step_rows(trace), filter_by_steps(trace, match_collectives(trace))
+    late = straggler_rows(trace, found)
     advice = [
-        *_pending(trace),
-        *_latecomers(trace, marked, late),
-        *_exposed(marked),
-        *_small(trace, marked),
-        *_doubts(trace),
+        *_advise_unfinished(trace),
+        *_advise_stragglers(trace, marked, late),
+        *_advise_exposed(marked),
+        *_advise_small(trace, marked),
+        *_advise_accuracy(trace),
     ]
-    return Summary(trace, rows, marked, found, late, advice or ["nothing stands out"])
+    return TraceSummary(trace, rows, marked, found, late, advice or ["nothing stands out"])
 
 
-def time_text(micros: float) -> str:
+def format_time(micros: float) -> str:
     """Three digits and a unit.
 
     Example:
@@ -80,7 +80,7 @@ def time_text(micros: float) -> str:
     raise AssertionError("the last unit takes everything")
 
 
-def bytes_text(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """A number of bytes with a unit.
 
     Example:
@@ -93,7 +93,7 @@ def bytes_text(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def _pending(trace: Trace) -> list[str]:
+def _advise_unfinished(trace: Trace) -> list[str]:
     """What the job hung in when it ended."""
     by_tensor: dict[str, dict[int, float]] = {}
     for one in trace.pending:
@@ -102,14 +102,14 @@ def _pending(trace: Trace) -> list[str]:
     for tensor, waiting in sorted(by_tensor.items(), key=lambda item: min(item[1].values()))[:3]:
         missing = [rank for rank in range(trace.size) if rank not in waiting]
         text = (
-            f"at the end rank(s) {_listed(list(waiting))} had been waiting in {tensor!r} for "
-            f"{time_text(trace.end - min(waiting.values()))}"
+            f"at the end rank(s) {_format_ranks(list(waiting))} had been waiting in {tensor!r} for "
+            f"{format_time(trace.end - min(waiting.values()))}"
         )
-        said.append(f"{text}; rank(s) {_listed(missing)} had not submitted it: look there" if missing else text)
+        said.append(f"{text}; rank(s) {_format_ranks(missing)} had not submitted it: look there" if missing else text)
     return said
 
 
-def _latecomers(trace: Trace, marked: list[StepRow], late: list[LateRow]) -> list[str]:
+def _advise_stragglers(trace: Trace, marked: list[StepRow], late: list[StragglerRow]) -> list[str]:
     num_steps = max((row.count for row in marked), default=0)
     whole = trace.end
     if num_steps:
@@ -121,7 +121,7 @@ def _latecomers(trace: Trace, marked: list[StepRow], late: list[LateRow]) -> lis
     for row in late:
         if row.cost < _WORTHWHILE * whole or row.cost < _TOO_MUCH * fair:
             continue
-        cost = f"{time_text(row.cost / num_steps)} a step" if num_steps else f"{time_text(row.cost)} in all"
+        cost = f"{format_time(row.cost / num_steps)} a step" if num_steps else f"{format_time(row.cost)} in all"
         said.append(
             f"rank {row.rank} was the last in {row.part_last:.0%} of the collectives; the others waited {cost} for it "
             f"alone ({row.cost / whole:.0%} of the time): look at its data loading, its share of the data, and what "
@@ -130,7 +130,7 @@ def _latecomers(trace: Trace, marked: list[StepRow], late: list[LateRow]) -> lis
     return said
 
 
-def _exposed(marked: list[StepRow]) -> list[str]:
+def _advise_exposed(marked: list[StepRow]) -> list[str]:
     said = []
     for row in marked:
         if row.hidden is None or row.hidden >= _HIDDEN:
@@ -143,14 +143,15 @@ def _exposed(marked: list[StepRow]) -> list[str]:
     exposed, row = max(said, key=lambda item: item[0])
     assert row.hidden is not None
     text = (
-        f"on rank {row.rank}, {time_text(exposed)} of a step of {time_text(row.step)} is communication that nothing "
+        f"on rank {row.rank}, {format_time(exposed)} of a step of {format_time(row.step)} is communication "
+        f"that nothing "
         f"hides ({row.hidden:.0%} is hidden): more computing for each step (a larger batch, backward_passes_per_step), "
         "fewer bytes (Compression.fp16 or bf16) or other buckets (REIGEN_BUCKET_BYTES) help"
     )
     return [text]
 
 
-def _small(trace: Trace, marked: list[StepRow]) -> list[str]:
+def _advise_small(trace: Trace, marked: list[StepRow]) -> list[str]:
     reductions = [one for one in trace.executions if one.kind == "ALLREDUCE" and one.nbytes <= _SMALL_BYTES]
     num_steps = sum(row.count for row in marked)
     if not num_steps:
@@ -159,7 +160,7 @@ def _small(trace: Trace, marked: list[StepRow]) -> list[str]:
     together = percentile([one.batch for one in reductions], 0.5)
     if a_step < _MANY_A_STEP or together >= _FEW_TOGETHER:
         return []
-    size = bytes_text(percentile([one.nbytes for one in reductions], 0.5))
+    size = format_bytes(percentile([one.nbytes for one in reductions], 0.5))
     text = (
         f"many small tensors: {a_step:.0f} allreduces a step of at most 64 KiB (median {size}), {together:.0f} of them "
         "together: submit them all before waiting for the first (the _async functions), or as one "
@@ -168,7 +169,7 @@ def _small(trace: Trace, marked: list[StepRow]) -> list[str]:
     return [text]
 
 
-def _doubts(trace: Trace) -> list[str]:
+def _advise_accuracy(trace: Trace) -> list[str]:
     said = []
     if not trace.steps and trace.executions:
         said.append("no steps are marked (DistributedOptimizer does it): what computing hides is unknown")
@@ -176,11 +177,11 @@ def _doubts(trace: Trace) -> list[str]:
         said.append(f"{trace.num_dropped} events or pages came too fast and were dropped: figures are of the rest")
     if len(trace.names) < trace.size:
         absent = [rank for rank in range(trace.size) if rank not in trace.names]
-        said.append(f"nothing was heard of rank(s) {_listed(absent)}")
+        said.append(f"nothing was heard of rank(s) {_format_ranks(absent)}")
     if trace.is_cut:
         said.append("the file breaks off in the middle of a record: figures are of what is before")
     return said
 
 
-def _listed(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from reigen.engine.messages import UNNAMED
-from reigen.observe.intervals import Interval, intersection, total, union
-from reigen.observe.reading import Execution, Trace
+from reigen.observe.intervals import Interval, intersect_intervals, merge_intervals, total_length
+from reigen.observe.trace_reader import CollectiveExecution, Trace
 
 #: More names than this are shown with their numbers replaced by ``*``.
 MAX_NAMES = 24
@@ -69,7 +69,7 @@ class StepRow:
 
 
 @dataclass(frozen=True)
-class Occurrence:
+class MatchedCollective:
     """One collective as all its ranks took part in it.
 
     Attributes:
@@ -93,7 +93,7 @@ class Occurrence:
 
 
 @dataclass(frozen=True)
-class LateRow:
+class StragglerRow:
     """How often, and how much, one rank was the last.
 
     Attributes:
@@ -131,7 +131,7 @@ def percentile(values: Iterable[float], part: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def collectives(trace: Trace) -> list[CollectiveRow]:
+def collective_rows(trace: Trace) -> list[CollectiveRow]:
     """What took time, longest first."""
     names = _short_names(trace.executions)
     weights: defaultdict[tuple[int, float], int] = defaultdict(int)
@@ -139,7 +139,7 @@ def collectives(trace: Trace) -> list[CollectiveRow]:
     for one in trace.executions:
         weights[one.rank, one.begun] += one.nbytes
         members[one.rank, one.begun] += 1
-    groups: defaultdict[tuple[str, str], list[Execution]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str], list[CollectiveExecution]] = defaultdict(list)
     for one in trace.executions:
         groups[one.kind, names[one.tensor]].append(one)
     rows = []
@@ -169,14 +169,14 @@ def collectives(trace: Trace) -> list[CollectiveRow]:
     return sorted(rows, key=lambda row: -row.total)
 
 
-def steps(trace: Trace) -> list[StepRow]:
+def step_rows(trace: Trace) -> list[StepRow]:
     """How much of the steps is communication, and how much of that is hidden; empty if no steps are marked."""
     rows = []
     for rank, marked in sorted(trace.steps.items()):
-        busy = union((one.begun, one.ended) for one in trace.executions if one.rank == rank)
-        waits = union(trace.waits.get(rank, ()))
-        exposed = intersection(busy, waits)
-        communication, waiting, seen = (clip(kind, sorted(marked)) for kind in (busy, waits, exposed))
+        busy = merge_intervals((one.begun, one.ended) for one in trace.executions if one.rank == rank)
+        waits = merge_intervals(trace.waits.get(rank, ()))
+        exposed = intersect_intervals(busy, waits)
+        communication, waiting, seen = (measure_coverage(kind, sorted(marked)) for kind in (busy, waits, exposed))
         rows.append(
             StepRow(
                 rank,
@@ -190,8 +190,8 @@ def steps(trace: Trace) -> list[StepRow]:
     return rows
 
 
-def clip(intervals: Sequence[Interval], spans: Sequence[Interval]) -> list[float]:
-    """For each of the spans, which follow each other, how much of it the intervals (a `union`) cover."""
+def measure_coverage(intervals: Sequence[Interval], spans: Sequence[Interval]) -> list[float]:
+    """For each of the spans, which follow each other, how much of it the intervals (a `merge_intervals`) cover."""
     found, first = [], 0
     for begin, end in spans:
         while first < len(intervals) and intervals[first][1] <= begin:
@@ -204,20 +204,20 @@ def clip(intervals: Sequence[Interval], spans: Sequence[Interval]) -> list[float
     return found
 
 
-def occurrences(trace: Trace) -> list[Occurrence]:
+def match_collectives(trace: Trace) -> list[MatchedCollective]:
     """Which executions of different ranks belong together, in order of time; those that two ranks or more recorded.
 
     All ranks have submitted a collective before the first of them begins it, and each submits the next of the same name
     after that. So, in the order in which they begin, executions of a name belong together until one was submitted after
     the others' begin.
     """
-    by_name: defaultdict[tuple[str, str, int], list[Execution]] = defaultdict(list)
+    by_name: defaultdict[tuple[str, str, int], list[CollectiveExecution]] = defaultdict(list)
     for one in trace.executions:
         if one.submitted is not None:
             by_name[one.kind, one.tensor, one.process_set].append(one)
-    found: list[Occurrence] = []
+    found: list[MatchedCollective] = []
     for (kind, tensor, _), executions in by_name.items():
-        group: dict[int, Execution] = {}
+        group: dict[int, CollectiveExecution] = {}
         first_begun = 0.0
         for one in sorted(executions, key=lambda e: e.begun):
             assert one.submitted is not None
@@ -232,7 +232,7 @@ def occurrences(trace: Trace) -> list[Occurrence]:
     return sorted(found, key=lambda occurrence: occurrence.alone[1])
 
 
-def in_steps(trace: Trace, found: Sequence[Occurrence]) -> list[Occurrence]:
+def filter_by_steps(trace: Trace, found: Sequence[MatchedCollective]) -> list[MatchedCollective]:
     """Those between the begin of the first step and the end of the last; all, if no steps are marked.
 
     What ranks do before, reading data and compiling, takes different times and does not come again.
@@ -244,45 +244,49 @@ def in_steps(trace: Trace, found: Sequence[Occurrence]) -> list[Occurrence]:
     return [occurrence for occurrence in found if begin <= occurrence.alone[1] <= end]
 
 
-def lateness(trace: Trace, found: Sequence[Occurrence]) -> list[LateRow]:
+def straggler_rows(trace: Trace, found: Sequence[MatchedCollective]) -> list[StragglerRow]:
     """For whom the others waited; the rank that cost most first."""
     rows = []
-    waits = {rank: union(intervals) for rank, intervals in trace.waits.items()}
+    waits = {rank: merge_intervals(intervals) for rank, intervals in trace.waits.items()}
     for rank in sorted(trace.names):
         mine = [occurrence for occurrence in found if rank in occurrence.submitted]
         late = [occurrence for occurrence in mine if occurrence.last == rank]
         times = [occurrence.lateness for occurrence in late]
-        alone = union(occurrence.alone for occurrence in late)
-        costs = [total(intersection(alone, waits.get(other, ()))) for other in trace.names if other != rank]
+        alone = merge_intervals(occurrence.alone for occurrence in late)
+        costs = [
+            total_length(intersect_intervals(alone, waits.get(other, ()))) for other in trace.names if other != rank
+        ]
         rows.append(
-            LateRow(
+            StragglerRow(
                 rank,
                 len(late),
                 len(late) / len(mine) if mine else 0.0,
                 percentile(times, 0.5),
                 percentile(times, 0.95),
-                total(alone),
+                total_length(alone),
                 sum(costs) / max(1, len(costs)),
             )
         )
     return sorted(rows, key=lambda row: (-row.cost, -row.total))
 
 
-def worst(found: Sequence[Occurrence], most: int) -> list[Occurrence]:
+def select_worst(found: Sequence[MatchedCollective], most: int) -> list[MatchedCollective]:
     """The collectives whose last rank was alone in being missing for the longest time.
 
     Of those that were waiting for the same rank at the same time, the longest.
     """
-    chosen: list[Occurrence] = []
+    chosen: list[MatchedCollective] = []
     for one in sorted((o for o in found if o.last is not None), key=lambda o: -o.lateness):
-        if not any(one.last == o.last and intersection([one.alone], [o.alone]) for o in chosen):
+        if not any(one.last == o.last and intersect_intervals([one.alone], [o.alone]) for o in chosen):
             chosen.append(one)
         if len(chosen) == most:
             break
     return chosen
 
 
-def _add(found: list[Occurrence], kind: str, tensor: str, group: dict[int, Execution], trace: Trace) -> None:
+def _add(
+    found: list[MatchedCollective], kind: str, tensor: str, group: dict[int, CollectiveExecution], trace: Trace
+) -> None:
     if len(group) < 2:
         return
     submitted = {rank: one.submitted for rank, one in group.items() if one.submitted is not None}
@@ -290,10 +294,10 @@ def _add(found: list[Occurrence], kind: str, tensor: str, group: dict[int, Execu
     doubt = trace.clock_errors.get(before, 0.0) + trace.clock_errors.get(last, 0.0)
     alone = (submitted[before], submitted[last])
     is_clear = alone[1] - alone[0] > doubt
-    found.append(Occurrence(kind, tensor, submitted, last if is_clear else None, alone))
+    found.append(MatchedCollective(kind, tensor, submitted, last if is_clear else None, alone))
 
 
-def _short_names(executions: Iterable[Execution]) -> dict[str, str]:
+def _short_names(executions: Iterable[CollectiveExecution]) -> dict[str, str]:
     """For each tensor the name under which it is counted."""
     tensors = {one.tensor for one in executions}
     short = {name: f"{name.partition(UNNAMED)[0]}{UNNAMED}*" if UNNAMED in name else name for name in tensors}

@@ -8,29 +8,26 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from reigen.engine.messages import Topic
-from reigen.observe.chrome import Merger
-from reigen.observe.messages import Closed, Final, Page, Stop, encode
-from reigen.observe.sender import PERIOD_SECONDS, Recording
-from reigen.observe.writer import TraceFile
-
-if TYPE_CHECKING:
-    from reigen.observe.timeline import Channel
+from reigen.observe.chrome_format import TraceMerger
+from reigen.observe.messages import TraceChunk, TraceClosed, TraceEnd, TraceStop, encode
+from reigen.observe.note_channel import NoteChannel
+from reigen.observe.sender import PERIOD_SECONDS, TraceRecording
+from reigen.observe.trace_writer import TraceFile
 
 #: Pages of other ranks that wait to be written: 24 KiB each at most. More are dropped, and counted.
-_MAX_PAGES = 2000
+_MAX_CHUNKS = 2000
 #: How long the file waits for the last events of the other ranks, once it is to be closed.
 _FINAL_SECONDS = 3.0
-_SLICE_SECONDS = 0.02
+_POLL_SECONDS = 0.02
 #: How often the file says that the recording goes on.
 _ALIVE_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
 _log = logging.getLogger("reigen")
 
 
-class Collector:
+class TraceCollector:
     """Writes one timeline.
 
     Args:
@@ -45,15 +42,15 @@ class Collector:
     """
 
     def __init__(
-        self, channel: Channel, recording: Recording, path: Path, size: int, end_recording: Callable[[], None]
+        self, channel: NoteChannel, recording: TraceRecording, path: Path, size: int, end_recording: Callable[[], None]
     ) -> None:
         self.path = path
         self._end_recording = end_recording
         self.session = recording.session
         self._channel, self._recording = channel, recording
-        self._merger = Merger(recording.clock.read(), time.time_ns() // 1000, size)
+        self._merger = TraceMerger(recording.clock.read(), time.time_ns() // 1000, size)
         self._file = TraceFile(path, self._merger.first)
-        self._pages: deque[tuple[int, Page]] = deque()
+        self._pages: deque[tuple[int, TraceChunk]] = deque()
         #: pages that were dropped because too many waited, by rank
         self._lost: Counter[int] = Counter()
         #: ranks that may still send something
@@ -76,36 +73,36 @@ class Collector:
         self._ending.set()
         self._thread.join(_JOIN_SECONDS)
 
-    def receive(self, rank: int, message: Page | Final) -> None:
+    def receive(self, rank: int, message: TraceChunk | TraceEnd) -> None:
         """What another rank sent. Quick."""
-        if isinstance(message, Final):
+        if isinstance(message, TraceEnd):
             if not self._ending.is_set():  # it leaves, or has lost touch: no collective can follow
                 self._ending.set()
             self._expected.discard(rank)
-        elif len(self._pages) < _MAX_PAGES:
+        elif len(self._pages) < _MAX_CHUNKS:
             self._pages.append((rank, message))
         else:
             self._lost[rank] += 1
 
     def _run(self) -> None:
         try:
-            while self._channel.works and not self._ending.wait(PERIOD_SECONDS):
+            while self._channel.is_operational and not self._ending.wait(PERIOD_SECONDS):
                 self._write()
-            self._channel.post(Topic.TIMELINE, encode(Stop(self.session)))
+            self._channel.post(Topic.TIMELINE, encode(TraceStop(self.session)))
             until = time.monotonic() + _FINAL_SECONDS
-            while self._channel.works and self._expected and time.monotonic() < until:
-                time.sleep(_SLICE_SECONDS)
+            while self._channel.is_operational and self._expected and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
                 self._write()
             self._end_recording()
             self._write()
             self._file.append([self._merger.lost(rank, count) for rank, count in sorted(self._lost.items())])
         except OSError as error:
             _log.warning("the timeline %s ends here, it cannot be written: %s", self.path, error.strerror)
-            self._channel.post(Topic.TIMELINE, encode(Stop(self.session)))
+            self._channel.post(Topic.TIMELINE, encode(TraceStop(self.session)))
         finally:
             self._end_recording()
             self._file.close()
-            self._channel.post(Topic.TIMELINE, encode(Closed(self.session)))
+            self._channel.post(Topic.TIMELINE, encode(TraceClosed(self.session)))
 
     def _write(self) -> None:
         """Write what this rank has recorded, and what has come from the others."""

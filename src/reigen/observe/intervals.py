@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
     """The same times, as intervals in order that neither touch nor overlap.
 
     Example:
@@ -25,8 +25,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     return merged
 
 
-def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The times in both; each must be a `union`.
+def intersect_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """The times in both; each must be a `merge_intervals`.
 
     Example:
         >>> intersection([(0, 2), (3, 6)], [(1, 4), (5, 9)])
@@ -45,7 +45,7 @@ def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[
     return found
 
 
-def total(intervals: Iterable[Interval]) -> float:
+def total_length(intervals: Iterable[Interval]) -> float:
     """How long they are together.
 
     Example:

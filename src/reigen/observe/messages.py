@@ -1,10 +1,12 @@
 """What ranks say to each other about a timeline, in notes beside the collectives.
 
-a. Rank 0 opens the file and says `Start`. From then on every rank records, and sends what it has recorded as `Page`.
-b. A rank measures how far its clock is from rank 0's: `Ping`, answered by `Pong` (see `reigen.observe.clocks`).
-c. Rank 0 says `Stop`. Every rank sends the rest, and `Final`. Rank 0 closes the file, and says `Closed`.
-d. A rank that leaves the job says `Final` unasked, and waits for `Closed`; rank 0 then goes on with (c), because no
-   collective can follow. So the last events of all ranks arrive before the first of them is gone.
+a. Rank 0 opens the file and says `TraceStart`. From then on every rank records, and sends what it has recorded as
+   `TraceChunk`.
+b. A rank measures how far its clock is from rank 0's: `ClockPing`, answered by `ClockPong` (see
+   `reigen.observe.clock_sync`).
+c. Rank 0 says `TraceStop`. Every rank sends the rest, and `TraceEnd`. Rank 0 closes the file, and says `TraceClosed`.
+d. A rank that leaves the job says `TraceEnd` unasked, and waits for `TraceClosed`; rank 0 then goes on with (c),
+   because no collective can follow. So the last events of all ranks arrive before the first of them is gone.
 
 Every wait is bounded, and ends when a rank is lost.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import msgspec
 
 #: ``(form, label, row, begin, nanoseconds, arguments)``: label and arguments are places in lists, -1 for none.
-Slice = tuple[int, int, int, int, int, int]
+TraceSlice = tuple[int, int, int, int, int, int]
 
 #: Forms of slices: complete, begun (and long since), ended, instant.
 COMPLETE, BEGUN, OVER, INSTANT = range(4)
@@ -22,7 +24,7 @@ COMPLETE, BEGUN, OVER, INSTANT = range(4)
 PHASES = ("X", "B", "E", "i")
 
 
-class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
+class TraceStart(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Record from now on.
 
     Attributes:
@@ -36,20 +38,20 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=1):
     clock: str
 
 
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class TraceStop(msgspec.Struct, frozen=True, array_like=True, tag=2):
     """Record no more, and send the rest."""
 
     session: int
 
 
-class Closed(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class TraceClosed(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """The file is complete."""
 
     session: int
 
 
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Rank 0's clock said ``there`` when it read this rank's `Ping`."""
+class ClockPong(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Rank 0's clock said ``there`` when it read this rank's `ClockPing`."""
 
     session: int
     rank: int
@@ -57,14 +59,14 @@ class Pong(msgspec.Struct, frozen=True, array_like=True, tag=4):
     there: int
 
 
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag=11):
+class ClockPing(msgspec.Struct, frozen=True, array_like=True, tag=11):
     """What does rank 0's clock say? This one's says ``sent``."""
 
     session: int
     sent: int
 
 
-class Page(msgspec.Struct, frozen=True, array_like=True, tag=12):
+class TraceChunk(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """Some slices of one rank, complete in itself: pages before it may have been lost.
 
     Attributes:
@@ -87,17 +89,17 @@ class Page(msgspec.Struct, frozen=True, array_like=True, tag=12):
     rows: list[tuple[int, str]]
     labels: list[tuple[str, str]]
     arguments: list[bytes]
-    slices: list[Slice]
+    slices: list[TraceSlice]
 
 
-class Final(msgspec.Struct, frozen=True, array_like=True, tag=13):
+class TraceEnd(msgspec.Struct, frozen=True, array_like=True, tag=13):
     """This rank will send no more pages."""
 
     session: int
 
 
-ToRankZero = Ping | Page | Final
-FromRankZero = Start | Stop | Closed | Pong
+ToRankZero = ClockPing | TraceChunk | TraceEnd
+FromRankZero = TraceStart | TraceStop | TraceClosed | ClockPong
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO = msgspec.msgpack.Decoder(ToRankZero)

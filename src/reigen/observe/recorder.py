@@ -29,8 +29,8 @@ Event = tuple[int, int, Any, Any]
 MAX_EVENTS = 100_000
 
 
-class Recorder:
-    """An `Observer` that keeps what it is told.
+class EventRecorder:
+    """An `EngineObserver` that keeps what it is told.
 
     Args:
         clock: nanoseconds; never goes back.
@@ -59,25 +59,25 @@ class Recorder:
             self.num_dropped += 1
 
     def submitted(self, operation: Operation) -> None:
-        """See `Observer.submitted`."""
+        """See `EngineObserver.submitted`."""
         self._note(SUBMITTED, operation)
 
     def waiting(self, name: str) -> None:
-        """See `Observer.waiting`."""
+        """See `EngineObserver.waiting`."""
         self._note(WAITING, get_ident(), name)
 
     def waited(self, name: str) -> None:
-        """See `Observer.waited`."""
+        """See `EngineObserver.waited`."""
         self._note(WAITED, get_ident(), name)
 
     def began(self, batch: Sequence[tuple[Operation, Response]]) -> None:
-        """See `Observer.began`."""
+        """See `EngineObserver.began`."""
         self._phases = {}
         self._phase_began = self._clock()
         self._note(BEGAN, batch)
 
     def phase_ended(self, name: str) -> None:
-        """See `Observer.phase_ended`. Phases of one name are added up: a large tensor has hundreds."""
+        """See `EngineObserver.phase_ended`. Phases of one name are added up: a large tensor has hundreds."""
         now = self._clock()
         phase = self._phases.get(name)
         if phase is None:
@@ -88,15 +88,15 @@ class Recorder:
         self._phase_began = now
 
     def ended(self, batch: Sequence[tuple[Operation, Response]]) -> None:
-        """See `Observer.ended`."""
+        """See `EngineObserver.ended`."""
         self._note(ENDED, batch, self._phases)
 
     def failed(self, name: str) -> None:
-        """See `Observer.failed`."""
+        """See `EngineObserver.failed`."""
         self._note(FAILED, name)
 
     def announced(self) -> None:
-        """See `Observer.announced`."""
+        """See `EngineObserver.announced`."""
         self._note(ANNOUNCED)
 
     def mark(self, name: str) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from reigen.engine.messages import Topic
-from reigen.observe.clocks import Clock, OffsetEstimate, measured
-from reigen.observe.layout import Layout
-from reigen.observe.messages import Final, Page, Ping, Pong, encode
-from reigen.observe.recorder import Recorder
+from reigen.observe.clock_sync import ClockOffsetEstimate, TimelineClock, estimate_offset
+from reigen.observe.messages import ClockPing, ClockPong, TraceChunk, TraceEnd, encode
+from reigen.observe.note_channel import NoteChannel
+from reigen.observe.recorder import EventRecorder
+from reigen.observe.trace_events import TraceEventBuilder
 
-if TYPE_CHECKING:
-    from reigen.observe.timeline import Channel
-
-#: How often events are taken from the recorder.
-PERIOD_SECONDS = 0.25
+#: How often events are taken from the recorder, and chunks written: what two of these take, programs wait for a file.
+PERIOD_SECONDS = 0.05
 #: So many events at a time: others want the interpreter, too.
 _EVENTS_AT_ONCE = 256
 #: In one period, whatever comes; what remains waits in the recorder, and is dropped where that is full.
@@ -32,7 +29,7 @@ _CLOCK_SECONDS = 1.0
 _END_SECONDS = 2.0
 
 
-class Recording:
+class TraceRecording:
     """From events to pages.
 
     Args:
@@ -43,16 +40,18 @@ class Recording:
         mark_cycles: whether rounds of negotiation are shown.
     """
 
-    def __init__(self, recorder: Recorder, clock: Clock, session: int, host: str, mark_cycles: bool) -> None:
+    def __init__(
+        self, recorder: EventRecorder, clock: TimelineClock, session: int, host: str, mark_cycles: bool
+    ) -> None:
         self.recorder, self.clock, self.session = recorder, clock, session
         self._host = host
-        self._layout = Layout(mark_cycles)
+        self._layout = TraceEventBuilder(mark_cycles)
 
-    def pages(self, offset: int, error: int, most: int = _EVENTS_IN_A_PERIOD) -> list[Page]:
+    def pages(self, offset: int, error: int, most: int = _EVENTS_IN_A_PERIOD) -> list[TraceChunk]:
         """What has become known since the last call.
 
         Args:
-            offset: of this rank's clock, see `Page`.
+            offset: of this rank's clock, see `TraceChunk`.
             error: of the offset.
             most: about how many events to take.
         """
@@ -61,15 +60,15 @@ class Recording:
             self._layout.follow(events)
             num_taken += len(events)
             time.sleep(0)
-        self._layout.show_long(self.clock.read())
+        self._layout.emit_long(self.clock.read())
         dropped = self.recorder.num_dropped
         return [
-            Page(self.session, self._host, offset, error, dropped, c.rows, c.labels, c.arguments, c.slices)
+            TraceChunk(self.session, self._host, offset, error, dropped, c.rows, c.labels, c.arguments, c.slices)
             for c in self._layout.take()
         ]
 
 
-class Sender:
+class TraceSender:
     """Sends what a rank other than 0 records, on a thread of its own.
 
     Args:
@@ -79,11 +78,11 @@ class Sender:
         clock: identity of rank 0's clock.
     """
 
-    def __init__(self, channel: Channel, recording: Recording, rank: int, clock: str) -> None:
+    def __init__(self, channel: NoteChannel, recording: TraceRecording, rank: int, clock: str) -> None:
         self._channel, self._recording, self._rank = channel, recording, rank
         self.session = recording.session
         own = recording.clock.identity
-        self._estimate = OffsetEstimate(is_same=bool(own) and own == clock)
+        self._estimate = ClockOffsetEstimate(is_same=bool(own) and own == clock)
         self._pings_left = 0
         self._ping_next = 0.0
         self._answered = threading.Event()
@@ -106,12 +105,12 @@ class Sender:
         if self._thread is not threading.current_thread():
             self._thread.join(_END_SECONDS)
 
-    def answered(self, pong: Pong) -> None:
+    def answered(self, pong: ClockPong) -> None:
         """Rank 0 has told its time."""
         clock = self._recording.clock.read()
         if pong.rank != self._rank or pong.session != self.session:
             return
-        self._estimate.learn(measured(pong.sent, pong.there, clock))
+        self._estimate.learn(estimate_offset(pong.sent, pong.there, clock))
         self._pings_left -= 1
         if self._pings_left > 0:
             self._ping()
@@ -119,7 +118,7 @@ class Sender:
             self._answered.set()
 
     def _ping(self) -> None:
-        self._post(Ping(self.session, self._recording.clock.read()))
+        self._post(ClockPing(self.session, self._recording.clock.read()))
 
     def _measure(self, num_pings: int) -> None:
         self._ping_next = time.monotonic() + _PING_SECONDS
@@ -131,21 +130,21 @@ class Sender:
         until = time.monotonic() + _CLOCK_SECONDS
         while not (self._answered.wait(_BACKLOG_SECONDS) or self._ending.is_set() or time.monotonic() > until):
             pass
-        while self._channel.works and not self._ending.wait(PERIOD_SECONDS):
+        while self._channel.is_operational and not self._ending.wait(PERIOD_SECONDS):
             self._send()
             if time.monotonic() >= self._ping_next:
                 self._measure(_PINGS)
         self._send()
-        self._post(Final(self.session))
+        self._post(TraceEnd(self.session))
 
     def _send(self) -> None:
         best = self._estimate.best
         offset, error = (0, -1) if best is None else (best.nanoseconds, best.error_at(self._recording.clock.read()))
         for page in self._recording.pages(offset, error):
-            while self._channel.works and self._channel.unsent >= _MAX_UNSENT:
+            while self._channel.is_operational and self._channel.unsent >= _MAX_UNSENT:
                 if self._ending.wait(_BACKLOG_SECONDS):
                     time.sleep(_BACKLOG_SECONDS)
             self._post(page)
 
-    def _post(self, message: Ping | Page | Final) -> None:
+    def _post(self, message: ClockPing | TraceChunk | TraceEnd) -> None:
         self._channel.post(Topic.TIMELINE, encode(message))

@@ -9,62 +9,34 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from reigen.engine.messages import Topic
-from reigen.engine.observer import Observer
 from reigen.errors import ArgumentError
-from reigen.observe.clocks import Clock, this_clock
-from reigen.observe.collector import Collector
+from reigen.observe.clock_sync import TimelineClock, monotonic_clock
+from reigen.observe.collector import TraceCollector
 from reigen.observe.messages import (
-    Closed,
-    Final,
-    Page,
-    Ping,
-    Pong,
-    Start,
-    Stop,
+    ClockPing,
+    ClockPong,
+    TraceChunk,
+    TraceClosed,
+    TraceEnd,
+    TraceStart,
+    TraceStop,
     decode_at_rank_zero,
     decode_from_rank_zero,
     encode,
 )
-from reigen.observe.recorder import Recorder
-from reigen.observe.sender import Recording, Sender
+from reigen.observe.note_channel import NoteChannel
+from reigen.observe.recorder import EventRecorder
+from reigen.observe.sender import TraceRecording, TraceSender
 
 #: How long a rank that leaves waits until the file is complete; longer than rank 0 waits for the others.
 _LEAVE_SECONDS = 5.0
-_SLICE_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 _log = logging.getLogger("reigen")
-
-
-class Channel(Protocol):
-    """What a timeline needs of a rank's engine. `reigen.engine.engine.Engine` is one."""
-
-    @property
-    def works(self) -> bool:
-        """Whether notes still go anywhere."""
-        ...
-
-    @property
-    def unsent(self) -> int:
-        """Notes that have not left yet."""
-        ...
-
-    def post(self, topic: Topic, data: bytes) -> None:
-        """Send a note: rank 0's go to all others, theirs to rank 0."""
-        ...
-
-    def listen(self, topic: Topic, listener: Callable[[int, bytes], None]) -> None:
-        """Have ``listener(sender, data)`` called for each note, on the thread that drives the engine."""
-        ...
-
-    def observe(self, observer: Observer | None) -> None:
-        """Tell ``observer`` what the engine does."""
-        ...
 
 
 class Timeline:
@@ -78,17 +50,19 @@ class Timeline:
         clock: this rank's.
     """
 
-    def __init__(self, channel: Channel, rank: int, size: int, host: str, clock: Clock | None = None) -> None:
+    def __init__(
+        self, channel: NoteChannel, rank: int, size: int, host: str, clock: TimelineClock | None = None
+    ) -> None:
         self._channel = channel
         self._rank, self._size, self._host = rank, size, host
-        self._clock = clock or this_clock()
+        self._clock = clock or monotonic_clock()
         self._lock = threading.Lock()
-        self._recorder: Recorder | None = None
+        self._recorder: EventRecorder | None = None
         #: rank 0: who writes the file; the other ranks: who sends to rank 0
-        self._collector: Collector | None = None
-        self._sender: Sender | None = None
+        self._collector: TraceCollector | None = None
+        self._sender: TraceSender | None = None
         self._session = 0
-        channel.listen(Topic.TIMELINE, self._hear_ranks if rank == 0 else self._hear_rank_zero)
+        channel.listen(Topic.TIMELINE, self._on_rank_note if rank == 0 else self._on_coordinator_note)
 
     def start(self, path: str, mark_cycles: bool) -> None:
         """Rank 0: record on all ranks, into a file. Other ranks: nothing; rank 0 tells them.
@@ -109,15 +83,15 @@ class Timeline:
                     f"a timeline is being written to {self._collector.path} already: call stop_timeline() first"
                 )
             recorder = self._begin_recording()
-            recording = Recording(recorder, self._clock, self._session + 1, self._host, mark_cycles)
+            recording = TraceRecording(recorder, self._clock, self._session + 1, self._host, mark_cycles)
             try:
-                collector = Collector(self._channel, recording, file, self._size, self._end_recording)
+                collector = TraceCollector(self._channel, recording, file, self._size, self._end_recording)
             except OSError as error:
                 self._end_recording()
                 raise ArgumentError(f"the timeline cannot be written to {path}: {error.strerror}") from error
             self._session += 1
             self._collector = collector
-            self._channel.post(Topic.TIMELINE, encode(Start(self._session, mark_cycles, self._clock.identity)))
+            self._channel.post(Topic.TIMELINE, encode(TraceStart(self._session, mark_cycles, self._clock.identity)))
             collector.start()
 
     def prepare(self) -> None:
@@ -137,7 +111,7 @@ class Timeline:
             self.start(path, mark_cycles)
         except ArgumentError as error:
             _log.warning("%s; the job goes on without it", error)
-            self._channel.post(Topic.TIMELINE, encode(Stop(self._session + 1)))
+            self._channel.post(Topic.TIMELINE, encode(TraceStop(self._session + 1)))
 
     def stop(self) -> None:
         """Rank 0: complete the file; returns when that is done. Other ranks: nothing. Without a timeline, nothing."""
@@ -153,7 +127,9 @@ class Timeline:
         if sender is not None:
             sender.finish()
             until = time.monotonic() + _LEAVE_SECONDS
-            while self._channel.works and not sender.is_closed.wait(_SLICE_SECONDS) and time.monotonic() < until:
+            while (
+                self._channel.is_operational and not sender.is_closed.wait(_POLL_SECONDS) and time.monotonic() < until
+            ):
                 pass
         with self._lock:
             self._end_recording()
@@ -169,8 +145,8 @@ class Timeline:
         if recorder is not None:
             recorder.mark(name)
 
-    def _begin_recording(self) -> Recorder:
-        self._recorder = Recorder(self._clock.read)
+    def _begin_recording(self) -> EventRecorder:
+        self._recorder = EventRecorder(self._clock.read)
         self._channel.observe(self._recorder)
         return self._recorder
 
@@ -180,7 +156,7 @@ class Timeline:
 
     # -- notes, on the thread that drives the engine ------------------------------------------------------------------
 
-    def _hear_ranks(self, sender: int, data: bytes) -> None:
+    def _on_rank_note(self, sender: int, data: bytes) -> None:
         try:
             message = decode_at_rank_zero(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -190,29 +166,29 @@ class Timeline:
         if collector is None or message.session != collector.session:
             return
         match message:
-            case Ping(session, sent):
-                self._channel.post(Topic.TIMELINE, encode(Pong(session, sender, sent, self._clock.read())))
-            case Page() | Final():
+            case ClockPing(session, sent):
+                self._channel.post(Topic.TIMELINE, encode(ClockPong(session, sender, sent, self._clock.read())))
+            case TraceChunk() | TraceEnd():
                 collector.receive(sender, message)
 
-    def _hear_rank_zero(self, sender: int, data: bytes) -> None:
+    def _on_coordinator_note(self, sender: int, data: bytes) -> None:
         try:
             message = decode_from_rank_zero(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             _log.warning("rank 0 sent an unreadable message about the timeline")
             return
         match message:
-            case Start(session, mark_cycles, clock):
+            case TraceStart(session, mark_cycles, clock):
                 recorder = self._recorder or self._begin_recording()
-                recording = Recording(recorder, self._clock, session, self._host, mark_cycles)
-                self._sender = Sender(self._channel, recording, self._rank, clock)
+                recording = TraceRecording(recorder, self._clock, session, self._host, mark_cycles)
+                self._sender = TraceSender(self._channel, recording, self._rank, clock)
                 self._sender.start()
-            case Stop(session):
+            case TraceStop(session):
                 self._end_recording()
                 if self._sender is not None and self._sender.session == session:
                     self._sender.end()
-            case Closed(session):
+            case TraceClosed(session):
                 if self._sender is not None and self._sender.session == session:
                     self._sender.is_closed.set()
-            case Pong() if self._sender is not None:
+            case ClockPong() if self._sender is not None:
                 self._sender.answered(message)

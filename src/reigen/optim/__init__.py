@@ -1,17 +1,12 @@
 """Optimizers by names and numbers: what servers, local stores and trainers update weights with. No framework."""
 
+from reigen.files import check_can_be_written, write_atomically
+from reigen.optim.array_files import packed, unpacked
 from reigen.optim.base import Optimizer, Step, states_type
-from reigen.optim.files import check_can_be_written, packed, unpacked, write_atomically
+from reigen.optim.optimizer_state import Slot
 from reigen.optim.registry import OPTIMIZERS, create, from_spec
 from reigen.optim.rules import LAMB, LARS, NAG, SGD, AdaGrad, Adam, AdamW, Ftrl, RMSProp, Signum, Test
-from reigen.optim.schedules import (
-    CosineScheduler,
-    FactorScheduler,
-    MultiFactorScheduler,
-    PolyScheduler,
-    Schedule,
-)
-from reigen.optim.slots import Slot
+from reigen.optim.schedules import CosineScheduler, FactorScheduler, MultiFactorScheduler, PolyScheduler, Schedule
 from reigen.optim.states import Piece, States, piece_of, slot_of
 from reigen.optim.updater import Updater
 

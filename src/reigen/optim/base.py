@@ -1,8 +1,8 @@
 """What all optimizers have in common: their numbers, their specs, and how an update is asked for.
 
 An optimizer is a frozen set of names and numbers. It keeps nothing: states belong to the piece of a weight that they
-update (`reigen.optim.slots`). So it travels as a dict of plain values (`to_spec`, `from_spec`), never as code, and any
-number of threads may use it.
+update (`reigen.optim.optimizer_state`). So it travels as a dict of plain values (`to_spec`, `from_spec`), never as
+code, and any number of threads may use it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ConfigError, UnsupportedTypeError
-from reigen.kernels.descent import Gradient
-from reigen.kernels.update import Kernel, LayerKernel, Operands, run, run_layer, run_rows
+from reigen.kernels.optimizer_update import (
+    LayerwiseKernel,
+    UpdateKernel,
+    UpdateOperands,
+    run_kernel,
+    run_kernel_on_rows,
+    run_layerwise_kernel,
+)
+from reigen.kernels.sgd import GradientTransform
 from reigen.optim.checks import check_fields
 from reigen.optim.schedules import Schedule
 from reigen.types import DType, dtype_named
@@ -28,7 +35,7 @@ Key = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class UpdateRates:
     """The numbers of one update of one key.
 
     Attributes:
@@ -114,7 +121,7 @@ class Optimizer(ABC):
         """One name for each array that is kept for a weight."""
 
     @abstractmethod
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel | LayerKernel:
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel | LayerwiseKernel:
         """One update with its numbers filled in."""
 
     # ---- numbers
@@ -185,7 +192,7 @@ class Optimizer(ABC):
             last_rate = self.rate_of(count - 1) if count > self.begin_num_update + 1 else base
         rate = base * self._factor(self.lr_mult, key) * multipliers[0]
         decay = self.wd * self._factor(self.wd_mult, key) * multipliers[1]
-        return Step(self._kernel(Rates(t, rate, decay, base, last_rate), key), base)
+        return Step(self._kernel(UpdateRates(t, rate, decay, base, last_rate), key), base)
 
     def update(
         self,
@@ -217,7 +224,7 @@ class Optimizer(ABC):
             raise ArgumentError(f"{self.name} keeps {self.num_states} states, not {len(states)}")
         if any(len(array) != len(weight) for array in (grad, *states)):
             raise ArgumentError("weight, gradient and states must be equally long")
-        self.step(t, multipliers=(lr_mult, wd_mult)).run(Operands(weight, grad, states, *kinds))
+        self.step(t, multipliers=(lr_mult, wd_mult)).run(UpdateOperands(weight, grad, states, *kinds))
 
     # ---- as plain values
 
@@ -246,30 +253,30 @@ class Step:
         rate: the learning rate without multipliers, to be given as ``last_rate`` to the next `Optimizer.step`.
     """
 
-    kernel: Kernel | LayerKernel
+    kernel: UpdateKernel | LayerwiseKernel
     rate: float
 
     @property
     def needs_whole(self) -> bool:
         """Whether it can run only on a whole weight, not on its pieces."""
-        return isinstance(self.kernel, LayerKernel)
+        return isinstance(self.kernel, LayerwiseKernel)
 
-    def run(self, operands: Operands) -> None:
+    def run(self, operands: UpdateOperands) -> None:
         """Update one piece, of any length; where `needs_whole`, the whole weight."""
-        if isinstance(self.kernel, LayerKernel):
-            run_layer(self.kernel, operands)
+        if isinstance(self.kernel, LayerwiseKernel):
+            run_layerwise_kernel(self.kernel, operands)
         else:
-            run(self.kernel, operands)
+            run_kernel(self.kernel, operands)
 
-    def run_rows(self, operands: Operands, rows: NDArray[np.int64], row_length: int) -> None:
-        """Update some rows and their states only; see `reigen.kernels.update.run_rows`.
+    def run_rows(self, operands: UpdateOperands, rows: NDArray[np.int64], row_length: int) -> None:
+        """Update some rows and their states only; see `reigen.kernels.optimizer_update.run_kernel_on_rows`.
 
         Raises:
             ArgumentError: a layer-wise rule.
         """
-        if isinstance(self.kernel, LayerKernel):
+        if isinstance(self.kernel, LayerwiseKernel):
             raise ArgumentError("a layer-wise optimizer cannot update single rows")
-        run_rows(self.kernel, operands, rows, row_length)
+        run_kernel_on_rows(self.kernel, operands, rows, row_length)
 
 
 def states_type(weight_type: DType) -> DType:
@@ -277,9 +284,9 @@ def states_type(weight_type: DType) -> DType:
     return weight_type if weight_type.name == "float64" else dtype_named("float32")
 
 
-def gradient_of(optimizer: Optimizer, decay: float = 0.0, clips_decay: bool = False) -> Gradient:
+def make_gradient_transform(optimizer: Optimizer, decay: float = 0.0, clips_decay: bool = False) -> GradientTransform:
     """How ``optimizer`` prepares a gradient."""
-    return Gradient(optimizer.rescale_grad, optimizer.clip_gradient, decay, clips_decay)
+    return GradientTransform(optimizer.rescale_grad, optimizer.clip_gradient, decay, clips_decay)
 
 
 def _key(name: str, key: Any) -> Key:

@@ -23,10 +23,10 @@ def check_fields(instance: Any) -> None:
         kind, _, optional = str(field.type).partition(" | ")
         value = getattr(instance, field.name)
         if kind in _KINDS and not (optional and value is None):
-            object.__setattr__(instance, field.name, _checked(type(instance).__name__, field, kind, value))
+            object.__setattr__(instance, field.name, _check_value(type(instance).__name__, field, kind, value))
 
 
-def _checked(owner: str, field: Field[Any], kind: str, given: object) -> Any:
+def _check_value(owner: str, field: Field[Any], kind: str, given: object) -> Any:
     name = f"{owner}: {field.name}={given!r}"
     value: Any = given
     if not isinstance(given, _KINDS[kind]) or (isinstance(given, bool) and kind != "bool"):
@@ -51,8 +51,3 @@ _LARGEST = 2**63 - 1
 _KINDS: Mapping[str, type] = {"float": numbers.Real, "int": numbers.Integral, "bool": bool, "str": str}
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {"float": float, "int": int, "bool": bool, "str": str}
 _WORDS = {"float": "a number", "int": "a whole number", "bool": "True or False", "str": "text"}
-
-
-def unknown_names(what: str, names: set[str], known: set[str]) -> ConfigError:
-    """An error that lists what there is."""
-    return ConfigError(f"{what} unknown: {', '.join(sorted(names))}; known: {', '.join(sorted(known))}")

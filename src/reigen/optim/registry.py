@@ -39,7 +39,7 @@ def create(optimizer: str | Optimizer, **parameters: Any) -> Optimizer:
             f"{optimizer!r} is no optimizer: servers take optimizers by name and numbers, never as code; "
             f"there are {', '.join(OPTIMIZERS)}"
         )
-    return _made(OPTIMIZERS, "optimizer", optimizer, parameters)
+    return _make_by_name(OPTIMIZERS, "optimizer", optimizer, parameters)
 
 
 def from_spec(spec: Mapping[str, Any]) -> Optimizer:
@@ -55,14 +55,14 @@ def from_spec(spec: Mapping[str, Any]) -> Optimizer:
     schedule = parameters.get("lr_scheduler")
     if schedule is not None and not isinstance(schedule, Schedule):
         described = _plain_dict("a schedule", schedule)
-        parameters["lr_scheduler"] = _made(SCHEDULES, "schedule", described.pop("name", None), described)
+        parameters["lr_scheduler"] = _make_by_name(SCHEDULES, "schedule", described.pop("name", None), described)
     for name in _PAIRS:
         if name in parameters:
             parameters[name] = _mapping(name, parameters[name])
-    return _made(OPTIMIZERS, "optimizer", parameters.pop("name", None), parameters)
+    return _make_by_name(OPTIMIZERS, "optimizer", parameters.pop("name", None), parameters)
 
 
-def _made(known: Mapping[str, type[_Made]], what: str, name: object, parameters: dict[str, Any]) -> _Made:
+def _make_by_name(known: Mapping[str, type[_Made]], what: str, name: object, parameters: dict[str, Any]) -> _Made:
     kind = known.get(name.lower()) if isinstance(name, str) else None
     if kind is None:
         raise ConfigError(f"no {what} is called {name!r}; there are {', '.join(known)}")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from reigen.errors import ConfigError
-from reigen.kernels import adaptive, descent
-from reigen.kernels.update import Kernel, LayerKernel
-from reigen.optim.base import Key, Optimizer, Rates, gradient_of
+from reigen.kernels import adam, sgd
+from reigen.kernels.optimizer_update import LayerwiseKernel, UpdateKernel
+from reigen.optim.base import Key, Optimizer, UpdateRates, make_gradient_transform
 
 _NOT_NEGATIVE = {"least": 0.0}
 _FRACTION = {"least": 0.0, "below": 1.0}
@@ -41,9 +41,9 @@ class _WithMoments(Optimizer):
         """``m`` and ``v``."""
         return ("mean", "variance")
 
-    def _corrected_moments(self, t: int) -> adaptive.Moments:
+    def _corrected_moments(self, t: int) -> adam.AdamMoments:
         scales = 1.0 / (1.0 - self.beta1**t), 1.0 / (1.0 - self.beta2**t)
-        return adaptive.Moments(self.beta1, self.beta2, self.epsilon, *scales)
+        return adam.AdamMoments(self.beta1, self.beta2, self.epsilon, *scales)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +74,8 @@ class SGD(_WithMomentum, _WithLazyUpdate):
 
     name: ClassVar[str] = "sgd"
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
-        return descent.Descend(gradient_of(self, rates.decay), rates.rate, self.momentum)
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
+        return sgd.SGDKernel(make_gradient_transform(self, rates.decay), rates.rate, self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,11 +91,11 @@ class NAG(_WithMomentum):
 
     name: ClassVar[str] = "nag"
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
-        gradient = gradient_of(self, rates.decay)
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
+        gradient = make_gradient_transform(self, rates.decay)
         if not self.momentum:
-            return descent.Descend(gradient, rates.rate)
-        return descent.Nesterov(gradient, rates.rate, self.momentum)
+            return sgd.SGDKernel(gradient, rates.rate)
+        return sgd.NesterovKernel(gradient, rates.rate, self.momentum)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +113,10 @@ class Signum(_WithMomentum):
     momentum: float = field(default=0.9, metadata=_FRACTION)
     wd_lh: float = field(default=0.0, metadata=_NOT_NEGATIVE)
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
         if self.momentum:
-            return descent.Sign(gradient_of(self, rates.decay), rates.rate, self.momentum, self.wd_lh)
-        return descent.Sign(gradient_of(self), rates.rate, 0.0, rates.decay)
+            return sgd.SignumKernel(make_gradient_transform(self, rates.decay), rates.rate, self.momentum, self.wd_lh)
+        return sgd.SignumKernel(make_gradient_transform(self), rates.rate, 0.0, rates.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +136,8 @@ class Test(Optimizer):
         """Always."""
         return True
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
-        return descent.Accumulate(self.rescale_grad)
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
+        return sgd.AccumulateKernel(self.rescale_grad)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +155,12 @@ class Adam(_WithMoments, _WithLazyUpdate):
 
     name: ClassVar[str] = "adam"
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
         scale = math.sqrt(1.0 - self.beta2**rates.t) / (1.0 - self.beta1**rates.t)
-        moments = adaptive.Moments(self.beta1, self.beta2, self.epsilon)
-        return adaptive.Adapt(gradient_of(self, rates.decay, clips_decay=True), moments, rates.rate * scale)
+        moments = adam.AdamMoments(self.beta1, self.beta2, self.epsilon)
+        return adam.AdamKernel(
+            make_gradient_transform(self, rates.decay, clips_decay=True), moments, rates.rate * scale
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,9 +178,9 @@ class AdamW(_WithMoments, _WithLazyUpdate):
 
     name: ClassVar[str] = "adamw"
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
         moments = self._corrected_moments(rates.t)
-        return adaptive.Adapt(gradient_of(self), moments, rates.rate, rates.decay)
+        return adam.AdamKernel(make_gradient_transform(self), moments, rates.rate, rates.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +204,8 @@ class AdaGrad(Optimizer):
         """Always."""
         return True
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
-        return adaptive.SumSquares(gradient_of(self), rates.rate, self.eps, rates.decay)
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
+        return adam.AdaGradKernel(make_gradient_transform(self), rates.rate, self.eps, rates.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +237,10 @@ class RMSProp(Optimizer):
         """``n``, and where centred ``m`` and ``d``."""
         return ("squares", "mean", "delta") if self.centered else ("squares",)
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
-        gradient = gradient_of(self, rates.decay, clips_decay=True)
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
+        gradient = make_gradient_transform(self, rates.decay, clips_decay=True)
         limit = self.clip_weights if self.clip_weights and self.clip_weights > 0.0 else None
-        return adaptive.RootMeanSquare(gradient, rates.rate, self.gamma1, self.gamma2, self.epsilon, limit)
+        return adam.RMSPropKernel(gradient, rates.rate, self.gamma1, self.gamma2, self.epsilon, limit)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,8 +270,8 @@ class Ftrl(Optimizer):
         """Always."""
         return True
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel:
-        return adaptive.FollowLeader(gradient_of(self), rates.rate, self.lamda1, self.beta, rates.decay)
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
+        return adam.FtrlKernel(make_gradient_transform(self), rates.rate, self.lamda1, self.beta, rates.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,13 +294,13 @@ class LAMB(_WithMoments):
     upper_bound: float | None = None
     bias_correction: bool = True
 
-    def _kernel(self, rates: Rates, key: Key | None) -> LayerKernel:
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> LayerwiseKernel:
         if self.bias_correction:
             moments = self._corrected_moments(rates.t)
         else:
-            moments = adaptive.Moments(self.beta1, self.beta2, self.epsilon)
+            moments = adam.AdamMoments(self.beta1, self.beta2, self.epsilon)
         bounds = (bound if bound and bound > 0.0 else None for bound in (self.lower_bound, self.upper_bound))
-        return adaptive.ScaledAdapt(gradient_of(self), moments, rates.rate, rates.decay, *bounds)
+        return adam.LambKernel(make_gradient_transform(self), moments, rates.rate, rates.decay, *bounds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,12 +331,12 @@ class LARS(_WithMomentum):
             raise ConfigError(f"LARS: skip={self.skip!r} must be a list of ends of names")
         object.__setattr__(self, "skip", tuple(self.skip))
 
-    def _kernel(self, rates: Rates, key: Key | None) -> Kernel | LayerKernel:
+    def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel | LayerwiseKernel:
         momentum = self.momentum
         if self.momentum_correction and rates.last_base:
             momentum *= rates.base / rates.last_base
-        gradient = gradient_of(self, rates.decay)
+        gradient = make_gradient_transform(self, rates.decay)
         name = "" if key is None else str(self.param_idx2name.get(key, key))
         if name.endswith(tuple(self.skip)):
-            return descent.Descend(gradient, rates.rate, momentum)
-        return descent.ScaledDescend(gradient, rates.rate, momentum, self.eta, self.eps)
+            return sgd.SGDKernel(gradient, rates.rate, momentum)
+        return sgd.LarsKernel(gradient, rates.rate, momentum, self.eta, self.eps)

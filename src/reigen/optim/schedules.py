@@ -107,7 +107,7 @@ class MultiFactorScheduler(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Decay(Schedule):
+class _DecayScheduler(Schedule):
     """From ``base_lr`` at the end of the warm-up to ``final_lr`` at update ``max_update``, where it stays."""
 
     max_update: int = field(metadata={"least": 1})
@@ -128,7 +128,7 @@ class _Decay(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolyScheduler(_Decay):
+class PolyScheduler(_DecayScheduler):
     """``final_lr + (base_lr - final_lr) * (1 - done) ** pwr``, where ``done`` grows from 0 to 1 at ``max_update``."""
 
     name: ClassVar[str] = "poly"
@@ -139,7 +139,7 @@ class PolyScheduler(_Decay):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CosineScheduler(_Decay):
+class CosineScheduler(_DecayScheduler):
     """``final_lr + (base_lr - final_lr) * (1 + cos(pi * done)) / 2``, ``done`` as in :class:`PolyScheduler`."""
 
     name: ClassVar[str] = "cosine"

@@ -1,8 +1,8 @@
 """Optimizer states as plain bytes: for files, and between servers and workers.
 
-`reigen.optim.files` has the layout: nothing in it can run, reading it makes numbers, texts and arrays. A piece says
-which range of the flat elements of its key it covers, so that any number of servers may have written it and any other
-may read it: `States.cut` puts a range together from the pieces that cover it.
+`reigen.optim.array_files` has the layout: nothing in it can run, reading it makes numbers, texts and arrays. A piece
+says which range of the flat elements of its key it covers, so that any number of servers may have written it and any
+other may read it: `States.cut` puts a range together from the pieces that cover it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ConfigError
+from reigen.files import Buffer, write_atomically
+from reigen.optim.array_files import STORAGES, packed, unpacked
 from reigen.optim.base import Key, Optimizer
-from reigen.optim.files import STORAGES, Buffer, packed, unpacked, write_atomically
+from reigen.optim.optimizer_state import Slot
 from reigen.optim.registry import from_spec
-from reigen.optim.slots import Slot
 from reigen.types import DTYPES
 
 #: What a file may say beside pieces: plain values.
@@ -81,7 +82,7 @@ class _PieceHeader(msgspec.Struct, array_like=True, frozen=True):
 _FACTS = _PieceHeader.__struct_fields__
 
 
-class _Header(msgspec.Struct, frozen=True):
+class _StatesHeader(msgspec.Struct, frozen=True):
     optimizer: dict[str, Any] | None
     facts: dict[str, Fact]
     pieces: list[_PieceHeader]
@@ -148,7 +149,7 @@ class States:
             raise ConfigError(
                 f"the states of key {key!r} lack the elements from {position} on; is a server's file missing?"
             )
-        return _joined(parts) if parts else self.of(key)[0].part(begin, begin)
+        return _join_parts(parts) if parts else self.of(key)[0].part(begin, begin)
 
     def merged(self, others: Iterable[States]) -> States:
         """These pieces and those of ``others``: what several servers gave, as one. The first optimizer named counts."""
@@ -164,7 +165,7 @@ class States:
         headers = [_PieceHeader(*(getattr(piece, name) for name in _FACTS)) for piece in self.pieces]
         arrays = {f"{place} {name}": a for place, piece in enumerate(self.pieces) for name, a in piece.arrays.items()}
         spec = None if self.optimizer is None else self.optimizer.to_spec()
-        return packed(_Header(spec, dict(self.facts), headers), arrays)
+        return packed(_StatesHeader(spec, dict(self.facts), headers), arrays)
 
     def to_bytes(self) -> bytes:
         """`buffers` in one."""
@@ -177,7 +178,7 @@ class States:
         Raises:
             ConfigError: these are not the bytes of states, or not all of them; or what they say makes no sense.
         """
-        header, arrays = unpacked(data, _Header)
+        header, arrays = unpacked(data, _StatesHeader)
         of_piece: list[dict[str, NDArray[Any]]] = [{} for _ in header.pieces]
         for label, array in arrays.items():
             place, _, name = label.partition(" ")
@@ -255,7 +256,7 @@ def slot_of(piece: Piece, optimizer: Optimizer, weight: NDArray[Any]) -> Slot:
     return slot
 
 
-def _joined(parts: list[Piece]) -> Piece:
+def _join_parts(parts: list[Piece]) -> Piece:
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ConfigError
 from reigen.optim.base import Key, Optimizer
-from reigen.optim.slots import Slot
+from reigen.optim.optimizer_state import Slot
 from reigen.optim.states import States, piece_of, slot_of
 from reigen.types import DType, dtype_named
 

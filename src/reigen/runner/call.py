@@ -10,15 +10,24 @@ from typing import Any
 import msgspec
 
 from reigen.errors import LaunchError
-from reigen.launch.processes import signal_name
-from reigen.runner.failures import died, raised, unreadable
-from reigen.runner.interpreter import command
-from reigen.runner.keeper import Order
-from reigen.runner.line import Line
-from reigen.runner.options import Arguments, Settings, settle
-from reigen.runner.parcel import pack, thaw, unpack
-from reigen.runner.verdict import Died, Lost, Raised, Returned, Stopped, complaints, judge
-from reigen.runner.watch import Watch
+from reigen.launch.process_tree import signal_name
+from reigen.resources.stdio import occupy_standard_descriptors
+from reigen.runner.interpreter import module_command
+from reigen.runner.job_monitor import JobMonitor
+from reigen.runner.launcher_process import LauncherConfig
+from reigen.runner.options import RunArguments, RunSettings, resolve_arguments
+from reigen.runner.outcome import (
+    AllReturned,
+    FunctionRaised,
+    LauncherLost,
+    LauncherStopped,
+    RankProcessDied,
+    decide_outcome,
+    list_complaints,
+)
+from reigen.runner.rank_errors import function_raised_error, rank_died_error, unreadable_result_error
+from reigen.runner.result_channel import ResultChannel
+from reigen.runner.serialization import pack_object, unpack_object, unpickle_exception
 
 
 def run(
@@ -49,6 +58,7 @@ def run(
     np: int | None = None,
     min_np: int | None = None,
     max_np: int | None = None,
+    launcher: str | None = None,
 ) -> list[Any]:
     """Call ``func(*args, **kwargs)`` in ``num_proc`` new processes that form a job, and wait for all of them.
 
@@ -88,6 +98,7 @@ def run(
         np: deprecated, ``num_proc``.
         min_np: deprecated, ``min_num_proc``.
         max_np: deprecated, ``max_num_proc``.
+        launcher: how processes are started, as ``reigen run --launcher`` has it; by default on other hosts by ssh.
 
     Returns:
         What the processes returned, by rank.
@@ -116,8 +127,8 @@ def run(
         if value is not None:
             old = name.replace("num_proc", "np")
             warnings.warn(f"run(): {old} is deprecated, use {name}", DeprecationWarning, stacklevel=2)
-    settings, warning = settle(
-        Arguments(
+    settings, warning = resolve_arguments(
+        RunArguments(
             num_proc=num_proc if np is None else np,
             min_num_proc=min_num_proc if min_np is None else min_np,
             max_num_proc=max_num_proc if max_np is None else max_np,
@@ -139,6 +150,7 @@ def run(
             network_interface=network_interface,
             network_interfaces=network_interfaces,
             executable=executable,
+            launcher=launcher,
         )
     )
     if warning:
@@ -146,22 +158,25 @@ def run(
     return _run((func, tuple(args), dict(kwargs or {})), settings)
 
 
-def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], settings: Settings) -> list[Any]:
-    parcel = pack(call, "the function, or one of its arguments,")
+def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], settings: RunSettings) -> list[Any]:
+    occupy_standard_descriptors()
+    parcel = pack_object(call, "the function, or one of its arguments,")
     try:
-        ours, theirs = Line.pair()
+        ours, theirs = ResultChannel.pair()
         with ours:
             with theirs:
-                watch = Watch(_keeper(settings, parcel, theirs.fileno()), ours, (parcel, theirs.fileno()))
+                watch = JobMonitor(
+                    _launcher_command(settings, parcel, theirs.fileno()), ours, (parcel, theirs.fileno())
+                )
             with watch:
                 watch.wait()
-                return _outcome(watch, settings.num_ranks)
+                return _collect_results(watch, settings.num_ranks)
     finally:
         os.close(parcel)
 
 
-def _keeper(settings: Settings, parcel: int, line: int) -> tuple[str, ...]:
-    order = Order(
+def _launcher_command(settings: RunSettings, parcel: int, line: int) -> tuple[str, ...]:
+    order = LauncherConfig(
         caller=os.getpid(),
         call=parcel,
         line=line,
@@ -171,41 +186,42 @@ def _keeper(settings: Settings, parcel: int, line: int) -> tuple[str, ...]:
         verbose=settings.verbose,
         executable=settings.executable,
         hosts=tuple((host.name, host.slots) for host in settings.hosts),
+        launcher=settings.launcher,
         ssh_port=settings.ssh_port,
         ssh_identity_file=settings.ssh_identity_file,
         network_interfaces=settings.network_interfaces,
     )
-    return command("reigen.runner.keeper", [msgspec.json.encode(order).decode()])
+    return module_command("reigen.runner.launcher_process", [msgspec.json.encode(order).decode()])
 
 
-def _outcome(watch: Watch, size: int) -> list[Any]:
+def _collect_results(watch: JobMonitor, size: int) -> list[Any]:
     """The results by rank.
 
     Raises:
         RankFailedError: a rank failed, or what it returned cannot be loaded here.
         LaunchError: the launcher failed.
     """
-    match judge(watch.messages, size):
-        case Returned():
-            for complaint in complaints(watch.messages):
+    match decide_outcome(watch.messages, size):
+        case AllReturned():
+            for complaint in list_complaints(watch.messages):
                 warnings.warn(f"run(): {complaint}", RuntimeWarning, stacklevel=4)
             return [_result(watch, rank, size) for rank in range(size)]
-        case Raised(report):
-            text, frozen = unpack(watch.parcels[report.rank])
-            raise raised(report, size, text) from thaw(frozen)
-        case Died(rank, exit_code, returned):
-            raise died(rank, size, exit_code, complaints(watch.messages), returned=returned)
-        case Stopped(signum):
+        case FunctionRaised(report):
+            text, frozen = unpack_object(watch.parcels[report.rank])
+            raise function_raised_error(report, size, text) from unpickle_exception(frozen)
+        case RankProcessDied() as death:
+            raise rank_died_error(death, size, list_complaints(watch.messages))
+        case LauncherStopped(signum):
             raise LaunchError(f"the job was stopped: its launcher was sent {signal_name(signum)}", 128 + signum)
-        case Lost(reason):
+        case LauncherLost(reason):
             raise LaunchError(reason or "the job's launcher was killed, and so were the ranks", watch.exit_code or 1)
 
 
-def _result(watch: Watch, rank: int, size: int) -> Any:
+def _result(watch: JobMonitor, rank: int, size: int) -> Any:
     parcel = watch.parcels.pop(rank)
     try:
-        return unpack(parcel)
+        return unpack_object(parcel)
     except Exception as error:
-        raise unreadable(rank, size, error) from error
+        raise unreadable_result_error(rank, size, error) from error
     finally:
         os.close(parcel)

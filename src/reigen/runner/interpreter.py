@@ -10,16 +10,16 @@ from reigen.errors import LaunchError
 
 # The interpreter begins in safe-path mode: a file named json.py in the working directory is nobody's joke then. After
 # that its search path is the caller's, so that functions of the caller's modules, and Reigen itself, are found.
-_SAME = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+_SAME_INTERPRETER = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
 # Another interpreter has its own libraries; only what lies outside of this one's is added behind them.
-_OTHER = "import sys, json; sys.path += [p for p in json.loads(sys.argv[1]) if p not in sys.path]; "
-_GO = (
+_OTHER_INTERPRETER = "import sys, json; sys.path += [p for p in json.loads(sys.argv[1]) if p not in sys.path]; "
+_CALL_MAIN = (
     "from importlib import import_module; main = import_module(sys.argv[2]).main; arguments = sys.argv[3:]; "
     "sys.argv[1:] = []; sys.exit(main(arguments))"
 )
 
 
-def command(module: str, arguments: Sequence[str], executable: str | None = None) -> tuple[str, ...]:
+def module_command(module: str, arguments: Sequence[str], executable: str | None = None) -> tuple[str, ...]:
     """The command line that calls ``main(arguments)`` of a module and exits with what it returns.
 
     Args:
@@ -33,8 +33,8 @@ def command(module: str, arguments: Sequence[str], executable: str | None = None
     if executable is None:
         if not sys.executable:
             raise LaunchError("this process does not know which Python it runs in: give run() an executable")
-        return sys.executable, "-P", "-c", _SAME + _GO, json.dumps(_path()), module, *arguments
-    return executable, "-P", "-c", _OTHER + _GO, json.dumps(_outside()), module, *arguments
+        return sys.executable, "-P", "-c", _SAME_INTERPRETER + _CALL_MAIN, json.dumps(_path()), module, *arguments
+    return executable, "-P", "-c", _OTHER_INTERPRETER + _CALL_MAIN, json.dumps(_outside()), module, *arguments
 
 
 def _path() -> list[str]:

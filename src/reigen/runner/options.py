@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import SupportsIndex
 
 from reigen.errors import ConfigError
-from reigen.launch.hosts import Host, check_fixed_size, check_slots, hosts_of
-from reigen.launch.ssh import Ssh
+from reigen.launch.base import DEFAULT_LAUNCHER, find_launcher
+from reigen.launch.hosts import HostInfo, check_fixed_size, check_slots, resolve_hosts
+from reigen.launch.ssh.command import SshOptions
 
 #: Accepted for the sake of existing calls.
 _WITHOUT_EFFECT = (
@@ -25,7 +26,7 @@ _WITHOUT_EFFECT = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
+class RunArguments:
     """The arguments of ``run`` but the function's own; their meaning stands there."""
 
     num_proc: SupportsIndex
@@ -49,10 +50,11 @@ class Arguments:
     network_interface: str | None
     network_interfaces: object
     executable: str | None
+    launcher: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RunSettings:
     """What is done."""
 
     num_ranks: int
@@ -60,13 +62,14 @@ class Settings:
     output_directory: str | None
     verbose: bool
     executable: str | None
-    hosts: tuple[Host, ...]
+    hosts: tuple[HostInfo, ...]
     ssh_port: int | None
     ssh_identity_file: str | None
     network_interfaces: str | None
+    launcher: str
 
 
-def settle(arguments: Arguments) -> tuple[Settings, str]:
+def resolve_arguments(arguments: RunArguments) -> tuple[RunSettings, str]:
     """What is done, and a warning about what was asked for and has no effect; empty where there is nothing.
 
     Raises:
@@ -77,14 +80,15 @@ def settle(arguments: Arguments) -> tuple[Settings, str]:
     check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments.host_discovery_script else None)
     if arguments.hosts is not None and arguments.hostfile is not None:
         raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
-    hosts = hosts_of(arguments.hosts, arguments.hostfile, num_ranks)
+    hosts = resolve_hosts(arguments.hosts, arguments.hostfile, num_ranks)
     check_slots(hosts, num_ranks)
-    Ssh(port=arguments.ssh_port)  # raises
+    SshOptions(port=arguments.ssh_port)  # raises
+    find_launcher(arguments.launcher or DEFAULT_LAUNCHER)  # raises
     timeout = arguments.start_timeout
     if timeout is not None and not 0 < timeout < 1e9:
         raise ConfigError(f"start_timeout must be a number of seconds greater than 0, not {timeout!r}")
     directory = arguments.output_filename
-    settings = Settings(
+    settings = RunSettings(
         num_ranks,
         timeout,
         None if directory is None else os.fspath(directory),
@@ -94,12 +98,13 @@ def settle(arguments: Arguments) -> tuple[Settings, str]:
         arguments.ssh_port,
         arguments.ssh_identity_file,
         _interfaces(arguments),
+        arguments.launcher or DEFAULT_LAUNCHER,
     )
     idle = [name for name in _WITHOUT_EFFECT if getattr(arguments, name) not in (None, False)]
     return settings, f"no effect: {', '.join(idle)}" if idle else ""
 
 
-def _interfaces(arguments: Arguments) -> str | None:
+def _interfaces(arguments: RunArguments) -> str | None:
     """Both spellings, as the variable has it."""
     names: list[str] = []
     for given in (arguments.network_interface, arguments.network_interfaces):

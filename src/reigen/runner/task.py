@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from reigen.cluster.environ import detect
+from reigen.cluster.environ import detect_job
 from reigen.errors import PeerLostError
-from reigen.runner.line import Line, Report
-from reigen.runner.parcel import freeze, pack, unpack
+from reigen.runner.result_channel import RankReport, ResultChannel
+from reigen.runner.serialization import pack_object, pickle_exception, unpack_object
 
 #: A rank that has failed may take this long to end.
 _LAST_SECONDS = 5.0
@@ -27,11 +27,11 @@ def main(arguments: Sequence[str]) -> int:
     """
     call, line = map(int, arguments)
     os.set_inheritable(call, False)
-    rank = detect(os.environ).rank
-    with Line(line) as caller:
+    rank = detect_job(os.environ).rank
+    with ResultChannel(line) as caller:
         try:
             func, args, kwargs = _load(call)
-            report, parcel = Report(rank), _pack_result(func(*args, **kwargs), rank)
+            report, parcel = RankReport(rank), _pack_result(func(*args, **kwargs), rank)
         except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
             report, parcel = failure_report(rank, error), _pack_error(error)
         # Before this process begins to end: whoever waits for this rank fails later than it, and says so later.
@@ -60,7 +60,7 @@ def _end_within(seconds: float, code: int) -> None:
 
 def _load(call: int) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]:
     try:
-        func, args, kwargs = unpack(call)
+        func, args, kwargs = unpack_object(call)
     except Exception as error:
         error.add_note("reigen.run: the function, or an argument, cannot be loaded in the rank")
         raise
@@ -70,16 +70,16 @@ def _load(call: int) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, 
 
 
 def _pack_result(result: object, rank: int) -> int:
-    return pack(result, f"what the function returned in rank {rank} ({type(result).__name__})")
+    return pack_object(result, f"what the function returned in rank {rank} ({type(result).__name__})")
 
 
-def failure_report(rank: int, error: BaseException) -> Report:
+def failure_report(rank: int, error: BaseException) -> RankReport:
     """What the caller is told of an exception that the function raised."""
     code = 1
     if isinstance(error, SystemExit):
         code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     text = traceback.format_exception_only(error)[0].strip()
-    return Report(rank, failed=True, is_victim=_is_victim(error), exit_code=code & 0xFF, text=text)
+    return RankReport(rank, failed=True, is_victim=_is_victim(error), exit_code=code & 0xFF, text=text)
 
 
 def _is_victim(error: BaseException) -> bool:
@@ -101,4 +101,4 @@ def _pack_error(error: BaseException) -> int:
     """A parcel with the text of the traceback and, where it can be pickled, the exception."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without main()
     text = "".join(traceback.format_exception(type(error), error, trace))
-    return pack((text, freeze(error)), "a traceback")
+    return pack_object((text, pickle_exception(error)), "a traceback")

@@ -119,7 +119,7 @@ class LeakCheck:
     def leaks(self) -> list[str]:
         """What is there now that was not there at the beginning, one line each."""
         added = _Snapshot.now().added_since(self._before, self._keep())
-        return [leak for leak in added if not _is_somebody_elses(leak)]
+        return [leak for leak in added if not _is_foreign(leak)]
 
     def check(self) -> None:
         """Waits for things that are closing.
@@ -181,7 +181,7 @@ def _shm_names() -> list[str]:
     return [path.name for path in _SHM.iterdir()] if _SHM.is_dir() else []
 
 
-def _is_somebody_elses(leak: str) -> bool:
+def _is_foreign(leak: str) -> bool:
     """Whether a file in /dev/shm is gone by now, or in use by a process that has nothing to do with this one."""
     if not leak.startswith("/dev/shm/"):
         return False

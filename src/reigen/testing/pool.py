@@ -12,14 +12,14 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
-from reigen.cluster.service import RendezvousServer
-from reigen.launch.local import Cores, Services, all_here, plan
-from reigen.launch.spawn import hold_port
-from reigen.testing.channel import Reply, Task, dump, load
+from reigen.cluster.membership.control_service import RendezvousServer
+from reigen.launch.local_plan import AvailableCpus, JobServices, plan_ranks, single_host_topologies
+from reigen.launch.spawn import reserve_port
 from reigen.testing.environment import clean_environment
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources
-from reigen.testing.process import RankProcess
+from reigen.testing.rank_process import RankProcess
+from reigen.testing.rank_tasks import RankReply, RankTask, dump, load
 
 #: What ranks may still take once one of them has died.
 _LAST_SECONDS = 30.0
@@ -113,7 +113,7 @@ class RankPool:
         with _job(self.size, self._environment) as environments:
             processes = self._processes[: self.size]
             for process, environment in zip(processes, environments, strict=True):
-                task = Task(call, {**environment, **(env or {})}, list(sys.path), init, check_leaks)
+                task = RankTask(call, {**environment, **(env or {})}, list(sys.path), init, check_leaks)
                 with contextlib.suppress(OSError):  # it is gone: _collect sees that
                     process.begin(task)
             results, failures = self._collect(set(processes), time.monotonic() + timeout, timeout)
@@ -152,20 +152,20 @@ class RankPool:
                 [p.connection for p in waiting] + [p.pidfd for p in waiting], max(0.0, deadline - time.monotonic())
             )
             if not ready:
-                failures += [_late(process, timeout) for process in waiting]
+                failures += [_timeout_failure(process, timeout) for process in waiting]
                 break
             for process in [p for p in waiting if p.connection in ready or p.pidfd in ready]:
                 waiting.remove(process)
                 try:
                     reply = process.reply()
                 except EOFError:
-                    failures.append(_died(process))
+                    failures.append(_died_failure(process))
                     deadline = min(deadline, time.monotonic() + _LAST_SECONDS)
                     continue
                 if reply.result is not None:
                     results[process.rank] = load(reply.result)
                 else:
-                    failures.append(_raised(process, reply))
+                    failures.append(_raised_failure(process, reply))
         return results, failures
 
 
@@ -216,17 +216,17 @@ def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, s
     """What the launcher gives to a job, for one call: a rendezvous service, a port, the environment of each rank."""
     secret = secrets.token_bytes(32)
     server = RendezvousServer(secret)
-    with hold_port() as port:
+    with reserve_port() as port:
         server.start()
         try:
-            services = Services(rendezvous=server.address, secret=secret, master_port=port.getsockname()[1])
-            places, _ = plan(all_here(size), services, environment, Cores(()), bind="none")
+            services = JobServices(rendezvous=server.address, secret=secret, master_port=port.getsockname()[1])
+            places, _ = plan_ranks(single_host_topologies(size), services, environment, AvailableCpus(()), bind="none")
             yield [dict(place.environ) for place in places]
         finally:
             server.close()
 
 
-def _raised(process: RankProcess, reply: Reply) -> RankFailure:
+def _raised_failure(process: RankProcess, reply: RankReply) -> RankFailure:
     error: BaseException | None = None
     if reply.error is not None:
         with contextlib.suppress(Exception):  # somebody's exception that cannot be rebuilt: the traceback tells enough
@@ -234,13 +234,13 @@ def _raised(process: RankProcess, reply: Reply) -> RankFailure:
     return RankFailure(process.rank, "raised", reply.traceback, error=error, stderr=process.stderr_tail())
 
 
-def _died(process: RankProcess) -> RankFailure:
+def _died_failure(process: RankProcess) -> RankFailure:
     code = process.wait()
     text = f"exited with status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
     return RankFailure(process.rank, "died", text, exit_code=code, stderr=process.stderr_tail())
 
 
-def _late(process: RankProcess, timeout: float) -> RankFailure:
+def _timeout_failure(process: RankProcess, timeout: float) -> RankFailure:
     stderr = process.stderr_tail()
     text = f"had not finished (allowed: {timeout:g} s); it was here:\n{process.stack()}"
     return RankFailure(process.rank, "late", text, stderr=stderr)

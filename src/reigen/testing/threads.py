@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from reigen.cluster.rendezvous import LocalRendezvous
+from reigen.cluster.membership.rendezvous import LocalRendezvous
 from reigen.testing.failures import RankError, RankFailure
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import ModuleType
 
-from reigen.testing.channel import Reply, Task, dump, load, load_call
 from reigen.testing.leaks import LeakCheck
+from reigen.testing.rank_tasks import RankReply, RankTask, dump, load, load_call
 
 _PR_SET_PDEATHSIG = 1
 
@@ -70,16 +70,16 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _perform(task: Task) -> Reply:
+def _perform(task: RankTask) -> RankReply:
     sys.path[:] = task.module_path
     os.environ.update(task.environment)
     try:
         func, args = load_call(task.call)
         with LeakCheck() if task.check_leaks else contextlib.nullcontext(), _job(task.init):
             result = func(*args)
-        return Reply(dump(result))
+        return RankReply(dump(result))
     except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt are the test's to judge, too
-        return Reply(None, _dump_error(error), traceback.format_exc())
+        return RankReply(None, _dump_error(error), traceback.format_exc())
 
 
 @contextlib.contextmanager

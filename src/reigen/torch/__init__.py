@@ -1,7 +1,11 @@
 """Reigen for PyTorch (2.4 or later): ``import reigen.torch as hvd`` in a script written for Horovod."""
 
-from reigen.errors import HorovodInternalError
-from reigen.frontends.built import (
+try:
+    import torch as _torch  # noqa: F401  before anything that needs it: this says what to do where it is missing
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"reigen.torch needs PyTorch: pip install torch ({error})", name=error.name) from None
+
+from reigen.api.build_info import (
     ccl_built,
     cuda_built,
     ddl_built,
@@ -13,9 +17,9 @@ from reigen.frontends.built import (
     nccl_built,
     rocm_built,
 )
-from reigen.frontends.collectives import Adasum, Average, Max, Min, Product, Sum, poll, synchronize
-from reigen.frontends.functions import allgather_object, barrier, broadcast_object, join
-from reigen.frontends.job import (
+from reigen.api.collectives import poll, synchronize
+from reigen.api.functions import allgather_object, barrier, broadcast_object, join
+from reigen.api.job import (
     cross_rank,
     cross_size,
     init,
@@ -29,9 +33,13 @@ from reigen.frontends.job import (
     start_timeline,
     stop_timeline,
 )
-from reigen.frontends.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from reigen.api.operations import Adasum, Average, Max, Min, Product, Sum
+from reigen.api.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from reigen.errors import HorovodInternalError
 from reigen.torch.clipping import clip_global_norm
 from reigen.torch.compression import Compression
+from reigen.torch.distributed_optimizer import DistributedOptimizer
+from reigen.torch.kvstore.trainer import Trainer
 from reigen.torch.ops import (
     allgather,
     allgather_async,
@@ -56,12 +64,10 @@ from reigen.torch.ops import (
     reducescatter,
     reducescatter_async,
 )
-from reigen.torch.optimizer import DistributedOptimizer
 from reigen.torch.sparse import sparse_allreduce_async
 from reigen.torch.state import broadcast_optimizer_state, broadcast_parameters
 from reigen.torch.sync_batch_norm import SyncBatchNorm
-from reigen.torch.trainer import Trainer
-from reigen.torch.uneven import uneven_data
+from reigen.torch.uneven_inputs import uneven_data
 
 __all__ = [
     "Adasum",

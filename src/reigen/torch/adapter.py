@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from reigen.api.adapter import Array, TensorAdapter
 from reigen.errors import UnsupportedTypeError
-from reigen.frontends.adapter import Array
-from reigen.torch.cuda import LENDER, TorchLender
-from reigen.torch.dtypes import dtype_of
+from reigen.torch.cuda_tensors import DEVICE_TENSOR_ADAPTER, TorchDeviceTensorAdapter
+from reigen.torch.dtypes import DTYPE_OF, dtype_of
 from reigen.types import DTYPES, DType
 
 _BFLOAT16 = DTYPES["bfloat16"]
+#: elements of a tensor by which `bytes_to_compare` tells it from another one
+_NUM_TO_COMPARE = 1024
 
 
 def tensor_over(array: Array, dtype: DType) -> torch.Tensor:
@@ -24,7 +27,7 @@ def tensor_over(array: Array, dtype: DType) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def tensor_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """A tensor's bytes in the order in which they lie in memory: without a copy where it is dense and on the host."""
     tensor = tensor.detach().cpu()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -33,20 +36,26 @@ def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return data
 
 
-class TorchAdapter:
-    """A :class:`~reigen.frontends.adapter.TensorAdapter` for dense tensors.
+def bytes_to_compare(tensor: torch.Tensor, *, whole: bool) -> NDArray[np.uint8]:
+    """A tensor's bytes, or so many of them that tensors of other random numbers differ."""
+    few = tensor if tensor.dim() < 2 else tensor[:1]
+    return tensor_bytes(tensor if whole else few.reshape(-1)[:_NUM_TO_COMPARE])
 
-    Those of a GPU are lent to the plane for devices, if it takes them, and copied to the host otherwise; those of any
+
+class TorchAdapter(TensorAdapter[torch.Tensor]):
+    """Dense tensors, whose collectives autograd differentiates.
+
+    Those of a GPU are lent to the backend for devices, if it takes them, and copied to the host otherwise; those of any
     other device are copied.
     """
 
-    lender: TorchLender | None = LENDER
+    lender: TorchDeviceTensorAdapter | None = DEVICE_TENSOR_ADAPTER
 
     def dtype(self, tensor: torch.Tensor) -> DType:
         """The element type; raises UnsupportedTypeError if it cannot be communicated."""
-        return dtype_of(tensor.dtype)
+        return DTYPE_OF.get(tensor.dtype) or dtype_of(tensor.dtype)
 
-    def given(self, value: Any, *, writable: bool = False) -> torch.Tensor:
+    def as_tensor(self, value: Any, *, writable: bool = False) -> torch.Tensor:
         """The value itself, if it is a dense tensor."""
         if not isinstance(value, torch.Tensor):
             raise UnsupportedTypeError(f"a torch.Tensor is needed, got {type(value).__name__}")
@@ -70,14 +79,55 @@ class TorchAdapter:
             return tensor.view(torch.int16).numpy().view(np.uint16), aliases
         return tensor.numpy(), aliases
 
-    def wrap(self, array: Array, like: torch.Tensor) -> torch.Tensor:
+    def wrap(self, array: Array, like: torch.Tensor | None) -> torch.Tensor:
         """A tensor over ``array`` (on the host: without a copy) with the dtype and device of ``like``."""
+        if like is None:
+            return torch.from_numpy(array)
         return tensor_over(array, dtype_of(like.dtype)).to(like.device)
 
     def write(self, tensor: torch.Tensor, array: Array) -> None:
         """Copy ``array`` into the tensor, whatever its layout and device."""
         tensor.detach().copy_(tensor_over(array, dtype_of(tensor.dtype)))
 
-    def modified(self, tensor: torch.Tensor) -> None:
+    def mark_modified(self, tensor: torch.Tensor) -> None:
         """Let autograd know, so that backward through an overwritten value is an error and not a wrong gradient."""
         torch.autograd.graph.increment_version(tensor)
+
+    def needs_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """See `TensorAdapter.needs_gradient`."""
+        return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+
+    def differentiate(
+        self,
+        forward: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+        backward: Callable[[Sequence[torch.Tensor]], list[torch.Tensor | None]],
+        tensors: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """See `TensorAdapter.differentiate`."""
+        apply: Callable[..., tuple[torch.Tensor, ...]] = _DifferentiableCollective.apply
+        return list(apply(forward, backward, *tensors))
+
+    def take_rows(self, tensor: torch.Tensor, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """See `TensorAdapter.take_rows`."""
+        count = shape[0] if shape else 1
+        rows = tensor[begin : begin + count]
+        if rows.shape[0] < count:
+            rows = torch.cat([rows, rows.new_zeros((count - rows.shape[0], *rows.shape[1:]))])
+        return rows.reshape(shape)
+
+
+class _DifferentiableCollective(torch.autograd.Function):
+    """Any collective, whose backward is made of collectives: every rank has to run backward through it."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Any, backward: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run it; only results of floating point take part in backward."""
+        ctx.rule = backward
+        results = forward(tensors)
+        ctx.mark_non_differentiable(*(result for result in results if not result.is_floating_point()))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Apply its rule."""
+        return None, None, *ctx.rule(grads)

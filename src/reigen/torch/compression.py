@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from reigen.frontends.compression import Cast
+from reigen.api.compression import CastCompression
 from reigen.types import DTYPES
 
 #: The casts there are, for messages.
-NAMES = "Compression.none, .fp16 or .bf16"
+COMPRESSION_NAMES = "Compression.none, .fp16 or .bf16"
 
 
 @dataclass(frozen=True)
-class Compressor(Cast):
+class Compressor(CastCompression):
     """Casts floating-point tensors to ``wire`` and back; leaves all others as they are."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:

@@ -7,7 +7,8 @@ import torch
 from reigen.types import DTYPES, DType, dtype_named
 
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
-_DTYPE_OF: dict[torch.dtype, DType] = {_TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+#: The element types that travel, by torch's.
+DTYPE_OF: dict[torch.dtype, DType] = {_TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
@@ -16,7 +17,7 @@ def dtype_of(dtype: torch.dtype) -> DType:
     Raises:
         UnsupportedTypeError: there is none.
     """
-    return _DTYPE_OF.get(dtype) or dtype_named(str(dtype).removeprefix("torch."))
+    return DTYPE_OF.get(dtype) or dtype_named(str(dtype).removeprefix("torch."))
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from reigen.api.collectives import parse_op
+from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.api.process_sets import ProcessSet, global_process_set
+from reigen.engine.handle import Handle
 from reigen.errors import ArgumentError, CollectiveError, JoinedError, UnsupportedTypeError
-from reigen.frontends.collectives import Pending, check_op
-from reigen.frontends.process_sets import ProcessSet, global_process_set
-from reigen.frontends.team import Team
-from reigen.torch.differentiable import COLLECTIVES
+from reigen.torch.ops import grouped_allgather_async
 from reigen.types import ReduceOp
 
 
@@ -33,20 +34,19 @@ def sparse_allreduce_async(
         UnsupportedTypeError: the tensor is not sparse.
         ArgumentError: another operator.
     """
-    chosen = check_op(op)
+    chosen = parse_op(op)
     if chosen not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise ArgumentError(f"sparse tensors can be reduced with op=Average or Sum, not {chosen.name.title()}")
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
         raise UnsupportedTypeError("sparse_allreduce_async() needs a sparse tensor in COO format")
     own = tensor.detach().coalesce()
     label = None if name is None else f"{name}.sparse"
-    gathered = COLLECTIVES.grouped_allgather([own.indices().t(), own.values()], label, process_set)
+    gathered = grouped_allgather_async([own.indices().t(), own.values()], label, process_set)
     size = process_set.size() or 1 if chosen is ReduceOp.AVERAGE else 1
 
     def wait() -> torch.Tensor:
-        rows, values = gathered.take()
-        values = values if size == 1 else values / size
-        return torch.sparse_coo_tensor(rows.t(), values, own.shape, check_invariants=False)
+        rows, values = gathered.wait()
+        return _assemble(rows, values if size == 1 else values / size, own.shape)
 
     return wait
 
@@ -62,7 +62,7 @@ class SparseGradients:
     def __init__(self, dims: dict[int, int], *, average: bool = False) -> None:
         self._dims = dims
         self._average = average
-        self._pending: dict[int, Pending[list[torch.Tensor]]] = {}
+        self._pending: dict[int, Handle[list[torch.Tensor]]] = {}
 
     @staticmethod
     def refused(name: str, error: JoinedError) -> JoinedError:
@@ -74,15 +74,15 @@ class SparseGradients:
             ranks=error.ranks,
         )
 
-    def start(self, team: Team, parameters: list[torch.Tensor]) -> None:
+    def start(self, team: ReduceGroup, parameters: list[torch.Tensor]) -> None:
         """Submit every sparse gradient; a rank without one contributes nothing, a dense one is made sparse."""
         for index, dim in self._dims.items():
-            own = _coalesced(parameters[index], dim)
+            own = _coalesce_gradient(parameters[index], dim)
             both = [own.indices().t(), own.values()]
             name = f"{team.name}.sparse.{index}"
-            self._pending[index] = COLLECTIVES.grouped_allgather(both, name, team.process_set)
+            self._pending[index] = grouped_allgather_async(both, name, team.process_set)
 
-    def wait(self, team: Team, parameters: list[torch.Tensor], names: list[str]) -> None:
+    def wait(self, team: ReduceGroup, parameters: list[torch.Tensor], names: list[str]) -> None:
         """Every rank's indices and values, in rank order, become the gradient. Repeated indices are not merged.
 
         Raises:
@@ -92,14 +92,17 @@ class SparseGradients:
         failure: CollectiveError | None = None
         for index, gathered in pending.items():
             try:
-                rows, values = gathered.take()
+                rows, values = gathered.wait()
             except CollectiveError as error:
                 failure = failure or (self.refused(names[index], error) if isinstance(error, JoinedError) else error)
                 continue
             if self._average:
                 values = values / team.size
             parameter = parameters[index]
-            parameter.grad = torch.sparse_coo_tensor(rows.t(), values, parameter.shape, check_invariants=False)
+            try:
+                parameter.grad = _assemble(rows, values, parameter.shape, names[index])
+            except CollectiveError as error:
+                failure = failure or error
         try:
             if failure is not None:
                 raise failure
@@ -107,7 +110,22 @@ class SparseGradients:
             del failure  # it holds this frame
 
 
-def _coalesced(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+def _assemble(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size, name: str | None = None) -> torch.Tensor:
+    """A sparse tensor of what was gathered.
+
+    Without TLS somebody between the hosts can have changed the indices: torch would write beyond the tensor's memory.
+
+    Raises:
+        CollectiveError: an index lies outside.
+    """
+    try:
+        return torch.sparse_coo_tensor(rows.t(), values, shape, check_invariants=True)
+    except RuntimeError as error:
+        reason = f"gathered indices make no sense for a tensor of shape {tuple(shape)}: {error}"
+        raise CollectiveError(reason, tensor=name) from None
+
+
+def _coalesce_gradient(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
         indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)

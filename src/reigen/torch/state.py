@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from reigen import context
+from reigen.api import objects
+from reigen.api.collectives import synchronize
+from reigen.api.gradients.plan_agreement import check_digests, compute_digest
+from reigen.api.operations import check_root
 from reigen.errors import ArgumentError
-from reigen.frontends import objects
-from reigen.frontends.agreement import check_digests, digest_of
-from reigen.frontends.collectives import check_root, synchronize
 from reigen.torch.ops import broadcast_async_
 
 
@@ -68,14 +69,14 @@ def broadcast_optimizer_state(
         f"group {index}: {[(tuple(p.shape), str(p.dtype)) for p in group['params']]}"
         for index, group in enumerate(optimizer.param_groups)
     )
-    digests = objects.allgather_bytes(current, digest_of(shapes), "optimizer_state.groups")
+    digests = objects.allgather_bytes(current, compute_digest(shapes), "optimizer_state.groups")
     check_digests(current, digests, shapes, "optimizer_state")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     is_root = current.rank == root_rank
-    data, tensors = _packed(optimizer, parameters) if is_root else (None, [])
+    data, tensors = _pack_optimizer(optimizer, parameters) if is_root else (None, [])
     received = objects.broadcast_bytes(current, data, root_rank, "optimizer_state")
     if not is_root:
-        snapshot, tensors = _unpacked(received, parameters)
+        snapshot, tensors = _unpack_optimizer(received, parameters)
     handles = [broadcast_async_(tensor, root_rank, f"optimizer_state.{i}") for i, tensor in enumerate(tensors)]
     for handle in handles:
         synchronize(handle)
@@ -122,7 +123,9 @@ class _Unpickler(pickle.Unpickler):
         return self.tensors[number]
 
 
-def _packed(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> tuple[bytes, list[torch.Tensor]]:
+def _pack_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]
+) -> tuple[bytes, list[torch.Tensor]]:
     states = {index: dict(optimizer.state[p]) for index, p in enumerate(parameters) if p in optimizer.state}
     options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     file = io.BytesIO()
@@ -131,7 +134,7 @@ def _packed(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) ->
     return file.getvalue(), pickler.tensors
 
 
-def _unpacked(data: bytes, parameters: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
+def _unpack_optimizer(data: bytes, parameters: list[torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
     device = parameters[0].device if parameters else torch.device("cpu")
     unpickler = _Unpickler(io.BytesIO(data), device)
     snapshot = unpickler.load()

@@ -12,16 +12,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from reigen import context as contexts
+from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
 from reigen.errors import ArgumentError
-from reigen.frontends.collectives import Reducing
-from reigen.frontends.process_sets import ProcessSet, global_process_set, number_of
-from reigen.torch.differentiable import COLLECTIVES
+from reigen.torch.ops import allreduce_
 from reigen.types import ReduceOp
 
 if TYPE_CHECKING:
     from reigen.context import Context
-
-_SUM = Reducing(ReduceOp.SUM, 1.0, 1.0)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -155,7 +152,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _ranks(self) -> tuple[int, ...]:
         """Those whose batches belong together, this one among them."""
-        context, number = contexts.current(), number_of(self._process_set)
+        context, number = contexts.current(), process_set_number(self._process_set)
         ranks = context.process_sets[number]
         if context.rank not in ranks:
             raise ArgumentError(f"rank {context.rank} is not in process set {number}, whose ranks are {list(ranks)}")
@@ -163,11 +160,11 @@ class SyncBatchNorm(_BatchNorm):
 
     def _sum(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Sum over all ranks, in place."""
-        context, number = contexts.current(), number_of(self._process_set)
+        context, number = contexts.current(), process_set_number(self._process_set)
         if self._place is None or self._place[:2] != (context, number):
             self._place = context, number, next(context.layer_numbers[number])
         name = f"sync_batch_norm.{self._place[2]}{what}"
-        return COLLECTIVES.allreduce(tensor, _SUM, name, self._process_set, in_place=True, blocking=True).take()
+        return allreduce_(tensor, name=name, op=ReduceOp.SUM, process_set=self._process_set)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """A store's rounds under random schedules: messages that are late, lost, or sent again, workers that are killed,
 replaced, or only thought to be lost, workers that leave, connections that break, servers that restart.
 
-The engines are the real ones (`reigen.kv.consistency`), one on each server, for one key of several cells. Around them
-are small twins of a server (requests, the value, snapshots) and of a worker (operations of a cell in order, requests
-sent again). What is true is kept beside them, by identity: which (worker, round) has gone into which value.
+The engines are the real ones (`reigen.kv.consistency.state_machine`), one on each server, for one key of several
+shards. Around them are small twins of a server (requests, the value, snapshots) and of a worker (operations of a shard
+in order, requests sent again). What is true is kept beside them, by identity: which (worker, round) has gone into which
+value.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ from typing import Any
 
 import msgspec
 
-from reigen.kv.consistency import Consistency, ConsistencyState
-from reigen.kv.events import (
-    Acknowledge,
-    Answer,
-    Apply,
-    Combine,
-    Disconnected,
-    Drop,
-    Event,
-    Fail,
-    Forgotten,
-    Found,
-    Left,
+from reigen.kv.consistency.events import (
+    AcknowledgePush,
+    AnswerPull,
+    ApplyPush,
+    CombineRound,
+    ConsistencyEvent,
+    DropRequest,
+    FailRequest,
     LossPolicy,
-    Lost,
-    PullWanted,
-    Pushed,
-    Recovered,
-    Repeat,
-    Resumed,
-    Returned,
+    PullRequested,
+    PushReceived,
+    RepeatAcknowledgement,
+    RoundRecovered,
+    RoundsForgotten,
+    WorkerDisconnected,
+    WorkerLeft,
+    WorkerLost,
+    WorkerReappeared,
+    WorkerResumed,
+    WorkerReturned,
 )
+from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
 
 MOST_STEPS = 20_000
 #: Copies of a request that are on their way at once.
@@ -51,7 +52,7 @@ class Plan:
     """What one seed stands for."""
 
     staleness: float
-    cells: int
+    shards: int
     #: how often each worker pushes before it leaves
     rounds: tuple[int, ...]
     policy: LossPolicy
@@ -91,7 +92,7 @@ def make_plan(rng: random.Random) -> Plan:
     }
     return Plan(
         staleness=rng.choice((0, 0, 0, 0, 1, 1, 2, 3, math.inf)),
-        cells=rng.choice((1, 1, 2, 2, 3)),
+        shards=rng.choice((1, 1, 2, 2, 3)),
         rounds=tuple(rng.randint(0, 6) if uneven else rounds for _ in range(workers)),
         policy=rng.choice(list(LossPolicy)),
         snapshots=snapshots,
@@ -120,7 +121,7 @@ class Message:
 
     kind: str
     worker: int
-    cell: int
+    shard: int
     link: int
     request: int
     about: int
@@ -130,7 +131,7 @@ class Message:
     def __str__(self) -> str:
         arrow = "<-" if self.reply else "->"
         about = f"{self.kind} {self.about} (#{self.request}, link {self.link}) {self.details}"
-        return f"w{self.worker} {arrow} s{self.cell} {about}"
+        return f"w{self.worker} {arrow} s{self.shard} {about}"
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Word:
 
     kind: str
     worker: int
-    cell: int
+    shard: int
     incarnation: int
 
 
@@ -168,12 +169,12 @@ class Ledger:
 
 
 class Server:
-    """Keeps one cell."""
+    """Keeps one shard."""
 
-    def __init__(self, simulator: Simulator, cell: int) -> None:
-        self.simulator, self.cell, plan = simulator, cell, simulator.plan
+    def __init__(self, simulator: Simulator, shard: int) -> None:
+        self.simulator, self.shard, plan = simulator, shard, simulator.plan
         self.plan = plan
-        self.engine = Consistency(plan.workers, plan.staleness)
+        self.engine = ConsistencyEngine(plan.workers, plan.staleness)
         self.ledger = Ledger()
         self.open: set[Request] = set()
         self.bodies: set[Request] = set()
@@ -198,7 +199,7 @@ class Server:
     def restart(self) -> None:
         """All is lost but the snapshot."""
         data, truth = self.snapshot
-        self.engine = Consistency.from_state(msgspec.msgpack.decode(data, type=ConsistencyState))
+        self.engine = ConsistencyEngine.from_state(msgspec.msgpack.decode(data, type=ConsistencyState))
         ledger, gone, lost, passed = truth
         self.ledger, self.gone, self.lost, self.passed = dataclasses.replace(ledger), set(gone), set(lost), list(passed)
         self.open, self.bodies = set(), set()
@@ -208,11 +209,11 @@ class Server:
         """A worker says something."""
         worker, about = message.worker, message.about
         if message.kind == "resume":
-            event: Event = Returned(worker) if about < 0 else Resumed(worker, about)
+            event: ConsistencyEvent = WorkerReturned(worker) if about < 0 else WorkerResumed(worker, about)
             if about < 0 or worker in self.remembered:
                 self._is_back(worker)
             self.remembered.discard(worker)
-            self.happen(event, message)
+            self.handle_events(event, message)
         elif message.kind == "leave":
             self.remembered.discard(worker)
             self._leave(worker)
@@ -220,9 +221,9 @@ class Server:
         else:
             if message.kind != "pull":
                 self.bodies.add(token := self._token(message))
-                self.happen(Pushed(worker, about, token))
+                self.handle_events(PushReceived(worker, about, token))
             if message.kind != "push":
-                self.happen(PullWanted(worker, about, self._token(message)))
+                self.handle_events(PullRequested(worker, about, self._token(message)))
 
     def _token(self, message: Message) -> Request:
         self.tokens += 1
@@ -253,11 +254,11 @@ class Server:
                 self.lost.add(worker)
             if self.plan.policy is LossPolicy.CONTINUE:
                 self.gone.add(worker)
-            self.happen(Lost(worker, self.plan.policy))
+            self.handle_events(WorkerLost(worker, self.plan.policy))
         elif word.kind == "returned":
             if worker in self.lost:
                 self._is_back(worker)
-                self.happen(Found(worker))
+                self.handle_events(WorkerReappeared(worker))
                 self._pass(worker, self.engine.done(worker))
         else:
             self._leave(worker)
@@ -265,56 +266,56 @@ class Server:
     def _leave(self, worker: int) -> None:
         self.gone.add(worker)
         self.lost.discard(worker)  # if it was: to be found does not bring it back
-        self.happen(Left(worker))
+        self.handle_events(WorkerLeft(worker))
 
     def cut(self, worker: int) -> None:
         """A worker's connection has ended."""
-        self.happen(Disconnected(worker))
+        self.handle_events(WorkerDisconnected(worker))
 
-    def happen(self, event: Event, message: Message | None = None) -> None:
+    def handle_events(self, event: ConsistencyEvent, message: Message | None = None) -> None:
         instructions = self.engine.handle(event)
-        self.simulator.note("  server", self.cell, event, "->", instructions)
+        self.simulator.note("  server", self.shard, event, "->", instructions)
         self.engine.validate()
         for instruction in instructions:
-            self._carry_out(instruction, message)
+            self._execute_instructions(instruction, message)
         if self.plan.snapshots == "always":  # nothing can go wrong between the answers above and this
             self.save()
         assert self.open >= self.bodies
 
-    def _carry_out(self, instruction: Any, message: Message | None) -> None:
+    def _execute_instructions(self, instruction: Any, message: Message | None) -> None:
         ledger = self.ledger
         match instruction:
-            case Combine(round, workers, tokens, scale):
+            case CombineRound(round, workers, tokens, scale):
                 assert self.engine.is_synchronous
                 assert list(workers) == sorted(workers)
                 assert [(t.message.worker, t.message.about) for t in tokens] == [(w, round) for w in workers]
                 self._check_contributors(round, set(workers), scale)
                 self._apply(Fraction(scale).limit_denominator(100), *tokens)
-            case Apply(worker, round, token):
+            case ApplyPush(worker, round, token):
                 assert not self.engine.is_synchronous
                 assert (token.message.worker, token.message.about) == (worker, round)
                 self._apply(Fraction(1), token)
-            case Acknowledge(worker, round, token):
+            case AcknowledgePush(worker, round, token):
                 assert (worker, round) in ledger.applied
                 assert token not in self.bodies
                 self._acknowledge(token)
-            case Repeat(worker, round, token):
+            case RepeatAcknowledgement(worker, round, token):
                 self.bodies.discard(token)
                 self._acknowledge(token)
-            case Answer(_, token):
+            case AnswerPull(_, token):
                 self._check_reading(token.message)
                 self._finish(token, "value", ledger.value)
-            case Fail(token, reason, workers):
+            case FailRequest(token, reason, workers):
                 self.bodies.discard(token)
                 self._finish(token, "failed", (reason, workers))
-            case Drop(token):
+            case DropRequest(token):
                 self.bodies.discard(token)
                 self.open.remove(token)
-            case Recovered(worker, round):
+            case RoundRecovered(worker, round):
                 self._pass(worker, round)
                 if message is not None:
                     self.answer(message, "recovered", round)
-            case Forgotten(first, last, worker):
+            case RoundsForgotten(first, last, worker):
                 assert self.plan.snapshots == "sometimes", "nothing that was acknowledged is lost"
                 ledger.forgotten |= {(worker, round) for round in range(first, last + 1)}
 
@@ -352,7 +353,7 @@ class Server:
         went_on = self.plan.policy is LossPolicy.CONTINUE and worker in self.simulator.ever_lost
         if self.plan.staleness == 0 and worker not in self.gone and not went_on:
             newest = max((round for _, round in self.ledger.applied), default=0)
-            assert newest <= self.simulator.workers[worker].newest[self.cell], "a round that its reader has not pushed"
+            assert newest <= self.simulator.workers[worker].newest[self.shard], "a round that its reader has not pushed"
 
     def _acknowledge(self, token: Request) -> None:
         if token.message.kind == "push":
@@ -366,7 +367,7 @@ class Server:
 
     def answer(self, message: Message, kind: str, details: Any = None) -> None:
         self.simulator.send(
-            Message(kind, message.worker, self.cell, message.link, message.request, message.about, True, details)
+            Message(kind, message.worker, self.shard, message.link, message.request, message.about, True, details)
         )
 
 
@@ -375,7 +376,7 @@ class Server:
 
 @dataclass
 class Strand:
-    """A worker's operations on one cell, one after the other."""
+    """A worker's operations on one shard, one after the other."""
 
     #: how many pushes have been acknowledged
     acked: int = 0
@@ -397,7 +398,7 @@ class Worker:
     incarnation: int
     strands: list[Strand]
     alive: bool = True
-    #: by cell, the newest round that this number has ever pushed
+    #: by shard, the newest round that this number has ever pushed
     newest: list[int] = field(default_factory=list)
 
     @property
@@ -416,16 +417,16 @@ class Simulator:
         #: messages on their way, in order on each line
         self.air: dict[tuple[int, int, bool], deque[Message]] = {}
         #: what the scheduler says to each server, in order
-        self.words: list[deque[Word]] = [deque() for _ in range(plan.cells)]
-        self.links = [[0] * plan.cells for _ in range(plan.workers)]
+        self.words: list[deque[Word]] = [deque() for _ in range(plan.shards)]
+        self.links = [[0] * plan.shards for _ in range(plan.workers)]
         self.requests = 0
         self.left = dict(plan.faults)
         self.workers = [
-            Worker(number, 1, [Strand() for _ in range(plan.cells)], newest=[0] * plan.cells)
+            Worker(number, 1, [Strand() for _ in range(plan.shards)], newest=[0] * plan.shards)
             for number in range(plan.workers)
         ]
         self.ever_lost: set[int] = set()
-        self.servers = [Server(self, cell) for cell in range(plan.cells)]
+        self.servers = [Server(self, shard) for shard in range(plan.shards)]
 
     def note(self, *parts: object) -> None:
         if self.log is not None:
@@ -435,8 +436,8 @@ class Simulator:
 
     def run(self) -> None:
         for worker in self.workers:
-            for cell in range(self.plan.cells):
-                self._go_on(worker, cell)
+            for shard in range(self.plan.shards):
+                self._go_on(worker, shard)
         for _ in range(MOST_STEPS):
             if not self._step():
                 break
@@ -449,7 +450,7 @@ class Simulator:
         choices: dict[str, Any] = {}
         if self.air:
             choices["deliver"] = self._deliver
-        talking = [cell for cell, words in enumerate(self.words) if words]
+        talking = [shard for shard, words in enumerate(self.words) if words]
         if talking:
             choices["tell"] = lambda: self._tell(self.rng.choice(talking))
         waiting = self._impatient()
@@ -475,10 +476,10 @@ class Simulator:
         """Who waits for an answer, and may ask again."""
         copies = Counter(message.request for messages in self.air.values() for message in messages)
         return [
-            (worker, cell)
+            (worker, shard)
             for worker in self.workers
             if worker.alive
-            for cell, strand in enumerate(worker.strands)
+            for shard, strand in enumerate(worker.strands)
             for request in [strand.resume or strand.request]
             if request and copies[request] < MOST_COPIES
         ]
@@ -490,14 +491,14 @@ class Simulator:
     # -- the network
 
     def send(self, message: Message) -> None:
-        self.air.setdefault((message.worker, message.cell, message.reply), deque()).append(message)
+        self.air.setdefault((message.worker, message.shard, message.reply), deque()).append(message)
 
     def _deliver(self) -> None:
         line = self.rng.choice(list(self.air))
         message = self.air[line].popleft()
         if not self.air[line]:
             del self.air[line]
-        if self.links[message.worker][message.cell] != message.link:
+        if self.links[message.worker][message.shard] != message.link:
             return
         if self.left["drop"] and self.rng.random() < 0.3:
             self.left["drop"] -= 1
@@ -507,7 +508,7 @@ class Simulator:
         if message.reply:
             self._answered(self.workers[message.worker], message)
         else:
-            self.servers[message.cell].receive(message)
+            self.servers[message.shard].receive(message)
 
     # -- workers
 
@@ -515,44 +516,44 @@ class Simulator:
         self.requests += 1
         return self.requests
 
-    def _say(self, worker: Worker, cell: int, kind: str, request: int, about: int) -> None:
-        self.send(Message(kind, worker.number, cell, self.links[worker.number][cell], request, about))
+    def _say(self, worker: Worker, shard: int, kind: str, request: int, about: int) -> None:
+        self.send(Message(kind, worker.number, shard, self.links[worker.number][shard], request, about))
 
-    def _go_on(self, worker: Worker, cell: int) -> None:
-        """Begin the next operation of a cell."""
-        strand = worker.strands[cell]
+    def _go_on(self, worker: Worker, shard: int) -> None:
+        """Begin the next operation of a shard."""
+        strand = worker.strands[shard]
         if strand.stage == "push" and strand.acked >= self.plan.rounds[worker.number]:
             strand.stage = "leave"
         if strand.stage == "leave" and any(other.stage in {"push", "pull"} for other in worker.strands):
             strand.request = 0
             return  # a worker leaves when all its pushes are acknowledged
-        for other_cell, other in enumerate(worker.strands):
-            if other_cell == cell or (strand.stage == "leave" and other.stage == "leave" and not other.request):
+        for other_shard, other in enumerate(worker.strands):
+            if other_shard == shard or (strand.stage == "leave" and other.stage == "leave" and not other.request):
                 other.request = self._new_request()
-                self._utter(worker, other_cell)
+                self._utter(worker, other_shard)
 
-    def _utter(self, worker: Worker, cell: int) -> None:
-        strand = worker.strands[cell]
+    def _utter(self, worker: Worker, shard: int) -> None:
+        strand = worker.strands[shard]
         about = strand.acked + 1 if strand.stage == "push" else strand.acked
         kind = strand.stage
         if kind == "push":
-            worker.newest[cell] = max(worker.newest[cell], about)
+            worker.newest[shard] = max(worker.newest[shard], about)
             kind = "pushpull" if self.plan.together else kind
-        self._say(worker, cell, kind, strand.request, about)
+        self._say(worker, shard, kind, strand.request, about)
 
-    def _resend(self, worker: Worker, cell: int) -> None:
-        strand = worker.strands[cell]
+    def _resend(self, worker: Worker, shard: int) -> None:
+        strand = worker.strands[shard]
         if strand.resume:
-            self._say(worker, cell, "resume", strand.resume, strand.acked)
+            self._say(worker, shard, "resume", strand.resume, strand.acked)
         if strand.request and strand.acked >= 0 and (not strand.resume or self.plan.hasty):
-            self._utter(worker, cell)
+            self._utter(worker, shard)
 
     def _answered(self, worker: Worker, message: Message) -> None:
-        strand = worker.strands[message.cell]
+        strand = worker.strands[message.shard]
         if message.kind == "recovered":
             if message.request == strand.resume:
                 strand.resume = 0
-                self._recovered(worker, message.cell, message.details)
+                self._recovered(worker, message.shard, message.details)
         elif message.request != strand.request or strand.stage in {"done", "failed"}:
             return
         elif message.kind == "failed":
@@ -561,10 +562,10 @@ class Simulator:
             for each in worker.strands:  # the worker raises
                 each.stage, each.request, each.resume, each.failure = "failed", 0, 0, message.details
         else:
-            self._next(worker, message.cell)
+            self._next(worker, message.shard)
 
-    def _next(self, worker: Worker, cell: int) -> None:
-        strand = worker.strands[cell]
+    def _next(self, worker: Worker, shard: int) -> None:
+        strand = worker.strands[shard]
         strand.request = 0
         if strand.stage == "push":
             strand.acked += 1
@@ -575,32 +576,32 @@ class Simulator:
         elif strand.stage == "leave":
             strand.stage = "done"
             return
-        self._go_on(worker, cell)
+        self._go_on(worker, shard)
 
-    def _resume(self, worker: Worker, cell: int) -> None:
-        strand = worker.strands[cell]
+    def _resume(self, worker: Worker, shard: int) -> None:
+        strand = worker.strands[shard]
         strand.resume = self._new_request()
-        self._resend(worker, cell)
+        self._resend(worker, shard)
 
-    def _recovered(self, worker: Worker, cell: int, round: int) -> None:
+    def _recovered(self, worker: Worker, shard: int, round: int) -> None:
         """Where the server says that this worker is."""
-        strand = worker.strands[cell]
+        strand = worker.strands[shard]
         if strand.acked < 0:
-            worker.newest[cell] = max(worker.newest[cell], round)
+            worker.newest[shard] = max(worker.newest[shard], round)
             strand.acked = -2 - round  # known, while others are not
             if all(other.acked < -1 for other in worker.strands):
                 least = min(-2 - other.acked for other in worker.strands)
                 for other in worker.strands:
                     other.acked, other.stage = min(least, self.plan.rounds[worker.number]), "push"
-                for other_cell, other in enumerate(worker.strands):
+                for other_shard, other in enumerate(worker.strands):
                     if not other.request:
-                        self._go_on(worker, other_cell)
+                        self._go_on(worker, other_shard)
             return
         if round > strand.acked and strand.stage in {"push", "pull"}:
             strand.acked = min(round, self.plan.rounds[worker.number]) - (strand.stage == "push")
-            worker.newest[cell] = max(worker.newest[cell], round)
+            worker.newest[shard] = max(worker.newest[shard], round)
         if strand.request:
-            self._utter(worker, cell)
+            self._utter(worker, shard)
 
     # -- faults
 
@@ -619,67 +620,67 @@ class Simulator:
                 self._spread("lost", worker)
                 self._spread("returned", worker)
         elif kind == "cut":
-            self._cut(worker, self.rng.randrange(self.plan.cells))
+            self._cut(worker, self.rng.randrange(self.plan.shards))
         self.left[kind] -= 1
         self.seen[kind] += 1
 
-    def _tell(self, cell: int) -> None:
-        word = self.words[cell].popleft()
+    def _tell(self, shard: int) -> None:
+        word = self.words[shard].popleft()
         self.note(word)
-        self.servers[cell].hear(word)
+        self.servers[shard].hear(word)
 
     def _spread(self, kind: str, worker: Worker) -> None:
         """The scheduler tells all servers of a worker's process."""
         self.ever_lost.add(worker.number)
         self.note(kind, worker.number)
-        for cell, words in enumerate(self.words):
-            words.append(Word(kind, worker.number, cell, worker.incarnation))
+        for shard, words in enumerate(self.words):
+            words.append(Word(kind, worker.number, shard, worker.incarnation))
 
     def _kill(self, worker: Worker) -> None:
         worker.alive = False
         if self.rng.random() < 0.5:  # what it has sent is not lost with it, or is
-            for cell in range(self.plan.cells):
-                self._hang_up(worker, cell)
+            for shard in range(self.plan.shards):
+                self._hang_up(worker, shard)
         self._spread("lost", worker)
 
-    def _hang_up(self, worker: Worker, cell: int) -> None:
-        self.links[worker.number][cell] += 1
-        self.servers[cell].cut(worker.number)
+    def _hang_up(self, worker: Worker, shard: int) -> None:
+        self.links[worker.number][shard] += 1
+        self.servers[shard].cut(worker.number)
 
-    def _cut(self, worker: Worker, cell: int) -> None:
-        self.note("cut", worker.number, cell)
-        self._hang_up(worker, cell)
-        if worker.strands[cell].acked >= 0 and worker.strands[cell].stage != "failed":
-            self._resume(worker, cell)
+    def _cut(self, worker: Worker, shard: int) -> None:
+        self.note("cut", worker.number, shard)
+        self._hang_up(worker, shard)
+        if worker.strands[shard].acked >= 0 and worker.strands[shard].stage != "failed":
+            self._resume(worker, shard)
 
     def _replace(self, old: Worker) -> None:
         """Another process takes a lost worker's place; it says so to all servers."""
         self.seen["replaced"] += 1
         new = Worker(
-            old.number, old.incarnation + 1, [Strand(acked=-1) for _ in range(self.plan.cells)], newest=old.newest
+            old.number, old.incarnation + 1, [Strand(acked=-1) for _ in range(self.plan.shards)], newest=old.newest
         )
         self.note("replace", old.number)
         self.workers[old.number] = new
-        for cell in range(self.plan.cells):
-            self._hang_up(new, cell)
-            self.servers[cell].incarnations[old.number] = new.incarnation
-            self._resume(new, cell)
+        for shard in range(self.plan.shards):
+            self._hang_up(new, shard)
+            self.servers[shard].incarnations[old.number] = new.incarnation
+            self._resume(new, shard)
 
     def _crash(self, server: Server) -> None:
-        self.note("crash", server.cell)
+        self.note("crash", server.shard)
         server.restart()
-        words = self.words[server.cell]
+        words = self.words[server.shard]
         words.clear()
         for worker in self.workers:
-            self.links[worker.number][server.cell] += 1
-            strand = worker.strands[server.cell]
+            self.links[worker.number][server.shard] += 1
+            strand = worker.strands[server.shard]
             if not worker.alive:
-                words.append(Word("lost", worker.number, server.cell, worker.incarnation))
+                words.append(Word("lost", worker.number, server.shard, worker.incarnation))
             elif strand.stage == "done":
-                words.append(Word("left", worker.number, server.cell, worker.incarnation))
+                words.append(Word("left", worker.number, server.shard, worker.incarnation))
             elif strand.stage != "failed":
                 strand.acked = max(strand.acked, -1)
-                self._resume(worker, server.cell)
+                self._resume(worker, server.shard)
 
     # -- what must be true in the end
 

@@ -13,7 +13,7 @@ import torch
 import reigen
 from reigen import kv, optim
 from reigen.errors import ArgumentError, ConfigError, UnsupportedError, UnsupportedTypeError
-from reigen.kv.factory import TYPES
+from reigen.kv.factory import STORE_TYPES
 
 SHAPE = (3, 2)
 
@@ -41,8 +41,10 @@ def test_there_is_a_store_for_every_name_of_mxnet() -> None:
         made = kv.create(name)
         assert (made.type, made.rank, made.num_workers, made.is_recovery) == (name.lower(), 0, 1, False)
     assert kv.create().type == "local"
-    assert {"dist", "dist_sync", "dist_async", "dist_sync_device", "dist_device_sync", "dist_async_device"} < set(TYPES)
-    assert {"ring", "horovod", "byteps", "dist_ssp"} < set(TYPES)
+    assert {"dist", "dist_sync", "dist_async", "dist_sync_device", "dist_device_sync", "dist_async_device"} < set(
+        STORE_TYPES
+    )
+    assert {"ring", "horovod", "byteps", "dist_ssp"} < set(STORE_TYPES)
 
 
 def test_other_names_are_errors_that_list_the_names() -> None:

@@ -12,11 +12,11 @@ from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     HEADER_BYTES,
     MAX_CONTROL_BYTES,
-    PROBLEM_CODEC,
-    Flag,
-    Header,
-    Kind,
-    Problem,
+    REMOTE_ERROR_CODEC,
+    MessageFlag,
+    MessageHeader,
+    MessageKind,
+    RemoteError,
     pack_counts,
     unpack_counts,
     unpack_header,
@@ -27,16 +27,16 @@ U64 = st.integers(0, 2**64 - 1)
 
 @settings(deadline=None)
 @given(U64, U64, st.integers(0, 2**32 - 1), U64, st.integers(-(2**31), 2**31 - 1), U64, st.integers(0, 2**16 - 1))
-def test_a_header_comes_out_as_it_went_in(request, key, cell, round_, priority, nbytes, store):
-    header = Header(
-        Kind.PUSH,
+def test_a_header_comes_out_as_it_went_in(request, key, shard, round_, priority, nbytes, store):
+    header = MessageHeader(
+        MessageKind.PUSH,
         request,
         key,
-        cell,
+        shard,
         round_,
-        Flag.ENCODED,
+        MessageFlag.ENCODED,
         DTYPE_NUMBERS["bfloat16"],
-        Kind.PULL,
+        MessageKind.PULL,
         store,
         priority,
         nbytes,
@@ -47,8 +47,8 @@ def test_a_header_comes_out_as_it_went_in(request, key, cell, round_, priority, 
 
 
 def test_the_length_of_a_body_is_where_the_body_is():
-    assert Header(Kind.PUSH, body_bytes=8).num_bytes == 8
-    assert Header(Kind.PUSH, flags=Flag.IN_MEMORY, offset=64, memory_bytes=24).num_bytes == 24
+    assert MessageHeader(MessageKind.PUSH, body_bytes=8).num_bytes == 8
+    assert MessageHeader(MessageKind.PUSH, flags=MessageFlag.IN_MEMORY, offset=64, memory_bytes=24).num_bytes == 24
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_length_of_a_body_is_where_the_body_is():
     ],
 )
 def test_a_header_that_nobody_sends_is_refused(at, value, says):
-    packed = bytearray(Header(Kind.PUSH, 1, 2, 3, 4).pack())
+    packed = bytearray(MessageHeader(MessageKind.PUSH, 1, 2, 3, 4).pack())
     packed[at] = value
     with pytest.raises(WireError, match=says):
         unpack_header(packed)
@@ -69,9 +69,9 @@ def test_a_header_that_nobody_sends_is_refused(at, value, says):
 
 def test_control_messages_are_small_and_bodies_are_in_one_place():
     with pytest.raises(WireError, match="HELLO of 1048577 bytes; at most 1048576"):
-        unpack_header(Header(Kind.HELLO, body_bytes=MAX_CONTROL_BYTES + 1).pack())
+        unpack_header(MessageHeader(MessageKind.HELLO, body_bytes=MAX_CONTROL_BYTES + 1).pack())
     with pytest.raises(WireError, match="two places"):
-        unpack_header(Header(Kind.PUSH, flags=Flag.IN_MEMORY, body_bytes=1, memory_bytes=1).pack())
+        unpack_header(MessageHeader(MessageKind.PUSH, flags=MessageFlag.IN_MEMORY, body_bytes=1, memory_bytes=1).pack())
     with pytest.raises(WireError, match="header of 63 bytes"):
         unpack_header(bytes(63))
 
@@ -97,10 +97,10 @@ def test_counts():
 
 def test_errors_travel_with_their_facts():
     error = PeerLostError("worker 1 on host b is lost", ranks=[1], details={1: "host b"})
-    told = PROBLEM_CODEC.decode(PROBLEM_CODEC.encode(Problem.of(error, key="fc.weight"))).raised()
+    told = REMOTE_ERROR_CODEC.decode(REMOTE_ERROR_CODEC.encode(RemoteError.of(error, key="fc.weight"))).raised()
     assert type(told) is PeerLostError
     assert (told.reason, told.ranks, told.details) == (error.reason, (1,), {1: "host b"})
     assert told.tensor == "key 'fc.weight'"
-    assert type(Problem.of(MismatchError("x")).raised()) is MismatchError
-    assert type(Problem.of(ConfigError("x")).raised()) is ConfigError
-    assert type(Problem.of(DuplicateNameError("x")).raised()) is ArgumentError  # the nearest that travels
+    assert type(RemoteError.of(MismatchError("x")).raised()) is MismatchError
+    assert type(RemoteError.of(ConfigError("x")).raised()) is ConfigError
+    assert type(RemoteError.of(DuplicateNameError("x")).raised()) is ArgumentError  # the nearest that travels

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
+
 from tests.unit.kv.scheduler_simulator import play
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
@@ -36,7 +37,18 @@ def test_schedules() -> None:
         }  # fmt: skip
 
 
+def test_what_was_acknowledged_is_never_lost() -> None:
+    seen: Counter[str] = Counter()
+    for seed in seeds(0, 200):
+        seen.update(dict.fromkeys(play(seed, durable=True).seen, 1))
+    if _REPLAY is None:
+        assert min(seen[what] for what in ("kill", "crash", "massacre", "freeze", "cut", "push", "restored")) >= 30, (
+            seen
+        )
+
+
 @pytest.mark.slow
 def test_many_schedules() -> None:
     for seed in seeds(1_000, 1_000):
         play(seed)
+        play(seed, durable=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+
 from tests.unit.kv.simulator import play
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")

@@ -11,15 +11,15 @@ import torch
 from reigen.errors import ArgumentError, UnsupportedTypeError
 from reigen.kv.values import (
     RowSparse,
-    add_rows,
     as_key,
     as_value,
-    check_one_kind,
-    flat,
-    grouped,
+    check_key_type,
+    flatten_tensor,
+    group_by_key,
     row_numbers,
-    spec_of,
-    write,
+    sum_duplicate_rows,
+    tensor_spec,
+    write_tensor,
 )
 from reigen.types import dtype_named
 
@@ -36,14 +36,14 @@ def test_keys_are_ints_of_64_bits_or_strs() -> None:
 
 
 def test_kinds_of_keys_are_not_mixed() -> None:
-    assert check_one_kind([1, 2]) is int
-    assert check_one_kind([], str) is str
+    assert check_key_type([1, 2]) is int
+    assert check_key_type([], str) is str
     with pytest.raises(ArgumentError, match="mixed key types are not allowed: this store's keys are str, got 1"):
-        check_one_kind(["a", 1])
+        check_key_type(["a", 1])
     with pytest.raises(ArgumentError, match="keys are int, got 'a'"):
-        check_one_kind(["a"], int)
+        check_key_type(["a"], int)
     with pytest.raises(ArgumentError, match="mixed key types"):
-        grouped([1, "a"], [0, 0])
+        group_by_key([1, "a"], [0, 0])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_kinds_of_keys_are_not_mixed() -> None:
     ],
 )
 def test_values_are_grouped_by_key(keys: object, values: object, groups: object) -> None:
-    assert grouped(keys, values) == groups
+    assert group_by_key(keys, values) == groups
 
 
 def test_lists_that_do_not_fit_are_refused() -> None:
@@ -68,12 +68,12 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         ("a", [], "needs at least one out"),
     ):
         with pytest.raises(ArgumentError, match=text):
-            grouped(keys, values, "out")
+            group_by_key(keys, values, "out")
 
 
 def test_tensors_of_numpy_and_torch_are_seen_alike() -> None:
     for tensor in (np.arange(6, dtype=np.float16).reshape(2, 3), torch.arange(6, dtype=torch.float16).reshape(2, 3)):
-        spec = spec_of(as_value(tensor))
+        spec = tensor_spec(as_value(tensor))
         assert (spec.dtype.name, spec.shape, spec.stype, spec.num_elements, spec.row_length) == (
             "float16",
             (2, 3),
@@ -81,21 +81,21 @@ def test_tensors_of_numpy_and_torch_are_seen_alike() -> None:
             6,
             3,
         )
-        elements, aliases = flat(tensor)
+        elements, aliases = flatten_tensor(tensor)
         assert aliases
         assert elements.tolist() == [0, 1, 2, 3, 4, 5]
-    assert str(spec_of(torch.zeros(2, dtype=torch.bfloat16))) == "bfloat16 (2,)"
-    elements, aliases = flat(torch.ones(2, dtype=torch.bfloat16))
+    assert str(tensor_spec(torch.zeros(2, dtype=torch.bfloat16))) == "bfloat16 (2,)"
+    elements, aliases = flatten_tensor(torch.ones(2, dtype=torch.bfloat16))
     assert elements.dtype == np.uint16
     parameter = torch.nn.Parameter(torch.ones(3))
-    assert flat(parameter)[0].tolist() == [1, 1, 1]
+    assert flatten_tensor(parameter)[0].tolist() == [1, 1, 1]
 
 
 def test_results_reach_tensors_of_any_layout() -> None:
     for tensor in (torch.zeros(3, 2).t(), torch.zeros(2, 3), np.zeros((3, 2)).T):
-        elements, aliases = flat(tensor)
+        elements, aliases = flatten_tensor(tensor)
         elements[:] = range(6)
-        write(tensor, elements, aliases)
+        write_tensor(tensor, elements, aliases)
         assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
@@ -103,15 +103,15 @@ def test_writing_what_autograd_has_saved_is_noticed() -> None:
     weight = torch.ones(2, requires_grad=True)
     saved = weight * 1
     loss = (saved * saved).sum()
-    elements, aliases = flat(saved)
-    write(saved, elements, aliases)
+    elements, aliases = flatten_tensor(saved)
+    write_tensor(saved, elements, aliases)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_row_sparse_tensors_say_what_they_are() -> None:
     rows = RowSparse([2, 0], np.ones((2, 3), np.float32), (4, 3))
-    assert str(spec_of(rows)) == "float32 (4, 3) (row-sparse)"
+    assert str(tensor_spec(rows)) == "float32 (4, 3) (row-sparse)"
     assert rows.checked_indices().tolist() == [2, 0]
     assert RowSparse.empty(np.ones((5, 2))).shape == (5, 2)
     sparse = torch.sparse_coo_tensor(torch.tensor([[3, 1, 3]]), torch.ones(3, 2), (4, 2), check_invariants=True)
@@ -152,10 +152,10 @@ def test_rows_that_do_not_exist_are_named() -> None:
 
 def test_rows_of_one_index_are_added_up() -> None:
     float64 = dtype_named("float64")
-    indices, rows = add_rows(np.array([3, 1, 3]), np.array([[1.0], [2.0], [4.0]]), float64)
+    indices, rows = sum_duplicate_rows(np.array([3, 1, 3]), np.array([[1.0], [2.0], [4.0]]), float64)
     assert (indices.tolist(), rows.tolist()) == ([1, 3], [[2], [5]])
-    indices, rows = add_rows(np.array([3, 1]), np.array([[1.0], [2.0]]), float64)
+    indices, rows = sum_duplicate_rows(np.array([3, 1]), np.array([[1.0], [2.0]]), float64)
     assert (indices.tolist(), rows.tolist()) == ([1, 3], [[2], [1]])
     # 2048 + 1 + 1 in float16 is 2048 where each sum is rounded
     halves = np.array([[2048], [1], [1]], np.float16)
-    assert add_rows(np.zeros(3, np.int64), halves, dtype_named("float16"))[1].tolist() == [[2050]]
+    assert sum_duplicate_rows(np.zeros(3, np.int64), halves, dtype_named("float16"))[1].tolist() == [[2050]]

@@ -7,6 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.kernels import optimizer_update
+from reigen.optim import OPTIMIZERS, SGD, FactorScheduler, Optimizer, Updater, create
+from reigen.types import dtype_named
 from tests.unit.optim.formulas import FORMULAS, trained
 from tests.unit.optim.mxnet_numbers import (
     GRADIENTS,
@@ -17,11 +22,6 @@ from tests.unit.optim.mxnet_numbers import (
     SPARSE_ROWS,
     WEIGHT,
 )
-
-from reigen.errors import ArgumentError, UnsupportedTypeError
-from reigen.kernels import update
-from reigen.optim import OPTIMIZERS, SGD, FactorScheduler, Optimizer, Updater, create
-from reigen.types import dtype_named
 
 #: Every branch of every rule: with and without momentum, decay, clipping, schedule.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def test_there_is_a_formula_for_every_optimizer() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size", [1, 64, 133])
 def test_float64_weights_follow_the_formulas(variant: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "BLOCK", 64)
+    monkeypatch.setattr(optimizer_update, "BLOCK", 64)
     weight, gradients = data(size)
     optimizer = made(variant)
     result = updated(optimizer, weight, gradients)
@@ -90,7 +90,7 @@ def test_float64_weights_follow_the_formulas(variant: str, size: int, monkeypatc
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32_weights_follow_the_formulas(variant: str) -> None:
-    weight, gradients = data(update.BLOCK + 3, np.float32)
+    weight, gradients = data(optimizer_update.BLOCK + 3, np.float32)
     optimizer = made(variant)
     result = updated(optimizer, weight, gradients)
     assert result.dtype == np.float32

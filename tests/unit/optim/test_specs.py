@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.optim.mxnet_numbers import MXNET_SCHEDULES
 
 from reigen.errors import ArgumentError, ConfigError
 from reigen.optim import (
@@ -27,6 +26,7 @@ from reigen.optim import (
     from_spec,
 )
 from reigen.optim.schedules import SCHEDULES
+from tests.unit.optim.mxnet_numbers import MXNET_SCHEDULES
 
 
 @pytest.mark.parametrize("case", range(len(MXNET_SCHEDULES)))

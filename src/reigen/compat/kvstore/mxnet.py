@@ -28,6 +28,6 @@ if os.environ.get("DMLC_ROLE", "").lower() in {"server", "scheduler"}:
 
 _load()
 
-from reigen.mxnet.kvstore import take_over  # noqa: E402  MXNet has to be there
+from reigen.mxnet.kvstore import register_kvstores  # noqa: E402  MXNet has to be there
 
-take_over()
+register_kvstores()

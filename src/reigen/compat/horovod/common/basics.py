@@ -1,5 +1,5 @@
 """The functions about the job, as methods of one object."""
 
-from reigen.frontends.horovod import HorovodBasics
+from reigen.api.horovod_basics import HorovodBasics
 
 __all__ = ["HorovodBasics"]

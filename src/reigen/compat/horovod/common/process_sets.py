@@ -1,6 +1,6 @@
 """Process sets."""
 
-from reigen.frontends.process_sets import (
+from reigen.api.process_sets import (
     ProcessSet,
     add_process_set,
     get_process_set_ids_and_ranks,

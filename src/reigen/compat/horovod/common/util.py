@@ -1,7 +1,9 @@
 """Small questions and helpers."""
 
-from reigen.frontends.built import ccl_built, cuda_built, ddl_built, gloo_built, mpi_built, nccl_built, rocm_built
-from reigen.frontends.horovod import (
+import functools
+
+from reigen.api.build_info import ccl_built, cuda_built, ddl_built, gloo_built, mpi_built, nccl_built, rocm_built
+from reigen.api.horovod_basics import (
     check_extension,
     check_num_rank_power_of_2,
     env,
@@ -12,6 +14,8 @@ from reigen.frontends.horovod import (
     num_rank_is_power_2,
     split_list,
 )
+
+_cache = functools.cache
 
 __all__ = [
     "ccl_built",

@@ -1,3 +1,6 @@
 """The collectives, and this process's place in the job."""
 
+from reigen.api.horovod_basics import HorovodBasics
 from reigen.mxnet import *
+
+_basics = HorovodBasics()

@@ -1,10 +1,10 @@
 """Elastic jobs: only their errors exist so far. Using more of it says what is missing."""
 
+from reigen.api.horovod_basics import make_missing_getattr
 from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt
-from reigen.frontends.horovod import missing_from
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
-__getattr__ = missing_from(
+__getattr__ = make_missing_getattr(
     "horovod.torch.elastic", "elastic jobs", ("ElasticSampler", "ObjectState", "State", "TorchState", "run")
 )

@@ -1,0 +1,1 @@
+"""Reigen's own side of the benchmarks, and what needs no peer: programs for `benchmarks.harness.rank`."""

@@ -1,0 +1,52 @@
+"""What users of the frameworks expect of the functions' signatures: Horovod's for each of them.
+
+They are here, and not beside the adapters, so that stubs can be written where a framework is not installed.
+"""
+
+from __future__ import annotations
+
+from reigen.api.collectives import Form
+from reigen.api.functions import Dialect
+from reigen.api.operations import Collective, Parameter
+
+_COMPRESSION = Parameter("compression", "Compressor", "in which type the tensor travels.", None)
+_PRIORITY = Parameter(
+    "priority",
+    "int",
+    "among arrays that are ready at the same time, the largest is begun first, if it is not waited for.",
+    0,
+)
+
+
+def _insert_behind_name(parameters: list[Parameter], own: Parameter) -> list[Parameter]:
+    at = [parameter.name for parameter in parameters].index("name") + 1
+    return [*parameters[:at], own, *parameters[at:]]
+
+
+def _arrange_torch(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
+    """Differentiable reductions take a compression."""
+    return _insert_behind_name(parameters, _COMPRESSION) if collective.reduces and form == Form() else parameters
+
+
+def _arrange_mxnet(collective: Collective, form: Form, parameters: list[Parameter]) -> list[Parameter]:
+    """All take a priority; the operator is the last argument where there is ``average``, and else the first."""
+    arranged = _insert_behind_name(parameters, _PRIORITY)
+    names = [parameter.name for parameter in arranged]
+    if "op" in names:
+        op = arranged.pop(names.index("op"))
+        arranged.insert(len(arranged) if "average" in names else 0, op)
+    return arranged
+
+
+NUMPY = Dialect("Array", "ArrayLike")
+TORCH = Dialect(
+    "torch.Tensor",
+    arrange=_arrange_torch,
+    notes=lambda collective, form: " Differentiable." if form == Form() else "",
+)
+MXNET = Dialect(
+    "NDArray",
+    forms=(Form(), Form(in_place=True)),
+    arrange=_arrange_mxnet,
+    notes=lambda collective, form: " Does not wait." if collective.in_place else " Waits.",
+)

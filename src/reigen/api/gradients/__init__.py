@@ -1,0 +1,1 @@
+"""Gradients of an optimizer: buckets, their order, sharding, checks of replicas."""

@@ -1,0 +1,86 @@
+"""What the ranks must agree on, once, before gradients can lie at the same place in all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reigen.api.objects import allgather_bytes, allgather_object
+from reigen.errors import MismatchError
+
+if TYPE_CHECKING:
+    from reigen.context import Context
+
+
+@dataclass(frozen=True)
+class PlanProposal:
+    """What one rank knows at the end of its first pass.
+
+    Attributes:
+        description: one line per parameter, and the options that must be the same everywhere.
+        order: the parameters in the order in which their gradients were complete.
+        sparse_dims: per parameter the number of sparse dimensions of its gradient; 0 for a dense or unknown one.
+    """
+
+    description: tuple[str, ...]
+    order: tuple[int, ...]
+    sparse_dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlanAgreement:
+    """What all go by: the first rank's order, and for every parameter the largest ``sparse_dims`` that any rank saw."""
+
+    order: tuple[int, ...]
+    sparse_dims: tuple[int, ...]
+
+
+def agree_on_plan(context: Context, proposal: PlanProposal, name: str, process_set: int = 0) -> PlanAgreement:
+    """Collective over the process set: every rank's proposal in, the same agreement out.
+
+    Raises:
+        MismatchError: the descriptions differ. Every rank raises it; it says where each one first differs from rank 0.
+    """
+    replies = allgather_bytes(context, _pack_proposal(proposal), f"{name}.agreement", process_set)
+    check_digests(context, [reply[:32] for reply in replies], proposal.description, name, process_set)
+    num_parameters = len(proposal.sparse_dims)
+    dims = [reply[32 : 32 + num_parameters] for reply in replies]
+    order = [number for (number,) in struct.iter_unpack("<I", replies[0][32 + num_parameters :])]
+    return PlanAgreement(tuple(order), tuple(max(column) for column in zip(*dims, strict=True)))
+
+
+def check_digests(
+    context: Context, digests: Sequence[bytes], description: tuple[str, ...], name: str, process_set: int = 0
+) -> None:
+    """Raise the same error on every rank unless all digests are equal; collective only if they are not.
+
+    Raises:
+        MismatchError: they are not; its details say where each rank first differs from rank 0.
+    """
+    if all(digest == digests[0] for digest in digests):
+        return
+    descriptions = allgather_object(context, description, f"{name}.description", process_set)
+    details = dict(zip(context.process_sets[process_set], first_differences(descriptions), strict=True))
+    raise MismatchError("the ranks have different parameters or options", tensor=name, ranks=(), details=details)
+
+
+def compute_digest(description: Sequence[str]) -> bytes:
+    """32 bytes that differ if the lines do."""
+    return hashlib.sha256("\n".join(description).encode()).digest()
+
+
+def first_differences(descriptions: Sequence[Sequence[str]]) -> list[str]:
+    """For each rank, its line at the first place where any rank differs from another."""
+    for lines in itertools.zip_longest(*descriptions, fillvalue="(nothing)"):
+        if len(set(lines)) > 1:
+            return list(lines)
+    return ["the same"] * len(descriptions)
+
+
+def _pack_proposal(proposal: PlanProposal) -> bytes:
+    order = struct.pack(f"<{len(proposal.order)}I", *proposal.order)
+    return compute_digest(proposal.description) + bytes(proposal.sparse_dims) + order

@@ -1,0 +1,148 @@
+"""The ranks that reduce the same gradients: what an optimizer's logic says to the engine, whatever the framework."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reigen.api.adapter import Array
+from reigen.api.collectives import parse_op
+from reigen.api.gradients.plan_agreement import PlanAgreement, PlanProposal, agree_on_plan
+from reigen.api.gradients.replica_check import check_first_step, check_replicas
+from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.backends.device import HostOrDeviceArray
+from reigen.engine.operation_builders import OwnerReduction, ReductionSpec
+from reigen.errors import ArgumentError
+from reigen.types import DTYPES, DType, ReduceOp
+
+if TYPE_CHECKING:
+    from reigen.context import Context, Handle, MemoryRegion
+
+
+def choose_reduction(op: int, predivide: float) -> ReductionSpec:
+    """The operator and its factors that ``op`` and ``gradient_predivide_factor`` mean.
+
+    Raises:
+        ArgumentError: there is no such operator, or a factor that does not go with it.
+    """
+    chosen = parse_op(op)
+    if predivide != 1.0 and chosen is not ReduceOp.AVERAGE:
+        raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
+    if not predivide > 0:
+        raise ArgumentError(f"gradient_predivide_factor must be positive, got {predivide!r}")
+    return ReductionSpec(chosen, 1.0 / predivide, float(predivide))
+
+
+class ReduceGroup:
+    """The ranks that reduce one list of gradients together, as one of them sees it.
+
+    Args:
+        context: the job.
+        process_set: the ranks; this one is among them.
+        how: what is done with the gradients.
+
+    Attributes:
+        name: the same on every rank, for the list of gradients; the names of all its operations begin with it.
+        ranks: their numbers in the job.
+        size: number of ranks.
+
+    Raises:
+        ArgumentError: the process set is not registered.
+    """
+
+    def __init__(self, context: Context, process_set: ProcessSet, how: ReductionSpec) -> None:
+        self.context = context
+        self.process_set = process_set
+        self.how = how
+        self._number = process_set_number(process_set)
+        self.ranks = tuple(context.process_sets[self._number])
+        self.size = len(self.ranks)
+        self.name = f"gradients.{next(context.gradient_sets[self._number])}"
+
+    def agree(self, proposal: PlanProposal) -> PlanAgreement:
+        """Collective: see :func:`~reigen.api.gradients.plan_agreement.agree_on_plan`."""
+        return agree_on_plan(self.context, proposal, self.name, self._number)
+
+    def reduce(
+        self,
+        array: HostOrDeviceArray,
+        dtype: DType,
+        part: str,
+        region: MemoryRegion | None = None,
+        *,
+        blocking: bool = False,
+    ) -> Handle:
+        """Reduce gradients in place; ``region`` is the registered memory in which they lie, if they do."""
+        how = self.how
+        return self.context.allreduce(
+            array,
+            array,
+            dtype,
+            op=how.op,
+            name=f"{self.name}.{part}",
+            prescale=how.prescale,
+            postscale=how.postscale,
+            region=region,
+            divide_by_active=self.context.counts_active and how.op is ReduceOp.AVERAGE,
+            process_set=self._number,
+            blocking=blocking,
+        )
+
+    def gather(self, source: Array, part: str, target: Array, *, blocking: bool) -> Handle:
+        """Bring every rank's bytes, equally many, into ``target``, in rank order."""
+        return self.context.allgather(
+            source,
+            DTYPES["uint8"],
+            name=f"{self.name}.{part}",
+            make_output=lambda _: target,
+            process_set=self._number,
+            blocking=blocking,
+        )
+
+    def maximum(self, array: Array, dtype: DType, part: str) -> None:
+        """Put the largest that any rank has into each element; waits. Works while some rank has joined."""
+        name = f"{self.name}.{part}"
+        where = self._number
+        self.context.allreduce(array, array, dtype, op=ReduceOp.MAX, name=name, process_set=where, blocking=True).wait()
+
+    def where(self, applies: bool, part: str) -> list[int]:
+        """Collective: the ranks on which something applies."""
+        flags = np.zeros(self.size, np.int32)
+        flags[self.ranks.index(self.context.rank)] = applies
+        self.maximum(flags, DTYPES["int32"], part)
+        return [self.ranks[place] for place in np.flatnonzero(flags)]
+
+    def reduce_to_owners(
+        self, array: Array, dtype: DType, part: str, region: MemoryRegion, counts: tuple[int, ...], *, blocking: bool
+    ) -> Handle:
+        """Reduce gradients in registered memory in place, each owner's part (of ``counts`` elements) for it alone."""
+        parts = OwnerReduction(region, counts, self.how.op, self.how.prescale, self.how.postscale)
+        name, where = f"{self.name}.{part}", self._number
+        return self.context.reduce_to_owners(array, dtype, parts, name=name, process_set=where, blocking=blocking)
+
+    def barrier(self, part: str) -> None:
+        """Wait until all have come."""
+        self.context.barrier(name=f"{self.name}.{part}", process_set=self._number, blocking=True).wait()
+
+    def allocate(self, nbytes: int, *, shared: bool = False) -> MemoryRegion:
+        """Registered memory; collective. ``shared``: one for all ranks of a host."""
+        name = f"{self.name}.shared" if shared else self.name
+        return self.context.allocate(max(1, nbytes), name=name, process_set=self._number, shared=shared)
+
+    def check_replicas(self, tensors: Sequence[Array], names: Sequence[str]) -> None:
+        """Collective: see :func:`~reigen.api.gradients.replica_check.check_replicas`."""
+        check_replicas(self.context, tensors, names, self.name, self._number)
+
+    def check_first_step(self, tensors: Sequence[Array], names: Sequence[str]) -> None:
+        """Collective: see :func:`~reigen.api.gradients.replica_check.check_first_step`."""
+        check_first_step(self.context, tensors, names, self.name, self._number)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed where the others wait for it: they get an error that names it, at once."""
+        self.context.give_up(error)
+
+    def free(self, region: MemoryRegion) -> None:
+        """Give it back."""
+        self.context.free(region, process_set=self._number)

@@ -1,0 +1,187 @@
+"""Do all ranks hold the same values? A fingerprint of each tensor, and who differs where.
+
+A fingerprint has 64 bits and is made at the speed of memory: the tensor's bytes are laid out as rows of 4 KiB; the sums
+(modulo 2**64) of the 64-bit words of every row and of every column are hashed with BLAKE2b, together with the size and
+the bytes behind the last whole row. One changed word changes its row's sum and its column's. Two words that trade
+places change the sums of their rows or of their columns. What is missed is a change of four words or more that cancels
+in every row and in every column; beside that, chance: one in 2**64.
+
+The comparison is one allreduce of 16 bytes. Only if it shows a difference are the fingerprints of all tensors compared.
+Both are allreduces, because those work while some rank has joined.
+
+Before the first step some bytes of each tensor are compared in any case: who forgets to broadcast the parameters trains
+a model on every rank, and none of them sees it in its loss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ReplicaError
+from reigen.types import DTYPES, ReduceOp
+
+if TYPE_CHECKING:
+    from reigen.context import Context
+
+_log = logging.getLogger(__name__)
+
+_WORDS_PER_ROW = 512
+_ROW_BYTES = 8 * _WORDS_PER_ROW
+
+Fingerprints = NDArray[np.int64]
+
+
+def fingerprint(data: NDArray[np.uint8]) -> int:
+    """A signed 64-bit number that differs if the bytes do (see the module for what it can miss)."""
+    whole = data.size - data.size % _ROW_BYTES
+    words = data[:whole].view(np.uint64).reshape(-1, _WORDS_PER_ROW)
+    digest = hashlib.blake2b(data.size.to_bytes(8, "little"), digest_size=8)
+    digest.update(data[whole:].data)
+    digest.update(np.add.reduce(words, axis=1).data)
+    digest.update(np.add.reduce(words, axis=0).data)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+class ReplicaCheckSchedule:
+    """Which steps are compared: every n-th since the ranks last began to count alike.
+
+    Ranks that go on while others have joined take more steps, so all count anew after each join.
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._num_joins = 0
+
+    def due(self, every: int, num_joins: int) -> bool:
+        """One more step was taken: whether it is to be compared.
+
+        Args:
+            every: compare each so many steps; 0 for never.
+            num_joins: how often this rank has joined.
+        """
+        if num_joins != self._num_joins:
+            self._num_joins, self._num_steps = num_joins, 0
+        self._num_steps += 1
+        return every > 0 and self._num_steps % every == 0
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where ranks differ.
+
+    Attributes:
+        tensor: number of the first tensor that is not the same everywhere.
+        ranks: those that hold something else than most; than the lowest rank of the largest parties where that is even.
+        num_tensors: how many tensors are not the same everywhere.
+    """
+
+    tensor: int
+    ranks: tuple[int, ...]
+    num_tensors: int
+
+
+def find_divergence(ranks: Sequence[int], table: Fingerprints) -> Divergence | None:
+    """The first tensor that differs, or None.
+
+    Args:
+        ranks: who was compared, ascending.
+        table: one row for each of them, one column for each tensor.
+    """
+    differing = np.flatnonzero((table != table[:1]).any(axis=0))
+    if not differing.size:
+        return None
+    tensor = int(differing[0])
+    values = table[:, tensor].tolist()
+    # Counter keeps the order of first sight, and max() the first of equals: the lowest rank decides a tie.
+    votes = Counter(values)
+    truth = max(votes, key=votes.__getitem__)
+    strangers = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != truth)
+    return Divergence(tensor, strangers, differing.size)
+
+
+def check_replicas(
+    context: Context, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str], name: str, process_set: int = 0
+) -> None:
+    """Collective: compare the bytes of all tensors between the ranks that take part.
+
+    Args:
+        context: the job.
+        tensors: this rank's, in the same order on every rank.
+        names: what they are called in the error.
+        name: matches the ranks' calls.
+        process_set: whose ranks are compared.
+
+    Raises:
+        ReplicaError: they differ; raised on every rank, with the first tensor and the ranks whose values are strange.
+    """
+    prints = np.array([fingerprint(tensor) for tensor in tensors], np.int64)
+    combined = fingerprint(prints.view(np.uint8))
+    # The maximum of ~x is the complement of the minimum of x.
+    extremes = np.array([combined, ~combined], np.int64)
+    _allreduce(context, extremes, ReduceOp.MAX, f"{name}.replicas", process_set)
+    if extremes[0] == ~extremes[1]:
+        return
+    # A row for every rank of the job: who has joined leaves his empty, and so does who is not in the set.
+    table = np.zeros((context.size, 1 + len(tensors)), np.int64)
+    table[context.rank] = [1, *prints]
+    _allreduce(context, table, ReduceOp.SUM, f"{name}.replicas.tensors", process_set)
+    ranks = np.flatnonzero(table[:, 0]).tolist()
+    prints_by_rank = table[ranks, 1:]
+    found = find_divergence(ranks, prints_by_rank)
+    assert found is not None, "equal tables have equal fingerprints"
+    raise ReplicaError(
+        f"the replicas have diverged: {_format_holders(found.ranks)} not what the others hold ({found.num_tensors} of "
+        f"{len(tensors)} tensors differ). Look for what is done differently there; broadcast_parameters() makes all "
+        "equal again",
+        tensor=names[found.tensor],
+        ranks=found.ranks,
+        details={
+            rank: f"fingerprint {value & (2**64 - 1):016x}"
+            for rank, value in zip(ranks, prints_by_rank[:, found.tensor].tolist(), strict=True)
+        },
+    )
+
+
+def check_first_step(
+    context: Context, tensors: Sequence[NDArray[np.uint8]], names: Sequence[str], name: str, process_set: int = 0
+) -> None:
+    """Collective: warn, on the lowest rank, if the ranks begin with different parameters.
+
+    Args:
+        context: the job.
+        tensors: this rank's, or some bytes of each.
+        names: what they are called.
+        name: matches the ranks' calls.
+        process_set: whose ranks are compared.
+
+    Raises:
+        ReplicaError: they differ, and REIGEN_CHECK_REPLICAS is set; raised on every rank.
+    """
+    try:
+        check_replicas(context, tensors, names, name, process_set)
+    except ReplicaError as error:
+        if context.config.check_replicas:
+            raise
+        if context.rank == min(context.process_sets[process_set]):
+            _log.warning(
+                "the ranks begin to train with different parameters: %s not what the others hold in %s. Each rank "
+                "trains a model of its own; call broadcast_parameters(model.state_dict(), root_rank=0) before",
+                _format_holders(error.ranks),
+                error.tensor,
+            )
+
+
+def _format_holders(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} holds" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} hold"
+
+
+def _allreduce(context: Context, array: NDArray[Any], op: ReduceOp, name: str, process_set: int) -> None:
+    context.allreduce(array, array, DTYPES["int64"], op=op, name=name, process_set=process_set, blocking=True).wait()

@@ -1,0 +1,82 @@
+"""NumPy arrays as tensors, and the adapter of whatever tensor somebody passes."""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from reigen.api.adapter import Array, TensorAdapter
+from reigen.errors import ArgumentError, UnsupportedTypeError
+from reigen.types import DTYPES, DType
+
+
+class NumpyAdapter(TensorAdapter[Array]):
+    """A :class:`~reigen.api.adapter.TensorAdapter` for NumPy arrays, seen as themselves."""
+
+    def as_tensor(self, value: Any, *, writable: bool = False) -> Array:
+        """See `TensorAdapter.as_tensor`."""
+        if not writable:
+            return np.asarray(value)
+        if not isinstance(value, np.ndarray):
+            raise UnsupportedTypeError(f"writing in place needs a NumPy array, got {type(value).__name__}")
+        if not value.flags.writeable:
+            raise ArgumentError("the array to write to is read-only: give one that may be written, such as its copy()")
+        return value
+
+    def dtype(self, tensor: Array) -> DType:
+        """See `TensorAdapter.dtype`."""
+        found = _DTYPE_BY_STORAGE.get(tensor.dtype)
+        if found is None:
+            supported = ", ".join(sorted(each.name for each in _DTYPE_BY_STORAGE.values()))
+            raise UnsupportedTypeError(f"Tensor type {tensor.dtype} is not supported. Supported: {supported}.")
+        return found
+
+    def array(self, tensor: Array) -> tuple[Array, bool]:
+        """See `TensorAdapter.array`."""
+        if tensor.flags.c_contiguous:
+            return tensor, True
+        contiguous = np.ascontiguousarray(tensor).reshape(tensor.shape)
+        return contiguous, False
+
+    def wrap(self, array: Array, like: Array | None) -> Array:
+        """See `TensorAdapter.wrap`."""
+        return array
+
+    def write(self, tensor: Array, array: Array) -> None:
+        """See `TensorAdapter.write`."""
+        tensor[...] = array
+
+
+def get_adapter(value: object) -> TensorAdapter[Any]:
+    """The adapter of the framework that ``value`` is a tensor of; NumPy's for what is none's.
+
+    No framework is imported for it: whoever has a tensor of one has imported that.
+    """
+    kind: Any = type(value)  # a type checker takes it for something without a hash
+    framework = _find_framework(kind)
+    return _NUMPY if framework is None else _load_adapter(framework)
+
+
+_NUMPY = NumpyAdapter()
+#: NumPy has no bfloat16, and no other byte order than the machine's can be communicated.
+_DTYPE_BY_STORAGE: dict[np.dtype[Any], DType] = {
+    dtype.storage: dtype for name, dtype in DTYPES.items() if dtype.storage.name == name
+}
+#: The frameworks with a room of their own, and what the adapter is called there.
+_ADAPTERS = {"torch": "TorchAdapter", "mxnet": "MXNetAdapter"}
+
+
+@functools.lru_cache(maxsize=64)
+def _find_framework(kind: Any) -> str | None:
+    packages = {each.__module__.partition(".")[0] for each in kind.__mro__}
+    return next((name for name in _ADAPTERS if name in packages), None)
+
+
+@functools.cache
+def _load_adapter(framework: str) -> TensorAdapter[Any]:
+    # by name: its room lies above this one, and is there exactly if somebody has a tensor of the framework
+    adapter: TensorAdapter[Any] = getattr(import_module(f"reigen.{framework}.adapter"), _ADAPTERS[framework])()
+    return adapter

@@ -1,0 +1,139 @@
+"""Python objects between ranks, as pickles; and other bytes that a rank reads, and does not only calculate with.
+
+A pickle can run code when it is loaded. On one host its bytes never leave the memory of the job. Between hosts they
+travel like tensors, which nothing authenticates without TLS; so, for every call:
+
+a. Sizes and, between hosts, BLAKE2b hashes are exchanged by control messages. These are authenticated with keys of this
+   life of the job, numbered, and of one sender each; the exchange is of one process set, name and root. So nothing that
+   was said earlier, under another name, by another rank, in another set or before a ``shutdown()`` fits, and no size
+   that somebody in between announces is allocated.
+b. The bytes are moved by the backend, and every rank compares what it received with the hashes.
+c. Between hosts the ranks exchange what they found. If something did not arrive anywhere as it was sent, all of them
+   raise the same AuthenticationError, and none has read anything. The job can go on.
+
+No rank counts calls by itself, so ranks need not have made the same calls before, errors included.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reigen.engine.stall.inspector import format_ranks
+from reigen.errors import AuthenticationError
+from reigen.types import dtype_named
+
+if TYPE_CHECKING:
+    from reigen.context import Context
+
+_BYTES = dtype_named("uint8")
+_SIZE = struct.Struct("<Q")
+_RANK = struct.Struct("<I")
+_DIGEST_BYTES = 32
+#: How many ranks whose bytes did not arrive a rank names to the others.
+_MAX_NAMED = 64
+
+
+def dumps(obj: object) -> bytes:
+    """A pickle of ``obj``: by cloudpickle, which knows lambdas and local classes, if it is installed."""
+    try:
+        import cloudpickle
+    except ImportError:
+        return pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    data: bytes = cloudpickle.dumps(obj)
+    return data
+
+
+def broadcast_bytes(
+    context: Context, data: bytes | None, root_rank: int, name: str | None, process_set: int = 0
+) -> bytes:
+    """The root's bytes, on every rank of the process set. ``data`` is read on the root alone.
+
+    Raises:
+        ArgumentError: the root is no rank of the set.
+        AuthenticationError: they were changed on their way to some rank; raised on all.
+    """
+    is_root = context.rank == root_rank
+    own = (data or b"") if is_root else b""
+    said = context.exchange(
+        _describe(context, own) if is_root else b"",
+        root_rank=root_rank,
+        name=_part_name(name, "size"),
+        process_set=process_set,
+    ).wait()
+    description = said.payloads[context.process_sets[process_set].index(root_rank)]
+    target = np.empty(_SIZE.unpack_from(description)[0], np.uint8)
+    source = np.frombuffer(own, np.uint8) if is_root else target
+    where: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set, "blocking": True}
+    context.broadcast(source, target, _BYTES, name=_part_name(name, "bytes"), **where).wait()
+    received = target.tobytes()
+    altered = [] if is_root or description == _describe(context, received) else [root_rank]
+    _compare(context, altered, name, process_set, root_rank)
+    return received
+
+
+def allgather_bytes(context: Context, data: bytes, name: str | None, process_set: int = 0) -> list[bytes]:
+    """Every rank's bytes, by rank of the process set.
+
+    Raises:
+        AuthenticationError: they were changed on their way to some rank; raised on all.
+    """
+    said = context.exchange(_describe(context, data), name=_part_name(name, "size"), process_set=process_set).wait()
+    source = np.frombuffer(data, np.uint8)
+    where: dict[str, Any] = {"process_set": process_set, "blocking": True}
+    joined = context.allgather(source, _BYTES, name=_part_name(name, "bytes"), **where).wait().on_host
+    sizes = [_SIZE.unpack_from(description)[0] for description in said.payloads]
+    ends = np.cumsum(sizes).tolist()
+    parts = [joined[end - size : end].tobytes() for size, end in zip(sizes, ends, strict=True)]
+    senders = zip(context.process_sets[process_set], said.payloads, parts, strict=True)
+    altered = [rank for rank, description, part in senders if description != _describe(context, part)]
+    _compare(context, altered, name, process_set)
+    return parts
+
+
+def broadcast_object(context: Context, obj: Any, root_rank: int, name: str | None, process_set: int = 0) -> Any:
+    """The root's object, on every rank of the set; the root gets ``obj`` itself, the others a copy."""
+    is_root = context.rank == root_rank
+    data = broadcast_bytes(context, dumps(obj) if is_root else None, root_rank, name, process_set)
+    return obj if is_root else pickle.loads(data)  # noqa: S301 - see the module
+
+
+def allgather_object(context: Context, obj: object, name: str | None, process_set: int = 0) -> list[Any]:
+    """Every rank's object, by rank of the process set."""
+    everybodys = allgather_bytes(context, dumps(obj), name, process_set)
+    return [pickle.loads(data) for data in everybodys]  # noqa: S301 - see the module
+
+
+def _describe(context: Context, data: bytes) -> bytes:
+    """Step a: what the others are told of some bytes; of them, only these have this description."""
+    return _SIZE.pack(len(data)) + (blake2b(data, digest_size=_DIGEST_BYTES).digest() if context.has_network else b"")
+
+
+def _compare(
+    context: Context, altered: Sequence[int], name: str | None, process_set: int, root_rank: int | None = None
+) -> None:
+    """Step c: tell the others whose bytes did not arrive here as they were sent, and hear the same of them."""
+    if not context.has_network:
+        return
+    own = b"".join(map(_RANK.pack, altered[:_MAX_NAMED]))
+    said = context.exchange(own, root_rank=root_rank, name=_part_name(name, "arrived"), process_set=process_set).wait()
+    if not any(said.payloads):
+        return
+    senders = sorted({rank for payload in said.payloads for (rank,) in _RANK.iter_unpack(payload)})
+    ranks = context.process_sets[process_set]
+    receivers = [rank for rank, payload in zip(ranks, said.payloads, strict=True) if payload]
+    raise AuthenticationError(
+        f"{'an unnamed object' if name is None else name}: what {format_ranks(senders)} sent was changed on its way "
+        f"to {format_ranks(receivers)}, or something else was put in its place, by somebody between the hosts who "
+        "does not know this job's secret. No rank has read it. Where others can change what hosts send to each other, "
+        "set REIGEN_TLS=1: it protects tensors, too"
+    )
+
+
+def _part_name(name: str | None, part: str) -> str | None:
+    return None if name is None else f"{name}.{part}"

@@ -1,0 +1,319 @@
+"""The table of collectives: everything about each of them that is the same in every framework.
+
+A row says what a collective is called, which arguments it has, in which forms it exists (of one tensor or of a group,
+in place), how its `Operation` is built, and what its gradient is, as a rule in terms of collectives.
+`reigen.api.functions` makes the functions of a framework of it, `reigen.api.collectives` runs them.
+
+The gradients are Horovod's, so that those of existing models stay the same: backward of allgather and broadcast
+*averages* over the ranks. Each is itself a collective, in the process set of forward, and can be differentiated again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from reigen import context
+from reigen.api.adapter import TensorAdapter
+from reigen.api.process_sets import ProcessSet, global_process_set, process_set_number
+from reigen.engine import operation_builders
+from reigen.engine.messages import Operation
+from reigen.engine.operation_builders import ReductionSpec
+from reigen.errors import ArgumentError
+from reigen.types import DTYPES, ReduceOp
+
+#: The operators by Horovod's names and numbers.
+Average, Sum, Adasum, Min, Max, Product = 0, 1, 2, 3, 4, 5
+
+_REQUIRED = object()
+_LINEAR = (ReduceOp.AVERAGE, ReduceOp.SUM)
+_MEAN = ReductionSpec(ReduceOp.AVERAGE, 1.0, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a function.
+
+    Attributes:
+        name: by which it can be given.
+        annotation: its type, as text.
+        doc: what it is.
+        default: its default, if it has one.
+    """
+
+    name: str
+    annotation: str
+    doc: str
+    default: Any = _REQUIRED
+
+    @property
+    def is_required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is _REQUIRED
+
+
+class GradientCall(Protocol):
+    """A call of a collective that is differentiated, as the rules of gradients know it.
+
+    Attributes:
+        adapter: of the framework.
+        function: what was called.
+        argument: of the collective's own.
+        gradient_name: of the collectives of backward.
+        process_set: of forward and of backward.
+        shapes: of its tensors of floating point.
+        received_splits: of an alltoall, the rows that came from each rank.
+    """
+
+    adapter: TensorAdapter[Any]
+    function: str
+    argument: Any
+    gradient_name: str | None
+    process_set: ProcessSet
+    shapes: list[tuple[int, ...]]
+    received_splits: tuple[int, ...]
+
+    def run(self, collective: Collective, tensors: Sequence[Any], argument: Any) -> list[Any]:
+        """Run a collective on gradients: of one tensor or of a group, as the call was."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Collective:
+    """A row of the table.
+
+    Attributes:
+        name: of the function of one tensor that waits and returns a new one.
+        summary: its docstring's first line, without the full stop.
+        notes: more of its docstring.
+        tensor: what its tensor is.
+        parameters: what it takes besides the tensor, in Horovod's order.
+        build: makes its `Operation`: one of `reigen.engine.operation_builders`.
+        gradient: of the gradients of the results makes those of the tensors; of floating-point ones alone.
+        reduces: its own argument is a `ReductionSpec`.
+        grouped: there are functions of several tensors.
+        in_place: the result has the tensor's shape, and there are functions that write it into the tensor.
+        parse: makes of what the user gave as its own argument what ``build`` takes.
+        takes_scalars: of which it makes one row.
+        returns_splits: the result is a pair: the tensor, and how many rows of it came from each rank.
+        returns: its docstring's section of that name.
+    """
+
+    name: str
+    summary: str
+    tensor: str
+    parameters: tuple[Parameter, ...]
+    build: Callable[..., Operation]
+    gradient: Callable[[GradientCall, list[Any]], list[Any]]
+    reduces: bool = False
+    grouped: bool = False
+    in_place: bool = False
+    parse: Callable[[TensorAdapter[Any], Any], Any] | None = None
+    takes_scalars: bool = False
+    returns_splits: bool = False
+    notes: str = ""
+    returns: str = ""
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def as_group(tensors: Iterable[Any]) -> list[Any]:
+    """What a user passed as a group, as a list.
+
+    Raises:
+        ArgumentError: it cannot be one.
+    """
+    if not isinstance(tensors, Iterable):
+        raise ArgumentError(f"a group is a list of tensors, got {type(tensors).__name__}")
+    return list(tensors)
+
+
+def as_root(root_rank: object) -> int:
+    """``root_rank`` as an integer.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    try:
+        return operator.index(root_rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"root_rank must be a rank, got {root_rank!r}") from None
+
+
+def check_root(root_rank: object, size: int) -> None:
+    """Accept a rank of the job.
+
+    Raises:
+        ArgumentError: it is not one.
+    """
+    if not 0 <= as_root(root_rank) < size:
+        raise ArgumentError(f"root_rank must be a rank of this job, 0 to {size - 1}, got {root_rank!r}")
+
+
+def as_splits(adapter: TensorAdapter[Any], splits: Any) -> tuple[int, ...] | None:
+    """The rows for each rank: of a list, or of a vector of the framework's.
+
+    Raises:
+        ArgumentError: it is a tensor of another shape or element type, or not of whole numbers.
+    """
+    if splits is None:
+        return None
+    if not isinstance(splits, Sequence | Iterator | np.ndarray):
+        tensor = adapter.as_tensor(splits)
+        if len(tensor.shape) != 1 or adapter.dtype(tensor).name != "int32":
+            raise ArgumentError(f"splits must be a 1-D int32 tensor, got {len(tensor.shape)}-D {tensor.dtype}")
+        splits = adapter.array(tensor)[0]
+    if isinstance(splits, np.ndarray) and splits.ndim != 1:
+        raise ArgumentError(f"splits must be a list or a vector, got an array of {splits.ndim} dimensions")
+    try:
+        return tuple(map(operator.index, splits))
+    except TypeError:
+        raise ArgumentError(f"splits must be whole numbers, got {splits!r}") from None
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _allreduce_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+    """The same reduction of the gradients."""
+    _check_linear(call)
+    return call.run(ALLREDUCE, gradients, call.argument)
+
+
+def _allgather_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+    """Their average, and of it the rows that came from this rank, which cannot know without asking where they begin."""
+    averaged = call.run(ALLREDUCE, gradients, _MEAN)
+    rows = np.array([[shape[0] if shape else 1 for shape in call.shapes]])
+    name = None if call.gradient_name is None else f"{call.gradient_name}.rows"
+    number = process_set_number(call.process_set)
+    asked = context.current().allgather(rows, DTYPES[rows.dtype.name], name=name, process_set=number, blocking=True)
+    begins = asked.wait().on_host[: call.process_set.rank()].sum(0).tolist()
+    take = call.adapter.take_rows
+    return [take(tensor, begin, shape) for tensor, begin, shape in zip(averaged, begins, call.shapes, strict=True)]
+
+
+def _broadcast_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+    """Their average on the root, zeros elsewhere."""
+    averaged = call.run(ALLREDUCE, gradients, _MEAN)
+    if context.current().rank == call.argument:
+        return averaged
+    adapter = call.adapter
+    return [adapter.wrap(np.zeros(each.shape, adapter.dtype(each).storage), each) for each in averaged]
+
+
+def _alltoall_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+    """They go back to where the rows came from; rows that were not sent get zeros."""
+    returned = call.run(ALLTOALL, gradients, call.received_splits)
+    return [call.adapter.take_rows(each, 0, shape) for each, shape in zip(returned, call.shapes, strict=True)]
+
+
+def _reducescatter_gradient(call: GradientCall, gradients: list[Any]) -> list[Any]:
+    """All ranks' gradients, times the number of ranks for Sum, and times the factors."""
+    _check_linear(call)
+    op, prescale, postscale = call.argument
+    scale = prescale * postscale * (call.process_set.size() or 1 if op is ReduceOp.SUM else 1)
+    gathered = call.run(ALLGATHER, gradients, None)
+    return gathered if scale == 1 else [gradient * scale for gradient in gathered]
+
+
+def _check_linear(call: GradientCall) -> None:
+    op = call.argument[0]
+    if op not in _LINEAR:
+        raise ArgumentError(f"{call.function} with op={op.name.title()} has no gradient; detach() its input")
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+_NAME = Parameter(
+    "name", "str | None", "matches the ranks' calls; without one they match in the order of the calls.", None
+)
+_PRESCALE = Parameter("prescale_factor", "float", "multiplied in before the reduction.", 1.0)
+_POSTSCALE = Parameter("postscale_factor", "float", "multiplied in after it.", 1.0)
+_SAME = "the same shape and dtype on every rank."
+_PROCESS_SET = Parameter(
+    "process_set", "ProcessSet", 'whose ranks take part; "all ranks" are its ranks then.', global_process_set
+)
+
+ALLREDUCE = Collective(
+    "allreduce",
+    "Return ``postscale * op(prescale * tensor)`` over all ranks, of the tensor's shape and dtype",
+    _SAME,
+    (
+        Parameter("average", "bool | None", "deprecated; use ``op``.", None),
+        _NAME,
+        Parameter("op", "int | None", "Average (the default), Sum, Adasum, Min, Max or Product.", None),
+        _PRESCALE,
+        _POSTSCALE,
+        _PROCESS_SET,
+    ),
+    operation_builders.build_allreduce,
+    _allreduce_gradient,
+    reduces=True,
+    grouped=True,
+    in_place=True,
+    notes="Integers are averaged and scaled in float64 and truncated toward zero; float16 and bfloat16 are scaled in\n"
+    "float32 and rounded before they are added.",
+)
+ALLGATHER = Collective(
+    "allgather",
+    "Return all ranks' tensors, concatenated along dimension 0 in rank order",
+    "dimension 0 may differ between ranks, the others not. Scalars give a vector of one element a rank.",
+    (_NAME, _PROCESS_SET),
+    operation_builders.build_allgather,
+    _allgather_gradient,
+    grouped=True,
+    takes_scalars=True,
+)
+BROADCAST = Collective(
+    "broadcast",
+    "Return the root's tensor, on every rank",
+    _SAME,
+    (
+        Parameter("root_rank", "int", "whose contents all get; its rank in the job, also in a process set."),
+        _NAME,
+        _PROCESS_SET,
+    ),
+    operation_builders.build_broadcast,
+    _broadcast_gradient,
+    in_place=True,
+    parse=lambda adapter, root_rank: as_root(root_rank),
+)
+ALLTOALL = Collective(
+    "alltoall",
+    "Send row block i of every rank's tensor to the i-th rank",
+    "all dimensions but the first are the same on every rank.",
+    (
+        Parameter(
+            "splits",
+            "Sequence[int] | {tensor} | None",
+            "rows for each rank, a list or an int32 vector; None for equal parts, which must come out even.",
+            None,
+        ),
+        _NAME,
+        _PROCESS_SET,
+    ),
+    operation_builders.build_alltoall,
+    _alltoall_gradient,
+    parse=as_splits,
+    returns_splits=True,
+    returns="What was received, in rank order; if ``splits`` were given, a pair of it and the rows received from each\n"
+    "    rank (an int32 vector).",
+)
+REDUCESCATTER = Collective(
+    "reducescatter",
+    "Reduce over all ranks and return this rank's rows: the first ``rows % size`` ranks get one more",
+    "the same shape and dtype on every rank; no scalar.",
+    (_NAME, Parameter("op", "int", "Average, Sum, Min, Max or Product.", Average), _PROCESS_SET, _PRESCALE, _POSTSCALE),
+    operation_builders.build_reducescatter,
+    _reducescatter_gradient,
+    reduces=True,
+    grouped=True,
+)
+
+#: Every collective that has functions of its own in every framework.
+COLLECTIVES = (ALLREDUCE, ALLGATHER, BROADCAST, ALLTOALL, REDUCESCATTER)

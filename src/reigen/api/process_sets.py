@@ -1,0 +1,266 @@
+"""Process sets: collectives among some of the ranks. Horovod's class and functions, the same for every framework."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from reigen import context
+from reigen.api.communicators import MpiCommunicator, as_ranks, is_communicator, translate_ranks
+from reigen.api.objects import allgather_object
+from reigen.errors import ArgumentError, MismatchError, UnsupportedError
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "remove_process_set",
+]
+
+
+class ProcessSet:
+    """Some of the ranks, which run collectives among themselves.
+
+    Every collective takes one as ``process_set``. It must be registered first, on all ranks of the job: with
+    ``init(process_sets=[...])`` or :func:`add_process_set`.
+
+    Args:
+        ranks_or_comm: global ranks, in any order; or an mpi4py communicator whose processes are to form the set.
+
+    Attributes:
+        mpi_comm: the communicator, if it was made of one.
+    """
+
+    def __init__(self, ranks_or_comm: Iterable[int] | MpiCommunicator) -> None:
+        self.mpi_comm = ranks_or_comm if is_communicator(ranks_or_comm) else None
+        self._ranks = None if is_communicator(ranks_or_comm) else tuple(sorted(as_ranks(ranks_or_comm)))
+        self._number = 0
+        #: the job in which it is registered; when that ends, so does the registration
+        self._job: weakref.ReferenceType[context.Context] | None = None
+
+    @property
+    def process_set_id(self) -> int | None:
+        """Its number in the job; None before it is registered, after it was removed, and after ``shutdown()``."""
+        return None if self._context() is None else self._number
+
+    @property
+    def ranks(self) -> list[int] | None:
+        """The global ranks, ascending; None for one that was made of a communicator and is not registered yet."""
+        return None if self._ranks is None else list(self._ranks)
+
+    def size(self) -> int | None:
+        """How many ranks it has; None while it is not registered."""
+        return None if self._context() is None else len(self.ranks or ())
+
+    def rank(self) -> int | None:
+        """This process's number among its ranks; None while it is not registered.
+
+        Raises:
+            ArgumentError: this process is not one of them.
+        """
+        job, ranks = self._context(), self.ranks
+        if job is None or ranks is None:
+            return None
+        if job.rank not in ranks:
+            raise ArgumentError(
+                f"Process is not part of provided process set: rank {job.rank} is none of its ranks {ranks}"
+            )
+        return ranks.index(job.rank)
+
+    def included(self) -> bool | None:
+        """Whether this process is one of its ranks; None while it is not registered."""
+        job, ranks = self._context(), self.ranks
+        return None if job is None or ranks is None else job.rank in ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+    def __deepcopy__(self, memo: object) -> ProcessSet:
+        return self  # what is registered is this object
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return ProcessSet, (self.mpi_comm or self.ranks,)  # in another process it is not registered
+
+    def registered(self, job: context.Context, number: int, ranks: Sequence[int]) -> None:
+        """The job knows it by this number from now on."""
+        self._job, self._number, self._ranks = weakref.ref(job), number, tuple(ranks)
+
+    def removed(self) -> None:
+        """The job knows it no more."""
+        self._job = None
+
+    def _context(self) -> context.Context | None:
+        """The job in which it is registered, while that goes on."""
+        job = None if self._job is None else self._job()
+        return job if job is not None and job is _current_or_none() else None
+
+
+class _AllRanks(ProcessSet):
+    """The set of all ranks of whatever job this process is in; it needs no registration."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
+
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks; none outside a job."""
+        job = _current_or_none()
+        return [] if job is None else list(range(job.size))
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
+
+    def _context(self) -> context.Context | None:
+        return _current_or_none()
+
+
+#: All ranks of the job.
+global_process_set: ProcessSet = _AllRanks()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set. Collective: all ranks of the job call it, with the same ranks, in the same order.
+
+    Process sets can be added when HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``init(process_sets="dynamic")`` says so.
+
+    Args:
+        process_set: the set, or the global ranks of a new one.
+
+    Returns:
+        The set, which is registered now.
+
+    Raises:
+        ArgumentError: sets cannot be added in this job, there is one with these ranks, or the ranks make no sense.
+        MismatchError: the ranks of the job ask for different sets.
+        UnsupportedError: it was made of a communicator (a NotImplementedError); give it to ``init()``.
+    """
+    job = _require_dynamic()
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.mpi_comm is not None:
+        raise UnsupportedError("a process set of an MPI communicator can be registered only by init(process_sets=...)")
+    ranks = added.ranks or []
+    # All ranks find out together, before one of them alone finds fault with its own list and the others wait for it.
+    _check_equal(allgather_object(job, ranks, "add_process_set"), "the ranks ask for different process sets")
+    added.registered(job, job.add_process_set(ranks), ranks)
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Undo :func:`add_process_set`. Collective: all ranks of the job call it, in the same order.
+
+    Returns:
+        True; False, and nothing was done, for a set that is not registered and for the set of all ranks.
+
+    Raises:
+        ArgumentError: sets cannot be removed in this job.
+        MismatchError: the ranks of the job ask for different sets to be removed.
+    """
+    number = process_set.process_set_id
+    if not number:
+        return False
+    _require_dynamic().remove_process_set(number)
+    process_set.removed()
+    return True
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """The global ranks of every registered process set, by its id."""
+    return {number: list(ranks) for number, ranks in context.current().process_sets.items()}
+
+
+def process_set_number(process_set: ProcessSet) -> int:
+    """The number by which the job knows the set.
+
+    Raises:
+        ArgumentError: it is none, or not registered.
+    """
+    if process_set is global_process_set:
+        return 0
+    if not isinstance(process_set, ProcessSet):
+        raise ArgumentError(f"process_set must be a ProcessSet, got {process_set!r}")
+    number = process_set.process_set_id
+    if number is None:
+        raise ArgumentError(
+            f"{process_set} is not registered in this job: give it to init(process_sets=[...]) or add_process_set()"
+        )
+    return number
+
+
+# -- at init() --------------------------------------------------------------------------------------------------------
+
+
+def check_static(process_sets: object) -> list[ProcessSet]:
+    """The list that ``init()`` was given.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, str) or not isinstance(process_sets, Iterable):
+        raise ArgumentError(f'process_sets must be a list of ProcessSet, or "dynamic", got {process_sets!r}')
+    sets = list(process_sets)
+    wrong = [each for each in sets if not isinstance(each, ProcessSet)]
+    if wrong:
+        raise ArgumentError(f"process_sets must hold objects of ProcessSet only, got {wrong[0]!r}")
+    return sets
+
+
+def register_static(job: context.Context, process_sets: Sequence[ProcessSet]) -> None:
+    """Register the sets that ``init()`` was given. Collective; all ranks take part, also those without any.
+
+    Raises:
+        MismatchError: the ranks gave different sets; raised on all.
+        ArgumentError: a set is there twice, or has ranks that are not in the job; raised on all.
+    """
+    own = [(each.mpi_comm is not None, _resolve_ranks(job, each)) for each in process_sets]
+    all_lists: list[list[tuple[bool, list[int]]]] = allgather_object(job, own, "init.process_sets")
+    _check_same(all_lists)
+    known = {tuple(range(job.size))}
+    for entry, (process_set, column) in enumerate(zip(process_sets, zip(*all_lists, strict=True), strict=True)):
+        for ranks in dict.fromkeys(tuple(ranks) for _, ranks in column):  # one, but for parts of a communicator
+            if ranks in known:
+                raise ArgumentError(f"process_sets entry number {entry} is a duplicate: {list(ranks)}")
+            known.add(ranks)
+            number = job.add_process_set(ranks)
+            if list(ranks) == own[entry][1]:
+                process_set.registered(job, number, ranks)
+
+
+def _check_same(all_lists: Sequence[Sequence[tuple[bool, list[int]]]]) -> None:
+    """Sets made of ranks are the same everywhere; those made of communicators are what each rank is part of."""
+    comparable = [["a communicator" if is_comm else ranks for is_comm, ranks in lists] for lists in all_lists]
+    _check_equal(comparable, "the ranks gave different process_sets to init()")
+
+
+def _check_equal(values: Sequence[object], message: str) -> None:
+    """Raise a MismatchError with this message unless all ranks' values are equal."""
+    if any(value != values[0] for value in values):
+        details = {rank: str(value) for rank, value in enumerate(values)}
+        raise MismatchError(message, ranks=range(len(values)), details=details)
+
+
+def _resolve_ranks(job: context.Context, process_set: ProcessSet) -> list[int]:
+    if process_set.mpi_comm is None:
+        return process_set.ranks or []
+    return sorted(translate_ranks(process_set.mpi_comm, job.rank))
+
+
+def _require_dynamic() -> context.Context:
+    job = context.current()
+    if not job.config.dynamic_process_sets:
+        raise ArgumentError(
+            "process sets cannot be added or removed in this job: set HOROVOD_DYNAMIC_PROCESS_SETS=1 for all ranks, or "
+            'call init(process_sets="dynamic")'
+        )
+    return job
+
+
+def _current_or_none() -> context.Context | None:
+    return context.current() if context.is_initialized() else None

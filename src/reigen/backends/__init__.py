@@ -1,0 +1,1 @@
+"""Backends: what moves and reduces the bytes of a group of ranks."""

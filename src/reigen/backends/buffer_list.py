@@ -1,0 +1,97 @@
+"""How a batch of arrays is cut among ranks and chunks, without copying."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from reigen.backends.base import Array
+from reigen.net.process_memory import AddressRange
+
+_LINE = 64
+
+
+def rank_slice(count: int, rank: int, size: int, itemsize: int) -> tuple[int, int]:
+    """Rank ``rank``'s slice of ``count`` elements: equal, from cache line to cache line; the last may be short."""
+    step = -(-count // size)
+    line = max(1, _LINE // itemsize)
+    step = -(-step // line) * line
+    return min(count, rank * step), min(count, (rank + 1) * step)
+
+
+class BufferList:
+    """Several flat arrays as one, without copying."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self._arrays = arrays
+        self.num_arrays = len(arrays)
+        self._starts = (
+            [0, arrays[0].size] if self.num_arrays == 1 else [*accumulate((a.size for a in arrays), initial=0)]
+        )
+        self.size = self._starts[-1]
+
+    def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
+        """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
+        found: list[tuple[int, Array]] = []
+        i = bisect.bisect_right(self._starts, begin) - 1
+        while begin < end:
+            start, stop = self._starts[i], min(end, self._starts[i + 1])
+            found.append((begin, self._arrays[i][begin - start : stop - start]))
+            begin = stop
+            i += 1
+        return found
+
+    def cut(self, begin: int, end: int) -> BufferList:
+        """Elements ``begin`` to ``end``."""
+        return BufferList([piece for _, piece in self.pieces(begin, end)])
+
+    def whole(self, begin: int, end: int) -> Array | None:
+        """Elements ``begin`` to ``end`` where they lie in one array, without copying; None where they do not."""
+        if self.num_arrays == 1:
+            return self._arrays[0][begin:end]
+        i = bisect.bisect_right(self._starts, begin) - 1
+        start = self._starts[i]
+        return self._arrays[i][begin - start : end - start] if end <= self._starts[i + 1] else None
+
+    def read(self, begin: int, end: int, into: Array) -> None:
+        """Copy elements ``begin`` to ``end`` into an array of that length."""
+        for place, piece in self.pieces(begin, end):
+            into[place - begin : place - begin + piece.size] = piece
+
+    def joined(self) -> Array:
+        """All elements in one array: in place if they lie in one. There is at least one array."""
+        filled = [array for array in self._arrays if array.size] or self._arrays[:1]
+        return filled[0] if len(filled) == 1 else np.concatenate(filled)
+
+    def write(self, begin: int, data: Array) -> None:
+        """Copy an array to the elements from ``begin`` on."""
+        for place, piece in self.pieces(begin, begin + data.size):
+            piece[:] = data[place - begin : place - begin + piece.size]
+
+    def addresses(self) -> list[int]:
+        """Where each array lies in this process."""
+        return [array.__array_interface__["data"][0] for array in self._arrays]
+
+    def ranges(self, begin: int, end: int, addresses: Sequence[int]) -> list[AddressRange]:
+        """Elements ``begin`` to ``end`` where the same arrays lie at other addresses, of another process perhaps."""
+        found: list[AddressRange] = []
+        i = bisect.bisect_right(self._starts, begin) - 1
+        while begin < end:
+            start, stop = self._starts[i], min(end, self._starts[i + 1])
+            if begin < stop:
+                itemsize = self._arrays[i].itemsize
+                found.append((addresses[i] + (begin - start) * itemsize, (stop - begin) * itemsize))
+            begin = stop
+            i += 1
+        return found
+
+
+def zip_pieces(strung: Sequence[BufferList], begin: int, end: int) -> Iterator[tuple[int, list[Array]]]:
+    """``(where in [0, end-begin), the same elements of each)`` for elements ``begin`` to ``end``, piece by piece."""
+    cuts = {place for one in strung for place, _ in one.pieces(begin, end)}
+    for low, high in itertools.pairwise(sorted({begin, end, *cuts})):
+        yield low, [one.pieces(low, high)[0][1] for one in strung]

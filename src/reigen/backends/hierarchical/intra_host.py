@@ -1,0 +1,238 @@
+"""What the ranks of one machine do for each other inside a backend of several machines.
+
+Two operations: everybody reduces a part of what all have (`IntraHost.reduce`), and everybody takes what it wants of
+what others show (`IntraHost.share`). Data go through the slots of a `ShmBackend`; where they are large, and the kernel
+allows it, ranks show each other where they lie, and read them there. For a rank that is alone on its machine both
+operations are at most a copy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.backends.base import Array, MemoryRegion
+from reigen.backends.buffer_list import BufferList, zip_pieces
+from reigen.backends.null import NullBackend
+from reigen.backends.shm.backend import SLOT_BYTES, ShmBackend
+from reigen.backends.shm.cross_memory import BLOCK_BYTES, cut_ranges, own_ranges, pair_ranges
+from reigen.net.process_memory import AddressRange
+
+#: ``(one array of each rank, in rank order; where their combination goes)``: a method of a `Reducer`.
+Combine = Callable[[Sequence[Array], Array], None]
+
+_LINE = 64
+#: An address and a length, as they are told.
+_RANGE_BYTES = 16
+
+EMPTY_BUFFERS = BufferList([])
+
+
+@dataclass(frozen=True, slots=True)
+class ReadRequest:
+    """A part of what a rank shows, from element ``begin`` on, and where it goes."""
+
+    begin: int
+    into: BufferList
+
+
+class IntraHost:
+    """The ranks of this machine.
+
+    Args:
+        backend: of these ranks; its ``lacking`` and ``phase_ended`` are somebody else's.
+    """
+
+    def __init__(self, backend: ShmBackend | NullBackend) -> None:
+        self.backend = backend
+        self.rank, self.size = backend.rank, backend.size
+
+    def copies(self, region: MemoryRegion, begin: int, nbytes: int, storage: np.dtype[np.generic]) -> list[Array]:
+        """A part of a region, every rank's copy of it."""
+        if isinstance(self.backend, ShmBackend):
+            return self.backend.copies(region.offset + begin, nbytes, storage)
+        return [region.array[begin : begin + nbytes].view(storage)]
+
+    def reduce_copies(
+        self, copies: Sequence[BufferList], out: BufferList, combine: Combine, storage: np.dtype[np.generic]
+    ) -> None:
+        """Combine what is in everybody's registered memory, block by block; others do other parts meanwhile."""
+        block = BLOCK_BYTES // storage.itemsize
+        for begin in range(0, out.size, block):
+            for _, (*inputs, result) in zip_pieces([*copies, out], begin, min(out.size, begin + block)):
+                combine(inputs, result)
+
+    def reduce(
+        self,
+        parts: Sequence[BufferList],
+        out: BufferList,
+        combine: Combine,
+        storage: np.dtype[np.generic],
+        deadline: float,
+        *,
+        followed: bool = True,
+    ) -> None:
+        """Rank r combines what all ranks have as ``parts[r]``, of equal size on all of them, into its ``out``.
+
+        ``out`` may be this rank's own ``parts[rank]``. Where a `share` of anything follows, whoever gets nothing here
+        need not wait.
+        """
+        receivers = [rank for rank, part in enumerate(parts) if part.size]
+        if not receivers:
+            return
+        if isinstance(self.backend, NullBackend):
+            self.reduce_copies(parts, out, combine, storage)
+            return
+        nbytes, num_arrays = sum(part.size for part in parts) * storage.itemsize, sum(p.num_arrays for p in parts)
+        if self.backend.uses_cross_memory(nbytes) and _RANGE_BYTES * num_arrays <= SLOT_BYTES // 2:
+            self._reduce_directly(self.backend, parts, out, combine, storage, deadline)
+            if not followed:
+                self.backend.barrier(deadline)  # until now somebody may have been reading
+            return
+        room = SLOT_BYTES // len(receivers) // _LINE * _LINE // storage.itemsize
+        places = {rank: index * room for index, rank in enumerate(receivers)}
+        own, block = parts[self.rank], BLOCK_BYTES // storage.itemsize
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            for rank in receivers:
+                begin, end = index * room, min(parts[rank].size, (index + 1) * room)
+                if rank != self.rank and begin < end:
+                    parts[rank].read(begin, end, _typed_view(slot, storage, places[rank], end - begin))
+
+        def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            start, end = index * room, min(own.size, (index + 1) * room)
+            for begin in range(start, end, block):
+                for place, (contribution, result) in zip_pieces([own, out], begin, min(end, begin + block)):
+                    where = places[self.rank] + place - start
+                    inputs = [_typed_view(slot, storage, where, result.size) for slot in slots]
+                    inputs[self.rank] = contribution
+                    combine(inputs, result)
+            self.ended("SHM_REDUCE")
+
+        num_rounds = -(-max(part.size for part in parts) // room)
+        self.backend.rounds(num_rounds, fill, collect, deadline, waits_last=own.size > 0 or not followed)
+
+    def share(
+        self,
+        shown: BufferList,
+        sizes: Sequence[int],
+        wanted: Sequence[ReadRequest | None],
+        storage: np.dtype[np.generic],
+        deadline: float,
+    ) -> None:
+        """Everybody shows ``shown``, and takes what it wants of what rank r shows (``sizes[r]`` elements)."""
+        if not any(sizes):
+            return
+        if isinstance(self.backend, NullBackend):
+            if (part := wanted[0]) is not None:
+                for _, (source, target) in zip_pieces(
+                    [shown.cut(part.begin, shown.size), part.into], 0, part.into.size
+                ):
+                    target[:] = source
+            return
+        if self.backend.uses_cross_memory(sum(sizes) * storage.itemsize):
+            self._share_directly(self.backend, shown, wanted, storage, deadline)
+            return
+        room = SLOT_BYTES // storage.itemsize
+
+        def fill(index: int, slot: NDArray[np.uint8]) -> None:
+            begin, end = index * room, min(shown.size, (index + 1) * room)
+            if begin < end:
+                shown.read(begin, end, _typed_view(slot, storage, 0, end - begin))
+
+        def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+            for slot, part in zip(slots, wanted, strict=True):
+                if part is not None:
+                    begin = max(part.begin, index * room)
+                    end = min(part.begin + part.into.size, (index + 1) * room)
+                    if begin < end:
+                        part.into.write(
+                            begin - part.begin, _typed_view(slot, storage, begin - index * room, end - begin)
+                        )
+
+        self.backend.rounds(-(-max(sizes) // room), fill, collect, deadline)
+
+    def _reduce_directly(
+        self,
+        backend: ShmBackend,
+        parts: Sequence[BufferList],
+        out: BufferList,
+        combine: Combine,
+        storage: np.dtype[np.generic],
+        deadline: float,
+    ) -> None:
+        shown = _exchange_addresses(backend, parts, deadline)
+        own, itemsize = parts[self.rank], storage.itemsize
+        block = BLOCK_BYTES // itemsize
+        for begin in range(0, own.size, block):
+            end = min(own.size, begin + block)
+            rooms = [room[: (end - begin) * itemsize].view(storage) for room in backend.reader.scratch]
+            for rank, tables in enumerate(shown):
+                if rank != self.rank:
+                    there = cut_ranges(tables[self.rank], begin * itemsize, end * itemsize)
+                    backend.reader.read(rank, *pair_ranges(there, [(rooms[rank].ctypes.data, rooms[rank].nbytes)]))
+            for place, (contribution, result) in zip_pieces([own, out], begin, end):
+                inputs = [room[place - begin :][: result.size] for room in rooms]
+                inputs[self.rank] = contribution
+                combine(inputs, result)
+        self.ended("SHM_REDUCE")
+
+    def _share_directly(
+        self,
+        backend: ShmBackend,
+        shown: BufferList,
+        wanted: Sequence[ReadRequest | None],
+        storage: np.dtype[np.generic],
+        deadline: float,
+    ) -> None:
+        if _RANGE_BYTES * shown.num_arrays > SLOT_BYTES // 2:
+            shown = BufferList([shown.joined()])
+        for rank, ([there], part) in enumerate(
+            zip(_exchange_addresses(backend, [shown], deadline), wanted, strict=True)
+        ):
+            if part is not None and part.into.size:
+                begin, end = part.begin * storage.itemsize, (part.begin + part.into.size) * storage.itemsize
+                backend.reader.read(rank, *pair_ranges(cut_ranges(there, begin, end), own_ranges(part.into)))
+        self.ended("MEMCPY_OUT_FUSION_BUFFER")
+        backend.barrier(deadline)
+
+    def arrive(self, deadline: float, *, waits: bool) -> None:
+        """The first half of a barrier: only who ``waits`` knows that all have come. A `barrier` must follow."""
+        if isinstance(self.backend, ShmBackend):
+            self.backend.rounds(1, lambda *_: None, lambda *_: None, deadline, waits_last=waits)
+
+    def ended(self, phase: str) -> None:
+        """Tell whoever listens that a part of a collective is over."""
+        if self.backend.phase_ended is not None:
+            self.backend.phase_ended(phase)
+
+
+def _typed_view(slot: NDArray[np.uint8], storage: np.dtype[np.generic], begin: int, count: int) -> Array:
+    """``count`` elements of a slot, from element ``begin`` on."""
+    return slot[begin * storage.itemsize :][: count * storage.itemsize].view(storage)
+
+
+def _exchange_addresses(
+    backend: ShmBackend, arrays: Sequence[BufferList], deadline: float
+) -> list[list[list[AddressRange]]]:
+    """Every rank tells where its arrays lie, as many on each."""
+    tables = [own_ranges(array) for array in arrays]
+    words = [word for table in tables for word in (len(table), *itertools.chain.from_iterable(table))]
+    told: list[list[list[AddressRange]]] = []
+
+    def collect(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
+        for slot in slots:
+            told.append([])
+            begin = 0
+            for _array in arrays:
+                count = int(slot[begin : begin + 8].view(np.uint64)[0])
+                numbers = slot[begin + 8 : begin + 8 + _RANGE_BYTES * count].view(np.uint64).tolist()
+                told[-1].append(list(zip(numbers[::2], numbers[1::2], strict=True)))
+                begin += 8 + _RANGE_BYTES * count
+
+    backend.exchange(np.array(words, np.uint64).view(np.uint8), collect, deadline)
+    return told

@@ -1,0 +1,1 @@
+"""Backend over MPI, through mpi4py."""

@@ -1,0 +1,310 @@
+"""Waiting for MPI, with an eye on the other ranks.
+
+MPI says that an operation is over, or nothing. So ranks that wait for longer than a moment tell each other, in small
+messages beside the data:
+
+* _PRESENT: I am in the middle of my n-th operation. Whoever does not say so is missing.
+* _GIVEN_UP: I cannot go on, and why.
+
+Each begins with a name that the backend's ranks agreed upon, because MPI may use the numbers of a communicator again
+that has been freed, messages of which were still on their way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from reigen.cluster.bootstrap.mpi_library import MpiExitHandler
+from reigen.cluster.membership.abort_message import ERRORS_BY_NAME, has_left
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+
+if TYPE_CHECKING:
+    from mpi4py.MPI import Intracomm, Request
+
+    from reigen.backends.base import FailureCheck, MissingRanksCallback, ProgressHook
+
+#: How often to look at the other ranks, and the deadline.
+LOOK_SECONDS = 0.1
+#: How long to look for the end of an operation without sleeping, giving way to others of this machine.
+_YIELD_SECONDS = 0.002
+#: What somebody sent who has left may be on its way for so long.
+_LEAVING_SECONDS = 2.0
+_SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 500e-6
+#: How long to ask who is gone after MPI said that somebody is.
+_ASK_SECONDS = 1.0
+_TAG = 1
+_MAX_BYTES = 2048
+_MAX_REASON_CHARACTERS = 400  # at most four bytes each, and room to spare
+_MAX_RANKS = 64
+
+
+class _StatusMessage(msgspec.Struct, array_like=True, frozen=True):
+    """What one rank tells another beside the data. ``kind`` is that of the error for _GIVEN_UP, empty for _PRESENT."""
+
+    backend: bytes
+    operation: int
+    kind: str = ""
+    ranks: tuple[int, ...] = ()
+    reason: str = ""
+
+
+class MpiSharedState:
+    """What all MPI backends of a process share.
+
+    Args:
+        failure: see `FailureCheck`.
+        farewell: what becomes of operations that are given up.
+        looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
+    """
+
+    def __init__(self, failure: FailureCheck, farewell: MpiExitHandler, looks: int) -> None:
+        self.failure, self.farewell, self.looks = failure, farewell, looks
+        #: Held during every call of MPI: it need not allow two threads at once.
+        self.lock = threading.RLock()
+        #: Why nothing works any more.
+        self.error: CollectiveError | None = None
+
+    def fail(self, error: CollectiveError) -> None:
+        """Nothing works from now on; the first error counts."""
+        if self.error is None:
+            self.error = error
+            self.farewell.failed(error.reason)
+
+
+class MpiProgress:
+    """Waits for the requests of one backend, and knows who else does.
+
+    Args:
+        communicator: of the backend alone.
+        name: the same on its ranks, and different from that of any backend before.
+        ranks: the ranks of the job.
+        commons: shared by the backends of the process.
+    """
+
+    def __init__(self, communicator: Intracomm, name: bytes, ranks: Sequence[int], commons: MpiSharedState) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self.name, self.ranks = name, tuple(ranks)
+        self.rank, self.size = communicator.rank, communicator.size
+        self.communicator = communicator
+        self._commons = commons
+        self.lacking: MissingRanksCallback | None = None
+        self.progress_hook: ProgressHook | None = None
+        #: how many operations this rank has begun, and whether it has told the others that it waits in this one
+        self._operation, self._told = 0, False
+        #: the last operation of which each rank said that it waits in it
+        self._present = [0] * self.size
+        #: requests on their way, with the memory that they use
+        self._pending: dict[int, tuple[Request, Any]] = {}
+        self._sent: list[tuple[Request, Any]] = []
+        self._buffer = np.empty(_MAX_BYTES, np.uint8)
+        #: when it was first known that a rank that is waited for has left
+        self._left_at: float | None = None
+        self._closed = False
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The next operation begins.
+
+        Raises:
+            CollectiveError: some rank has given up.
+        """
+        self._operation += 1
+        self._told = False
+        with self._commons.lock:
+            self._hear()
+        if self._commons.error is not None:
+            raise self._commons.error.anew()
+
+    def post(self, start: Callable[[], Request], *memory: object) -> Request:
+        """Start what is waited for later, and keep its memory until then.
+
+        Raises:
+            CollectiveError: MPI refused.
+        """
+        try:
+            with self._commons.lock:
+                request = start()
+        except self._mpi.Exception as error:
+            raise self._broken_by(error) from error
+        self._pending[id(request)] = (request, memory)
+        return request
+
+    def wait(self, request: Request, deadline: float) -> None:
+        """Return when a request is complete.
+
+        Raises:
+            PeerLostError, DeadlineError, CollectiveError: as told in `reigen.backends.base`. The line is broken then.
+        """
+        try:
+            for _ in range(self._commons.looks + 1):
+                if self._is_complete(request):
+                    break
+            else:
+                self._wait_long(request, deadline)
+        except self._mpi.Exception as error:
+            raise self._broken_by(error) from error
+        except BaseException as error:
+            self.break_off(error)
+            raise
+        self._pending.pop(id(request), None)
+
+    def _is_complete(self, request: Request) -> bool:
+        with self._commons.lock:
+            return request.Test()
+
+    def _wait_long(self, request: Request, deadline: float) -> None:
+        now = time.monotonic()
+        sleepless, look, pause = now + _YIELD_SECONDS, now + LOOK_SECONDS, _SHORTEST_SLEEP
+        meanwhile, poll = self.progress_hook, select.poll()
+        if meanwhile is not None:
+            poll.register(meanwhile.descriptor, select.POLLIN)
+        while not self._is_complete(request):
+            if meanwhile is not None and poll.poll(0):
+                meanwhile.work()
+            now = time.monotonic()
+            if now >= look or now >= deadline:
+                look = now + LOOK_SECONDS
+                error = self._look(now, deadline)
+                if error is not None and not self._is_complete(request):
+                    raise error
+            elif now < sleepless:
+                os.sched_yield()
+            else:
+                time.sleep(min(pause, max(0.0, deadline - now)))
+                pause = min(pause * 1.25, _LONGEST_SLEEP)
+
+    # -- the other ranks ----------------------------------------------------------------------------------------------
+
+    def _look(self, now: float, deadline: float) -> CollectiveError | None:
+        """Why to give up, or None. Tells ``lacking``."""
+        with self._commons.lock:
+            if not self._told:
+                self._told = True
+                self._tell(_StatusMessage(self.name, self._operation))
+            self._hear()
+        missing = [rank for rank, there in enumerate(self._present) if rank != self.rank and there < self._operation]
+        if self._commons.error is not None:
+            return self._commons.error
+        if missing and self.lacking is not None:
+            self.lacking(missing)
+        others = [self.ranks[member] for member in missing or range(self.size) if member != self.rank]
+        error = self._commons.failure(others)
+        if has_left(error):
+            self._left_at = self._left_at or now
+            if now < min(deadline, self._left_at + _LEAVING_SECONDS):
+                return None
+        if error is not None or now < deadline:
+            return error
+        if not missing:
+            return DeadlineError("all ranks take their part, but MPI did not bring the data in time (REIGEN_DEADLINE)")
+        names = ", ".join(map(str, others))
+        return DeadlineError(f"rank(s) {names} did not take their part in time (REIGEN_DEADLINE)", ranks=others)
+
+    def _hear(self) -> None:
+        """Take in what ranks have said beside the data."""
+        status = self._mpi.Status()
+        while self.communicator.Iprobe(self._mpi.ANY_SOURCE, _TAG, status):
+            sender, length = status.Get_source(), status.Get_count(self._mpi.BYTE)
+            if length > _MAX_BYTES:
+                raise CollectiveError(f"rank {self.ranks[sender]} sent {length} bytes where a note was expected")
+            self.communicator.Recv([self._buffer, length, self._mpi.BYTE], sender, _TAG)
+            try:
+                note = msgspec.msgpack.decode(self._buffer[:length].tobytes(), type=_StatusMessage)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise CollectiveError(f"a note of rank {self.ranks[sender]} cannot be read") from error
+            if note.backend != self.name:
+                continue  # of a backend that is no more
+            self._present[sender] = max(self._present[sender], note.operation)
+            if note.kind:
+                kind = ERRORS_BY_NAME.get(note.kind, CollectiveError)
+                self._commons.fail(kind(f"{note.reason} (told by rank {self.ranks[sender]})", ranks=note.ranks))
+
+    def give_up(self, error: CollectiveError) -> None:
+        """Tell the other ranks of this backend, and whoever waits in it here, that this one cannot go on."""
+        self._commons.fail(error)
+        kind = type(error).__name__ if type(error).__name__ in ERRORS_BY_NAME else CollectiveError.__name__
+        ranks = error.ranks[:_MAX_RANKS] or (self.ranks[self.rank],)
+        with self._commons.lock:
+            self._tell(_StatusMessage(self.name, self._operation, kind, ranks, error.reason[:_MAX_REASON_CHARACTERS]))
+
+    def _tell(self, note: _StatusMessage) -> None:
+        self._sent = [(request, data) for request, data in self._sent if not request.Test()]
+        data = np.frombuffer(msgspec.msgpack.encode(note), np.uint8)
+        for other in range(self.size):
+            if other != self.rank:
+                try:
+                    request = self.communicator.Isend([data, self._mpi.BYTE], other, _TAG)
+                except self._mpi.Exception:  # it is gone; the others shall hear it nevertheless
+                    continue
+                self._sent.append((request, data))
+
+    def part(self, members: Sequence[int], number: int) -> MpiProgress | None:
+        """A line for some of the ranks; None where this is none of them. All members must be about to call it.
+
+        Args:
+            members: which, ascending.
+            number: how many have been made so far, this one too.
+        """
+        if self.rank not in members:
+            return None
+        with self._commons.lock:
+            communicator = self.communicator.Create_group(self.communicator.Get_group().Incl(list(members)))
+        name = hashlib.sha256(self.name + number.to_bytes(8)).digest()[: len(self.name)]
+        return MpiProgress(communicator, name, [self.ranks[member] for member in members], self._commons)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def _broken_by(self, error: Exception) -> CollectiveError:
+        """What an error of MPI means."""
+        text = str(error).replace("\n", " ")
+        until, pause = time.monotonic() + _ASK_SECONDS, threading.Event()
+        others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
+        while (known := self._commons.failure(others)) is None and time.monotonic() < until:
+            pause.wait(LOOK_SECONDS / 2)
+        gone = [self.ranks[member] for member in self._dead()]
+        if known is None and gone:
+            known = PeerLostError(f"rank(s) {', '.join(map(str, gone))} died, says MPI ({text})", ranks=gone)
+        known = known or CollectiveError(f"MPI failed: {text}")
+        self.break_off(known)
+        return known
+
+    def _dead(self) -> list[int]:
+        """Who died, as far as MPI knows: Open MPI does with --with-ft ulfm."""
+        try:
+            with self._commons.lock:
+                failed, everybody = self.communicator.Get_failed(), self.communicator.Get_group()
+                return failed.Translate_ranks(None, everybody)
+        except (self._mpi.Exception, NotImplementedError, AttributeError):
+            return []
+
+    def break_off(self, error: BaseException) -> None:
+        """Give up what is on its way: it may still write to its memory, which is kept therefore."""
+        known = error if isinstance(error, CollectiveError) else CollectiveError(f"interrupted: {error!r}")
+        self._commons.fail(known)
+        self._commons.farewell.keep(self.communicator, *self._pending.values(), *self._sent)
+        self._pending.clear()
+        self._sent.clear()
+
+    def close(self) -> None:
+        """Free the communicator, unless something went wrong."""
+        if self._closed or self._mpi.Is_finalized():  # by the script: nothing is left to free then
+            return
+        self._closed = True
+        with self._commons.lock:
+            self._sent = [(request, data) for request, data in self._sent if not request.Test()]
+            if self._commons.error is None and not self._sent and not self._pending:
+                self.communicator.Free()
+            else:
+                self._commons.farewell.keep(self.communicator, *self._pending.values(), *self._sent)

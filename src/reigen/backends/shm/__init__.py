@@ -1,0 +1,1 @@
+"""Backend of the ranks of one host: shared memory."""

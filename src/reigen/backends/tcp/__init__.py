@@ -1,0 +1,1 @@
+"""Backend over TCP: a connection between any two ranks that exchange data."""

@@ -1,0 +1,319 @@
+"""The backend of ranks that are connected by TCP, each of them on its own: nothing but connections is shared.
+
+Connections lead from rank to rank (`cluster.connection_pool`), carry raw bytes (`net.bulk_connection`) and are driven
+by one event loop (`backends.tcp.event_loop`). All backends of a `TcpNetwork` share them: as no two ranks use two
+backends in different orders, the messages between two ranks have one order, too.
+
+Reductions have an algorithm (`backends.tcp.algorithm`, `backends.tcp.allreduce`); in the other operations what one rank
+has for another goes there at once, but for a large broadcast, which goes from rank to rank in a chain, chunk by chunk,
+and a small one, which goes along a tree.
+
+Registered memory is ordinary memory of this rank: it is sent from where it lies and reduced in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import numpy as np
+
+from reigen.backends.base import (
+    Array,
+    BackendCapabilities,
+    FailureCheck,
+    MemoryRegion,
+    MissingRanksCallback,
+    PhaseCallback,
+    ProgressHook,
+    ReduceBuffer,
+)
+from reigen.backends.buffer_list import BufferList
+from reigen.backends.null import NullBackend
+from reigen.backends.tcp.algorithm import (
+    Algorithm,
+    adds_in_order,
+    choose_algorithm,
+    make_owner_rows,
+    make_rows,
+    plan_broadcast,
+    stripe_messages,
+)
+from reigen.backends.tcp.allreduce import DirectAllreduce, LatencyAllreduce, RingAllreduce, TcpGroup
+from reigen.backends.tcp.event_loop import TcpEventLoop
+from reigen.cluster.connection_pool import ConnectionPool
+from reigen.cluster.membership.abort_message import format_ranks
+from reigen.errors import CollectiveError, SharedMemoryError
+from reigen.kernels.reduce import BlockReducer, Reduction
+
+_ALIGNMENT = 64
+#: Up to so many ranks all connections are made with the backend; beyond, each when it is first needed.
+_CONNECTED_RANKS = 32
+#: Up to so many ranks everybody tells everybody that it has come to a barrier: one hop.
+_ACQUAINTED_RANKS = 8
+_EMPTY = np.empty(0, np.uint8)
+
+
+class TcpNetwork:
+    """`reigen.backends.base.HostNetwork` over TCP.
+
+    Args:
+        mesh: where connections come from. It stays the caller's.
+        failure: what the job knows of ranks that others wait for.
+        algorithm: how to reduce, or ``auto``; see `reigen.backends.tcp.algorithm`.
+        num_sockets: how many connections to make between two ranks; between two of a machine as many for each
+            direction. All ranks must have the same options.
+        hosts: the name of every rank's host, for messages.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        mesh: ConnectionPool,
+        *,
+        failure: FailureCheck,
+        algorithm: str = "auto",
+        num_sockets: int = 1,
+        hosts: Sequence[str] = (),
+    ) -> None:
+        self._exchange = TcpEventLoop(mesh, failure, num_sockets, dict(enumerate(hosts)))
+        self._algorithm, self._num_sockets = algorithm, num_sockets
+
+    def among(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend:
+        """See `Network.among`."""
+        if len(ranks) == 1:
+            return NullBackend()
+        backend = TcpBackend(self._exchange, ranks, self._algorithm, self._num_sockets)
+        if len(ranks) <= _CONNECTED_RANKS:
+            backend.connect(deadline)
+        return backend
+
+    def close(self) -> None:
+        """See `Network.close`."""
+        self._exchange.close()
+
+
+class TcpBackend:
+    """`reigen.backends.base.Backend` over the connections of a `TcpNetwork`, which makes it."""
+
+    name = "tcp"
+
+    def __init__(self, exchange: TcpEventLoop, ranks: Sequence[int], algorithm: str, num_sockets: int) -> None:
+        self.rank, self.size = tuple(ranks).index(exchange.rank), len(ranks)
+        self.phase_ended: PhaseCallback | None = None
+        self.lacking: MissingRanksCallback | None = None
+        self.progress_hook: ProgressHook | None = None
+        self.capabilities = BackendCapabilities(
+            registered_memory=True, ordered_sums=adds_in_order(self.size, algorithm), abortable=True
+        )
+        self._exchange, self._algorithm, self._num_sockets = exchange, algorithm, num_sockets
+        self._team = TcpGroup(exchange, tuple(ranks), self.rank)
+        self._members = {rank: member for member, rank in enumerate(ranks)}
+        self._others = frozenset(ranks) - {exchange.rank}
+        self._next_offset = 0
+        #: of the last reduction: often the next one is alike
+        self._reducer: BlockReducer | None = None
+
+    def connect(self, deadline: float) -> None:
+        """Connect to all. Collective; errors are those of an operation."""
+        with self._operation(deadline, self._team.others):
+            pass
+
+    # -- reductions ---------------------------------------------------------------------------------------------------
+
+    def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
+        """See `Backend.allreduce`."""
+        source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
+        if not source.size:
+            return
+        algorithm, _ = choose_algorithm(source.size * reduction.dtype.itemsize, self.size, self._algorithm)
+        others = self._team.others
+        needed = (others[0], others[-1]) if algorithm == "ring" else others
+        with self._operation(deadline, needed) as exchange:
+            reducer, itemsize = self._reducer_of(reduction), reduction.dtype.itemsize
+            work: LatencyAllreduce | DirectAllreduce | RingAllreduce
+            if algorithm == "direct":
+                work = DirectAllreduce(self._team, source, target, reducer, make_rows(source.size, itemsize, self.size))
+            else:
+                work = _ALGORITHMS[algorithm](self._team, source, target, reducer)
+            work.start()
+            exchange.run()
+        self._ended("TCP_ALLREDUCE")
+
+    def reduce_to_owners(
+        self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
+    ) -> None:
+        """See `Backend.reduce_to_owners`. Every rank is on its own, and owns all."""
+        self.allreduce([buffer], reduction, deadline)
+
+    def reduce_scatter(
+        self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
+    ) -> None:
+        """See `Backend.reduce_scatter`."""
+        spans = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+        rows, origin = make_owner_rows(spans, source.itemsize), spans[self.rank][0]
+        with self._operation(deadline, self._team.others) as exchange:
+            work = DirectAllreduce(
+                self._team,
+                BufferList([source]),
+                BufferList([target]),
+                self._reducer_of(reduction),
+                rows,
+                origin,
+                is_shared=False,
+            )
+            work.start()
+            exchange.run()
+        self._ended("TCP_REDUCESCATTER")
+
+    def _reducer_of(self, reduction: Reduction) -> BlockReducer:
+        if self._reducer is None or self._reducer.reduction is not reduction:
+            self._reducer = BlockReducer(reduction)
+        return self._reducer
+
+    # -- copying ------------------------------------------------------------------------------------------------------
+
+    def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
+        """See `Backend.allgather`."""
+        starts = list(itertools.accumulate(counts, initial=0))
+        with self._operation(deadline, self._team.others) as exchange:
+            for member in self._team.others:
+                self._send(member, source)
+            for member in self._team.others:
+                self._receive(member, target[starts[member] : starts[member + 1]])
+            exchange.run()
+        target[starts[self.rank] : starts[self.rank + 1]] = source
+        self._ended("TCP_ALLGATHER")
+
+    def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
+        """See `Backend.alltoall`."""
+        sent = list(itertools.accumulate(counts[self.rank], initial=0))
+        received = list(itertools.accumulate((row[self.rank] for row in counts), initial=0))
+        with self._operation(deadline, self._team.others) as exchange:
+            for member in self._team.others:
+                self._send(member, source[sent[member] : sent[member + 1]])
+            for member in self._team.others:
+                self._receive(member, target[received[member] : received[member + 1]])
+            exchange.run()
+        own = source[sent[self.rank] : sent[self.rank + 1]]
+        target[received[self.rank] : received[self.rank + 1]] = own
+        self._ended("TCP_ALLTOALL")
+
+    def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
+        """See `Backend.broadcast`."""
+        data = target if source is None else source
+        way = plan_broadcast(data.size, data.itemsize, self.size, self.rank, root)
+        before = () if way.before is None else (way.before,)
+        with self._operation(deadline, (*before, *way.behind)) as exchange:
+            for begin, end in way.chunks:
+                piece = data[begin:end]
+                if way.before is None:
+                    self._pass_on(piece, way.behind)
+                else:
+                    self._team.receive(way.before, piece, partial(self._pass_on, piece, way.behind))
+            exchange.run()
+        if source is not None and source is not target:
+            target[:] = source
+        self._ended("TCP_BROADCAST")
+
+    def _pass_on(self, piece: Array, members: Sequence[int]) -> None:
+        for member in members:
+            self._team.send(member, piece)
+
+    def barrier(self, deadline: float) -> None:
+        """See `Backend.barrier`. Among many ranks by dissemination (Hensgen, Finkel and Manber, 1988)."""
+        if self.size <= _ACQUAINTED_RANKS:
+            with self._operation(deadline, self._team.others) as exchange:
+                for member in self._team.others:
+                    self._team.send(member, _EMPTY)
+                    self._team.receive(member, _EMPTY)
+                exchange.run()
+        else:
+            steps = [1 << k for k in range((self.size - 1).bit_length())]
+            members = {(self.rank + step) % self.size for step in (*steps, *(-step for step in steps))}
+            with self._operation(deadline, members) as exchange:
+                self._take_round(1)
+                exchange.run()
+        self._ended("TCP_BARRIER")
+
+    def _take_round(self, step: int) -> None:
+        """One more of a barrier's rounds: tell a rank ``step`` further on, and hear of one that far behind."""
+        if step < self.size:
+            self._team.send((self.rank + step) % self.size, _EMPTY)
+            self._team.receive((self.rank - step) % self.size, _EMPTY, partial(self._take_round, 2 * step))
+
+    def _send(self, member: int, data: Array) -> None:
+        for begin, end in stripe_messages(data.size, data.itemsize, self._num_sockets):
+            self._team.send(member, data[begin:end])
+
+    def _receive(self, member: int, data: Array) -> None:
+        for begin, end in stripe_messages(data.size, data.itemsize, self._num_sockets):
+            self._team.receive(member, data[begin:end])
+
+    # -- registered memory and some of the ranks ----------------------------------------------------------------------
+
+    def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
+        """See `Backend.allocate`."""
+        raw: Array | None = None
+        with contextlib.suppress(MemoryError):
+            raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        everybody = np.empty(self.size, np.uint8)
+        self.allgather(np.array([raw is None], np.uint8), [1] * self.size, everybody, deadline)
+        if raw is None or everybody.any():
+            failed = [self._team.ranks[member] for member in np.flatnonzero(everybody)]
+            raise SharedMemoryError.for_request(nbytes, None, f"registered memory on rank(s) {format_ranks(failed)}")
+        begin = -raw.ctypes.data % _ALIGNMENT
+        offset = self._next_offset
+        self._next_offset += nbytes + _ALIGNMENT
+        array = raw[begin : begin + nbytes]
+        return MemoryRegion(offset, nbytes, array, (array,))
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
+        """See `Backend.allocate_shared`. Every rank is on its own."""
+        return self.allocate(nbytes, deadline)
+
+    def free(self, offset: int) -> None:
+        """Nothing to do: the memory goes with its last view."""
+
+    def split(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend | None:
+        """See `Backend.split`. The new backend uses the connections that there are."""
+        if self.rank not in ranks:
+            return None
+        if len(ranks) == 1:
+            return NullBackend()
+        members = [self._team.ranks[rank] for rank in ranks]
+        return TcpBackend(self._exchange, members, self._algorithm, self._num_sockets)
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
+
+    def abort(self, error: CollectiveError) -> None:
+        """See `Backend.abort`."""
+        self._exchange.abort(error)
+
+    def close(self) -> None:
+        """The connections are the network's; scratch goes."""
+        self._team.scratch.clear()
+        self._reducer = None
+
+    def _operation(self, deadline: float, members: Iterable[int]) -> TcpEventLoop:
+        """For a ``with`` statement: an operation for which this rank needs connections to these members."""
+        lacking = None if self.lacking is None else self._lacks
+        ranks = self._others if members is self._team.others else {self._team.ranks[member] for member in members}
+        return self._exchange.operation(deadline, lacking, self.progress_hook, ranks)
+
+    def _lacks(self, ranks: Sequence[int]) -> None:
+        if self.lacking is not None:
+            self.lacking([self._members[rank] for rank in ranks if rank in self._members])
+
+    def _ended(self, phase: str) -> None:
+        if self.phase_ended is not None:
+            self.phase_ended(phase)
+
+
+_ALGORITHMS: dict[Algorithm, type[LatencyAllreduce | RingAllreduce]] = {
+    "latency": LatencyAllreduce,
+    "ring": RingAllreduce,
+}

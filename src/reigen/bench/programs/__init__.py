@@ -1,1 +1,0 @@
-"""Reigen's own side of the benchmarks, and what needs no peer: programs for `reigen.bench.rank`."""

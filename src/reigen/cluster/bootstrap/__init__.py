@@ -1,0 +1,1 @@
+"""Bootstrap of a rank: from its environment to the control service of its job."""

@@ -1,0 +1,95 @@
+"""One process at a time is a rank.
+
+Whatever a rank starts inherits the variables that make it a rank. If such a process calls ``init()``, too, it must get
+an error, not its parent's place. So each process that joins writes itself down at the rendezvous, once for each rank,
+and the first one holds the rank until its end. The one that comes after that end (``python a.py && python b.py``) is
+the rank's next life; lives meet apart from each other. Processes of several machines may claim ranks at one service: a
+process is told apart by its machine, too. Of one on another machine nobody here can say whether it has ended, so it
+holds its rank for as long as the service lives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import msgspec
+
+from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.rendezvous import Rendezvous
+from reigen.errors import ConfigError
+
+_SHOWN_CHARACTERS = 200
+
+
+class _RankHolder(msgspec.Struct, array_like=True, frozen=True):
+    """A process, told apart from all others that have had, or will have, its number.
+
+    Attributes:
+        pid: its number.
+        started: when it was started, clock ticks since the machine was.
+        machine: where.
+        host: what people call it.
+    """
+
+    pid: int
+    started: int
+    machine: str
+    host: str = ""
+
+
+def claim_rank(rendezvous: Rendezvous, rank: int) -> int:
+    """Become ``rank``. Repeating it changes nothing.
+
+    Returns:
+        How many processes have been this rank before, and have ended.
+
+    Raises:
+        ConfigError: another process is this rank.
+    """
+    _, started = _process_state(os.getpid())
+    own = _RankHolder(os.getpid(), started, *host_identity())
+    for life in itertools.count():
+        kept = rendezvous.put_first(f"process/{rank}/{life}", msgspec.msgpack.encode(own))
+        holder = msgspec.msgpack.decode(kept, type=_RankHolder)
+        if holder == own:
+            return life
+        if holder.machine != own.machine:
+            raise ConfigError(
+                f"rank {rank} of this job is process {holder.pid} of host {holder.host}, and process {own.pid} of host "
+                f"{own.host} says that it is this rank, too. Each process needs a rank of its own: were the same "
+                "variables set on both hosts, or a command started on both that was meant for one?"
+            )
+        if _is_running(holder):
+            raise ConfigError(
+                f"rank {rank} of this job is process {holder.pid}{_format_command(holder)}, which still "
+                f"runs. This process, "
+                f"{own.pid}, was given the same rank. If it has inherited the environment of that one, it is no rank: "
+                "what a rank starts does without init(); to give it a job of its own, start it by `reigen run -np 1 "
+                "COMMAND`, or without the variables REIGEN_*, HOROVOD_*, RANK and WORLD_SIZE. If both were started by "
+                "hand, give each its own RANK."
+            )
+    raise AssertionError("lives are counted without end")
+
+
+def _is_running(holder: _RankHolder) -> bool:
+    try:
+        state, started = _process_state(holder.pid)
+    except OSError:
+        return False
+    return started == holder.started and state not in {"Z", "X"}
+
+
+def _process_state(pid: int) -> tuple[str, int]:
+    """The state of a process, a letter, and when it was started."""
+    words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
+    return words[0], int(words[19])
+
+
+def _format_command(holder: _RankHolder) -> str:
+    try:
+        words = Path(f"/proc/{holder.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return ""
+    return f" ({' '.join(words).strip()[:_SHOWN_CHARACTERS]})"

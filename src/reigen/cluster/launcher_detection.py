@@ -1,0 +1,323 @@
+"""The launchers of others: the variables that each gives to a rank, as it documents them.
+
+A launcher that is not in `LAUNCHERS` is recognised as soon as a function for it is. Their order is the order in which
+launchers are usually nested, innermost first: what torchrun starts inside of a Slurm step is torchrun's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from reigen.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherInfo:
+    """What a launcher says of this process.
+
+    Attributes:
+        launcher: what people call it.
+        rank: this process's number in the job.
+        size: how many there are.
+        words: the variables that say so, with their values.
+        local: this process's number among those of its host, and how many these are; None where it is not said.
+        coordinator: host of rank 0, None where it is not said.
+        job_id: tells jobs of one user apart, the same on all ranks, whatever they call their hosts; empty where nothing
+            does.
+        by_mpi: MPI can be used between the ranks.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    words: str
+    local: tuple[int, int] | None = None
+    coordinator: str | None = None
+    job_id: str = ""
+    by_mpi: bool = False
+
+
+class _VariableReader:
+    """The environment, as one launcher's function reads it: what is wrong is collected, not raised one by one."""
+
+    def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
+        self._environ, self._launcher = environ, launcher
+        self._problems: list[str] = []
+
+    def text(self, name: str) -> str:
+        """A variable that must be there; empty if it is not."""
+        if name not in self._environ:
+            self._problems.append(f"{name} is not set")
+        return self._environ.get(name, "")
+
+    def number(self, name: str) -> int:
+        """A variable that must be there and be a number; 0 if it is not."""
+        if name in self._environ:
+            return self.optional(name) or 0
+        self._problems.append(f"{name} is not set")
+        return 0
+
+    def optional(self, name: str) -> int | None:
+        """A variable that must be a number if it is there."""
+        text = self._environ.get(name)
+        if text is None:
+            return None
+        if text.strip().isascii() and text.strip().isdigit():
+            return int(text)
+        self._problems.append(f"{name} is {text!r}, not a number")
+        return None
+
+    def pair(self, first: str, second: str) -> tuple[int, int] | None:
+        """Two numbers, if both are there."""
+        one, two = self.optional(first), self.optional(second)
+        return None if one is None or two is None else (one, two)
+
+    def complain(self, problem: str) -> None:
+        """Add to what is wrong."""
+        self._problems.append(problem)
+
+    def found(self, rank: tuple[str, int], size: tuple[str, int], **more: object) -> LauncherInfo:
+        """What was found, if nothing is wrong; ``rank`` and ``size`` with the names of their variables.
+
+        Raises:
+            ConfigError: lists all that is wrong.
+        """
+        local = more.get("local")
+        if not self._problems:
+            self._check(rank, size)
+            if isinstance(local, tuple) and not 0 <= local[0] < local[1] <= size[1]:
+                self._problems.append(
+                    f"its number on its host is {local[0]} of {local[1]}, in a job of {size[1]} processes"
+                )
+        if self._problems:
+            raise ConfigError(
+                f"this process was started by {self._launcher}, whose variables are not in order:\n  "
+                + "\n  ".join(self._problems)
+                + "\nStart the job with `reigen run -np N ...`, or as its launcher says; to run one process alone, "
+                "unset them."
+            )
+        words = f"{rank[0]}={rank[1]}, {size[0]}={size[1]}"
+        return LauncherInfo(self._launcher, rank[1], size[1], words, **more)  # type: ignore[arg-type]  # fields of Found
+
+    def _check(self, rank: tuple[str, int], size: tuple[str, int]) -> None:
+        if size[1] < 1:
+            self._problems.append(f"{size[0]} is {size[1]}, but must be at least 1")
+        elif rank[1] >= size[1]:
+            self._problems.append(f"{rank[0]} is {rank[1]}, but must be less than {size[0]}, {size[1]}")
+
+
+def _join_values(environ: Mapping[str, str], *names: str) -> str:
+    """The values of those variables that are there."""
+    return " ".join(environ[name] for name in names if environ.get(name))
+
+
+def _torch(environ: Mapping[str, str]) -> LauncherInfo | None:
+    """The variables of torchrun, which others set as well: torch's own launchers, Kubeflow's operators, people."""
+    if "TORCHELASTIC_RUN_ID" not in environ and not ("RANK" in environ and "WORLD_SIZE" in environ):
+        return None
+    torchrun = "TORCHELASTIC_RUN_ID" in environ
+    read = _VariableReader(environ, "torchrun" if torchrun else "whoever set RANK and WORLD_SIZE")
+    rank, size = read.number("RANK"), read.number("WORLD_SIZE")
+    local = read.pair("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    job_id = _join_values(environ, "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return read.found(("RANK", rank), ("WORLD_SIZE", size), local=local, job_id=job_id)
+
+
+def _horovodrun(environ: Mapping[str, str]) -> LauncherInfo | None:
+    if "HOROVOD_RANK" not in environ and "HOROVOD_SIZE" not in environ:
+        return None
+    read = _VariableReader(environ, "horovodrun")
+    rank, size = read.number("HOROVOD_RANK"), read.number("HOROVOD_SIZE")
+    return read.found(
+        ("HOROVOD_RANK", rank),
+        ("HOROVOD_SIZE", size),
+        local=read.pair("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+        job_id=_join_values(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    )
+
+
+def _open_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
+    if "OMPI_COMM_WORLD_RANK" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    read = _VariableReader(environ, "mpirun (Open MPI)")
+    rank, size = read.number("OMPI_COMM_WORLD_RANK"), read.number("OMPI_COMM_WORLD_SIZE")
+    return read.found(
+        ("OMPI_COMM_WORLD_RANK", rank),
+        ("OMPI_COMM_WORLD_SIZE", size),
+        local=read.pair("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        job_id=environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", ""),
+        by_mpi=True,
+    )
+
+
+def _pmi(environ: Mapping[str, str]) -> LauncherInfo | None:
+    """Hydra, the launcher of MPICH, Intel MPI and MVAPICH."""
+    if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
+        return None
+    read = _VariableReader(environ, "mpiexec (MPICH, Intel MPI or MVAPICH)")
+    rank, size = read.number("PMI_RANK"), read.number("PMI_SIZE")
+    if environ.get("SLURM_PROCID") == str(rank) and environ.get("SLURM_STEP_NUM_TASKS") == str(size):
+        return None  # srun --mpi=pmi2: the step says more
+    local = read.pair("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return read.found(("PMI_RANK", rank), ("PMI_SIZE", size), local=local, by_mpi=True)
+
+
+def _slurm(environ: Mapping[str, str]) -> LauncherInfo | None:
+    """A step, which `srun` starts: a batch script has SLURM_PROCID as well, but is one process whatever it reserved."""
+    if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
+        return None
+    read = _VariableReader(environ, "srun (a Slurm step)")
+    rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS")
+    local = _slurm_local(read, environ.get("SLURM_STEP_TASKS_PER_NODE"))
+    return read.found(
+        ("SLURM_PROCID", rank),
+        ("SLURM_STEP_NUM_TASKS", size),
+        local=local,
+        coordinator=first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        job_id=_join_values(environ, "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
+        by_mpi="PMI_RANK" in environ or "PMIX_RANK" in environ,
+    )
+
+
+def _slurm_local(read: _VariableReader, tasks_per_node: str | None) -> tuple[int, int] | None:
+    """The number on the host, from a list like ``2(x3),1``: two tasks on each of three nodes, one on the next."""
+    local_rank, node = read.optional("SLURM_LOCALID"), read.optional("SLURM_NODEID")
+    if tasks_per_node is None or local_rank is None or node is None:
+        return None
+    num_nodes = 0
+    for part in tasks_per_node.split(","):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
+        if match is None:
+            read.complain(f"SLURM_STEP_TASKS_PER_NODE is {tasks_per_node!r}, which is not like 2(x3),1")
+            return None
+        num_nodes += int(match[2] or 1)
+        if node < num_nodes:
+            return local_rank, int(match[1])
+    read.complain(f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has {num_nodes} nodes")
+    return None
+
+
+def first_host(nodes: str) -> str | None:
+    """The first host of a list as Slurm writes it: ``n[01-03,7],m2`` begins with ``n01``; None if it is empty."""
+    depth, first = 0, ""
+    for letter in nodes:
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            break
+        first += letter
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first).strip() or None
+
+
+def _sagemaker(environ: Mapping[str, str]) -> LauncherInfo | None:
+    if "SM_HOSTS" not in environ and "SM_CURRENT_HOST" not in environ:
+        return None
+    read = _VariableReader(environ, "SageMaker, one process a host")
+    text, current = read.text("SM_HOSTS"), read.text("SM_CURRENT_HOST")
+    hosts: list[str] = []
+    try:
+        parsed = json.loads(text or "[]")
+        hosts = [str(host) for host in parsed] if isinstance(parsed, list) else []
+    except ValueError:
+        pass
+    if text and not hosts:
+        read.complain(f"SM_HOSTS is {text!r}, not a list of hosts in JSON")
+    if hosts and current and current not in hosts:
+        read.complain(f"SM_CURRENT_HOST is {current!r}, which is not in SM_HOSTS")
+    rank = hosts.index(current) if current in hosts else 0
+    return read.found(
+        ("number of SM_CURRENT_HOST in SM_HOSTS", rank),
+        ("their number", len(hosts)),
+        coordinator=hosts[0] if hosts else None,
+        job_id=environ.get("TRAINING_JOB_NAME", ""),
+    )
+
+
+def _kubeflow(environ: Mapping[str, str]) -> LauncherInfo | None:
+    """A container of Kubeflow's trainer that starts the script itself, without the torchrun that PET_* is for."""
+    if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
+        read = _VariableReader(environ, "Kubeflow, one process a container")
+        if environ.get("PET_NPROC_PER_NODE", "1") != "1":
+            read.complain(
+                f"PET_NPROC_PER_NODE is {environ['PET_NPROC_PER_NODE']!r}: several processes in a container are "
+                "started by `torchrun train.py`, which reads it, or by `reigen run`"
+            )
+        rank, size = read.number("PET_NODE_RANK"), read.number("PET_NNODES")
+        return read.found(
+            ("PET_NODE_RANK", rank),
+            ("PET_NNODES", size),
+            coordinator=environ.get("PET_MASTER_ADDR"),
+            job_id=_join_values(environ, "PET_MASTER_PORT", "PET_RDZV_ID"),
+        )
+    if "JAX_PROCESS_ID" in environ or "JAX_NUM_PROCESSES" in environ:
+        read = _VariableReader(environ, "Kubeflow, or whoever set JAX_PROCESS_ID")
+        rank, size = read.number("JAX_PROCESS_ID"), read.number("JAX_NUM_PROCESSES")
+        host, _, port = environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")
+        return read.found(
+            ("JAX_PROCESS_ID", rank),
+            ("JAX_NUM_PROCESSES", size),
+            coordinator=host.strip("[]") or None,
+            job_id=port,
+        )
+    return None
+
+
+def _jsrun(environ: Mapping[str, str]) -> LauncherInfo | None:
+    """The launcher of LSF on machines of IBM."""
+    if "JSM_NAMESPACE_RANK" not in environ and "JSM_NAMESPACE_SIZE" not in environ:
+        return None
+    read = _VariableReader(environ, "jsrun (LSF)")
+    rank, size = read.number("JSM_NAMESPACE_RANK"), read.number("JSM_NAMESPACE_SIZE")
+    return read.found(
+        ("JSM_NAMESPACE_RANK", rank),
+        ("JSM_NAMESPACE_SIZE", size),
+        local=read.pair("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+        job_id=environ.get("LSB_JOBID", ""),
+        by_mpi=True,
+    )
+
+
+def _skypilot(environ: Mapping[str, str]) -> LauncherInfo | None:
+    if "SKYPILOT_NODE_RANK" not in environ and "SKYPILOT_NUM_NODES" not in environ:
+        return None
+    read = _VariableReader(environ, "SkyPilot, one process a node")
+    rank, size = read.number("SKYPILOT_NODE_RANK"), read.number("SKYPILOT_NUM_NODES")
+    addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
+    return read.found(
+        ("SKYPILOT_NODE_RANK", rank),
+        ("SKYPILOT_NUM_NODES", size),
+        coordinator=addresses[0] if addresses else None,
+        job_id=environ.get("SKYPILOT_TASK_ID", ""),
+    )
+
+
+#: Each returns what it found, None if its launcher did not start this process, or raises ConfigError.
+LAUNCHERS: Sequence[Callable[[Mapping[str, str]], LauncherInfo | None]] = (
+    _torch,
+    _horovodrun,
+    _open_mpi,
+    _pmi,
+    _slurm,
+    _sagemaker,
+    _kubeflow,
+    _jsrun,
+    _skypilot,
+)
+
+#: Sets of variables that none of these understands, but that no process has which is alone.
+_UNSUPPORTED_LAUNCHERS = (
+    ("a launcher by PMIx", "PMIX_RANK", "does not say how many processes there are; mpirun of Open MPI or srun do"),
+    ("whoever set torch's variables", "WORLD_SIZE MASTER_ADDR", "does not say which RANK this process is"),
+    ("whoever set torch's variables", "RANK MASTER_ADDR", "does not say in WORLD_SIZE how many there are"),
+)
+
+
+def explain_unsupported_launcher(environ: Mapping[str, str]) -> str | None:
+    """What is wrong where nobody in `LAUNCHERS` started this process, but somebody did."""
+    for launcher, names, lack in _UNSUPPORTED_LAUNCHERS:
+        if all(name in environ for name in names.split()) and environ.get("WORLD_SIZE") != "1":
+            shown = ", ".join(f"{name}={environ[name]}" for name in names.split())
+            return f"this process was started by {launcher} ({shown}), which {lack}"
+    return None

@@ -1,0 +1,512 @@
+"""The ranks of this host: everybody's segment mapped here, and who of them still lives.
+
+How they meet: each rank creates its segment, tells (process id, descriptor, which machine) at the rendezvous, waits for
+everybody's, maps them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however
+it ends, and cannot be confused by a process id that is used again. Whoever has mapped everything says so at the
+rendezvous, and what, and waits for the others, so that nobody leaves before all have opened what they need, and nobody
+goes on with the segment of a try that has been given up.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.cluster.membership.abort_message import (
+    AbortMessage,
+    error_from_abort,
+    format_ranks,
+    left_error,
+    make_abort_message,
+)
+from reigen.cluster.membership.rendezvous import Rendezvous
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
+from reigen.net.futex import FutexWord, memory_fences
+from reigen.net.shm_segment import ShmSegment, round_up
+from reigen.resources.limits import explain_limit
+from reigen.resources.oom import OomMonitor
+
+_HEADER_BYTES = 4096
+_STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
+#: During init(): how often to look whether somebody has died, and how long to ask whether somebody is there.
+_SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
+#: How long whoever is let down waits for the end of a rank that has left.
+_LINGER_SECONDS = 0.7
+#: How often it looks whether that is over.
+_LINGER_SLICE_SECONDS = 0.01
+
+
+class RankStatus(IntEnum):
+    """What a rank says of itself in the first word of its segment."""
+
+    RUNNING = 0
+    LEFT = 1
+    ABORTED = 2
+
+
+class _SegmentInfo(msgspec.Struct, array_like=True, frozen=True):
+    """What a rank tells at the rendezvous: where its segment is, or why it has none."""
+
+    pid: int
+    fd: int
+    inode: int
+    machine: str
+    problem: str = ""
+
+
+def process_namespace_id() -> str:
+    """Equal for two processes that can open each other's /proc/PID/fd: one kernel, one process namespace."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+@dataclass(frozen=True)
+class MappedRange:
+    """A range of every rank's segment.
+
+    Attributes:
+        arrays: for each rank, the range as uint8; all of one length.
+    """
+
+    arrays: tuple[NDArray[np.uint8], ...]
+
+
+class LocalGroup(Protocol):
+    """Ranks of this host as a backend sees them: numbered from 0, by which all methods go, and by which of `ranks`.
+
+    `LocalPeers` are all of them, `LocalSubset` some.
+    """
+
+    rank: int
+    size: int
+    #: the ranks of the job
+    ranks: tuple[int, ...]
+    #: process ids
+    pids: tuple[int, ...]
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The size of this rank's own segment."""
+        ...
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
+        ...
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what was reserved beyond ``nbytes`` and not mapped by anybody."""
+        ...
+
+    def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
+        """Map what every member has reserved, each at its own offset; the second half."""
+        ...
+
+    def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Map what one member has reserved; every member does."""
+        ...
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why what waits for these members will never succeed, or None while it may."""
+        ...
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        ...
+
+    def wait_for_death(self, timeout_seconds: float) -> None:
+        """Return when some process has ended, or after the time given."""
+        ...
+
+    def subset(self, members: Sequence[int]) -> LocalGroup:
+        """Some of them, this rank among them, numbered anew."""
+        ...
+
+
+class LocalSubset:
+    """Some of the ranks of this host.
+
+    Args:
+        neighbours: all of them.
+        members: which, by their numbers there, ascending; this rank is one.
+    """
+
+    def __init__(self, neighbours: LocalPeers, members: Sequence[int]) -> None:
+        self._local_peers = neighbours
+        self._members = tuple(members)
+        self.ranks = tuple(neighbours.ranks[member] for member in members)
+        self.rank, self.size = self._members.index(neighbours.rank), len(members)
+        self.pids = tuple(neighbours.pids[member] for member in members)
+        self.reserve, self.shrink = neighbours.reserve, neighbours.shrink
+        self.abort, self.wait_for_death = neighbours.abort, neighbours.wait_for_death
+
+    @property
+    def reserved_bytes(self) -> int:
+        """See `LocalGroup`."""
+        return self._local_peers.reserved_bytes
+
+    def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
+        """See `LocalGroup`."""
+        return self._local_peers.map_of(self._members, offsets, nbytes)
+
+    def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """See `LocalGroup`."""
+        return self._local_peers.map_one(self._members[member], offset, nbytes)
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """See `LocalGroup`."""
+        return self._local_peers.failure([self._members[member] for member in needed])
+
+    def subset(self, members: Sequence[int]) -> LocalSubset:
+        """See `LocalGroup`."""
+        return LocalSubset(self._local_peers, [self._members[member] for member in members])
+
+
+class LocalPeers:
+    """Segments and lives of all ranks of this host: `LocalGroup`, numbered in the order of the job's ranks.
+
+    Args:
+        ranks: the ranks of the job that are on this host, ascending.
+        rank: this rank's number among them.
+        segments: in that order, as all that follows.
+        pids: process ids.
+        pidfds: a descriptor for each process.
+        header: the first range of every segment.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        segments: Sequence[ShmSegment],
+        pids: Sequence[int],
+        pidfds: Sequence[int],
+        header: MappedRange,
+    ) -> None:
+        self.rank = rank
+        self.size = len(segments)
+        self.ranks = tuple(ranks)
+        self.pids = tuple(pids)
+        self._segments = list(segments)
+        self._pidfds = list(pidfds)
+        #: who has ended when a descriptor becomes readable
+        self._members = {fd: member for member, fd in enumerate(pidfds) if member != rank}
+        #: for errors: what people call this host, where the job has several
+        self._where = ""
+        self._oom = OomMonitor()
+        self._poll = select.poll()
+        for fd in self._members:
+            self._poll.register(fd, select.POLLIN)
+        self._headers = header.arrays
+        self._publish, _ = memory_fences()
+        self._status = [FutexWord(array, _STATUS) for array in header.arrays]
+
+    def reserve(self, nbytes: int, what: str) -> None:
+        """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
+        self._segments[self.rank].grow(nbytes, what)
+
+    def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
+        """Map what every rank has reserved, each at its own offset; the second half."""
+        return self.map_of(range(self.size), offsets, nbytes)
+
+    def map_of(self, members: Sequence[int], offsets: Sequence[int], nbytes: int) -> MappedRange:
+        """Map ``nbytes`` of the segments of some of them."""
+        arrays = (self._segments[member].map(offset, nbytes) for member, offset in zip(members, offsets, strict=True))
+        return MappedRange(tuple(arrays))
+
+    def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Map ``nbytes`` of the segment of one of them."""
+        return self._segments[member].map(offset, nbytes)
+
+    def subset(self, members: Sequence[int]) -> LocalSubset:
+        """Some of them, this rank among them, numbered anew."""
+        return LocalSubset(self, members)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The size of this rank's own segment."""
+        return self._segments[self.rank].size
+
+    def shrink(self, nbytes: int) -> None:
+        """Give back what was reserved beyond ``nbytes`` and not mapped by anybody."""
+        self._segments[self.rank].shrink(nbytes)
+
+    def status(self, rank: int) -> RankStatus:
+        """What a rank, by its number here, says of itself."""
+        return RankStatus(self._status[rank].load())
+
+    def name_host(self, host: str) -> None:
+        """What to call this host in errors: where a job has several, each says which it means."""
+        self._where = f" (host {host})"
+
+    def leave(self) -> None:
+        """Tell the others that this rank is going in good order."""
+        if self.status(self.rank) is RankStatus.RUNNING:
+            self._status[self.rank].store(RankStatus.LEFT)
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        if self.status(self.rank) is not RankStatus.RUNNING:
+            return
+        data = msgspec.msgpack.encode(make_abort_message(error, self.ranks[self.rank]))
+        header = self._headers[self.rank]
+        header[_REASON : _REASON + len(data)] = np.frombuffer(data, np.uint8)
+        FutexWord(header, _REASON_LENGTH).store(len(data))
+        self._publish()
+        self._status[self.rank].store(RankStatus.ABORTED)
+
+    def dead(self) -> tuple[int, ...]:
+        """Whose process has ended, by their numbers here, in ascending order. Costs one poll(2)."""
+        return tuple(sorted(self._members[fd] for fd, _ in self._poll.poll(0)))
+
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
+        """Give ranks of the job that are lost a moment to end, as far as they are on this host, unless it is ``over``.
+
+        A rank that fails leaves in good order while its interpreter winds up. If those that it lets down were faster to
+        end, the launcher would take one of them for the first failure. Its status may not say yet that it has left: the
+        coordinator heard of it before.
+        """
+        until = time.monotonic() + _LINGER_SECONDS
+        left = {self.ranks.index(rank) for rank in ranks if rank in self.ranks} - {self.rank}
+        poll = select.poll()
+        for member in left:
+            poll.register(self._pidfds[member], select.POLLIN)
+        while left and not over() and (rest := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(min(rest, _LINGER_SLICE_SECONDS) * 1000):
+                poll.unregister(fd)
+                left.discard(self._members[fd])
+
+    def wait_for_death(self, timeout_seconds: float) -> None:
+        """Return when some process has ended, or after the time given."""
+        self._poll.poll(timeout_seconds * 1000)
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why what waits for the ranks ``needed`` will never succeed, or None while it may.
+
+        A rank that died without a word is the cause of what the others did then, so it is named first. If this rank
+        itself has given up (`abort`), that ends its own waiting, too.
+        """
+        dead = self.dead()  # before the words, so that those of the dead are their last
+        said = {member: word.load() for member, word in enumerate(self._status)}
+        died = [self.ranks[member] for member in dead if member in needed and said[member] == RankStatus.RUNNING]
+        if died:
+            why = self._oom.suspicion()
+            words = f"rank(s) {format_ranks(died)}{self._where} died while others wait for them{why and '; '}{why}"
+            return PeerLostError(words, ranks=died)
+        for member, word in said.items():
+            if word == RankStatus.ABORTED:
+                return self._told_by(member)
+        others = [member for member in needed if member != self.rank]
+        left = [self.ranks[member] for member in sorted(others) if said[member] == RankStatus.LEFT]
+        if left:
+            return left_error(f"{format_ranks(left)}{self._where}", left)
+        return None
+
+    def _told_by(self, member: int) -> CollectiveError:
+        header, rank = self._headers[member], self.ranks[member]
+        length = min(_HEADER_BYTES - _REASON, FutexWord(header, _REASON_LENGTH).load())
+        try:
+            abort = msgspec.msgpack.decode(header[_REASON : _REASON + length].tobytes(), type=AbortMessage)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return CollectiveError(f"rank {rank} gave up", ranks=(rank,))
+        return error_from_abort(abort, "" if member == self.rank else f"rank {rank}")
+
+    def close(self) -> None:
+        """Give up all descriptors; views of the memory stay valid."""
+        for fd in self._pidfds:
+            os.close(fd)
+        self._pidfds.clear()
+        for segment in self._segments:
+            segment.close()
+
+
+def map_local_peers(
+    rendezvous: Rendezvous,
+    rank: int,
+    ranks: Sequence[int],
+    generation: int,
+    timeout_seconds: float,
+    parts: Sequence[int] = (),
+) -> tuple[LocalPeers, list[MappedRange]]:
+    """Find the other ranks of this host, and map their segments. Collective.
+
+    Args:
+        rendezvous: where cards are exchanged.
+        rank: this rank.
+        ranks: the ranks of the job that are on this host, ascending; the same on all of them.
+        generation: how often this process has met before in this job; the same on all ranks.
+        timeout_seconds: how long to wait for the slowest rank.
+        parts: sizes, in bytes, of zeroed ranges that every segment has from the start; the same on all ranks.
+
+    Returns:
+        The neighbours, and every part mapped.
+
+    Raises:
+        DeadlineError: ranks did not come; names them.
+        PeerLostError: a rank died while they met.
+        CollectiveError: ranks run on different machines or in different process namespaces.
+        SharedMemoryError: some rank has no memory for the parts; raised on all.
+    """
+    until = time.monotonic() + timeout_seconds
+    own = ShmSegment.create(f"reigen-{rank}")
+    sizes = [round_up(nbytes) for nbytes in (_HEADER_BYTES, *parts)]
+    segments: list[ShmSegment] = []
+    pidfds: list[int] = []
+    try:
+        card = _publish_segment(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), len(ranks))
+        waiting = _WaitLimits(timeout_seconds, until, ranks, pidfds)
+        found = _get_all(rendezvous, f"{generation}/card", ranks, waiting)
+        cards = [msgspec.msgpack.decode(data, type=_SegmentInfo) for data in found]
+        for peer, theirs in zip(ranks, cards, strict=True):  # all before the first is opened: who gives up has told why
+            _check_segment_info(peer, card, theirs)
+        pidfds.extend(_open_pidfd(peer, theirs.pid) for peer, theirs in zip(ranks, cards, strict=True))
+        try:
+            segments.extend(
+                own if peer == rank else _open_segment(peer, theirs) for peer, theirs in zip(ranks, cards, strict=True)
+            )
+        except PeerLostError as error:  # it may have given up because another had died
+            raise waiting.loss() or error from None
+        whole = [segment.map(0, sum(sizes)) for segment in segments]
+        view = hashlib.sha256(b"".join(found)).digest()
+        rendezvous.put(f"{generation}/mapped/{rank}", view)
+        _check_mappings(ranks, view, _get_all(rendezvous, f"{generation}/mapped", ranks, waiting))
+    except BaseException:
+        for segment in {id(s): s for s in [own, *segments]}.values():
+            segment.close()
+        for fd in pidfds:
+            os.close(fd)
+        raise
+    offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+    header, *mapped = (
+        MappedRange(tuple(array[offset : offset + nbytes] for array in whole))
+        for offset, nbytes in zip(offsets, sizes, strict=True)
+    )
+    pids = [theirs.pid for theirs in cards]
+    return LocalPeers(ranks, ranks.index(rank), segments, pids, pidfds, header), mapped
+
+
+@dataclass(frozen=True)
+class _WaitLimits:
+    """How long to wait for the others, and for whom of them (``pidfds``, as soon as they are known) it is in vain."""
+
+    timeout_seconds: float
+    until: float
+    ranks: Sequence[int]
+    pidfds: list[int]
+
+    def slice_seconds(self) -> float:
+        """How long to wait before looking again."""
+        return max(_LOOK_SECONDS, min(_SLICE_SECONDS, self.until - time.monotonic()))
+
+    def loss(self) -> PeerLostError | None:
+        """The error to raise when the process of some rank has ended."""
+        poll = select.poll()
+        for fd in self.pidfds:
+            poll.register(fd, select.POLLIN)
+        dead = sorted(self.ranks[self.pidfds.index(fd)] for fd, _ in poll.poll(0))
+        return PeerLostError(f"rank(s) {format_ranks(dead)} died during init()", ranks=dead) if dead else None
+
+
+def _publish_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: int, size: int) -> _SegmentInfo:
+    """Make room in this rank's segment and tell the others of it, or of why there is none."""
+    problem: SharedMemoryError | None = None
+    try:
+        own.grow(nbytes, "staging and control messages", sharers=size)
+    except SharedMemoryError as error:
+        problem = error
+    card = _SegmentInfo(
+        os.getpid(), own.fd, own.inode, process_namespace_id(), "" if problem is None else problem.reason
+    )
+    rendezvous.put(key, msgspec.msgpack.encode(card))
+    if problem is not None:
+        raise problem
+    return card
+
+
+def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting: _WaitLimits) -> list[bytes]:
+    """The values of ``prefix/RANK``, in the order of ``ranks``."""
+    found: dict[int, bytes] = {}
+    for peer in ranks:
+        loss: PeerLostError | None = None
+        while peer not in found:
+            try:
+                found[peer] = rendezvous.get(f"{prefix}/{peer}", waiting.slice_seconds())
+            except TimeoutError:
+                if loss is not None:
+                    raise loss from None
+                loss = waiting.loss()  # all may have met before it ended: look once more
+                if time.monotonic() >= waiting.until:
+                    break  # who else is missing?
+    missing = [peer for peer in ranks if peer not in found]
+    if missing:
+        raise DeadlineError(
+            f"rank(s) {format_ranks(missing)} did not call init() within {waiting.timeout_seconds:g} s "
+            "(REIGEN_START_TIMEOUT sets how long to wait)",
+            ranks=missing,
+        )
+    return [found[peer] for peer in ranks]
+
+
+def _check_segment_info(peer: int, card: _SegmentInfo, theirs: _SegmentInfo) -> None:
+    if theirs.problem:
+        raise SharedMemoryError(f"{theirs.problem} (told by rank {peer})", ranks=(peer,))
+    if theirs.machine != card.machine:
+        raise CollectiveError(
+            "the ranks do not share one machine and one process namespace, which shared memory needs",
+            ranks=(peer,),
+            details={peer: theirs.machine},
+        )
+
+
+def _check_mappings(ranks: Sequence[int], own: bytes, views: Sequence[bytes]) -> None:
+    """All have mapped the same segments, unless some rank gave up and came again while the others met it."""
+    others = [peer for peer, theirs in zip(ranks, views, strict=True) if theirs != own]
+    if others:
+        raise PeerLostError(
+            f"rank(s) {format_ranks(others)} gave up during init() and tried again while this one met them; "
+            "call init() again",
+            ranks=others,
+        )
+
+
+def _open_segment(peer: int, card: _SegmentInfo) -> ShmSegment:
+    try:
+        segment = ShmSegment.open(card.pid, card.fd)
+    except PermissionError as error:
+        raise CollectiveError(
+            f"may not open the shared memory of rank {peer} (process {card.pid}): "
+            "all ranks of a host must run as one user",
+            ranks=(peer,),
+        ) from error
+    except OSError as error:
+        raise _descriptor_limit_error(error) or _peer_lost_error(peer, card.pid) from error
+    if segment.inode != card.inode:  # its descriptor is somebody else's by now
+        segment.close()
+        raise _peer_lost_error(peer, card.pid)
+    return segment
+
+
+def _peer_lost_error(peer: int, pid: int) -> PeerLostError:
+    return PeerLostError(f"rank {peer} (process {pid}) died or gave up during init()", ranks=(peer,))
+
+
+def _open_pidfd(peer: int, pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise _descriptor_limit_error(error) or _peer_lost_error(peer, pid) from error
+
+
+def _descriptor_limit_error(error: OSError) -> OSError | None:
+    """The error of this process, not of the other one, if it has no descriptor left."""
+    return explain_limit(error) if error.errno in {errno.EMFILE, errno.ENFILE} else None

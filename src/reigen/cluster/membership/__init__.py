@@ -1,0 +1,1 @@
+"""Membership of a job's ranks: control service, liveness, failure detection, rendezvous."""

@@ -1,0 +1,65 @@
+"""How a rank tells the others, over whatever connects them, of the error with which it gives up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import msgspec
+
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+
+#: What a rank may give up with, by the names that messages carry.
+ERRORS_BY_NAME: dict[str, type[CollectiveError]] = {
+    kind.__name__: kind for kind in (CollectiveError, DeadlineError, PeerLostError)
+}
+_TOLD_BY = " (told by "
+#: Together less than 3950 bytes, whatever the numbers: as much as a page has room for beside other things.
+_MAX_REASON_BYTES, _MAX_RANKS = 3400, 100
+
+
+class AbortMessage(msgspec.Struct, tag=9, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Why a rank cannot go on: the error that it raised."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    reason: str
+
+
+def make_abort_message(error: CollectiveError, rank: int) -> AbortMessage:
+    """The message about an error that rank ``rank`` gives up with."""
+    kind = type(error).__name__ if type(error).__name__ in ERRORS_BY_NAME else CollectiveError.__name__
+    reason = error.reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
+    return AbortMessage(kind, (error.ranks or (rank,))[:_MAX_RANKS], reason)
+
+
+def error_from_abort(abort: AbortMessage, teller: str) -> CollectiveError:
+    """The error of a rank that gave up, as told by ``teller``; empty for this rank itself.
+
+    Who tells what was told to it is not named: the first one knows.
+    """
+    kind = ERRORS_BY_NAME.get(abort.kind, CollectiveError)
+    reason = abort.reason or f"rank(s) {format_ranks(abort.ranks)} gave up"
+    if teller and _TOLD_BY not in reason:
+        reason += f"{_TOLD_BY}{teller})"
+    return kind(reason, ranks=abort.ranks)
+
+
+def left_error(ranks_text: str, ranks: Sequence[int]) -> PeerLostError:
+    """What it means for whoever waits for ranks that they have left in good order."""
+    error = PeerLostError(
+        f"rank(s) {ranks_text} left the job (shutdown, or the end of the script) while others wait for them",
+        ranks=ranks,
+    )
+    error.has_left = True
+    return error
+
+
+def has_left(error: CollectiveError | None) -> TypeGuard[PeerLostError]:
+    """Whether an error says no more than that: what these ranks sent before may still come."""
+    return isinstance(error, PeerLostError) and error.has_left
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """``1, 4, 5``."""
+    return ", ".join(map(str, ranks))

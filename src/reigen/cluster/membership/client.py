@@ -1,0 +1,213 @@
+"""A rank's place among the living: its connection to the control service, open for as long as it is in the job.
+
+The connection is what the others know of this rank's life: when the process ends, however it ends, the kernel closes
+it; when the machine goes silent, keepalive does. `cluster.membership.liveness` states the protocol,
+`cluster.membership.failure_state` what follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from reigen.cluster.fork_safety import close_in_children
+from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.abort_message import AbortMessage, make_abort_message
+from reigen.cluster.membership.control_service import LIVENESS_REPLY_CODEC, MAX_MESSAGE_BYTES, REQUEST_CODEC
+from reigen.cluster.membership.failure_state import FailureState
+from reigen.cluster.membership.listener import SILENCE_ERRNOS
+from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessUpdate, RequestRefused
+from reigen.cluster.membership.rendezvous import service_lost_error, split_address
+from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.stream import AuthenticatedStream, connect_stream
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
+
+#: A message that has begun to arrive is waited for that long; the rest of it is taken the next time.
+_MESSAGE_SECONDS = 0.05
+#: How long saying a last word may take.
+_GOODBYE_SECONDS = 1.0
+#: How long whoever is let down waits for the end of a rank that has left.
+_LINGER_SECONDS = 0.7
+#: How often it looks whether that is over.
+_LINGER_SLICE_SECONDS = 0.01
+
+
+class MembershipClient:
+    """A rank among the others of its room. Threads may share one.
+
+    Args:
+        address: ``host:port`` of the control service.
+        secret: the job's 32 bytes.
+        room: the same for all ranks that are in this together, and for nobody before or after them.
+        rank: this one's number in the room.
+        size: how many ranks belong there.
+        timeout_seconds: how long connecting may take.
+        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        host_id: see `reigen.cluster.host_discovery.host_identity`.
+        tls: encrypt everything; the service must do so, too.
+
+    Raises:
+        ArgumentError: the service has had a rank of this number in the room, or expects another size.
+        AuthenticationError: whoever listens there does not know the secret.
+        PeerLostError: nobody listens there any more.
+        TimeoutError: it did not answer in time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        secret: bytes,
+        room: str,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        peer_timeout_seconds: float,
+        host_id: str = "",
+        tls: TlsContext | None = None,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
+        machine, self._host = host_identity(host_id)
+        self._fates = FailureState(rank, peer_timeout_seconds)
+        self._lock = threading.Lock()
+        self._has_spoken = False
+        self._service: Identity | None = None
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            me = Identity(ProcessRole.RANK, rank, "membership")
+            self._stream: AuthenticatedStream = connect_stream(
+                split_address(address), secret, me, MAX_MESSAGE_BYTES, deadline, tls
+            )
+            self._enter(EnterGroup(0, room, rank, size, self._host, machine), deadline)
+        except TimeoutError:
+            raise TimeoutError(
+                f"the job's control service at {address} did not answer within {timeout_seconds:g} s"
+            ) from None
+        except OSError as error:
+            raise self._loss(error) from None
+        close_in_children(self)
+
+    def fileno(self) -> int:
+        """Readable when there is news; -1 when closed."""
+        return self._stream.fileno()
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why what waits for the ranks ``needed`` will never succeed, or None while it may. Does not wait.
+
+        See `FailureState.failure` for which of several reasons is told.
+        """
+        with self._lock:
+            self._listen()
+            return self._fates.failure(needed)
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        with self._lock:
+            self._fates.give_up(error)
+            self._say(make_abort_message(error, self.rank))
+
+    def leave(self) -> None:
+        """Tell the others that this rank is going in good order, if it has not given up."""
+        with self._lock:
+            self._say(LeaveGroup())
+
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
+        """Give ranks that are lost a moment to end, as `LocalPeers.linger` does, unless it is ``over``.
+
+        That a rank's process has ended is only known here where it died; whoever has left gets all of the time.
+        """
+        until = time.monotonic() + _LINGER_SECONDS
+        while not over() and (left := until - time.monotonic()) > 0:
+            with self._lock:
+                self._listen()
+                if self._fates.gone.issuperset(rank for rank in ranks if rank != self.rank):
+                    return
+            self.wait_for_death(min(left, _LINGER_SLICE_SECONDS))
+
+    def wait_for_death(self, timeout_seconds: float) -> None:
+        """Return when there is news, or after the time given."""
+        poll = select.poll()
+        if self.fileno() < 0:
+            time.sleep(timeout_seconds)  # nothing more will be known
+            return
+        poll.register(self.fileno(), select.POLLIN)
+        poll.poll(timeout_seconds * 1000)
+
+    def close(self) -> None:
+        """Close the connection: for the others this rank has died, unless it said something before. Repeatable.
+
+        Where packets are lost that takes a while: what it said must have arrived.
+        """
+        with self._lock:
+            if self._has_spoken:
+                self._stream.wait_until_delivered(self._peer_timeout_seconds)
+            self._stream.close()
+
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.fork_safety`."""
+        self._stream.close()
+
+    def _enter(self, message: EnterGroup, deadline: float) -> None:
+        try:
+            self._stream.keep_alive(self._peer_timeout_seconds)
+            self._stream.send(REQUEST_CODEC.encode(message), deadline)
+            answer = LIVENESS_REPLY_CODEC.decode(self._stream.receive(deadline))
+            if isinstance(answer, RequestRefused):
+                raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {answer.reason}")
+        except BaseException:
+            self._stream.close()
+            raise
+        self._service = self._stream.peer
+
+    def _say(self, word: LeaveGroup | AbortMessage) -> None:
+        if self._has_spoken or self.fileno() < 0:
+            return
+        self._has_spoken = True
+        with contextlib.suppress(OSError, AuthenticationError, WireError):  # whoever cannot be told learns it otherwise
+            self._stream.send(REQUEST_CODEC.encode(word), time.monotonic() + _GOODBYE_SECONDS)
+
+    def _listen(self) -> None:
+        """Take in all news that is there."""
+        if self.fileno() < 0:
+            return
+        try:
+            while (payload := self._next()) is not None:
+                news = LIVENESS_REPLY_CODEC.decode(payload)
+                if isinstance(news, LivenessUpdate):
+                    for event in news.events:
+                        self._fates.learn(event)
+        except (OSError, AuthenticationError, WireError) as error:
+            self._fates.lose_service(self._loss(error))
+            self._stream.close()
+
+    def _next(self) -> bytes | None:
+        """The next message that is there, or None."""
+        try:
+            return self._stream.receive(0.0)  # read before
+        except TimeoutError:
+            poll = select.poll()
+            poll.register(self._stream.fileno(), select.POLLIN)
+            if not poll.poll(0):
+                return None
+        try:
+            return self._stream.receive(time.monotonic() + _MESSAGE_SECONDS)
+        except TimeoutError:
+            return None
+
+    def _loss(self, error: Exception) -> PeerLostError:
+        if isinstance(error, OSError) and error.errno in SILENCE_ERRNOS:
+            return PeerLostError(
+                f"nothing was heard of the job's control service at {self._address} for "
+                f"{self._peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): its host is down, or this host, "
+                f"{self._host}, is cut off from it"
+            )
+        detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return service_lost_error(self._address, self._service, detail)

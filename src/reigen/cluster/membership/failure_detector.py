@@ -1,0 +1,103 @@
+"""Who watches over the ranks of a job on several hosts: what this host sees, and what the control service says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from reigen.cluster.local_peers import LocalPeers
+from reigen.cluster.membership.abort_message import format_ranks, has_left
+from reigen.cluster.membership.client import MembershipClient
+from reigen.errors import CollectiveError, PeerLostError
+
+#: A connection that has ended is explained by the control service within this time, or never.
+_EXPLANATION_SECONDS = 1.0
+
+
+class FailureDetector:
+    """`reigen.engine.transport.PeerMonitor` over several hosts. Ranks are numbers in the job.
+
+    Args:
+        membership: this rank's connection to the control service.
+        neighbours: the ranks of this host; None if there is no other.
+        lost: ranks whose connection for control messages has ended, and how; somebody else writes it.
+    """
+
+    def __init__(self, membership: MembershipClient, neighbours: LocalPeers | None, lost: Mapping[int, str]) -> None:
+        self._membership = membership
+        self._local_peers = neighbours
+        self._lost = lost
+        #: when the first connection was seen to have ended
+        self._lost_at: float | None = None
+
+    def failure(self, needed: Sequence[int]) -> CollectiveError | None:
+        """Why what waits for these ranks will never succeed, or None while it may.
+
+        A death on this host is seen at once, others when the service tells. A connection that ended without either is
+        a failure by itself, a moment later. What comes from other hosts is told on this one: a rank that waits for one
+        that is about to leave because of it must not take that for the cause.
+
+        That a rank has left in good order is none while it is connected. The service may tell it before things arrive
+        that were said earlier: on the connections for control messages, goodbyes come in their turn.
+        """
+        error = self.exit_error(needed)
+        if has_left(error) and self._lost.keys().isdisjoint(error.ranks):
+            return self._unexplained(needed)
+        return error
+
+    def exit_error(self, needed: Sequence[int]) -> CollectiveError | None:
+        """As `failure`, but tells of ranks that have left, too: for those who see by themselves whether more comes."""
+        here = self._seen_here(needed)
+        if here is not None and not has_left(here):
+            return here
+        there = self._membership.failure(needed) or self._unexplained(needed)
+        if there is not None and not has_left(there) and self._local_peers is not None:
+            self._local_peers.abort(there)
+        return here if there is None else there
+
+    def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
+        """Give ranks that are lost a moment to end, unless it is ``over``."""
+        here = () if self._local_peers is None else self._local_peers.ranks
+        if self._local_peers is not None:
+            self._local_peers.linger(ranks, over)
+        elsewhere = [rank for rank in ranks if rank not in here]
+        if elsewhere:
+            self._membership.linger(elsewhere, over)
+
+    def abort(self, error: CollectiveError) -> None:
+        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        if self._local_peers is not None:
+            self._local_peers.abort(error)
+        self._membership.abort(error)
+
+    def leave(self) -> None:
+        """Tell the others that this rank is going in good order."""
+        if self._local_peers is not None:
+            self._local_peers.leave()
+        self._membership.leave()
+
+    def close(self) -> None:
+        """Give up what it watches with."""
+        self._membership.close()
+        if self._local_peers is not None:
+            self._local_peers.close()
+
+    def _seen_here(self, needed: Sequence[int]) -> CollectiveError | None:
+        if self._local_peers is None:
+            return None
+        here = self._local_peers.ranks
+        return self._local_peers.failure([here.index(rank) for rank in needed if rank in here])
+
+    def _unexplained(self, needed: Sequence[int]) -> CollectiveError | None:
+        ended = sorted(rank for rank in self._lost if rank in needed)
+        if not ended:
+            return None
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+        if now < self._lost_at + _EXPLANATION_SECONDS:
+            return None
+        return PeerLostError(
+            f"the connection for control messages to rank(s) {format_ranks(ended)} broke ({self._lost[ended[0]]})",
+            ranks=ended,
+        )

@@ -1,0 +1,286 @@
+"""The rendezvous: where the ranks of a job tell each other how to be found.
+
+A key-value service in the launcher, for the few hundred bytes that a rank must know of the others before they can talk
+directly. `cluster.membership.control_service` is the service and states its protocol; here are the ranks' ends of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from reigen.cluster.membership.control_service import (
+    MAX_MESSAGE_BYTES,
+    REQUEST_CODEC,
+    STORE_REPLY_CODEC,
+    CancelGet,
+    GetValue,
+    PutValue,
+    RendezvousServer,
+    StoreReply,
+    StoreRequest,
+    ValueFound,
+    check_entry,
+)
+from reigen.cluster.membership.liveness import RequestRefused
+from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.stream import AuthenticatedStream, connect_stream
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
+
+__all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClient", "RendezvousServer", "split_address"]
+
+
+class Rendezvous(Protocol):
+    """What a rank uses."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key``; a later value replaces it."""
+
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then."""
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key``, waited for.
+
+        Raises:
+            TimeoutError: nobody put it in time; the message names the key.
+        """
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` if there is one now."""
+
+    def close(self) -> None:
+        """Leave. What was put stays."""
+
+
+class LocalRendezvous:
+    """The service in memory, for ranks that are threads of one process. All of them share one object."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key``; a later value replaces it."""
+        check_entry(key, value)
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then."""
+        check_entry(key, value)
+        with self._changed:
+            kept = self._values.setdefault(key, value)
+            self._changed.notify_all()
+            return kept
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key``, waited for; raises TimeoutError."""
+        check_entry(key, b"")
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_seconds):
+                raise _key_timeout_error(key, timeout_seconds)
+            return self._values[key]
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` if there is one now."""
+        check_entry(key, b"")
+        with self._changed:
+            return self._values.get(key)
+
+    def close(self) -> None:
+        """Nothing to leave: the others may still need it."""
+
+
+class PrefixRendezvous:
+    """A part of a rendezvous with keys of its own, for ranks that meet apart from the others.
+
+    Args:
+        rendezvous: the whole.
+        name: the same for all who meet here.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, name: str) -> None:
+        self._rendezvous = rendezvous
+        self._name = name
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key`` in this room."""
+        self._rendezvous.put(f"{self._name}/{key}", value)
+
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` in this room unless there is one; returns the one that there is then."""
+        return self._rendezvous.put_first(f"{self._name}/{key}", value)
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key`` in this room, waited for; raises TimeoutError."""
+        return self._rendezvous.get(f"{self._name}/{key}", timeout_seconds)
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` in this room if there is one now."""
+        return self._rendezvous.peek(f"{self._name}/{key}")
+
+    def close(self) -> None:
+        """Leave the whole rendezvous."""
+        self._rendezvous.close()
+
+
+class RendezvousClient:
+    """A rank's authenticated connection to the launcher's service. Threads that share one take turns.
+
+    Args:
+        address: ``host:port``.
+        secret: the job's 32 bytes.
+        rank: who connects.
+        timeout_seconds: how long connecting, and each later ``put``, may take.
+        tls: encrypt everything; the service must do so, too.
+
+    Raises:
+        AuthenticationError: whoever listens there does not know the secret.
+        PeerLostError: nobody listens there any more. Later calls raise it when the launcher has gone.
+        TimeoutError: it did not answer in time.
+    """
+
+    def __init__(
+        self, address: str, secret: bytes, rank: int, timeout_seconds: float, tls: TlsContext | None = None
+    ) -> None:
+        self._address = address
+        self._host: Identity | None = None
+        self._timeout_seconds = timeout_seconds
+        self._lock = threading.Lock()
+        self._num_requests = 0
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._stream: AuthenticatedStream = connect_stream(
+                split_address(address), secret, Identity(ProcessRole.RANK, rank), MAX_MESSAGE_BYTES, deadline, tls
+            )
+        except TimeoutError:
+            raise TimeoutError(f"the rendezvous at {address} did not answer within {timeout_seconds:g} s") from None
+        except OSError as error:
+            raise self._lost(error) from None
+        self._host = self._stream.peer
+
+    def put(self, key: str, value: bytes) -> None:
+        """Make ``value`` known under ``key``; a later value replaces it.
+
+        Raises:
+            ArgumentError: key or value are too large, or the service is full.
+            PeerLostError: the launcher has gone.
+            TimeoutError: it did not answer in time.
+        """
+        check_entry(key, value)
+        with self._lock:
+            request = self._next_request()
+            self._call(PutValue(request, key, value), request, key, self._timeout_seconds)
+
+    def put_first(self, key: str, value: bytes) -> bytes:
+        """Make ``value`` known under ``key`` unless there is one already; returns the one that there is then.
+
+        Raises:
+            As `put` does.
+        """
+        check_entry(key, value)
+        with self._lock:
+            request = self._next_request()
+            reply = self._call(PutValue(request, key, value, only_first=True), request, key, self._timeout_seconds)
+        return reply.value if isinstance(reply, ValueFound) else value
+
+    def get(self, key: str, timeout_seconds: float) -> bytes:
+        """The value of ``key``, waited for.
+
+        Raises:
+            TimeoutError: nobody put it within ``timeout_seconds``.
+            PeerLostError: the launcher has gone.
+        """
+        check_entry(key, b"")
+        with self._lock:
+            request = self._next_request()
+            reply = self._call(GetValue(request, key), request, key, timeout_seconds)
+        if not isinstance(reply, ValueFound):
+            raise WireError(f"the rendezvous answered a Get with {type(reply).__name__}")
+        return reply.value
+
+    def peek(self, key: str) -> bytes | None:
+        """The value of ``key`` if there is one now.
+
+        Raises:
+            As `put` does.
+        """
+        check_entry(key, b"")
+        with self._lock:
+            request = self._next_request()
+            reply = self._call(GetValue(request, key, wait=False), request, key, self._timeout_seconds)
+        return reply.value if isinstance(reply, ValueFound) else None
+
+    def close(self) -> None:
+        """Leave. What was put stays. May be called twice."""
+        self._stream.close()
+
+    def _next_request(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def _call(self, message: StoreRequest, request: int, key: str, timeout_seconds: float) -> StoreReply:
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._stream.send(REQUEST_CODEC.encode(message), deadline)
+            while True:
+                reply = STORE_REPLY_CODEC.decode(self._stream.receive(deadline))
+                if reply.request == request:
+                    break
+        except TimeoutError:
+            self._give_up(request)
+            raise _key_timeout_error(key, timeout_seconds) from None
+        except OSError as error:
+            raise self._lost(error) from None
+        if isinstance(reply, RequestRefused):
+            raise ArgumentError(f"rendezvous key {key!r}: {reply.reason}")
+        return reply
+
+    def _give_up(self, request: int) -> None:
+        try:
+            self._stream.send(REQUEST_CODEC.encode(CancelGet(request)), time.monotonic() + 1.0)
+        except (OSError, AuthenticationError, WireError):
+            self._stream.close()
+
+    def _lost(self, error: OSError) -> PeerLostError:
+        return service_lost_error(self._address, self._host, error.strerror or str(error))
+
+
+def service_lost_error(address: str, host: Identity | None, detail: str) -> PeerLostError:
+    """The error of a control service that cannot be used any more.
+
+    Args:
+        address: ``host:port``.
+        host: who was there, None where nobody answered.
+        detail: what the kernel says.
+    """
+    if host is not None and host.role is ProcessRole.RANK:
+        return PeerLostError(
+            f"rank {host.rank} has ended, and with it the job's control service at {address} ({detail})",
+            ranks=(host.rank,),
+        )
+    whose = "the job's" if host is None else "the launcher's"
+    ended = "`reigen run`, or rank 0 if it hosts it," if host is None else "`reigen run`"
+    return PeerLostError(f"{whose} control service at {address} has gone ({detail}): {ended} has ended or was killed")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[host]:port``.
+
+    Raises:
+        ConfigError: it has another form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit()):
+        raise ConfigError(f"the rendezvous address {address!r} is not host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _key_timeout_error(key: str, timeout_seconds: float) -> TimeoutError:
+    return TimeoutError(f"nobody put {key!r} at the rendezvous within {timeout_seconds:g} s")

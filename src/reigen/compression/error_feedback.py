@@ -1,0 +1,115 @@
+"""Error feedback: what a codec loses is added to the next array, so that nothing is lost for good.
+
+Seide et al., "1-Bit Stochastic Gradient Descent", 2014, and Karimireddy et al., "Error Feedback Fixes SignSGD", 2019.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.compression.base import (
+    Codec,
+    Params,
+    Residual,
+    as_float32,
+    block_ranges,
+    check_array,
+    check_floating,
+    writable_bytes,
+)
+from reigen.errors import ArgumentError
+from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
+from reigen.types import DType
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Codec):
+    """``r += g``, send what ``codec`` makes of r, ``r -=`` what that stands for; r is the residual.
+
+    What is not finite is never remembered: NaN and infinity are sent as ``codec`` sends them, and their residual is 0.
+
+    Attributes:
+        codec: what loses; without error feedback of its own.
+    """
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if isinstance(self.codec, ErrorFeedback):
+            raise ArgumentError("there is error feedback around this codec already")
+
+    @property
+    def block_multiple(self) -> int | None:  # type: ignore[override]
+        """That of ``codec``."""
+        return self.codec.block_multiple
+
+    @property
+    def name(self) -> str:
+        """That of ``codec``."""
+        return self.codec.name
+
+    def params(self) -> Params:
+        """See `Codec.params`."""
+        return {**self.codec.params(), "ef": True}
+
+    def max_bytes(self, num_elements: int) -> int:
+        """See `Codec.max_bytes`."""
+        return self.codec.max_bytes(num_elements)
+
+    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+        """See `Codec.pack`."""
+        self.codec.pack(values, out, scratch)
+
+    def unpack(self, data: Bytes, out: Floats) -> None:
+        """See `Codec.unpack`."""
+        self.codec.unpack(data, out)
+
+    def check(self, data: Bytes, num_elements: int) -> None:
+        """See `Codec.check`."""
+        self.codec.check(data, num_elements)
+
+    def for_sums(self, num_arrays: int) -> ErrorFeedback:
+        """See `Codec.for_sums`."""
+        return ErrorFeedback(self.codec.for_sums(num_arrays))
+
+    def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
+        """See `Codec.combine`."""
+        self.codec.combine(data, target, how, scratch)
+
+    def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:
+        """See `Codec.begin`."""
+        check_floating(dtype, self)
+        if saved is None:
+            return np.zeros(num_elements, np.float32)
+        if saved.dtype != np.float32 or saved.shape != (num_elements,):
+            raise ArgumentError(
+                f"the saved residual is {saved.dtype} of shape {saved.shape}, it should be float32 of ({num_elements},)"
+            )
+        return saved.copy()
+
+    def encode(self, array: NDArray[Any], state: Residual, out: memoryview | bytearray | Bytes) -> int:
+        """See `Codec.encode`."""
+        check_array(array)
+        if state is None or state.shape != array.shape:
+            have = "none" if state is None else f"one of {len(state)}"
+            raise ArgumentError(f"an array of {len(array)} elements needs a residual of as many, there is {have}")
+        target = writable_bytes(out, self.max_bytes(len(array)))
+        scratch = QuantizeScratch()
+        with np.errstate(all="ignore"):
+            for begin, end in block_ranges(len(array), self.block_multiple):
+                residual, part = state[begin:end], target[self.max_bytes(begin) : self.max_bytes(end)]
+                np.add(residual, as_float32(array[begin:end], scratch), out=residual)
+                self.codec.pack(residual, part, scratch)
+                self.codec.combine(part, residual, np.subtract, scratch)
+                _zero_non_finite(residual)
+        return len(target)
+
+
+def _zero_non_finite(residual: Floats) -> None:
+    # NaN in any element is the maximum. Two passes in cache; looking at each element would make an array, too.
+    if not (np.isfinite(residual.max()) and np.isfinite(residual.min())):
+        residual[~np.isfinite(residual)] = 0.0

@@ -1,0 +1,110 @@
+"""Two bits and one bit an element. With error feedback they are MXNet's `2bit` and `1bit`, byte for byte."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from reigen.compression.base import Codec, Params
+from reigen.errors import ArgumentError
+from reigen.kernels import quantize
+from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True)
+class Ternary(Codec):
+    """What is at least ``threshold`` becomes that, at most ``-threshold`` that, all else zero: a 16th of float32.
+
+    Attributes:
+        threshold: above zero; rounded to float32.
+    """
+
+    threshold: float = 0.5
+    block_multiple = 16
+    _table: Floats = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_number("2bit", "threshold", self.threshold, positive=True)
+        object.__setattr__(self, "_table", quantize.ternary_table(np.float32(self.threshold)))
+
+    @property
+    def name(self) -> str:
+        """See `Codec.name`."""
+        return "2bit"
+
+    def params(self) -> Params:
+        """See `Codec.params`."""
+        return {"type": self.name, "threshold": self.threshold, "ef": False}
+
+    def for_sums(self, num_arrays: int) -> Ternary:
+        """See `Codec.for_sums`."""
+        return Ternary(self.threshold * num_arrays)
+
+    def max_bytes(self, num_elements: int) -> int:
+        """See `Codec.max_bytes`."""
+        return 4 * -(-num_elements // 16)
+
+    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+        """See `Codec.pack`."""
+        quantize.pack_ternary(values, np.float32(self.threshold), out, scratch)
+
+    def unpack(self, data: Bytes, out: Floats) -> None:
+        """See `Codec.unpack`."""
+        quantize.unpack_codes(data, self._table, out)
+
+
+@dataclass(frozen=True)
+class Signs(Codec):
+    """What is above ``threshold`` becomes ``scale``, all else ``-scale``: a 32nd of float32.
+
+    Attributes:
+        threshold: where the cut is, not what is sent; rounded to float32.
+        scale: above zero; rounded to float32. MXNet's is 1.
+    """
+
+    threshold: float = 0.5
+    scale: float = 1.0
+    block_multiple = 32
+    _table: Floats = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check_number("1bit", "threshold", self.threshold)
+        _check_number("1bit", "scale", self.scale, positive=True)
+        object.__setattr__(self, "_table", quantize.sign_table(np.float32(self.scale)))
+
+    @property
+    def name(self) -> str:
+        """See `Codec.name`."""
+        return "1bit"
+
+    def params(self) -> Params:
+        """See `Codec.params`."""
+        return {"type": self.name, "threshold": self.threshold, "scale": self.scale, "ef": False}
+
+    def for_sums(self, num_arrays: int) -> Signs:
+        """See `Codec.for_sums`."""
+        return Signs(self.threshold * num_arrays, self.scale * num_arrays)
+
+    def max_bytes(self, num_elements: int) -> int:
+        """See `Codec.max_bytes`."""
+        return 4 * -(-num_elements // 32)
+
+    def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
+        """See `Codec.pack`."""
+        quantize.pack_signs(values, np.float32(self.threshold), out, scratch)
+
+    def unpack(self, data: Bytes, out: Floats) -> None:
+        """See `Codec.unpack`."""
+        quantize.unpack_codes(data, self._table, out)
+
+
+def _check_number(codec: str, what: str, value: Any, positive: bool = False) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -_LARGEST <= value <= _LARGEST:
+        raise ArgumentError(f"the {what} of {codec} compression must be a number float32 can hold: {value!r}")
+    if positive and not np.float32(value) > 0:
+        raise ArgumentError(f"the {what} of {codec} compression must be above zero, got {value!r}")

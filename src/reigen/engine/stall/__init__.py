@@ -1,0 +1,1 @@
+"""Stalls: collectives that wait long for ranks, and what is reported."""

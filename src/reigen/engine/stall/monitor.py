@@ -1,0 +1,231 @@
+"""Stalls in a running job: rank 0 inspects, every rank answers where it is.
+
+All of it travels as notes (`Topic.STACKS`), which the thread that drives the engine reads, also while it waits inside
+of a collective. A rank that computes has its engine's thread parked; a note wakes it.
+
+a. Rank 0 knows what waits in negotiation. What waits in the middle of moving data is known to those that wait there:
+   the lowest of them tells rank 0 (`_RunningStalled`), and tells when it goes on (`_RunningResumed`).
+b. Rank 0 asks (`_StackRequest`) all ranks, those that are named answer (`_StackReply`).
+c. Rank 1 asks rank 0 whether it is there (`_Ping`), which answers (`_Pong`). Only one rank does: one warning is enough.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+
+import msgspec
+
+from reigen.engine.coordinator import Coordinator
+from reigen.engine.messages import Operation, Topic
+from reigen.engine.stall import report
+from reigen.engine.stall.inspector import (
+    AbortStalled,
+    CoordinatorAction,
+    CoordinatorMonitor,
+    PendingCollective,
+    QueryRanks,
+    StallInspector,
+    StallResolved,
+    WarnStall,
+    format_ranks,
+)
+from reigen.engine.stall.stack_sampler import StackSample, process_state, sample_stack
+from reigen.errors import DeadlineError
+
+_log = logging.getLogger(__name__)
+
+
+class _StackRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    number: int
+    ranks: tuple[int, ...]
+
+
+class _StackReply(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    number: int
+    whereabouts: StackSample
+
+
+class _RunningStalled(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """In the middle of a collective for so long, and lacking these ranks."""
+
+    name: str
+    kind: str
+    process_set: int
+    seconds: float
+    ready: tuple[int, ...]
+    missing: tuple[int, ...]
+
+
+class _RunningResumed(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """Not stuck any more."""
+
+
+class _Ping(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Is rank 0 there?"""
+
+
+class _Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """It is."""
+
+
+_Message = _StackRequest | _StackReply | _RunningStalled | _RunningResumed | _Ping | _Pong
+_DECODER = msgspec.msgpack.Decoder(_Message)
+
+
+@dataclass(frozen=True, slots=True)
+class MonitoredRank:
+    """The rank on which a `StallMonitor` sits.
+
+    Attributes:
+        rank: its number.
+        pids: process ids by rank, of the ranks of this host.
+        post: sends a note.
+        outstanding: names of the collectives that are not complete here.
+        waiting: code of the method in which threads wait for a handle.
+        coordinator: on rank 0.
+    """
+
+    rank: int
+    pids: Mapping[int, int]
+    post: Callable[[Topic, bytes], None]
+    outstanding: Callable[[], list[str]]
+    waiting: CodeType
+    coordinator: Coordinator | None
+
+
+class StallMonitor:
+    """One rank's part. All methods are for the thread that drives the engine.
+
+    Args:
+        seat: the rank.
+        check_seconds: how long a collective may wait before rank 0 warns of it.
+        shutdown_seconds: how long before rank 0 ends the job; 0 for never.
+        deadline_seconds: how long at all.
+    """
+
+    def __init__(
+        self, seat: MonitoredRank, check_seconds: float, shutdown_seconds: float, deadline_seconds: float
+    ) -> None:
+        self._seat = seat
+        self._check = min(check_seconds, shutdown_seconds or check_seconds)
+        #: the thread that made this, which called init(): it is the one that trains
+        self._thread = threading.get_ident()
+        ranks = () if seat.coordinator is None else seat.coordinator.process_sets[0]
+        #: on rank 0: its ``next_look`` is when `look` wants to be called
+        self.inspector = StallInspector(check_seconds, shutdown_seconds, deadline_seconds, ranks)
+        self._coordinator_check = CoordinatorMonitor(check_seconds, shutdown_seconds)
+        #: stuck in the middle of a collective: by the rank that told
+        self._stuck: dict[int, PendingCollective] = {}
+        #: what this rank has told of itself
+        self._told: _RunningStalled | None = None
+        self._running = ""
+        #: `lacking` was called, and `went_on` not yet
+        self.is_told = False
+
+    def due(self) -> float:
+        """When `look` has something to do, at the latest, if nothing happens."""
+        coordinator = self._seat.coordinator
+        if coordinator is None:
+            return math.inf
+        return self.inspector.due(0.0 if self._stuck else coordinator.oldest_wait())
+
+    def look(self, now: float) -> DeadlineError | None:
+        """On rank 0: ask, warn. Returns the error with which the job is to end, if it is."""
+        coordinator = self._seat.coordinator
+        if coordinator is None:
+            return None
+        waits = [*coordinator.waits(), *self._stuck.values()]
+        for instruction in self.inspector.look(waits, now):
+            match instruction:
+                case QueryRanks(number, ranks):
+                    self._post(_StackRequest(number, ranks))
+                    if self._seat.rank in ranks:
+                        self.inspector.answered(self._seat.rank, number, self._here())
+                case WarnStall(stall):
+                    _log.warning("%s", report.format_stall(stall, coordinator.process_sets, self._states(stall.silent)))
+                case StallResolved(over, moment):
+                    _log.warning("%s", report.format_resolved(over, moment))
+                case AbortStalled(stall):
+                    states = self._states(stall.silent)
+                    _log.error("%s", report.format_stall(stall, coordinator.process_sets, states))
+                    return report.stall_error(stall, states)
+        return None
+
+    def check_coordinator(self, name: str, since: float, now: float) -> DeadlineError | None:
+        """On rank 1, which waits in ``name``: is rank 0 there? Returns the error with which to give up, or None."""
+        if self._seat.rank != 1:
+            return None
+        match self._coordinator_check.look(since, now):
+            case CoordinatorAction.ASK:
+                self._post(_Ping())
+            case CoordinatorAction.WARN:
+                _log.warning("%s", report.format_coordinator_silence(name, now - since, self._states([0])))
+            case CoordinatorAction.GIVE_UP:
+                return DeadlineError(
+                    report.format_coordinator_silence(name, now - since, self._states([0])), ranks=(0,)
+                )
+        return None
+
+    def heard(self, sender: int, data: bytes) -> None:
+        """A note has come. Some come twice."""
+        match _DECODER.decode(data):
+            case _StackRequest(number, ranks):
+                if self._seat.rank in ranks:
+                    self._post(_StackReply(number, self._here()))
+            case _StackReply(number, answer):
+                self.inspector.answered(sender, number, answer)
+            case _RunningStalled(name, kind, process_set, seconds, ready, missing):
+                since = time.monotonic() - seconds
+                self._stuck[sender] = PendingCollective(name, kind, process_set, since, ready, missing, is_running=True)
+            case _RunningResumed():
+                self._stuck.pop(sender, None)
+            case _Ping():
+                self._post(_Pong())
+            case _Pong():
+                if self._coordinator_check.answered(time.monotonic()):
+                    _log.warning("Stall over: rank 0 answers.")
+
+    def lacking(self, operation: Operation, since: float, ready: tuple[int, ...], missing: tuple[int, ...]) -> None:
+        """This rank waits in the middle of a collective for ``missing``, as ``ready`` do; called every now and then."""
+        self.is_told = True
+        kind = operation.kind.name.lower()
+        self._running = f"{kind} {operation.name}, for whose data {format_ranks(missing)} did not come yet"
+        seconds = time.monotonic() - since
+        if seconds < self._check or self._seat.rank != min(ready):
+            return
+        if self._told is not None and self._told.missing == missing:
+            return
+        self._told = _RunningStalled(operation.name, kind, operation.process_set, seconds, ready, missing)
+        if self._seat.coordinator is None:
+            self._post(self._told)
+        else:
+            self._stuck[self._seat.rank] = PendingCollective(
+                operation.name, kind, operation.process_set, since, ready, missing, is_running=True
+            )
+
+    def went_on(self) -> None:
+        """The collective of which `lacking` was told is over."""
+        self._running, self.is_told = "", False
+        if self._told is None:
+            return
+        self._told = None
+        if self._seat.coordinator is None:
+            self._post(_RunningResumed())
+        else:
+            self._stuck.pop(self._seat.rank, None)
+
+    def _post(self, message: _Message) -> None:
+        self._seat.post(Topic.STACKS, msgspec.msgpack.encode(message))
+
+    def _here(self) -> StackSample:
+        return sample_stack(self._thread, self._seat.waiting, self._seat.outstanding(), self._running)
+
+    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        pids = self._seat.pids
+        return {rank: process_state(pids[rank]) for rank in ranks if rank in pids}

@@ -1,0 +1,135 @@
+"""Files that are written anew, as a whole, in a directory that others may write to, too.
+
+What is written goes to a new file beside the old one, which takes its place by a rename. The new one has a name that
+nobody can foresee and is opened only if there is nothing of that name, not even a link (O_EXCL): so nothing that
+somebody has put there beforehand is opened, followed or shortened, with or without the sticky bit and
+``fs.protected_symlinks``. A link in the file's own place is replaced, not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+Buffer = bytes | bytearray | memoryview
+
+
+@contextlib.contextmanager
+def open_replacement(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | None = None) -> Iterator[int]:
+    """A new file, opened to be written, that takes the place of another one when the block ends without an error.
+
+    Args:
+        path: of the file; it is replaced at once, and may be missing.
+        mode: who may do what with it, less what the umask forbids.
+        dir_fd: the directory that ``path`` is relative to, opened; see `open_directory`.
+
+    Yields:
+        The descriptor, which is the caller's to close.
+
+    Raises:
+        OSError: it cannot be made or put there, or there is something that is no file; what was there is still there.
+            The error names ``path``.
+    """
+    target = Path(path)
+    try:
+        temporary, descriptor = _create_temporary(target, mode, dir_fd)
+        try:
+            yield descriptor
+            os.replace(temporary, target, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=dir_fd)
+            raise
+    except OSError as error:
+        raise _with_target_name(target, error) from None
+
+
+def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *, mode: int = 0o666) -> None:
+    """Write a file so that there is, at any moment and after a power failure, the old one or the new one.
+
+    Args:
+        path: of the file.
+        buffers: its contents, one after the other.
+        mode: see `open_replacement`.
+
+    Raises:
+        OSError: it cannot be written; what was there is still there.
+    """
+    with open_replacement(path, mode=mode) as descriptor, os.fdopen(descriptor, "wb") as file:
+        file.writelines(buffers)
+        file.flush()
+        os.fsync(file.fileno())
+    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+@contextlib.contextmanager
+def open_directory(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A directory whose name others can foresee, and put something else there at any moment, while it is used.
+
+    Yields:
+        Its descriptor: what is opened relative to it is in this directory, whatever has its name by then.
+
+    Raises:
+        OSError: it cannot be opened, is a link, or belongs neither to this user nor to root.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENOTDIR} and Path(path).is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, f"{path} is a link") from None
+        raise
+    try:
+        owner, user = os.fstat(descriptor).st_uid, os.geteuid()
+        if owner not in {0, user}:
+            raise PermissionError(errno.EPERM, f"{path} belongs to user {owner}, this process to user {user}")
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def check_can_be_written(path: str | os.PathLike[str]) -> None:
+    """That `write_atomically` can begin: before what is to be written is collected, if that takes long.
+
+    Raises:
+        OSError: the directory is not there or may not be written to, or ``path`` is a directory or a device.
+    """
+    target = Path(path)
+    try:
+        temporary, descriptor = _create_temporary(target, 0o600)
+        os.close(descriptor)
+        temporary.unlink()
+    except OSError as error:
+        raise _with_target_name(target, error) from None
+
+
+def _create_temporary(target: Path, mode: int, dir_fd: int | None = None) -> tuple[Path, int]:
+    """A new file in the directory of ``target``, opened."""
+    try:
+        kind = os.stat(target, dir_fd=dir_fd).st_mode
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
+            raise
+        kind = stat.S_IFREG  # there is none, or a link that leads nowhere
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(kind):
+        raise OSError(errno.EINVAL, "Not a regular file")  # a device, a pipe: to be left where it is
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(
+        temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode, dir_fd=dir_fd
+    )
+    return temporary, descriptor
+
+
+def _with_target_name(target: Path, error: OSError) -> OSError:
+    """An error of a temporary file as one of the file that the user has named."""
+    return OSError(error.errno, error.strerror or str(error), os.fspath(target))

@@ -1,5 +1,0 @@
-"""What all frameworks share: tensors seen as arrays, collectives, gradient buckets, the optimizer's logic.
-
-Nothing here imports a framework. A new one gives a :class:`~reigen.frontends.adapter.TensorAdapter` and its own
-classes.
-"""

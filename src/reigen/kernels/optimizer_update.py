@@ -1,0 +1,200 @@
+"""Optimizer updates of one piece of a weight, block by block, so that each number is fetched from memory once.
+
+A kernel is one update with its numbers filled in. It computes on a block: flat arrays of `BLOCK` elements that stay
+in the cache while NumPy passes over them once per operation. `run_kernel` cuts a piece into blocks, takes float16 and
+bfloat16 through float32, and keeps nothing: any number of threads may run disjoint pieces at once.
+
+Every element is computed by itself with IEEE operations in a fixed order, so its bits do not depend on how a weight is
+cut. The layer-wise kernels (LAMB, LARS) need norms of the whole weight: `run_layerwise_kernel` passes over it twice,
+and whoever calls it gives it the whole weight. Sums of squares are pairwise within a block, and float64 over the
+blocks.
+
+Weight decay (``decay``) is added to the gradient as a product of its own and never folded into a factor of the weight:
+``1 - lr * decay`` in float32 has steps of 6e-8, and a decay of 1e-7 a step would be 1.2e-7.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.kernels import half_precision
+from reigen.kernels.float_errors import ignore_float_errors
+from reigen.types import DType
+
+Array = NDArray[Any]
+
+#: Elements of a block: 256 KiB of float32. Beginning an operation costs NumPy about 1 us, a third of what 16 Ki
+#: elements take; much larger blocks leave the cache.
+BLOCK = 1 << 16
+
+
+class UpdateKernel(ABC):
+    """One update of one block, in place."""
+
+    __slots__ = ()
+
+    #: How many arrays ``scratch`` has.
+    num_scratch: ClassVar[int]
+
+    @abstractmethod
+    def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
+        """Update ``weight`` and ``states``.
+
+        Args:
+            weight: flat, float32 or float64.
+            grad: like ``weight``; only read.
+            states: like ``weight``, in the kernel's order.
+            scratch: like ``weight``; overwritten.
+        """
+
+
+class LayerwiseKernel(ABC):
+    """An update that needs two norms of the whole weight first."""
+
+    __slots__ = ()
+
+    num_scratch: ClassVar[int]
+
+    @abstractmethod
+    def measure(
+        self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]
+    ) -> tuple[float, float]:
+        """The block's share of two sums of squares. May update ``states``, not ``weight``."""
+
+    @abstractmethod
+    def finish(self, first: float, second: float) -> UpdateKernel:
+        """What remains to be done with each block, given the sums of all blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOperands:
+    """A piece of a weight and what belongs to it: flat arrays of one length.
+
+    Attributes:
+        weight: updated; storage of ``weight_type`` (bfloat16 is uint16).
+        grad: only read; storage of ``grad_type``, any floating type.
+        states: updated; float64 where the weight is float64, else float32.
+        weight_type, grad_type: the element types.
+        master: float32 copy of a float16 or bfloat16 weight that is updated in its place and then rounded into it.
+    """
+
+    weight: Array
+    grad: Array
+    states: Sequence[Array]
+    weight_type: DType
+    grad_type: DType
+    master: Array | None = None
+
+
+def run_kernel(kernel: UpdateKernel, operands: UpdateOperands) -> None:
+    """Update a piece block by block, in place."""
+    with ignore_float_errors():
+        blocks = _BlockLoader(operands, kernel.num_scratch)
+        for begin in range(0, len(operands.weight), BLOCK):
+            loaded = blocks.load(begin)
+            kernel(*loaded)
+            blocks.store(begin, loaded[0])
+
+
+def run_layerwise_kernel(kernel: LayerwiseKernel, operands: UpdateOperands) -> None:
+    """Update a whole weight, in place: measure all blocks, then update them."""
+    first = second = 0.0
+    with ignore_float_errors():
+        blocks = _BlockLoader(operands, kernel.num_scratch)
+        for begin in range(0, len(operands.weight), BLOCK):
+            shares = kernel.measure(*blocks.load(begin))
+            first, second = first + shares[0], second + shares[1]
+    run_kernel(kernel.finish(first, second), operands)
+
+
+class _BlockLoader:
+    """Brings blocks of `UpdateOperands` into the working type, and weights back."""
+
+    def __init__(self, operands: UpdateOperands, num_scratch: int) -> None:
+        self._operands = operands
+        double = operands.weight_type.name == "float64"
+        working = np.dtype(np.float64 if double else np.float32)
+        length = min(len(operands.weight), BLOCK)
+        widens_weight = operands.weight_type.itemsize == 2
+        converts_grad = operands.grad_type.storage != working
+        rows = np.empty((num_scratch + widens_weight + converts_grad, length), working)
+        self._scratch = list(rows[:num_scratch])
+        self._wide_weight = rows[num_scratch] if widens_weight else None
+        self._wide_grad = rows[-1] if converts_grad else None
+
+    def load(self, begin: int) -> tuple[Array, Array, list[Array], list[Array]]:
+        """Weight, gradient, states and scratch of the block at ``begin``, in the working type."""
+        operands = self._operands
+        end = min(begin + BLOCK, len(operands.weight))
+        weight = (operands.weight if operands.master is None else operands.master)[begin:end]
+        grad = operands.grad[begin:end]
+        if self._wide_weight is not None and operands.master is None:
+            widen, _ = half_precision.converters(operands.weight_type.name)
+            wide = self._wide_weight[: end - begin]
+            widen(weight, wide)
+            weight = wide
+        if self._wide_grad is not None:
+            wide = self._wide_grad[: end - begin]
+            if operands.grad_type.name != "bfloat16":
+                np.copyto(wide, grad, casting="same_kind")
+            elif wide.dtype == np.float32:
+                half_precision.widen_bfloat16(grad, wide)
+            else:
+                np.copyto(wide, np.left_shift(grad, 16, dtype=np.uint32).view(np.float32))
+            grad = wide
+        scratch = [array[: end - begin] for array in self._scratch]
+        return weight, grad, [state[begin:end] for state in operands.states], scratch
+
+    def store(self, begin: int, weight: Array) -> None:
+        """Round the updated block back, where it is not the weight itself."""
+        if self._wide_weight is None:
+            return
+        operands = self._operands
+        if operands.master is not None:  # narrowing uses up its source
+            wide = self._wide_weight[: len(weight)]
+            np.copyto(wide, weight)
+            weight = wide
+        _, narrow = half_precision.converters(operands.weight_type.name)
+        narrow(weight, operands.weight[begin : begin + len(weight)])
+
+
+def run_kernel_on_rows(
+    kernel: UpdateKernel, operands: UpdateOperands, rows: NDArray[np.int64], row_length: int
+) -> None:
+    """Update only some rows of a weight, and only the states of these rows.
+
+    Args:
+        kernel: what to do; not a layer-wise one.
+        operands: as for `run_kernel`, but ``grad`` holds the gradients of ``rows`` alone, one row after the other.
+        rows: which rows of the weight, each at most once.
+        row_length: elements of a row.
+    """
+    if not row_length:
+        return
+    count = max(1, BLOCK // row_length)
+    shaped = [array.reshape(-1, row_length) for array in (operands.weight, *operands.states)]
+    master = None if operands.master is None else operands.master.reshape(-1, row_length)
+    grads = operands.grad.reshape(-1, row_length)
+    for begin in range(0, len(rows), count):
+        chosen = rows[begin : begin + count]
+        weight, *states = (array[chosen] for array in shaped)
+        top = None if master is None else master[chosen]
+        part = UpdateOperands(
+            weight.reshape(-1),
+            grads[begin : begin + count].reshape(-1),
+            [state.reshape(-1) for state in states],
+            operands.weight_type,
+            operands.grad_type,
+            None if top is None else top.reshape(-1),
+        )
+        run_kernel(kernel, part)
+        for array, updated in zip(shaped, (weight, *states), strict=True):
+            array[chosen] = updated
+        if master is not None:
+            master[chosen] = top

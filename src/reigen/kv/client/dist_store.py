@@ -1,0 +1,357 @@
+"""The store whose values lie on servers: ``dist_sync``, ``dist_async`` and ``dist_ssp``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from reigen import optim
+from reigen.api.adapter import Array
+from reigen.compression import from_params, means_none
+from reigen.config import Config
+from reigen.errors import ArgumentError, WireError
+from reigen.kv import residual_files
+from reigen.kv.client import optimizer_states
+from reigen.kv.client.batching import BatchBuilder
+from reigen.kv.client.key_init import KeyInitializer
+from reigen.kv.client.key_table import KeyState, RequestFactory, collect_residuals
+from reigen.kv.client.requests import KVOperation
+from reigen.kv.client.worker import KVWorker
+from reigen.kv.keys import key_id
+from reigen.kv.local_reduce import sum_row_sparse, sum_tensors
+from reigen.kv.local_store import copy_to_host, fill_tensor
+from reigen.kv.membership.nodes import JobMembership
+from reigen.kv.protocol import MessageKind
+from reigen.kv.store import KeyTensors, KVStore, Pending, check_optimizer
+from reigen.kv.values import Key, RowSparse, flatten_tensor, row_numbers, tensor_spec, write_tensor
+
+
+class DistStore(KVStore):
+    """A worker's view of a store on servers.
+
+    Args:
+        kind: its type.
+        member: this worker's place in the job.
+        config: the knobs.
+        number: of the store in its job: the same for all workers.
+        staleness: rounds that a worker may be ahead of the slowest one; None: any number.
+        on_close: called once when it is closed.
+        start_until: when all servers are to be connected, on the clock of ``time.monotonic()``; None: see
+            `reigen.kv.client.worker.KVWorker`.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        member: JobMembership,
+        config: Config,
+        number: int = 0,
+        staleness: int | None = 0,
+        on_close: Callable[[DistStore], None] = lambda store: None,
+        start_until: float | None = None,
+    ) -> None:
+        super().__init__(kind)
+        self.rank, self.num_workers, self.is_recovery = member.number, member.num_workers, member.is_recovery
+        self.staleness = math.inf if staleness is None else staleness
+        self._member, self._config, self._number, self._on_close = member, config, number, on_close
+        self._keys: dict[Key, KeyState] = {}
+        self._is_closed = self._has_left = False
+        self._optimizer: optim.Optimizer | None = None
+        self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
+        self._messages = RequestFactory(self._worker)
+        self._key_init = KeyInitializer(self._worker, self._messages, config)
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------
+
+    def set_optimizer(self, optimizer: optim.Optimizer) -> None:
+        """See `KVStore.set_optimizer`. Of layer-wise ones (LAMB, LARS), each key lies on one server in one piece."""
+        check_optimizer(optimizer)
+        self._check()
+        with self.one_deadline():
+            self._worker.command("set_optimizer", {"spec": optimizer.to_spec()})
+            self._optimizer = optimizer
+            self._key_init.is_whole = not optimizer.is_elementwise
+            if self._key_init.is_whole:
+                self._put_together([held for held in self._keys.values() if len(held.places) > 1])
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """See `KVStore.set_learning_rate`."""
+        self._check()
+        self._worker.command("set_learning_rate", {"learning_rate": float(learning_rate)})
+
+    def set_gradient_compression(self, params: Mapping[str, object]) -> None:
+        """See `KVStore.set_gradient_compression`: dense pushes, and what servers without an optimizer send back."""
+        wanted = {} if means_none(params) else dict(params)
+        if not means_none(params):
+            from_params(params)
+        self._check()
+        self._worker.command("set_gradient_compression", {"params": wanted})
+        self._messages.compress(wanted, self.num_workers)
+
+    def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
+        """See `KVStore.save_optimizer_states`. What compression has not sent is this worker's own: one file each."""
+        self._check()
+        optim.check_can_be_written(fname)
+        states = optim.States(())
+        if self._messages.codec is None or self._optimizer is not None:
+            self._optimizing()
+            with self.one_deadline():
+                collected = optimizer_states.collect_states(self._worker, self._keys.values())
+                spec = self._optimizer_now() if dump_optimizer else None
+            states = optim.States(collected.pieces, spec, collected.facts)
+        left: residual_files.Residuals = {}
+        for held in self._keys.values():
+            left.update(collect_residuals(held, self._whose))
+        residual_files.merge_residuals(states, left, self._specs).save(fname)
+
+    def load_optimizer_states(self, fname: str | Path) -> None:
+        """See `KVStore.load_optimizer_states`."""
+        self._check()
+        states, left = residual_files.load_states(fname, self._specs)
+        if states.pieces or self._messages.codec is None:
+            optimizer = self._optimizing()
+            held_here = list(self._keys.values())
+            with self.one_deadline():
+                optimizer_states.restore_states(self._worker, self._messages, held_here, states, optimizer.name)
+        for (key, whose), residual in left.items():
+            held = self._keys[key]
+            if whose == self._whose and self._messages.codec is not None:
+                held.residuals = {place.index: residual[place.begin : place.end].copy() for place in held.places}
+
+    # -- the other workers --------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """See `KVStore.barrier`."""
+        self._check()
+        self._member.barrier(f"store {self._number}", time.monotonic() + self._config.deadline_seconds)
+
+    def num_dead_nodes(self, timeout: float = 60.0) -> int:
+        """See `KVStore.num_dead_nodes`. Nodes are heard of every PS_HEARTBEAT_INTERVAL seconds."""
+        if not timeout >= 0:
+            raise ArgumentError(f"num_dead_nodes() takes seconds, 0 or more, got {timeout!r}")
+        return self._member.num_dead_nodes(float(timeout))
+
+    def leave(self) -> None:
+        """See `KVStore.leave`.
+
+        What was begun comes first. Where that takes long, it may wait for others that wait for this worker, since they
+        have pushed other keys: they are told meanwhile.
+        """
+        with self.one_deadline():
+            if self._has_left:
+                self.wait()
+            elif self._worker.linger():
+                self._has_left = True
+                self._worker.goodbye()
+            else:
+                self._has_left = True
+                self._worker.goodbye(None)
+                self.wait()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker has said that it has nothing more to push."""
+        return self._has_left
+
+    def rounds(self, key: Key) -> int:
+        """See `KVStore.rounds`."""
+        self._known(key)
+        return self._keys[key].last_round()
+
+    def wait(self) -> None:
+        """See `KVStore.wait`."""
+        self._worker.wait_for_all()
+
+    def one_deadline(self, until: float | None = None) -> AbstractContextManager[float]:
+        """See `reigen.kv.client.deadlines.CallDeadlines.one`."""
+        return self._worker.deadlines.one(until)
+
+    def attention(self) -> AbstractContextManager[None]:
+        """See `KVStore.attention`."""
+        return self._worker.attention()
+
+    def attend(self, oldest: Pending, is_enough: Callable[[], bool]) -> None:
+        """See `KVStore.attend`."""
+        assert isinstance(oldest, KVOperation), "a call that waits for nothing begins one"
+        self._worker.attend(oldest, is_enough)
+
+    def interrupt(self) -> None:
+        """See `KVStore.interrupt`."""
+        self._worker.interrupt()
+
+    def close(self) -> None:
+        """See `KVStore.close`. The others go on without this worker."""
+        if self._is_closed:
+            return
+        try:
+            if not self._worker.has_failed:
+                self.leave()
+        finally:
+            self._end()
+
+    def abandon(self) -> None:
+        """Give the store up as a worker that dies does: the others learn that it is lost. May be called twice."""
+        if not self._is_closed:
+            self._end()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._worker.close()
+        self._on_close(self)
+
+    # -- values -------------------------------------------------------------------------------------------------------
+
+    def _init(self, pairs: list[tuple[Key, Any]]) -> None:
+        self._check()
+        holdings = [KeyState(key, key_id(key), tensor_spec(value)) for key, value in pairs]
+        values: dict[int, Array] = {}
+        if self.rank == 0:
+            for held, (_, value) in zip(holdings, pairs, strict=True):
+                values[held.id] = flatten_tensor(copy_to_host(value) if isinstance(value, RowSparse) else value)[0]
+        with self.one_deadline():
+            self._key_init.declare(holdings, values, lambda: self._keys.update((held.name, held) for held in holdings))
+
+    def _push(self, groups: list[KeyTensors], priority: int) -> Pending:
+        self._check(pushes=True)
+        operation = KVOperation(self._worker, "push", None, [key for key, _ in groups])
+        packing = BatchBuilder(self._messages, self._worker, MessageKind.PUSH, operation, priority, len(groups))
+        for key, tensors in groups:
+            held = self._keys[key]
+            if any(isinstance(tensor, RowSparse) for tensor in tensors):
+                self._messages.push_rows(operation, held, *sum_row_sparse(tensors, held.spec), priority)
+            else:
+                packing.add(held, sum_tensors(tensors, held.spec)[0], None)
+        packing.end()
+        self._worker.flush()
+        return operation
+
+    def _pull(self, groups: list[KeyTensors], priority: int, blocking: bool) -> Pending:
+        self._check()
+        places = _PullTargets(outs for _, outs in groups)
+        operation = KVOperation(self._worker, "pull", places.finish, [key for key, _ in groups])
+        packing = BatchBuilder(self._messages, self._worker, MessageKind.PULL, operation, priority, len(groups))
+        for (key, _), place in zip(groups, places, strict=True):
+            packing.add(self._keys[key], None, place.elements)
+        packing.end()
+        if not blocking:
+            self._worker.flush()
+        return operation
+
+    def _pushpull(self, values: list[KeyTensors], outs: list[KeyTensors], priority: int, blocking: bool) -> Pending:
+        keys = [key for key, _ in values]
+        if keys != [key for key, _ in outs]:
+            raise ArgumentError("pushpull() needs an out for each key that it is given a value for")
+        self._check(pushes=True)
+        places = _PullTargets(several for _, several in outs)
+        operation = KVOperation(self._worker, "pushpull", places.finish, keys)
+        packing = BatchBuilder(self._messages, self._worker, MessageKind.PUSHPULL, operation, priority, len(keys))
+        for (key, tensors), place in zip(values, places, strict=True):
+            held = self._keys[key]
+            packing.add(held, sum_tensors(tensors, held.spec)[0], place.elements)
+        packing.end()
+        if not blocking:
+            self._worker.flush()
+        return operation
+
+    def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
+        self._check()
+        held = self._keys[key]
+        spec = held.spec
+        wanted = np.arange(spec.shape[0]) if rows is None else np.unique(row_numbers(rows, spec.shape[0]))
+        received = np.empty((len(wanted), spec.row_length), spec.dtype.storage)
+
+        def finish() -> None:
+            for out in outs:
+                out.receive(wanted.copy(), received.reshape(len(wanted), *spec.shape[1:]).copy())
+
+        operation = KVOperation(self._worker, f"row_sparse_pull of key {key!r}", finish)
+        self._messages.pull_rows(operation, held, wanted, received, priority)
+        self._worker.flush()
+        return operation
+
+    # -- help ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _whose(self) -> str:
+        return f"worker {self.rank}"
+
+    def _check(self, *, pushes: bool = False) -> None:
+        if self._is_closed:
+            raise ArgumentError("this store was closed")
+        if pushes and self._has_left:
+            raise ArgumentError("this worker has left: it said that it has no more data, and may only pull")
+        self._worker.check()
+
+    def _optimizing(self) -> optim.Optimizer:
+        if self._optimizer is None:
+            raise ArgumentError("this store has no optimizer; call set_optimizer() before")
+        return self._optimizer
+
+    def _optimizer_now(self) -> optim.Optimizer:
+        """As the servers have it: any worker may have changed its learning rate."""
+        (spec,) = self._worker.command("get_optimizer", {}, [0])
+        if not isinstance(spec, dict):
+            raise WireError("server 0 has no optimizer, and took one before")
+        return optim.from_spec(spec)
+
+    def _put_together(self, holdings: list[KeyState]) -> None:
+        """Have keys that were cut lie in one piece: declare them anew, with the values that they have."""
+        values: dict[int, Array] = {}
+        for held in holdings:
+            if self.rank == 0:
+                values[held.id] = np.empty(held.spec.num_elements, held.spec.dtype.storage)
+                operation = KVOperation(self._worker, f"moving key {held.name!r}")
+                self._messages.pull(operation, held, values[held.id], 0)
+                operation.wait()
+        for held in holdings:
+            held.generation += 1
+        if holdings:
+            self._key_init.declare(holdings, values)
+
+    def _counts(self, server: int) -> Iterable[tuple[int, int, int]]:
+        """See `reigen.kv.client.server_connection.ServerConnectionOwner.counts`."""
+        for held in list(self._keys.values()):
+            for place in held.places:
+                if place.server == server:
+                    yield held.id, place.index, held.done[place.index]
+
+
+class _PullTarget:
+    """Where a pulled value lands: in the first out itself, if it can, and from there in the others."""
+
+    def __init__(self, outs: list[Any]) -> None:
+        self._outs = outs
+        self.elements, self._aliases = flatten_tensor(outs[0])
+
+    def finish(self) -> None:
+        """The elements are there."""
+        write_tensor(self._outs[0], self.elements, self._aliases)
+        for out in self._outs[1:]:
+            fill_tensor(out, self.elements)
+
+
+class _PullTargets(list[_PullTarget]):
+    """Those of several keys."""
+
+    def __init__(self, outs: Iterable[list[Any]]) -> None:
+        super().__init__(_PullTarget(several) for several in outs)
+
+    def finish(self) -> None:
+        """All elements are there."""
+        for each in self:
+            each.finish()

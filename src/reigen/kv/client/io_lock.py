@@ -1,0 +1,66 @@
+"""Who works with the connections of a store: one thread at a time, and the others can ask it to make room."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+
+class IOLock:
+    """A lock with a bell. Who holds it waits for `fileno` to be readable, too, and leaves soon when it `is_wanted`.
+
+    The lock is not fair, and who comes back at once may be faster than who has rung: so it is looked at who waits, and
+    the bell is only for those who sleep.
+
+    Attributes:
+        num_passed: how often it was left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._counting = threading.Lock()
+        self._num_waiting = 0
+        self.num_releases = 0
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            with self._counting:
+                self._num_waiting += 1
+            self.ring()
+            self._lock.acquire()
+            with self._counting:
+                self._num_waiting -= 1
+
+    def try_acquire(self) -> bool:
+        """Come in if nobody is there, and ask nobody to leave; whether that was so."""
+        return self._lock.acquire(blocking=False)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits to come in."""
+        return self._num_waiting > 0
+
+    def __exit__(self, *_: object) -> None:
+        self.num_releases += 1
+        self._lock.release()
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while somebody wants to come in."""
+        return self._bell
+
+    def ring(self) -> None:
+        """Ask who holds it to leave."""
+        os.eventfd_write(self._bell, 1)
+
+    def heed(self) -> None:
+        """The bell was heard."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def close(self) -> None:
+        """Give up the descriptor. May be called twice; nobody comes any more."""
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1

@@ -1,0 +1,237 @@
+"""What a worker knows of its keys, and the requests that pushes and pulls of them consist of: one for each shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from reigen.api.adapter import Array
+from reigen.compression import Codec, Residual, from_params
+from reigen.kv.client.requests import MAX_PENDING_PUSHES, PUSH_KINDS, ClientRequest, KeyOrder, KVOperation
+from reigen.kv.client.worker import KVWorker
+from reigen.kv.protocol import DTYPE_NUMBERS, INLINE_BYTES, MessageFlag, MessageKind, ShardRange
+from reigen.kv.residual_files import Residuals
+from reigen.kv.values import ROW_SPARSE, Key, TensorSpec
+
+_ROW_NUMBER = np.dtype("<i8")
+
+
+@dataclass(eq=False)
+class KeyState:
+    """A key of a store on servers, as one worker sees it.
+
+    Attributes:
+        name: as the user wrote it.
+        id: see `reigen.kv.keys`.
+        spec: what it holds.
+        places: its shards, in the order of their elements.
+        round: pushes of this worker so far.
+        generation: how often it was declared anew.
+        done: by shard, the last push that was answered.
+        track: the order of its operations.
+        residuals: by shard, what compression has not sent yet.
+    """
+
+    name: Key
+    id: int
+    spec: TensorSpec
+    places: tuple[ShardRange, ...] = ()
+    round: int = 0
+    generation: int = 0
+    done: list[int] = field(default_factory=list)
+    order: KeyOrder = field(default_factory=KeyOrder)
+    residuals: dict[int, Residual] = field(default_factory=dict)
+    _has_failed: bool = False
+
+    def set_placement(self, places: tuple[ShardRange, ...]) -> None:
+        """Its shards are there."""
+        self.places = places
+        self.done = [0] * len(places)
+        self.order.max_pushes = MAX_PENDING_PUSHES * len(places)
+        self.residuals.clear()
+
+    def last_round(self) -> int:
+        """The number of the last push. One that failed counts only where it was done all the same."""
+        if self._has_failed and not self.order.num_pushes:
+            self._has_failed = False
+            self.round = min(self.done, default=self.round)
+        return self.round
+
+    def next_round(self) -> int:
+        """The number of a push, which is the last one now."""
+        self.round = self.last_round() + 1
+        return self.round
+
+    def discard_round(self) -> None:
+        """The last push could not be begun: it does not count."""
+        self._has_failed = True
+
+    def note(self, shard: int, round: int, is_done: bool) -> None:
+        """A push of a shard is over."""
+        if is_done:
+            self.done[shard] = max(self.done[shard], round)
+        else:
+            self._has_failed = True
+
+    def note_request(self, request: ClientRequest) -> None:
+        """A request that pushes to a shard is over."""
+        header = request.answer_header
+        self.note(request.shard, request.round, header is not None and header.kind != MessageKind.ERROR)
+
+    def row_ranges(self) -> Iterator[tuple[ShardRange, int, int]]:
+        """Each shard of a row-sparse key with its first row and the one after its last."""
+        length = max(1, self.spec.row_length)
+        for place in self.places:
+            yield place, place.begin // length, place.end // length
+
+
+class RequestFactory:
+    """Makes the requests of pushes and pulls, and begins them.
+
+    Args:
+        worker: carries them.
+
+    Attributes:
+        codec: encodes what is pushed; None: nothing is encoded.
+        answer_codec: decodes what is answered.
+    """
+
+    def __init__(self, worker: KVWorker) -> None:
+        self._worker = worker
+        self.codec: Codec | None = None
+        self.answer_codec: Codec | None = None
+
+    def compress(self, params: Mapping[str, object], num_workers: int) -> None:
+        """Encode from now on, or not any more ({}); both ends know the codecs from the same words."""
+        self.codec = from_params(params) if params else None
+        self.answer_codec = None if self.codec is None else self.codec.for_sums(num_workers)
+
+    def push(self, operation: KVOperation, held: KeyState, elements: Array, priority: int, into: Array | None) -> None:
+        """Push dense elements.
+
+        Args:
+            operation: that this is a part of.
+            held: the key.
+            elements: all of them, flat.
+            priority: higher first.
+            into: flat memory that receives what is stored afterwards: PUSHPULL; None: PUSH.
+        """
+        kind = MessageKind.PUSH if into is None else MessageKind.PUSHPULL
+        codec = self.codec if held.spec.dtype.is_floating else None
+        is_one = len(held.places) == 1
+        round_number = held.next_round()
+        try:
+            for place in held.places:
+                request = self._request(kind, operation, held, place, priority, round_number)
+                part = elements if is_one else elements[place.begin : place.end]
+                if codec is None:
+                    request.body, request.block = self._worker.bodies.copy(part)
+                else:
+                    self._encode(request, codec, held, place, part)
+                if into is not None:
+                    self._expect(request, held, into if is_one else into[place.begin : place.end])
+                # one by one: servers begin with the first while the next is copied
+                self._worker.submit([request], held.order)
+        except BaseException:
+            held.discard_round()
+            raise
+
+    def push_rows(self, operation: KVOperation, held: KeyState, indices: Array, rows: Array, priority: int) -> None:
+        """Push some rows: of every shard, if only none."""
+        requests = []
+        round_number = held.next_round()
+        try:
+            for place, first, last in held.row_ranges():
+                low, high = np.searchsorted(indices, (first, last))
+                request = self._request(MessageKind.ROW_PUSH, operation, held, place, priority, round_number)
+                numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
+                parts = numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8)
+                request.body, request.block = self._worker.bodies.copy(*parts)
+                requests.append(request)
+            self._worker.submit(requests, held.order)
+        except BaseException:
+            held.discard_round()
+            raise
+
+    def pull(self, operation: KVOperation, held: KeyState, into: Array, priority: int) -> None:
+        """Pull all elements into flat memory."""
+        requests, round_number = [], held.last_round()
+        for place in held.places:
+            request = self._request(MessageKind.PULL, operation, held, place, priority, round_number)
+            self._expect(request, held, into[place.begin : place.end])
+            requests.append(request)
+        self._worker.submit(requests, held.order)
+
+    def pull_rows(self, operation: KVOperation, held: KeyState, wanted: Array, into: Array, priority: int) -> None:
+        """Pull rows ``wanted`` (ascending) into ``into``, (number of rows, elements of a row)."""
+        requests, round_number = [], held.last_round()
+        for place, first, last in held.row_ranges():
+            low, high = np.searchsorted(wanted, (first, last))
+            if low == high:
+                continue
+            request = self._request(MessageKind.ROW_PULL, operation, held, place, priority, round_number)
+            request.body = (wanted[low:high] - first).astype(_ROW_NUMBER).tobytes()
+            request.into = into[low:high].reshape(-1)
+            requests.append(request)
+        if requests:
+            self._worker.submit(requests, held.order)
+
+    def put(
+        self, kind: MessageKind, operation: KVOperation, held: KeyState, place: ShardRange, body: Array
+    ) -> ClientRequest:
+        """A request that gives a shard bytes: INIT and PUT_STATES."""
+        request = self._request(kind, operation, held, place, 0, 0)
+        request.body, request.block = self._worker.bodies.copy(body)
+        return request
+
+    def _request(
+        self,
+        kind: MessageKind,
+        operation: KVOperation,
+        held: KeyState,
+        place: ShardRange,
+        priority: int,
+        round_number: int,
+    ) -> ClientRequest:
+        return ClientRequest(
+            kind,
+            place.server,
+            operation,
+            held.id,
+            place.index,
+            round_number,
+            DTYPE_NUMBERS[held.spec.dtype.name],
+            priority=priority,
+            on_done=held.note_request if kind in PUSH_KINDS else None,
+        )
+
+    def _expect(self, request: ClientRequest, held: KeyState, into: Array) -> None:
+        request.into = into
+        if self.answer_codec is not None and held.spec.dtype.is_floating and held.spec.stype != ROW_SPARSE:
+            request.flags |= int(MessageFlag.ENCODE_ANSWER)
+            request.codec = self.answer_codec
+
+    def _encode(self, request: ClientRequest, codec: Codec, held: KeyState, place: ShardRange, part: Array) -> None:
+        if place.index not in held.residuals:
+            held.residuals[place.index] = codec.begin(len(part), held.spec.dtype)
+        nbytes = codec.max_bytes(len(part))
+        if nbytes < INLINE_BYTES:
+            codes = bytearray(nbytes)
+            codec.encode(part, held.residuals[place.index], codes)
+            request.body = bytes(codes)
+        else:
+            request.body, request.block = self._worker.bodies.take(nbytes)
+            codec.encode(part, held.residuals[place.index], request.body)
+        request.flags |= int(MessageFlag.ENCODED)
+
+
+def collect_residuals(held: KeyState, whose: str) -> Residuals:
+    """What compression has not sent of a key, as one array; nothing where nothing was pushed."""
+    if not held.residuals or any(part is None for part in held.residuals.values()):
+        return {}
+    parts = [held.residuals.get(place.index) for place in held.places]
+    sizes = [place.end - place.begin for place in held.places]
+    known = [np.zeros(size, np.float32) if part is None else part for part, size in zip(parts, sizes, strict=True)]
+    return {(held.name, whose): np.concatenate(known)}

@@ -1,0 +1,333 @@
+"""What a worker of the parameter server has begun: operations of its user, and the requests that they consist of."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.api.adapter import Array
+from reigen.compression import Codec
+from reigen.errors import ReigenError, WireError
+from reigen.kv.protocol import MessageFlag, MessageHeader, MessageKind
+from reigen.kv.shm_arena import ArenaBlock
+
+ByteArray = NDArray[np.uint8]
+
+#: Requests that are answered with what later pushes of the same worker change.
+READ_KINDS = frozenset({MessageKind.PULL, MessageKind.PUSHPULL, MessageKind.ROW_PULL})
+#: Requests that count as a push.
+PUSH_KINDS = frozenset({MessageKind.PUSH, MessageKind.PUSHPULL, MessageKind.ROW_PUSH})
+
+# As plain numbers: every request has them, and enumerations are slow.
+_IN_MEMORY, _ANSWER_IN_MEMORY, _RESENT = map(
+    int, (MessageFlag.IN_MEMORY, MessageFlag.ANSWER_IN_MEMORY, MessageFlag.RESENT)
+)
+
+#: Pushes of one key that may be under way; a further one waits for the first of them.
+MAX_PENDING_PUSHES = 16
+
+
+class OperationWaiter(Protocol):
+    """Who can wait for an operation."""
+
+    def wait_for(self, operation: KVOperation, until: float | None) -> None:
+        """Return when the operation is over, however.
+
+        Args:
+            operation: whose requests were submitted.
+            until: on the clock of ``time.monotonic()``; None: the job's deadline.
+
+        Raises:
+            DeadlineError: it is not over by then.
+        """
+
+
+@dataclass(slots=True, eq=False)
+class KeyOrder:
+    """The operations of one key, in their order.
+
+    Attributes:
+        num_reads: requests under way that have to be answered before the next push.
+        num_pushes: requests under way that push.
+        most_pushes: of that, before a further one has to wait.
+        last: the operation whose requests left last.
+        held: what waits for that, in order: requests of one operation each.
+    """
+
+    num_reads: int = 0
+    num_pushes: int = 0
+    max_pushes: int = MAX_PENDING_PUSHES
+    last: KVOperation | None = None
+    held: deque[Sequence[ClientRequest]] = field(default_factory=deque)
+
+    def is_free(self, kind: MessageKind) -> bool:
+        """Whether a request of a new operation would not be held back.
+
+        It would not be a moment later, either: others only finish what was begun, and what was held back counts as a
+        read before it is held back no more. So this needs no lock.
+        """
+        return not self.held and (kind not in PUSH_KINDS or not self.num_reads)
+
+    def has_push_slot(self) -> bool:
+        """Whether there are not too many under way."""
+        return self.num_pushes < self.max_pushes
+
+    def must_wait(self, requests: Sequence[ClientRequest]) -> bool:
+        """Whether requests of one operation, the next ones in order, have to wait for reads of others."""
+        return self.num_reads > 0 and requests[0].kind in PUSH_KINDS and requests[0].operation is not self.last
+
+
+class KVOperation:
+    """One call of the user's: a `reigen.kv.store.Pending`.
+
+    Args:
+        driver: waits.
+        what: in words, for errors: "push".
+        finish: run once by whoever waits, when all that was asked for is there.
+        keys: of what.
+
+    Attributes:
+        latest: when it has to be over, on the clock of ``time.monotonic()``; None before anybody waited for it.
+        num_left: requests that are not answered.
+        error: what the first of them that failed led to.
+        is_told: somebody has been told of the error, or was told that there is none.
+    """
+
+    __slots__ = ("_callbacks", "_driver", "_finish", "_keys", "_what", "error", "is_reported", "latest", "num_left")
+
+    def __init__(
+        self,
+        driver: OperationWaiter,
+        what: str,
+        finish: Callable[[], None] | None = None,
+        keys: Sequence[int | str] = (),
+    ) -> None:
+        self._driver = driver
+        self._what, self._keys = what, keys
+        self._finish = finish
+        self._callbacks: list[Callable[[], None]] | None = None
+        self.latest: float | None = None
+        self.num_left = 0
+        self.error: ReigenError | None = None
+        self.is_reported = False
+
+    @property
+    def what(self) -> str:
+        """In words, for errors: "push of key 'w'"."""
+        if not self._keys:
+            return self._what
+        names = ", ".join(map(repr, self._keys[:3])) + (" ..." if len(self._keys) > 3 else "")
+        return f"{self._what} of key{'' if len(self._keys) == 1 else 's'} {names}"
+
+    def wait(self, timeout: float | None = None) -> None:
+        """See `reigen.kv.store.Pending.wait`."""
+        if self.num_left:
+            self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
+        self.is_reported = True
+        if self.error is not None:
+            raise self.error.anew()
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def done(self) -> bool:
+        """See `reigen.kv.store.Pending.done`."""
+        return not self.num_left
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See `reigen.kv.store.Pending.add_done_callback`."""
+        if self._callbacks is None:
+            self._callbacks = []
+        self._callbacks.append(callback)
+        if not self.num_left:  # otherwise `over`, which looks for callbacks after that, finds it
+            self.over()
+
+    def over(self) -> None:
+        """The last of its requests is over."""
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop()
+            except IndexError:  # another thread was faster
+                return
+            callback()
+
+    def fail(self, error: ReigenError) -> None:
+        """One of its requests has failed; the first error counts."""
+        if self.error is None:
+            self.error = error
+
+
+@dataclass(slots=True, eq=False)
+class ClientRequest:
+    """One message to one server, and what is to become of the answer.
+
+    Attributes:
+        kind: what is asked.
+        server: its number.
+        operation: that it is a part of.
+        key: id of the key.
+        shard: index of the shard.
+        round: see `reigen.kv.protocol`.
+        dtype: number of the element type of the body.
+        flags: what `MessageFlag` says about the request; where its body is, is added when it is sent.
+        priority: higher first.
+        body: what is sent, in memory that nobody changes; in the arena if ``block``.
+        block: where the body lies in the own arena; given back when the request is over.
+        into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
+        codec: decodes a value that is encoded.
+        on_done: called when the request is over.
+        tracks: the orders that it is part of (`reigen.kv.client.worker`): that of its key, if any; of a bundle,
+            several.
+        request: its id at the server, 0 before it was submitted.
+        sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
+        num_reminders: how often it was sent again, or asked about, since.
+        is_received: the server has said that it has it.
+        is_over: it was answered, or given up.
+        answer: the body of the answer, where it is not a value that belongs somewhere.
+        answer_header: of the answer.
+    """
+
+    kind: MessageKind
+    server: int
+    operation: KVOperation
+    key: int = 0
+    shard: int = 0
+    round: int = 0
+    dtype: int = 0
+    flags: int = 0
+    priority: int = 0
+    body: ByteArray | bytes = b""
+    block: ArenaBlock | None = None
+    into: Array | None = None
+    codec: Codec | None = None
+    on_done: Callable[[ClientRequest], None] | None = None
+    orders: Sequence[KeyOrder] = ()
+    request: int = field(default=0, init=False)
+    sent_at: float = field(default=0.0, init=False)
+    num_reminders: int = field(default=0, init=False)
+    is_received: bool = field(default=False, init=False)
+    is_over: bool = field(default=False, init=False)
+    answer: bytes | bytearray | None = field(default=None, init=False)
+    answer_header: MessageHeader | None = field(default=None, init=False)
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids belong to it, from `request` on."""
+        return 1
+
+    def take(self, data: memoryview) -> None:
+        """Its value is there; it does not belong to `into`.
+
+        Raises:
+            WireError: that is no such value.
+        """
+        self.answer = bytearray(data)
+
+    def forget(self) -> None:
+        """Whatever is answered from now on goes nowhere."""
+        if self.into is not None:
+            self.into = np.empty_like(self.into)
+
+    def leave(self) -> Sequence[KeyOrder]:
+        """The orders that it is part of, and from now on is not any more."""
+        tracks, self.orders = self.orders, ()
+        return tracks
+
+    def header(
+        self, store: int, *, is_read: bool, can_read: bool, again: bool
+    ) -> tuple[MessageHeader, memoryview | bytes]:
+        """What to send: the header, and the body that follows it on the connection.
+
+        Args:
+            store: number of the store.
+            is_read: the server reads this process's arena.
+            can_read: this process reads the server's.
+            again: it was sent before.
+        """
+        nbytes, flags = len(self.body), self.flags
+        if again:
+            flags |= _RESENT
+        if can_read:
+            flags |= _ANSWER_IN_MEMORY
+        offset = memory_bytes = 0
+        body: memoryview | bytes = b""
+        if self.block is not None and is_read:
+            flags, offset, memory_bytes = flags | _IN_MEMORY, self.block.offset, nbytes
+        elif nbytes:
+            body = self.body if isinstance(self.body, bytes) else self.body.data
+        header = MessageHeader(
+            self.kind, self.request, self.key, self.shard, self.round, flags, self.dtype, 0, store,
+            self.priority, len(body), offset, memory_bytes,
+        )  # fmt: skip
+        return header, body
+
+    def query(self, store: int) -> MessageHeader:
+        """The question what has become of it."""
+        return MessageHeader(
+            int(MessageKind.QUERY), self.request, self.key, self.shard, self.round, self.flags, self.dtype,
+            self.kind, store, self.priority,
+        )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class BatchRequest(ClientRequest):
+    """A request for several keys, whose `tracks` are in their order. Each key may be answered by itself.
+
+    Attributes:
+        numbers: of each key, what `ClientRequest.round` would be.
+        notes: what is told of each key's push when it is over: shard, round, and whether it was done. None for pulls.
+        outs: where the keys' values belong, flat; empty where none are asked for.
+        alone: the keys, by their numbers in the bundle, that were answered by themselves.
+    """
+
+    numbers: Sequence[int] = ()
+    notes: Sequence[Callable[[int, int, bool], None]] = ()
+    outs: list[Array] = field(default_factory=list)
+    alone: set[int] = field(default_factory=set, init=False)
+
+    @property
+    def num_ids(self) -> int:
+        """See `ClientRequest.num_ids`."""
+        return 1 + len(self.numbers)
+
+    def take(self, data: memoryview) -> None:
+        """See `ClientRequest.take`: the values of all keys."""
+        if len(data) != sum(out.nbytes for out in self.outs):
+            raise WireError(f"{len(data)} bytes for a bundle of {sum(out.nbytes for out in self.outs)}")
+        values = np.frombuffer(data, self.outs[0].dtype)
+        begin = 0
+        for out in self.outs:
+            end = begin + len(out)
+            out[:] = values[begin:end]
+            begin = end
+
+    def forget(self) -> None:
+        """See `ClientRequest.forget`."""
+        self.outs = [np.empty_like(out) for out in self.outs]
+
+    def leave(self) -> Sequence[KeyOrder]:
+        """See `ClientRequest.leave`."""
+        tracks = [track for place, track in enumerate(self.orders) if place not in self.alone]
+        self.orders = ()
+        return tracks
+
+    def complete_part(self, place: int, *, is_done: bool) -> KeyOrder:
+        """A key was answered by itself; returns its order, which the bundle is not part of any more."""
+        self.alone.add(place)
+        if self.notes:
+            self.notes[place](0, self.numbers[place], is_done)
+        return self.orders[place]
+
+    def note(self, _: ClientRequest) -> None:
+        """See `ClientRequest.on_done`: for all keys that were not answered by themselves."""
+        is_done = self.answer_header is not None and self.answer_header.kind != MessageKind.ERROR
+        for place, note in enumerate(self.notes):
+            if place not in self.alone:
+                note(0, self.numbers[place], is_done)

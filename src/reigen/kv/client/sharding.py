@@ -1,0 +1,163 @@
+"""Which server keeps which part of a key's value. Pure: no I/O, and the same answers in the same order every time.
+
+The unit of everything below a key is the *shard*: a contiguous range of the value's flat elements on one server.
+Rounds, consistency, compression, queues, snapshots and transfers are per shard.
+
+a. Rank 0 alone places keys, in the order of its init() calls, with one `ShardPlacer`. So nobody has to agree with
+   anybody.
+b. A key's *home* server (`home_server`) keeps its declaration: name, shape, dtype, and the shards, which it tells the
+   other workers. A worker needs nothing but the key to find it.
+c. A key of fewer elements than the bound lies on one server: that with the least bytes so far (ties: the lowest).
+d. A larger one is spread over all servers: as many shards for each, equal but for one unit, in turn, so that all
+   servers are busy from its first shards on. Where shards differ, those with the least bytes so far take the larger
+   ones.
+e. No shard is larger than the slice, but for one unit. Borders are multiples of a unit: 32 elements, so that codes of 1
+   and 2 bits of the shards put together are the codes of the whole; one row for row-sparse keys.
+f. A key that must not be cut (layer-wise optimizers need norms of the whole) is one shard, whatever its size.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+import msgspec
+
+#: The largest shard, where the user does not say: servers on this host, on this host without processors to spare, and
+#: elsewhere.
+LOCAL_SLICE_BYTES, CROWDED_SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 12 << 20, 1 << 20
+#: Elements between two borders: whole words of 1-bit codes.
+ALIGNMENT_ELEMENTS = 32
+
+
+class ShardPlacement(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A part of a key's value.
+
+    Attributes:
+        key: id of the key.
+        index: of the shard in its key, from 0, in the order of the elements.
+        begin, end: its flat elements.
+        server: which keeps it.
+    """
+
+    key: int
+    index: int
+    begin: int
+    end: int
+    server: int
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it has."""
+        return self.end - self.begin
+
+
+def home_server(key_id: int, num_servers: int) -> int:
+    """The server that keeps a key's declaration (step b)."""
+    return key_id % num_servers
+
+
+def choose_slice_bytes(
+    asked: int | None, server_hosts: Sequence[str], num_processes: int, num_processors: int
+) -> tuple[int, str]:
+    """The largest shard, and the reason for it in words.
+
+    What comes back can begin when the first shard has come from every worker, and ends with a shard that goes back
+    alone. So the time that a shard takes on the wire is added to every pushpull, however large that is. In shared
+    memory that is little, and each shard has a price of its own: what takes its messages has left the caches while
+    values were copied. Where processes wait for processors and not for each other, there is nothing to overlap, and the
+    price counts alone.
+
+    Args:
+        asked: what the user says; None: nothing.
+        server_hosts: addresses at which servers listen.
+        num_processes: workers and servers of the job.
+        num_processors: of this host.
+    """
+    if asked is not None:
+        return asked, "as set"
+    if not all(ipaddress.ip_address(host).is_loopback for host in server_hosts):
+        return NETWORK_SLICE_BYTES, "servers can be reached from other hosts"
+    reason = f"only this host can reach the servers: {num_processes} processes on {num_processors} processor(s)"
+    return CROWDED_SLICE_BYTES if num_processes > num_processors else LOCAL_SLICE_BYTES, reason
+
+
+class ShardPlacer:
+    """Places keys as they come (step a).
+
+    Args:
+        num_servers: at least 1.
+        bound: a key of this many elements or more is spread over all servers.
+        slice_bytes: the largest shard.
+
+    Attributes:
+        loads: bytes of values on each server.
+    """
+
+    def __init__(self, num_servers: int, bound: int, slice_bytes: int) -> None:
+        self._bound = bound
+        self._slice_bytes = slice_bytes
+        self.loads = [0] * num_servers
+        #: what each key adds to which server
+        self._placed: dict[int, list[tuple[int, int]]] = {}
+
+    def place(
+        self, key_id: int, num_elements: int, itemsize: int, row_length: int = 1, whole: bool = False
+    ) -> tuple[tuple[ShardPlacement, ...], str]:
+        """Place a key, or place it anew.
+
+        Args:
+            key_id: see `kv.keys.key_id`.
+            num_elements: of the whole value; may be 0.
+            itemsize: bytes of an element.
+            row_length: elements of a row of a row-sparse key; 1 for a dense one.
+            whole: the key must not be cut (step f).
+
+        Returns:
+            The shards, which cover the value in order without gaps, and the reason for them in words.
+        """
+        self.forget(key_id)
+        order = sorted(range(len(self.loads)), key=lambda server: (self.loads[server], server))
+        unit = row_length if row_length > 1 else ALIGNMENT_ELEMENTS
+        spread = num_elements >= self._bound and not whole and len(order) > 1
+        if not spread:
+            order = order[:1]
+        sizes = [num_elements] if whole else self._cut(num_elements, itemsize, unit, len(order))
+        shards, begin = [], 0
+        for index, size in enumerate(sizes):
+            shards.append(ShardPlacement(key_id, index, begin, begin + size, order[index % len(order)]))
+            begin += size
+        self.adopt(shards, itemsize)
+        return tuple(shards), self._reason(num_elements, shards, whole, spread)
+
+    def adopt(self, shards: Sequence[ShardPlacement], itemsize: int) -> None:
+        """Take into account a key that was placed before, by another process of this rank."""
+        if shards:
+            self.forget(shards[0].key)
+            parts = [(shard.server, shard.num_elements * itemsize) for shard in shards]
+            for server, num_bytes in parts:
+                self.loads[server] += num_bytes
+            self._placed[shards[0].key] = parts
+
+    def forget(self, key_id: int) -> None:
+        """A key is not there any more, or about to be placed elsewhere."""
+        for server, num_bytes in self._placed.pop(key_id, ()):
+            self.loads[server] -= num_bytes
+
+    def _cut(self, num_elements: int, itemsize: int, unit: int, num_servers: int) -> list[int]:
+        """Sizes of the shards (steps d, e); the first are the larger ones."""
+        units = -(-num_elements // unit)
+        units_in_shard = max(1, self._slice_bytes // (itemsize * unit))
+        rows = -(-units // (units_in_shard * num_servers))
+        num_shards = max(1, min(units, rows * num_servers))
+        base, more = divmod(units, num_shards)
+        sizes = [(base + (index < more)) * unit for index in range(num_shards)]
+        sizes[-1] -= units * unit - num_elements
+        return sizes
+
+    def _reason(self, num_elements: int, shards: Sequence[ShardPlacement], whole: bool, spread: bool) -> str:
+        if spread:
+            servers = len({shard.server for shard in shards})
+            return f"{num_elements} elements, the bound is {self._bound}: {len(shards)} shard(s) on {servers} server(s)"
+        why = "must not be cut" if whole else "below the bound" if num_elements < self._bound else "the only server"
+        return f"{num_elements} elements on server {shards[0].server} ({why}): {len(shards)} shard(s)"

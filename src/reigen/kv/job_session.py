@@ -1,0 +1,220 @@
+"""This process's part in its job with servers, which all its stores share: from the environment to a store."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import math
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from reigen.config import VARIABLES, Config, load_config
+from reigen.errors import ArgumentError, ReigenError
+from reigen.kv.client.dist_store import DistStore
+from reigen.kv.membership.nodes import JobMembership, MembershipEvent, NodeRole, ServerInfo
+from reigen.kv.run_role import join_as_worker
+from reigen.resources.stdio import occupy_standard_descriptors
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
+
+#: Their numbers have 16 bits on the wire.
+_MOST_STORES = 1 << 16
+
+
+class SharedMembership:
+    """A `JobMembership` that several stores share: each hears of every event.
+
+    Args:
+        member: the real one.
+        others: all of this member's, this one included once it is there: whoever fetches events passes them on.
+    """
+
+    def __init__(self, member: JobMembership, others: list[SharedMembership]) -> None:
+        self._member = member
+        self._others = others
+        self.role: NodeRole = member.role
+        self.number, self.incarnation, self.job = member.number, member.incarnation, member.job
+        self.num_workers, self.num_servers = member.num_workers, member.num_servers
+        self.is_recovery, self.host = member.is_recovery, member.host
+        self.secret: bytes = member.secret
+        self.tls: TlsContext | None = member.tls
+        self._lock = threading.Lock()
+        self._events: list[MembershipEvent] = []
+        #: readable while others have fetched events for this one
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._either = select.epoll()
+        self._either.register(self._bell, select.EPOLLIN)
+        self._either.register(member.fileno(), select.EPOLLIN)
+
+    def servers(self, deadline: float) -> Sequence[ServerInfo]:
+        """See `JobMembership.servers`."""
+        return self._member.servers(deadline)
+
+    def barrier(self, name: str, deadline: float) -> None:
+        """See `JobMembership.barrier`."""
+        self._member.barrier(name, deadline)
+
+    def events(self) -> list[MembershipEvent]:
+        """See `JobMembership.events`."""
+        new = self._member.events()
+        for each in list(self._others):
+            each.hear(new)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        with self._lock:
+            events, self._events = self._events, []
+            return events
+
+    def hear(self, events: list[MembershipEvent]) -> None:
+        """Something that another has fetched."""
+        with self._lock:
+            if events and self._bell >= 0:
+                self._events += events
+                os.eventfd_write(self._bell, 1)
+
+    def fileno(self) -> int:
+        """See `JobMembership.fileno`."""
+        return self._either.fileno()
+
+    def num_dead_nodes(self, timeout: float) -> int:
+        """See `JobMembership.num_dead_nodes`."""
+        return self._member.num_dead_nodes(timeout)
+
+    def leave(self) -> None:
+        """See `JobMembership.leave`: the process leaves when it ends."""
+
+    def close(self) -> None:
+        """This store needs it no more."""
+        with self._lock:
+            if self._bell >= 0:
+                self._others.remove(self)
+                self._either.close()
+                os.close(self._bell)
+                self._bell = -1
+
+
+class JobSession:
+    """A worker's process in its job.
+
+    Args:
+        member: its place there; it ends with this.
+    """
+
+    def __init__(self, member: JobMembership) -> None:
+        self._member = member
+        self._shared: list[SharedMembership] = []
+        self._stores: list[DistStore] = []
+        self._num_stores = 0
+        #: stores that were closed without having said to the servers that this worker leaves
+        self._num_abandoned = 0
+
+    @property
+    def has_closed_all_stores(self) -> bool:
+        """Whether this worker has closed all its stores in good order: nobody waits for it any more."""
+        return not self._stores and not self._num_abandoned
+
+    def store(self, kind: str, staleness: float, config: Config, until: float) -> DistStore:
+        """The job's next store, by then: the n-th of this worker is the n-th of all others."""
+        number = self._num_stores
+        if number >= _MOST_STORES:
+            raise ArgumentError(f"a job has at most {_MOST_STORES} stores")
+        self._num_stores += 1
+        place = SharedMembership(self._member, self._shared)
+        self._shared.append(place)
+
+        def closed(store: DistStore) -> None:
+            self._stores.remove(store)
+            self._num_abandoned += not store.has_left
+            place.close()
+
+        bound = None if math.isinf(staleness) else int(staleness)
+        try:
+            store = DistStore(kind, place, config, number, bound, closed, until)
+        except BaseException:
+            place.close()
+            raise
+        self._stores.append(store)
+        return store
+
+    def leave(self, *, in_good_order: bool = True) -> None:
+        """Close what is open and leave the job."""
+        until: float | None = None
+        for store in list(self._stores):
+            if in_good_order:
+                # whoever wanted to know has closed it
+                with contextlib.suppress(ReigenError), store.one_deadline(until) as until:
+                    store.close()
+            else:
+                store.abandon()
+        if in_good_order:
+            self._member.leave()
+        self._member.close()
+
+
+_lock = threading.Lock()
+_session: JobSession | None = None
+
+
+def _after_fork() -> None:
+    """In the child: it is no worker. Locks and the place in the job stay with the parent."""
+    global _lock, _session
+    _lock, _session = threading.Lock(), None
+    atexit.unregister(_at_exit)
+
+
+@functools.cache
+def _register_fork_handler() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
+    """A store of this process's job. The first one joins the job; the end of the process leaves it, or `leave_job`.
+
+    Args:
+        kind: its type.
+        staleness: of it.
+        knobs: by the names of `reigen.config.Config`.
+
+    Raises:
+        ArgumentError: there is no such knob.
+        ConfigError, DeadlineError: see `reigen.kv.create`.
+        SystemExit: this process was a server or a scheduler.
+    """
+    global _session  # noqa: PLW0603  # a process is one worker, however many stores it makes
+    if unknown := set(knobs) - set(VARIABLES):
+        raise ArgumentError(f"there is no knob {', '.join(sorted(unknown))}; reigen.config.Config lists them")
+    with _lock:
+        begun = time.monotonic()
+        if _session is None:
+            occupy_standard_descriptors()
+            _session = JobSession(join_as_worker(os.environ, knobs))
+            atexit.register(_at_exit)
+            _register_fork_handler()
+        config = load_config(os.environ, knobs)
+        return _session.store(kind, staleness, config, begun + config.start_timeout_seconds)
+
+
+def leave_job() -> None:
+    """Leave the job now and not at the end of the process: close all its stores. Does nothing without any."""
+    _end_session(after_error=False)
+
+
+def _at_exit() -> None:
+    # a script that ends with an exception before it has closed its stores: the others are to learn that
+    _end_session(after_error=getattr(sys, "last_value", None) is not None)
+
+
+def _end_session(*, after_error: bool) -> None:
+    global _session  # see above
+    with _lock:
+        session, _session = _session, None
+    if session is not None:
+        atexit.unregister(_at_exit)
+        session.leave(in_good_order=not after_error or session.has_closed_all_stores)

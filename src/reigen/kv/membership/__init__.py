@@ -1,0 +1,1 @@
+"""Membership of a job with parameter servers: the scheduler, and its clients on workers and servers."""

@@ -1,0 +1,215 @@
+"""Where a job's scheduler is and which secret opens it; and where this process listens itself.
+
+Without a secret in the environment, all processes of a job are on one host. The scheduler makes a secret and hands it,
+with its address, through a Unix socket with an abstract name to processes that could read its memory as well
+(`cluster.bootstrap.local`). The name follows from DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT, so several jobs of a host
+meet apart. A scheduler that is started again must find the secret of its job, or nobody could talk to it: one of the
+workers and servers, whichever comes first to a second abstract name, keeps it there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from reigen.cluster.addresses import choose_listen_address, is_local_address
+from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint, bootstrap_socket_name, fetch_endpoints
+from reigen.cluster.membership.listener import join_address
+from reigen.errors import ConfigError
+from reigen.kv.membership.environment import ProcessConfig
+from reigen.net.auth import SECRET_BYTES
+from reigen.net.interfaces import choose_address, local_addresses
+
+_log = logging.getLogger(__name__)
+
+
+class SchedulerLocator:
+    """The ways of one process to its job's scheduler.
+
+    Args:
+        settings: what the process is.
+
+    Raises:
+        ConfigError: the scheduler is on another host, and there is no secret.
+    """
+
+    def __init__(self, settings: ProcessConfig) -> None:
+        self._settings = settings
+        self._keeper: LocalBootstrapServer | None = None
+        if settings.secret is None and not is_local_address(settings.scheduler[0]):
+            raise ConfigError(_explain_missing_secret(settings))
+
+    @property
+    def words(self) -> str:
+        """The scheduler's place, for errors."""
+        return f"the scheduler at {join_address(*self._settings.scheduler)} (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"
+
+    def candidates(self) -> list[ServiceEndpoint]:
+        """Where the scheduler may be now, most likely place first; none while nobody tells.
+
+        Raises:
+            AuthenticationError: another user, or a process of another container, offers to be the scheduler.
+        """
+        settings = self._settings
+        if settings.secret is None:
+            return fetch_endpoints(_socket_name(settings, "scheduler"))
+        host, port = settings.scheduler
+        hosts = _resolve(host) or [host]  # whoever connects to the name is told that it means nothing
+        if is_local_address(host):  # its name may mean a loopback address here, and another one to everybody else
+            with suppress(ConfigError):
+                hosts.append(_bind_host(settings))
+        return [ServiceEndpoint(join_address(one, port), settings.secret) for one in dict.fromkeys(hosts)]
+
+    def keep(self, secret: bytes) -> None:
+        """Keep the job's secret for a scheduler that is started again, unless somebody does, or nobody needs it."""
+        if self._settings.secret is None and self._keeper is None:
+            with suppress(OSError):
+                self._keeper = LocalBootstrapServer(_socket_name(self._settings, "keeper"), ServiceEndpoint("", secret))
+
+    def close(self) -> None:
+        """Keep nothing any more. May be called twice."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def choose_listen_host(settings: ProcessConfig) -> tuple[str, str]:
+    """The address at which a server listens for workers, and why this one.
+
+    Raises:
+        ConfigError: DMLC_NODE_HOST is none of this host's, there is no such interface, or no way to the scheduler.
+    """
+    if settings.node_host is not None:
+        return _local_address(settings.node_host, "DMLC_NODE_HOST"), f"DMLC_NODE_HOST is {settings.node_host}"
+    return _choose_address(settings)
+
+
+def expand_interfaces(names: Sequence[str]) -> tuple[str, ...]:
+    """Names of interfaces; one that there is not stands for those that begin with it, as DMLC_INTERFACE does."""
+    if not names:
+        return ()
+    there = local_addresses()
+    return tuple(
+        full
+        for name in names
+        for full in ([name] if name in there else sorted(one for one in there if one.startswith(name)) or [name])
+    )
+
+
+def scheduler_address(settings: ProcessConfig) -> tuple[str, int]:
+    """Where the scheduler listens.
+
+    Raises:
+        ConfigError: not on this host, as it seems.
+    """
+    return _bind_host(settings), settings.scheduler[1]
+
+
+def scheduler_secret(settings: ProcessConfig) -> tuple[bytes, bool]:
+    """The job's secret: given, kept by a node of the job, or a new one; and whether a node has kept it."""
+    if settings.secret is not None:
+        return settings.secret, False
+    for pointer in fetch_endpoints(_socket_name(settings, "keeper")):
+        _log.info("the job's secret was kept by one of its processes: this scheduler follows one that has ended")
+        return pointer.secret, True
+    return secrets.token_bytes(SECRET_BYTES), False
+
+
+def publish_scheduler(settings: ProcessConfig, pointer: ServiceEndpoint, until: float) -> LocalBootstrapServer | None:
+    """Hand address and secret to the processes of this host that need it; None: they have been given the secret.
+
+    Raises:
+        ConfigError: another scheduler does so for a job of the same name.
+    """
+    if settings.secret is not None:
+        return None
+    name = _socket_name(settings, "scheduler")
+    while True:
+        try:
+            return LocalBootstrapServer(name, pointer)
+        except OSError as error:
+            if time.monotonic() > until:
+                raise ConfigError(
+                    f"another scheduler on this host uses DMLC_PS_ROOT_PORT {settings.scheduler[1]} (abstract socket "
+                    f"{name[1:].decode()}: {error.strerror}): give each job a port of its own"
+                ) from None
+        time.sleep(0.05)
+
+
+def _bind_host(settings: ProcessConfig) -> str:
+    """The address on which the scheduler of DMLC_PS_ROOT_URI listens."""
+    host, _ = settings.scheduler
+    if settings.role == "scheduler" and settings.node_host is not None:
+        return _local_address(settings.node_host, "DMLC_NODE_HOST")
+    if _is_address(host):
+        return _local_address(host, "DMLC_PS_ROOT_URI")
+    if not is_local_address(host):
+        _local_address(host, "DMLC_PS_ROOT_URI")  # raises
+    return _choose_address(settings)[0]
+
+
+def _choose_address(settings: ProcessConfig) -> tuple[str, str]:
+    """An address of this host at which other nodes can reach it, and why this one."""
+    names, towards = expand_interfaces(settings.config.network_interfaces), settings.scheduler[0]
+    if settings.secret is None:  # they are all here
+        return choose_address(names, towards)
+    return choose_listen_address(names, towards)  # what is a loopback address here means another host elsewhere
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _local_address(host: str, variable: str) -> str:
+    """An address of this host that a name or an address means."""
+    found = _resolve(host)
+    for address in found:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.bind((address, 0))
+            if not ipaddress.ip_address(address).is_unspecified:
+                return address
+    there = ", ".join(address for some in local_addresses().values() for address in some)
+    means = f", which means {', '.join(dict.fromkeys(found))}," if found and found != [host] else ""
+    raise ConfigError(
+        f"{variable} is {host}{means} and that is no address of this host, {socket.gethostname()} ({there}). "
+        + (
+            "Start the scheduler on the host that it names; or set DMLC_NODE_HOST, for the scheduler alone, to the "
+            "address to which that one leads"
+            if variable == "DMLC_PS_ROOT_URI"
+            else "It names the address at which this process is to be found"
+        )
+    )
+
+
+def _resolve(host: str) -> list[str]:
+    """What a name or an address means, most likely first; nothing if it means nothing."""
+    with suppress(OSError, UnicodeError):
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
+    return []
+
+
+def _explain_missing_secret(settings: ProcessConfig) -> str:
+    host, port = settings.scheduler
+    return (
+        f"this {settings.name} is to find its scheduler on {host} (DMLC_PS_ROOT_URI), which is another host, and they "
+        "have no secret by which to know each other. Set for the scheduler, the servers and the workers REIGEN_SECRET "
+        "(64 hexadecimal digits: export REIGEN_SECRET=$(openssl rand -hex 32)), or REIGEN_SECRET_FILE, the path of a "
+        f"file on every host that holds them (mode 0600). Or is {host} not where the scheduler of port {port} runs?"
+    )
+
+
+def _socket_name(settings: ProcessConfig, what: str) -> bytes:
+    host, port = settings.scheduler
+    host = next(iter(_resolve(host)), host)
+    if host == "::1":
+        host = "127.0.0.1"  # localhost may mean either
+    return bootstrap_socket_name("kv", f"{what} {host} {port}", 1)

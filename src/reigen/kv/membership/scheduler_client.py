@@ -1,0 +1,475 @@
+"""A worker's or a server's place in its job: its connection to the scheduler, kept by a small thread.
+
+The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
+gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
+REIGEN_PEER_TIMEOUT. `kv.membership.messages` states the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from reigen.cluster.fork_safety import close_in_children
+from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.rendezvous import split_address
+from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
+from reigen.kv.membership.discovery import SchedulerLocator
+from reigen.kv.membership.environment import ProcessConfig
+from reigen.kv.membership.job_view import BarrierEntry, JobView
+from reigen.kv.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    NODE_MESSAGE_CODEC,
+    SCHEDULER_MESSAGE_CODEC,
+    BarrierBroken,
+    EnterBarrier,
+    LeaveJob,
+    MissingQuery,
+    NodeAssigned,
+    NodeHeartbeat,
+    NodeMessage,
+    RegisterNode,
+    SavedJob,
+    SilentQuery,
+    format_nodes,
+)
+from reigen.kv.membership.nodes import MembershipEvent, NodeRole, ServerInfo
+from reigen.net import auth
+from reigen.net.sockets import set_keepalive
+from reigen.net.stream import StreamProtocol, connect_stream
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
+
+_log = logging.getLogger(__name__)
+SavedJobFinder = Callable[[bytes], tuple[SavedJob, ...]]
+
+_AGAIN_SECONDS = 0.1
+#: One attempt to reach the scheduler may take that long.
+_TRY_SECONDS = 1.0
+#: Whoever answers in the scheduler's place and cannot prove to be it may be about to go, for that long; and a scheduler
+#: that hangs up, because more connect than it can listen to at once, may do so for that long.
+_DOUBT_SECONDS, _BUSY_SECONDS = 1.0, 5.0
+#: How long the scheduler may take to answer a question, and to take a last word.
+_ANSWER_SECONDS, _LAST_WORDS_SECONDS = 10.0, 2.0
+#: How long after a deadline it may take to say what has become of that.
+_TOLERANCE_SECONDS = 1.0
+#: The pause behind a connection to it on which it did not answer; it doubles with each of them, up to the second.
+_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
+
+
+class SchedulerClient:
+    """See `reigen.kv.membership.nodes.JobMembership`. Made by `join`."""
+
+    def __init__(self, settings: ProcessConfig, address: str, deadline: float, find_saved: SavedJobFinder) -> None:
+        config = settings.config
+        self._find_saved = find_saved
+        self.role: NodeRole = "server" if settings.role == "server" else "worker"
+        self.num_workers, self.num_servers = settings.num_workers, settings.num_servers
+        self.incarnation = 1 + secrets.randbits(62)
+        self.secret = b""
+        self.tls = _load_tls(settings)
+        self.host = host_identity(config.host_id or "")[1]
+        number = -1 if settings.number is None else settings.number
+        me = RegisterNode(
+            self.role, number, self.host, address, self.incarnation, settings.num_workers, settings.num_servers,
+            is_restart=settings.is_restart,
+        )  # fmt: skip
+        self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
+        self._config, self._deadline = config, deadline
+        self._locator = SchedulerLocator(settings)
+        #: guards what stands here and `_standing`
+        self._changed = threading.Condition()
+        self._is_closing = False
+        #: when this process goes though no scheduler has heard that it leaves
+        self._gone_at = math.inf
+        self._outbox: deque[NodeMessage] = deque()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waker, self._wakened = socket.socketpair()
+        self._connection: socket.socket | None = None
+        #: messages of the scheduler
+        self._num_heard = 0
+        self._thread = threading.Thread(target=self._run, name="reigen-kv-member", daemon=True)
+        close_in_children(self)
+
+    @classmethod
+    def join(
+        cls,
+        settings: ProcessConfig,
+        listener_address: str | None,
+        deadline: float,
+        find_saved: SavedJobFinder = lambda secret: (),
+    ) -> SchedulerClient:
+        """Become a worker or a server of the job; returns once the scheduler has given it its number.
+
+        Args:
+            settings: what this process is.
+            listener_address: where a server listens for workers, ``host:port``; None for a worker.
+            deadline: on the clock of ``time.monotonic()``.
+            find_saved: given the job's secret, returns the jobs of which this server finds snapshots on its disk.
+
+        Raises:
+            ConfigError: the scheduler refuses: another process has this number, or the job has other numbers of workers
+                and servers; or there is no secret for a job of several hosts.
+            AuthenticationError: the scheduler has another secret.
+            DeadlineError: there was no scheduler by the deadline.
+        """
+        member = cls(settings, listener_address or "", deadline, find_saved)
+        standing = member._view
+        member._thread.start()
+        try:
+            with member._changed:
+                member._await(lambda: standing.is_assigned, deadline + _TOLERANCE_SECONDS)
+                if not standing.is_assigned:
+                    raise standing.failure or member._too_late("it takes no part in the conversation")
+        except BaseException:
+            member.close()
+            raise
+        return member
+
+    @property
+    def number(self) -> int:
+        """See `Membership`."""
+        return self._view.number
+
+    @property
+    def job(self) -> int:
+        """See `Membership`."""
+        return self._view.job
+
+    @property
+    def is_recovery(self) -> bool:
+        """See `Membership`."""
+        return self._view.is_recovery
+
+    def servers(self, deadline: float) -> Sequence[ServerInfo]:
+        """See `Membership.servers`."""
+        with self._changed:
+            servers = self._view.servers
+            self._await(lambda: bool(servers), deadline)
+            if servers:
+                return tuple(servers[number] for number in sorted(servers))
+            self._raise_failure()
+            standing = self._view
+            standing.missing = None
+            self._ask(MissingQuery(), lambda: standing.missing is not None, _TOLERANCE_SECONDS)
+            missing = standing.missing
+            if servers:  # they came just now
+                return tuple(servers[number] for number in sorted(servers))
+            if missing is None:  # it may have ended the job in the meantime, and says why
+                self._raise_failure()
+        if missing is None:
+            raise DeadlineError(f"{self._locator.words} does not say where the servers are, nor who is missing")
+        raise DeadlineError(
+            f"{format_nodes(missing.workers, missing.servers) or 'nobody'} of {self.num_workers} worker(s) and "
+            f"{self.num_servers} server(s) did not start within {self._config.start_timeout_seconds:g} s "
+            "(REIGEN_START_TIMEOUT). Were they started, for the same scheduler, and with the same secret?",
+            ranks=missing.workers,
+        )
+
+    def barrier(self, name: str, deadline: float) -> None:
+        """See `Membership.barrier`."""
+        with self._changed:
+            standing = self._view
+            entry = standing.enter(name)
+            self._post(EnterBarrier(*entry))
+            try:
+                if not self._is_over_at(entry, deadline):
+                    self._post(standing.give_up(entry))
+                    self._is_over_at(entry, time.monotonic() + _TOLERANCE_SECONDS)
+                outcome = standing.outcome(entry)
+            finally:
+                standing.forget(entry)
+        if outcome is None:
+            raise DeadlineError(
+                f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
+            )
+        if isinstance(outcome, BarrierBroken):
+            who = format_nodes(outcome.missing, ()) or "somebody"
+            raise DeadlineError(
+                f"{who} did not come to barrier {name!r} in time: worker {outcome.worker} waited until its "
+                "REIGEN_DEADLINE, and nobody passes it any more",
+                ranks=outcome.missing,
+            )
+
+    def events(self) -> list[MembershipEvent]:
+        """See `Membership.events`."""
+        with self._changed:
+            with contextlib.suppress(OSError):  # nothing was written, or it is closed
+                os.eventfd_read(self._bell)
+            events, self._view.events = self._view.events, []
+            return events
+
+    def fileno(self) -> int:
+        """See `Membership.fileno`."""
+        return self._bell
+
+    def num_dead_nodes(self, timeout: float) -> int:
+        """See `Membership.num_dead_nodes`."""
+        with self._changed:
+            standing = self._view
+            standing.silent.pop(timeout, None)
+            patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
+            self._ask(SilentQuery(timeout), lambda: timeout in standing.silent, patience)
+            return standing.silent.pop(timeout, len(standing.lost))
+
+    def leave(self) -> None:
+        """See `Membership.leave`."""
+        with self._changed:
+            if not self._view.has_left:
+                self._view.has_left = True
+                self._post(LeaveJob())
+
+    def close(self) -> None:
+        """See `Membership.close`."""
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._gone_at = time.monotonic() + self._config.peer_timeout_seconds
+            self._changed.notify_all()
+            self._wake()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._locator.close()
+        self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        """See `reigen.cluster.fork_safety`."""
+        for each in (self._waker, self._wakened, self._connection):
+            if each is not None:
+                each.close()
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+    # -- callers, who hold the lock -----------------------------------------------------------------------------------
+
+    def _await(self, condition: Callable[[], bool], deadline: float) -> None:
+        """Wait for the condition, a failure, or the deadline."""
+        while not condition() and self._view.failure is None and not self._is_closing:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._changed.wait(min(left, threading.TIMEOUT_MAX))
+
+    def _raise_failure(self) -> None:
+        failure = self._view.failure
+        if isinstance(failure, CollectiveError):
+            raise type(failure)(failure.reason, ranks=failure.ranks)
+        if failure is not None or self._is_closing:
+            raise PeerLostError(str(failure or f"this process, {self._view.name}, has left the job"))
+
+    def _ask(self, question: NodeMessage, is_answered: Callable[[], bool], patience_seconds: float) -> None:
+        """Have the scheduler answer, if it does so within that time."""
+        self._post(question)
+        self._await(is_answered, time.monotonic() + patience_seconds)
+
+    def _is_over_at(self, entry: BarrierEntry, deadline: float) -> bool:
+        """Wait for the scheduler's word of a barrier; whether it came. Raises where there is nothing to hope for."""
+        standing = self._view
+        self._await(lambda: standing.outcome(entry) is not None or standing.fatal_loss() is not None, deadline)
+        if standing.outcome(entry) is not None:
+            return True
+        self._raise_failure()
+        if loss := standing.fatal_loss():
+            ranks = (loss.number,) if loss.role == "worker" else ()
+            raise PeerLostError(f"barrier {entry[0]!r}: {loss}", ranks=ranks)
+        return False
+
+    def _post(self, message: NodeMessage) -> None:
+        self._outbox.append(message)
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it has been woken often enough, or is closed
+            self._waker.send(b"\0", socket.MSG_DONTWAIT)
+
+    def _too_late(self, problem: str) -> DeadlineError:
+        return DeadlineError(
+            f"{self._locator.words} did not answer within {self._config.start_timeout_seconds:g} s "
+            "(REIGEN_START_TIMEOUT); was it started, and is the job not over already?"
+            f"{f' ({problem})' if problem else ''}"
+        )
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        until, pause = self._deadline, _PAUSE_SECONDS
+        while not self._is_over:
+            try:
+                connection, conversation = self._connect(until)
+            except ReigenError as error:
+                with self._changed:
+                    if not self._is_closing:
+                        self._view.fail(error)
+                    self._ring()
+                return
+            self._connection = connection
+            num_heard = self._num_heard
+            try:
+                self._talk(connection, conversation)
+            except (OSError, AuthenticationError, WireError) as error:
+                if not self._is_over:
+                    _log.warning("the connection to the scheduler has ended (%s); connecting again", error)
+            finally:
+                connection.close()
+            if num_heard != self._num_heard:
+                until, pause = time.monotonic() + self._config.peer_timeout_seconds, _PAUSE_SECONDS
+                continue
+            with self._changed:  # it has hung up without a word
+                self._changed.wait_for(lambda: self._is_closing, pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there is nothing more to say or hear. A scheduler that is started again must hear of a Leave, too."""
+        with self._changed:
+            standing = self._view
+            if standing.failure is not None or not self._is_closing:
+                return standing.failure is not None
+            return standing.is_out or time.monotonic() >= self._gone_at
+
+    def _connect(self, until: float) -> tuple[socket.socket, StreamProtocol]:
+        """Reach the scheduler, wherever it is now."""
+        problem, doubted = "", math.inf
+        while not self._is_over:
+            if self._view.is_assigned:  # whoever kept the secret may have died with the scheduler
+                self._locator.keep(self.secret)
+            try:
+                found = self._reach_one()
+            except (AuthenticationError, WireError, PeerLostError, OSError) as error:
+                problem, now = str(error), time.monotonic()
+                doubted = min(doubted, now)
+                patience = _BUSY_SECONDS if isinstance(error.__context__, ConnectionError) else _DOUBT_SECONDS
+                is_refused = isinstance(error, AuthenticationError) and not self._view.is_assigned
+                if is_refused and now >= doubted + patience:
+                    raise AuthenticationError(f"{self._locator.words} cannot be believed: {error}") from error
+            else:
+                if not isinstance(found, str):
+                    return found
+                problem = found
+            if time.monotonic() >= until:
+                break
+            time.sleep(_AGAIN_SECONDS)
+        if not self._view.is_assigned:
+            raise self._too_late(problem)
+        raise PeerLostError(
+            f"{self._locator.words} has gone, and was not started again within "
+            f"{self._config.peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): {problem}"
+        )
+
+    def _reach_one(self) -> tuple[socket.socket, StreamProtocol] | str:
+        """A connection to the scheduler, or why there is none."""
+        me = auth.Identity(auth.ProcessRole.RANK, max(0, self.number), f"kv {self.role}")
+        problem = "nobody tells where it is"
+        for pointer in self._locator.candidates():
+            limit = time.monotonic() + _TRY_SECONDS
+            try:
+                address = split_address(pointer.address)
+                stream = connect_stream(address, pointer.secret, me, MAX_MESSAGE_BYTES, limit, self.tls)
+            except OSError as error:
+                problem = f"{pointer.address}: {error.strerror or error}"
+                continue
+            with self._changed:
+                self.secret = self.secret or pointer.secret
+            _log.info("connected to the scheduler at %s", pointer.address)
+            return stream.hand_over()
+        return problem
+
+    def _talk(self, connection: socket.socket, conversation: StreamProtocol) -> None:
+        """Register, then say and hear what there is, until the connection ends or this process has left."""
+        set_keepalive(connection, self._config.peer_timeout_seconds)
+        saved = () if self._view.is_assigned else self._find_saved(self.secret)
+        with self._changed:
+            self._outbox.clear()
+            conversation.send(NODE_MESSAGE_CODEC.encode(self._view.registration(saved)))
+        beat, due, is_placed = self._config.kv_heartbeat_seconds, time.monotonic(), False
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wakened, selectors.EVENT_READ)
+            selector.register(connection, selectors.EVENT_READ)
+            while not self._is_over:
+                if is_placed and beat and time.monotonic() >= due:
+                    conversation.send(NODE_MESSAGE_CODEC.encode(NodeHeartbeat()))
+                    due = time.monotonic() + beat
+                self._hand_out(conversation, is_placed)
+                writing = selectors.EVENT_WRITE if conversation.outgoing else 0
+                selector.modify(connection, selectors.EVENT_READ | writing)
+                until = min(self._gone_at, due if is_placed and beat else math.inf)
+                ready = selector.select(None if until == math.inf else max(0.0, until - time.monotonic()))
+                for key, events in ready:
+                    if key.fileobj is self._wakened:
+                        self._wakened.recv(1 << 12)
+                    elif events & selectors.EVENT_READ:
+                        is_placed |= self._read(connection, conversation)
+                    if events & selectors.EVENT_WRITE:
+                        _flush(connection, conversation)
+        self._say_last_words(connection, conversation, is_placed)
+
+    def _hand_out(self, conversation: StreamProtocol, is_placed: bool) -> None:
+        """Send what callers want to say, once the scheduler knows who speaks."""
+        if not is_placed:
+            return
+        self._locator.keep(self.secret)
+        with self._changed:
+            while self._outbox:
+                conversation.send(NODE_MESSAGE_CODEC.encode(self._outbox.popleft()))
+
+    def _say_last_words(self, connection: socket.socket, conversation: StreamProtocol, is_placed: bool) -> None:
+        self._hand_out(conversation, is_placed)
+        until = time.monotonic() + _LAST_WORDS_SECONDS
+        connection.settimeout(_LAST_WORDS_SECONDS)
+        while conversation.outgoing and time.monotonic() < until:
+            _flush(connection, conversation)
+
+    def _read(self, connection: socket.socket, conversation: StreamProtocol) -> bool:
+        """Take in what has come; whether this process has its place on this connection."""
+        try:
+            data = connection.recv(conversation.num_wanted_bytes)
+        except BlockingIOError:
+            return False
+        if not data:
+            raise ConnectionResetError("the other end closed the connection")
+        is_placed = False
+        for payload in conversation.receive(data):
+            message = SCHEDULER_MESSAGE_CODEC.decode(payload)
+            self._num_heard += 1
+            with self._changed:
+                self._outbox.extendleft(reversed(self._view.take(message)))
+                is_placed |= isinstance(message, NodeAssigned)
+                self._ring()
+        return is_placed
+
+    def _ring(self) -> None:
+        """Wake whoever waits for what has changed."""
+        self._changed.notify_all()
+        if self._view.events:
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._bell, 1)
+
+
+def _flush(connection: socket.socket, conversation: StreamProtocol) -> None:
+    try:
+        del conversation.outgoing[: connection.send(conversation.outgoing)]
+    except BlockingIOError:
+        pass
+    except ConnectionError:  # what the other end said before it went is still to be read, and then its end
+        conversation.outgoing.clear()
+
+
+def _load_tls(settings: ProcessConfig) -> TlsContext | None:
+    if not settings.config.tls:
+        return None
+    from reigen.net.tls import TlsContext
+
+    return TlsContext()

@@ -1,0 +1,73 @@
+"""What gradient compression has not sent yet, in files of optimizer states: beside the states of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ArgumentError, ConfigError
+from reigen.kv.values import Key, TensorSpec
+from reigen.optim import Piece, States
+
+#: Names of arrays that are residuals begin so; what follows says whose.
+_PREFIX = "residual "
+
+#: Of whole keys: key and whose ("device 1", "worker 0") -> what was not sent.
+Residuals = dict[tuple[Key, str], NDArray[np.float32]]
+
+
+def merge_residuals(states: States, residuals: Residuals, specs: Mapping[Key, TensorSpec]) -> States:
+    """Optimizer states of whole keys, and residuals, as one."""
+    pieces = {piece.key: piece for piece in states.pieces}
+    for (key, whose), residual in residuals.items():
+        spec = specs[key]
+        size = spec.num_elements
+        old = pieces.get(key) or Piece(key, size, 0, size, spec.dtype.name, 0, None, {})
+        arrays = {**old.arrays, _PREFIX + whose: residual}
+        pieces[key] = Piece(key, size, 0, size, old.dtype, old.count, old.rate, arrays)
+    return States(list(pieces.values()), states.optimizer, states.facts)
+
+
+def split_residuals(states: States) -> tuple[States, Residuals]:
+    """What `merge_residuals` put together; the pieces of a key may be cut."""
+    residuals: Residuals = {}
+    pieces = []
+    for key in states.keys:
+        whole = states.cut(key, 0, states.of(key)[0].num_elements)
+        own = {name: array for name, array in whole.arrays.items() if not name.startswith(_PREFIX)}
+        for name, array in whole.arrays.items():
+            if name.startswith(_PREFIX):
+                residuals[key, name.removeprefix(_PREFIX)] = np.array(array, np.float32)
+        if own or whole.count:
+            pieces.append(Piece(key, whole.num_elements, 0, whole.end, whole.dtype, whole.count, whole.rate, own))
+    return States(pieces, states.optimizer, states.facts), residuals
+
+
+def load_states(fname: str | Path, specs: Mapping[Key, TensorSpec]) -> tuple[States, Residuals]:
+    """Read a file for a store.
+
+    Args:
+        fname: the file.
+        specs: what the store's keys hold.
+
+    Raises:
+        ArgumentError: it is no file of states, it is damaged, or it is of other keys.
+        OSError: it cannot be read.
+    """
+    try:
+        states = States.load(fname)
+    except ConfigError as error:
+        raise ArgumentError(f"{error}") from None
+    for piece in states.pieces:
+        spec = specs.get(piece.key)
+        if spec is None:
+            raise ArgumentError(f"{fname}: the states are of key {piece.key!r}, which this store does not have")
+        if (piece.num_elements, piece.dtype) != (spec.num_elements, spec.dtype.name):
+            raise ArgumentError(
+                f"{fname}: the states of key {piece.key!r} are of {piece.num_elements} elements of {piece.dtype}, "
+                f"the key holds {spec}"
+            )
+    return split_residuals(states)

@@ -1,0 +1,1 @@
+"""A server's side of the parameter server: shards, requests, consistency, snapshots."""

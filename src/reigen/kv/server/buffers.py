@@ -1,0 +1,139 @@
+"""The memory of a server: values that others may still be reading, and places for what is received.
+
+A value that has been sent is *leased* until its reader has copied it, or the kernel has it. While it is, it must not
+change: an update goes to other memory (`ValueAllocator.target`), and the old one is given back with its last lease.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import SharedMemoryError
+from reigen.kernels.reduce import BlockReducer, Reduction
+from reigen.kv.shm_arena import ArenaBlock, ShmArena
+from reigen.types import DType, ReduceOp
+
+_log = logging.getLogger(__name__)
+#: Received bodies whose memory is kept for the next ones, and how much that may be in all.
+_MOST_KEPT_BYTES = 1 << 28
+
+
+@dataclass(slots=True, eq=False)
+class ValueBuffer:
+    """A value's memory.
+
+    Attributes:
+        array: its bytes.
+        block: where that is in the arena; None: it is in no arena.
+        num_leases: how many readers there are.
+        is_retired: the value has moved elsewhere.
+    """
+
+    array: NDArray[np.uint8]
+    block: ArenaBlock | None = None
+    num_leases: int = 0
+    is_retired: bool = False
+
+
+class ValueAllocator:
+    """Where a server's values are. One thread at a time may use it.
+
+    Args:
+        arena: shared with the workers of this host; None: there are none.
+    """
+
+    def __init__(self, arena: ShmArena | None) -> None:
+        self.arena = arena
+        self._has_warned = False
+
+    def new(self, nbytes: int) -> ValueBuffer:
+        """Memory of ``nbytes`` bytes with undefined content."""
+        if self.arena is not None and nbytes:
+            try:
+                block = self.arena.allocate(nbytes)
+            except SharedMemoryError as error:
+                level = logging.DEBUG if self._has_warned else logging.WARNING
+                self._has_warned = True
+                _log.log(level, "%s. What finds no room travels through sockets", str(error))
+            else:
+                return ValueBuffer(block.array, block)
+        return ValueBuffer(np.empty(nbytes, np.uint8))
+
+    def target(self, value: ValueBuffer) -> ValueBuffer:
+        """Where the next content of ``value`` may be written: there itself, if nobody reads it."""
+        return self.new(value.array.nbytes) if value.num_leases else value
+
+    def lease(self, value: ValueBuffer) -> None:
+        """One more reader."""
+        value.num_leases += 1
+
+    def release(self, value: ValueBuffer) -> None:
+        """One reader less."""
+        value.num_leases -= 1
+        if value.is_retired and not value.num_leases:
+            self._free(value)
+
+    def retire(self, value: ValueBuffer) -> None:
+        """The value is elsewhere now; its memory is free when nobody reads it any more."""
+        value.is_retired = True
+        if not value.num_leases:
+            self._free(value)
+
+    def _free(self, value: ValueBuffer) -> None:
+        if value.block is not None and self.arena is not None:
+            self.arena.free(value.block)
+            value.block = None
+
+
+class BufferPool:
+    """Memory for bodies that are received: used again, since new memory costs more than what is done with it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, deque[NDArray[np.uint8]]] = {}
+        self._num_kept_bytes = 0
+
+    def take(self, nbytes: int) -> NDArray[np.uint8]:
+        """Memory of exactly ``nbytes`` bytes, with undefined content."""
+        same = self._kept.get(nbytes)
+        if same:
+            self._num_kept_bytes -= nbytes
+            return same.pop()
+        return np.empty(nbytes, np.uint8)
+
+    def give(self, buffer: NDArray[np.uint8]) -> None:
+        """Nobody uses ``buffer`` any more."""
+        if self._num_kept_bytes + buffer.nbytes <= _MOST_KEPT_BYTES:
+            self._kept.setdefault(buffer.nbytes, deque()).append(buffer)
+            self._num_kept_bytes += buffer.nbytes
+
+
+class ReductionScratch:
+    """What one thread computes with, used again: arrays for intermediate results, and what adds up."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, NDArray[Any]] = {}
+        #: by element type and number of inputs
+        self._reducers: dict[tuple[str, int], BlockReducer] = {}
+
+    def take(self, slot: str, length: int, dtype: Any) -> NDArray[Any]:
+        """``length`` elements with undefined content; a slot is overwritten by its next use."""
+        array = self._arrays.get(slot)
+        if array is None or len(array) < length or array.dtype != dtype:
+            array = self._arrays[slot] = np.empty(length, dtype)
+        return array[:length]
+
+    def reducer(self, dtype: DType, num_inputs: int, scale: float) -> BlockReducer:
+        """Adds up so many arrays of a type, and multiplies with a factor."""
+        if scale != 1.0:
+            return BlockReducer(Reduction(dtype, ReduceOp.SUM, num_inputs, postscale=scale))
+        reducer = self._reducers.get((dtype.name, num_inputs))
+        if reducer is None:
+            reducer = BlockReducer(Reduction(dtype, ReduceOp.SUM, num_inputs))
+            self._reducers[dtype.name, num_inputs] = reducer
+        return reducer

@@ -1,0 +1,572 @@
+"""Server of the parameter server: connections, time, news of the scheduler; stores are in `reigen.kv.server.store`.
+
+One thread does all I/O and decides; the threads of `reigen.kv.server.thread_pool` compute. Strangers get as far as the
+handshake: how many there may be and for how long is bounded, and nothing of them is parsed. So are connections behind
+whose handshake no HELLO comes. A worker that sends what is no message loses its connection; it may connect again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.listener import MAX_UNAUTHENTICATED, check_address, join_address
+from reigen.config import Config
+from reigen.errors import AuthenticationError, MismatchError, ReigenError, WireError
+from reigen.kernels.float_errors import ignore_float_errors
+from reigen.kv.connection import KVConnection, MessageDropper
+from reigen.kv.consistency.events import LossPolicy
+from reigen.kv.handshake import PendingHandshake
+from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLeft, NodeLost, NodeReturned
+from reigen.kv.protocol import (
+    HELLO_CODEC,
+    NOTICE_CODEC,
+    PURPOSE,
+    KVHello,
+    MessageHeader,
+    MessageKind,
+    RemoteError,
+    ServerNotice,
+)
+from reigen.kv.server.buffers import BufferPool, ValueAllocator
+from reigen.kv.server.flow_control import MAX_LEAD_BYTES, SILENT_SECONDS, WINDOW_STEP_BYTES, ReceiveRate, should_pause
+from reigen.kv.server.request_handler import RequestHandler
+from reigen.kv.server.requests import WorkerConnection
+from reigen.kv.server.snapshots import SnapshotDirectory
+from reigen.kv.server.stalls import StallReporter
+from reigen.kv.server.store import ServerContext, ServerStore
+from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
+from reigen.kv.shm_arena import PeerShmArena, ShmArena, explain_mapping_failure
+from reigen.net.auth import AuthSession, Identity, ProcessRole, ServerHandshake
+from reigen.net.sockets import limit_receive_window, num_arrived_bytes, round_trip_seconds, set_keepalive
+from reigen.net.stream import StreamProtocol
+from reigen.net.tls import TlsSocket
+
+#: How long a connection may take for the handshake, and how long for HELLO behind it.
+_HANDSHAKE_SECONDS = 20.0
+_BACKLOG = 512
+#: How often to look who is late; and how late that may be without this process having stood still.
+_TICK_SECONDS, _MOST_LATE_SECONDS = 0.25, 0.5
+_HANDSHAKE_BYTES = 1 << 12
+_log = logging.getLogger(__name__)
+
+
+def open_listener(host: str, port: int = 0) -> tuple[socket.socket, str]:
+    """A socket on which a server can be reached, and its address.
+
+    Args:
+        host: an address of one interface.
+        port: 0: the kernel chooses.
+
+    Raises:
+        ConfigError: ``host`` is no such address.
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    check_address(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    listener.setblocking(False)
+    return listener, join_address(host, listener.getsockname()[1])
+
+
+class _AcceptedConnection:
+    """A line: the receiver of its messages. The first must be HELLO.
+
+    Attributes:
+        connection: what is known of the other end since it said HELLO.
+        deadline: when it is to have said so.
+    """
+
+    def __init__(
+        self,
+        server: KVServer,
+        connection: socket.socket | TlsSocket,
+        session: AuthSession,
+        drops: MessageDropper | None,
+        log_messages: bool,
+    ) -> None:
+        self._server = server
+        self._socket = connection if isinstance(connection, socket.socket) else connection.carrier
+        self._round_trip_seconds = round_trip_seconds(self._socket)
+        #: when so much has been read, `bound` does something; what had arrived when it did so last
+        self._next_bound, self._num_arrived_bytes = WINDOW_STEP_BYTES, 0
+        self.worker = session.peer.rank
+        name = f"worker {self.worker}"
+        self.line = KVConnection(connection, session, self, name, drops=drops, log_messages=log_messages)
+        self.connection: WorkerConnection | None = None
+        self.desk: RequestHandler | None = None
+        #: what the selector waits for, and when something came last
+        self.events = 0
+        self.heard_at = 0.0
+        self.deadline = time.monotonic() + _HANDSHAKE_SECONDS
+
+    def is_of(self, connection: WorkerConnection) -> bool:
+        """Whether this is of the same worker, in the same store."""
+        known = self.connection
+        return known is not None and (known.worker, known.store) == (connection.worker, connection.store)
+
+    def bound(self, inflow: ReceiveRate) -> None:
+        """Limit what the worker sends at a time (`reigen.kv.server.flow_control`); called when something has come."""
+        if self.line.num_received_bytes < self._next_bound:
+            return
+        self._next_bound = self.line.num_received_bytes + WINDOW_STEP_BYTES
+        num_before, self._num_arrived_bytes = self._num_arrived_bytes, num_arrived_bytes(self._socket)
+        inflow.count(self.worker, self._num_arrived_bytes - num_before, self.heard_at)
+        limit_receive_window(self._socket, inflow.window_bytes(self._round_trip_seconds))
+
+    def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
+        """See `reigen.kv.connection.MessageReceiver`."""
+        if self.desk is None:
+            return memoryview(bytearray(header.body_bytes if header.kind == MessageKind.HELLO else 0))
+        return self.desk.place(header).data
+
+    def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
+        """See `reigen.kv.connection.MessageReceiver`."""
+        if self.connection is None or self.desk is None:
+            self._server.handle_hello(self, header, body)
+            return
+        if header.store != self.connection.store:
+            raise WireError(f"{line.name}: a request for store {header.store} on a connection for another one")
+        self.desk.arrived(self.connection, header, np.frombuffer(body, np.uint8))
+
+
+class KVServer:
+    """A server, from its start to the end of the job.
+
+    Args:
+        member: its place in the job.
+        config: the knobs; those of the parameter server begin with ``kv_``.
+        listener: from `open_listener`; its address is what the scheduler tells workers. It is closed with the server.
+
+    Raises:
+        ConfigError: snapshots cannot be kept where they should be.
+        WireError: this server takes another's place, and its snapshots are damaged.
+    """
+
+    def __init__(self, member: JobMembership, config: Config, listener: socket.socket) -> None:
+        self._member, self._config, self._listener = member, config, listener
+        listener.setblocking(False)
+        snapshots = None
+        if config.kv_snapshot_dir is not None:
+            snapshots = SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number)
+        self.machine = host_identity(config.host_id or "")[0] if config.kv_shared_memory else ""
+        self._arena = ShmArena(f"reigen-kv-server-{member.number}") if self.machine else None
+        saves, num_cores = snapshots is not None, len(os.sched_getaffinity(0))
+        num_threads, why = choose_num_threads(config.kv_threads, num_cores, saves=saves)
+        _log.info("threads that compute: %d (%s)", num_threads, why)
+        self._workers = ComputeThreads(num_threads)
+        self._around = self._surroundings(snapshots)
+        self._stores: dict[int, ServerStore] = {}
+        self._handlers: dict[int, RequestHandler] = {}
+        #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
+        self._restored: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        #: workers that are lost now, for stores that begin later
+        self._lost: dict[int, NodeLost] = {}
+        self._strangers: dict[socket.socket, PendingHandshake] = {}
+        self._connections: set[_AcceptedConnection] = set()
+        #: the servers' wires are the narrowest; those that are ahead of others and are not read for the time being
+        self._limits_senders = member.num_workers > member.num_servers
+        self._inflow = ReceiveRate()
+        self._waiting: set[_AcceptedConnection] = set()
+        #: why the memory of workers' processes, by number and incarnation, cannot be mapped here
+        self._unread: dict[tuple[int, int], str] = {}
+        #: lines with more messages than one call took
+        self._busy: set[_AcceptedConnection] = set()
+        self._tick_seconds = min(_TICK_SECONDS, config.deadline_seconds / 4)
+        self._next_tick = time.monotonic() + self._tick_seconds
+        #: the last tick came late, and nobody's deadline was looked at
+        self._is_behind = False
+        self._next_snapshot = self._snapshot_time()
+        self._exit_code: int | None = None
+        self._stalls = StallReporter(math.inf if config.stall_check_disable else config.stall_check_seconds)
+        if snapshots is not None:
+            self._restore(snapshots)
+
+    def serve(self) -> int:
+        """Serve until the scheduler says that the job is over; returns what the process should exit with."""
+        watched: list[tuple[int | socket.socket, Callable[[], None]]] = [
+            (self._listener, self._accept),
+            (self._member.fileno(), self._hear),
+            (self._workers.fileno(), self._workers.collect),
+        ]
+        for file, handle in watched:
+            self._selector.register(file, selectors.EVENT_READ, lambda _, handle=handle: handle())
+        self._hear()
+        try:
+            with ignore_float_errors():
+                while self._exit_code is None:
+                    self._turn()
+            self._workers.close()  # which may be saving
+            self._leave_snapshots()
+        finally:
+            self.close()
+        return self._exit_code
+
+    def close(self) -> None:
+        """End all connections and threads. May be called twice."""
+        for visitor in list(self._connections):
+            self._drop(visitor)
+        for stranger in self._strangers.values():
+            stranger.socket.close()
+        self._strangers.clear()
+        self._listener.close()
+        self._workers.close()
+        self._selector.close()
+        if self._around.snapshots is not None:
+            self._around.snapshots.close()
+        self._stores.clear()
+        self._handlers.clear()
+        if self._arena is not None:
+            self._arena.close()
+
+    def handle_hello(self, visitor: _AcceptedConnection, header: MessageHeader, body: memoryview) -> None:
+        """The first message of a line.
+
+        Raises:
+            WireError: it is no HELLO.
+        """
+        if header.kind != MessageKind.HELLO:
+            raise WireError(f"{visitor.line.name}: the first message is a {MessageKind(header.kind).name}, not HELLO")
+        hello = HELLO_CODEC.decode(bytes(body))
+        if hello.number != visitor.worker or not 0 <= hello.number < self._around.num_workers:
+            raise WireError(f"{visitor.line.name}: says that it is worker {hello.number}")
+        self._hear()  # so that what led to a replacement is known before it
+        store = self._store(header.store, math.inf if hello.staleness is None else hello.staleness)
+        try:
+            self._check_type(store, hello)
+            unread = self._unread.get((hello.number, hello.incarnation))
+            if unread or not self.machine:
+                peer, reason = None, unread or "it is turned off"
+            else:
+                peer, reason = PeerShmArena.open(hello, self.machine)
+        except ReigenError as error:
+            problem = RemoteError.of(error)
+            notice = NOTICE_CODEC.encode(ServerNotice("problem", hello.number, hello.host, problem.reason, problem))
+            visitor.line.send(MessageHeader(MessageKind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
+            self._flush(visitor)
+            return
+        _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
+                  header.store, reason)  # fmt: skip
+        connection = WorkerConnection(hello, header.store, visitor.line, self._around.memory, peer)
+        for other in [one for one in self._connections if one.is_of(connection)]:
+            self._drop(other)  # its end has not been noticed yet
+        visitor.connection, visitor.desk = connection, self._handlers[header.store]
+        store.connected(connection)
+        welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
+        connection.send(MessageHeader(MessageKind.WELCOME, store=header.store, body_bytes=len(welcome)), welcome)
+        if unread:
+            notice = NOTICE_CODEC.encode(ServerNotice("unread", hello.number, hello.host, unread))
+            connection.send(MessageHeader(MessageKind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
+
+    # ---- the loop
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        due = min([self._next_tick, *([self._next_snapshot] if self._next_snapshot else [])])
+        if self._waiting:
+            due = min(due, now + SILENT_SECONDS)
+        timeout = 0.0 if self._busy else max(0.0, due - now)
+        for key, events in self._selector.select(timeout):
+            key.data(events)
+        for visitor in list(self._busy):
+            self._serve(visitor, selectors.EVENT_READ)
+        for visitor in list(self._waiting):
+            self._pace(visitor)
+        for store in self._stores.values():
+            store.save()  # before anybody is told
+        for visitor in list(self._connections):
+            if visitor.connection is not None and visitor.connection.must_flush:
+                visitor.connection.must_flush = False
+                self._flush(visitor)
+        now = time.monotonic()
+        if now >= self._next_tick:
+            self._tick(now)
+        if self._next_snapshot and now >= self._next_snapshot:
+            self._next_snapshot = self._snapshot_time()
+            for store in self._stores.values():
+                store.save_all()
+
+    def _tick(self, now: float) -> None:
+        is_late, self._next_tick = now > self._next_tick + _MOST_LATE_SECONDS, now + self._tick_seconds
+        for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
+            self._forget(stranger)
+        for visitor in [one for one in self._silent() if one.deadline <= now]:
+            _log.warning("%s has connected and said nothing for %g s", visitor.line.name, _HANDSHAKE_SECONDS)
+            self._drop(visitor)
+        # this process did not run: what workers sent meanwhile comes first, once
+        self._is_behind = is_late and not self._is_behind
+        if self._is_behind:
+            return
+        for store in self._stores.values():
+            store.expire()
+        before = now - self._stalls.seconds
+        waiting = [one for store in self._stores.values() for one in store.waiting(before)]
+        if text := self._stalls.told(waiting, now):
+            _log.warning("%s", text)
+
+    def _silent(self) -> list[_AcceptedConnection]:
+        """Those that have not said HELLO, or were told that they are not welcome."""
+        return [one for one in self._connections if one.connection is None]
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                _log.warning("a connection could not be accepted: %s", str(error))
+                if self._strangers:
+                    self._forget(next(iter(self._strangers.values())))
+                else:
+                    time.sleep(0.05)  # no descriptors left; the listener stays readable
+            return
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        set_keepalive(connection, self._config.peer_timeout_seconds, bulk=True)
+        tls = self._member.tls
+        me = Identity(ProcessRole.RANK, self._member.number, PURPOSE)
+        handshake = ServerHandshake(self._member.secret, me)
+        conversation = StreamProtocol(handshake, _HANDSHAKE_BYTES, None if tls is None else tls.accepts())
+        stranger = PendingHandshake(connection, conversation, time.monotonic() + _HANDSHAKE_SECONDS)
+        if len(self._strangers) >= MAX_UNAUTHENTICATED:
+            self._forget(next(iter(self._strangers.values())))
+        self._strangers[connection] = stranger
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._meet(stranger))
+
+    def _meet(self, stranger: PendingHandshake) -> None:
+        try:
+            if not stranger.advance():
+                sending = selectors.EVENT_WRITE if stranger.conversation.outgoing else 0
+                data = self._selector.get_key(stranger.socket).data
+                self._selector.modify(stranger.socket, selectors.EVENT_READ | sending, data)
+                return
+            connection, session = stranger.conversation.detach(stranger.socket)
+        except (OSError, AuthenticationError, WireError) as error:
+            _log.info("a connection came to nothing: %s", str(error))
+            self._forget(stranger)
+            return
+        del self._strangers[stranger.socket]
+        self._selector.unregister(stranger.socket)
+        if session.peer.purpose != PURPOSE:
+            connection.close()
+            return
+        drops = None
+        if self._config.kv_drop_percent:
+            drops = MessageDropper(self._config.kv_drop_percent, self._member.number * 1009 + session.peer.rank)
+        visitor = _AcceptedConnection(self, connection, session, drops, self._config.kv_verbose >= 2)
+        if len(silent := self._silent()) >= MAX_UNAUTHENTICATED:
+            self._drop(min(silent, key=lambda one: one.deadline))
+        self._connections.add(visitor)
+        self._watch(visitor)
+        self._serve(visitor, selectors.EVENT_READ)
+
+    def _forget(self, stranger: PendingHandshake) -> None:
+        if self._strangers.pop(stranger.socket, None) is not None:
+            self._selector.unregister(stranger.socket)
+            stranger.socket.close()
+
+    def _serve(self, visitor: _AcceptedConnection, events: int) -> None:
+        if visitor not in self._connections:
+            return
+        if events & selectors.EVENT_READ:
+            try:
+                (self._busy.add if visitor.line.receive() else self._busy.discard)(visitor)
+            except (ReigenError, OSError) as error:
+                is_unread = self._note_unread(visitor)
+                self._lose(visitor, ConnectionAbortedError("to go on without shared memory") if is_unread else error)
+                return
+            except MemoryError as error:
+                self._out_of_memory(visitor, error)
+                return
+            visitor.heard_at = time.monotonic()
+            if self._limits_senders and visitor.connection is not None:
+                visitor.bound(self._inflow)
+                if visitor.connection.num_held_bytes > MAX_LEAD_BYTES:
+                    self._pace(visitor)
+        if events & selectors.EVENT_WRITE:
+            self._flush(visitor)
+
+    def _pace(self, visitor: _AcceptedConnection) -> None:
+        """Have a line wait for others, or go on, as `reigen.kv.server.flow_control` says."""
+        connection, waits = visitor.connection, visitor in self._waiting
+        assert connection is not None
+        others = [
+            (one.connection.num_held_bytes, one.heard_at)
+            for one in self._connections
+            if one is not visitor and one.connection is not None and one.connection.store == connection.store
+        ]
+        must, _ = should_pause(connection.num_held_bytes, others, waits=waits, now=time.monotonic())
+        if must == waits:
+            return
+        (self._waiting.add if must else self._waiting.discard)(visitor)
+        (self._busy.discard if must else self._busy.add)(visitor)  # something may have been read ahead
+        self._watch(visitor)
+
+    def _flush(self, visitor: _AcceptedConnection) -> None:
+        if visitor not in self._connections:
+            return
+        try:
+            visitor.line.advance_sends()
+        except ConnectionError as error:
+            self._lose(visitor, error)
+            return
+        self._watch(visitor)
+
+    def _watch(self, visitor: _AcceptedConnection) -> None:
+        """Have the selector wait for what the line needs now."""
+        wanted = 0 if visitor in self._waiting else selectors.EVENT_READ
+        wanted |= selectors.EVENT_WRITE if visitor.line.wants_to_send else 0
+        if wanted == visitor.events:
+            return
+        if visitor.events:
+            self._selector.unregister(visitor.line)
+        visitor.events = wanted
+        if wanted:
+            self._selector.register(visitor.line, wanted, lambda events: self._serve(visitor, events))
+
+    def _note_unread(self, visitor: _AcceptedConnection) -> bool:
+        """If this process could not map a worker's memory: the worker's next connection does without. Whether so."""
+        connection = visitor.connection
+        if connection is None or connection.peer is None or not connection.peer.problem:
+            return False
+        who = f"server {self._member.number} on host {self._member.host}"
+        reason = (
+            f"{who} cannot read the memory of worker {visitor.worker}: {connection.peer.problem}. "
+            f"{explain_mapping_failure('that server')}"
+        )
+        self._unread[visitor.worker, connection.hello.incarnation] = reason
+        _log.warning("%s", reason)
+        return True
+
+    def _out_of_memory(self, visitor: _AcceptedConnection, error: MemoryError) -> None:
+        """There is no memory for what a worker has sent: every call of that store ends with this, on all workers."""
+        if visitor.connection is not None:
+            reason = (
+                f"server {self._member.number} on host {self._member.host} has not enough memory "
+                f"({str(error) or 'MemoryError'}). Give it more (its host, ulimit -v, its control group), or use more "
+                "servers, on other hosts"
+            )
+            self._stores[visitor.connection.store].break_off(RemoteError("CollectiveError", reason))
+            self._flush(visitor)
+        self._lose(visitor, error)
+
+    def _lose(self, visitor: _AcceptedConnection, error: Exception) -> None:
+        """A line is over, by itself or because of what came."""
+        host = "" if visitor.connection is None else f" on host {visitor.connection.hello.host}"
+        header = visitor.line.receiving
+        amid = "" if header is None else f", in the middle of a {MessageKind(header.kind).name} of key id {header.key}"
+        level = logging.INFO if isinstance(error, ConnectionError) else logging.WARNING
+        _log.log(level, "the connection of worker %d%s has ended%s: %s", visitor.worker, host, amid, str(error))
+        self._drop(visitor)
+
+    def _drop(self, visitor: _AcceptedConnection) -> None:
+        self._connections.discard(visitor)
+        self._busy.discard(visitor)
+        self._waiting.discard(visitor)
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(visitor.line)
+        if visitor.connection is not None:
+            self._stores[visitor.connection.store].disconnected(visitor.connection)
+        visitor.line.close()
+
+    def _hear(self) -> None:
+        """What has happened to others."""
+        for event in self._member.events():
+            is_failure = isinstance(event, JobEnded) and event.exit_code != 0
+            _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
+            if isinstance(event, JobEnded):
+                self._exit_code = event.exit_code
+            elif isinstance(event, NodeLost) and event.role == "worker":
+                self._lost[event.number] = event
+                for store in self._stores.values():
+                    store.lost(event.number, event.host, event.reason, event.incarnation)
+            elif isinstance(event, NodeReturned) and event.role == "worker":
+                self._lost.pop(event.number, None)
+                for store in self._stores.values():
+                    if store.incarnations.get(event.number) == event.incarnation:
+                        store.found(event.number, event.host)
+            elif isinstance(event, NodeLeft) and event.role == "worker":
+                for store in self._stores.values():
+                    store.has_left(event.number, event.host)
+
+    # ---- stores
+
+    def _surroundings(self, snapshots: SnapshotDirectory | None) -> ServerContext:
+        config, member = self._config, self._member
+        return ServerContext(
+            member.number, member.num_workers, ValueAllocator(self._arena), BufferPool(), self._workers, snapshots,
+            snapshots is not None and config.kv_snapshot_seconds == 0, LossPolicy(config.kv_on_worker_loss),
+            config.deadline_seconds, config.kv_resend,
+        )  # fmt: skip
+
+    def _leave_snapshots(self) -> None:
+        """The job is over: what nobody needs any more goes, what it had when it failed stays."""
+        snapshots = self._around.snapshots
+        if snapshots is None:
+            return
+        some_lost = self._lost or any(store.losses for store in self._stores.values())
+        if self._exit_code == 0 and not some_lost:
+            try:
+                snapshots.remove()
+            except OSError as error:
+                _log.warning("the snapshots in %s could not be removed: %s", snapshots.directory, error.strerror)
+        elif not snapshots.remove_if_empty():
+            _log.warning("the job has failed; its last snapshots stay in %s, and no other job reads them",
+                         snapshots.directory)  # fmt: skip
+
+    def _snapshot_time(self) -> float:
+        """When the next snapshot is due; 0.0: never, or with every acknowledgement."""
+        seconds = self._config.kv_snapshot_seconds
+        return time.monotonic() + seconds if self._around.snapshots is not None and seconds else 0.0
+
+    def _store(self, number: int, staleness: float) -> ServerStore:
+        if number not in self._stores:
+            self._add_store(ServerStore(number, staleness, self._around))
+            for event in self._lost.values():
+                self._stores[number].lost(event.number, event.host, event.reason)
+        return self._stores[number]
+
+    def _add_store(self, store: ServerStore) -> None:
+        self._stores[store.number] = store
+        self._handlers[store.number] = RequestHandler(store)
+
+    def _check_type(self, store: ServerStore, hello: KVHello) -> None:
+        mine = math.inf if hello.staleness is None else hello.staleness
+        if mine != store.staleness:
+            raise MismatchError(
+                "the workers do not agree on the type of the store",
+                ranks=[hello.number],
+                details={hello.number: f"a staleness of {mine}; the first worker said {store.staleness}"},
+            )
+
+    def _hello(self, store: ServerStore, *, shares: bool) -> KVHello:
+        staleness = None if math.isinf(store.staleness) else int(store.staleness)
+        is_empty = not store.shards and store.number not in self._restored
+        member = self._member
+        about = (member.number, member.incarnation, member.host)
+        if not shares or self._arena is None:
+            return KVHello(*about, is_empty=is_empty, staleness=staleness)
+        segment = self._arena.segment
+        return KVHello(*about, self.machine, os.getpid(), segment.fd, segment.inode, is_empty, staleness)
+
+    def _restore(self, snapshots: SnapshotDirectory) -> None:
+        """Take the place of the process that this server was before, if there was one."""
+        try:
+            for number, facts in snapshots.stores():
+                store = ServerStore(number, math.inf if facts.staleness is None else facts.staleness, self._around)
+                store.restore(facts)
+                self._add_store(store)
+                self._restored.add(number)
+                _log.info("store %d is restored from a snapshot: %d shards", number, len(store.shards))
+        except (ReigenError, OSError):
+            self.close()
+            raise

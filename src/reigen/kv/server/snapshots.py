@@ -1,0 +1,245 @@
+"""Snapshots of a server on disk, so that another process can take its place: a file for each shard, one for each store.
+
+``DIRECTORY/job-SECRET-JOB/server-NUMBER/``, where SECRET is a hash of the job's secret and JOB its number: no job reads
+the snapshots of another, or changes them. Whatever a server finds under its own job and number is that of its
+predecessor, and is restored; whether anybody remembers the predecessor does not matter. Only the end of the job
+removes anything, when all workers have left in good order.
+
+Files are those of `reigen.optim.array_files` and are replaced as a whole: there is always the last one that was
+complete. Shards are saved at different times: each is as it was after some round, which its file says. Directories are
+of mode 0700 and belong to the server's user. A process holds its directory locked (flock): while it lives, even if it
+is stopped, no other one saves there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from numpy.typing import NDArray
+
+from reigen.errors import ConfigError, ReigenError, WireError
+from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
+from reigen.kv.protocol import ShardRange
+from reigen.kv.server.shard import KeySpec, ShardId, ShardSnapshot
+from reigen.optim import packed, unpacked, write_atomically
+from reigen.optim.array_files import Buffer
+
+_log = logging.getLogger(__name__)
+_SHARD_FILE = re.compile(r"store-(\d+)-([0-9a-f]{16})-(\d+)\.shard")
+_STORE_FILE = re.compile(r"store-(\d+)\.store")
+#: A file that was being written when its process was killed.
+_TEMPORARY_FILE = re.compile(r"\.store-.*\.tmp")
+
+
+class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What a snapshot says of a store beside its shards.
+
+    Attributes:
+        staleness: None is infinite.
+        settings: of `reigen.kv.server.store_settings.StoreSettings.state`.
+        keys: that have their home here: id, facts, places.
+        left: workers that have left.
+        missed: workers that were lost, and the others go on without.
+        incarnations: of all workers' processes that have been here.
+    """
+
+    staleness: int | None
+    settings: dict[str, Any]
+    keys: list[tuple[int, KeySpec, tuple[ShardRange, ...]]]
+    left: tuple[int, ...]
+    missed: tuple[int, ...]
+    incarnations: dict[int, int]
+
+
+class SnapshotDirectory:
+    """The files of one server. Different shards may be saved by different threads.
+
+    Args:
+        directory: of all jobs (REIGEN_KV_SNAPSHOT_DIR).
+        secret: the job's.
+        job: its number.
+        number: the server's.
+
+    Raises:
+        ConfigError: the directory cannot be made, is not as private as it must be, or another process saves there.
+    """
+
+    def __init__(self, directory: str, secret: bytes, job: int, number: int) -> None:
+        self.directory = Path(directory) / f"{_directory_prefix(secret)}{job:016x}" / f"server-{number}"
+        try:
+            _make_private(self.directory)
+            _check_parent(Path(directory))
+            _check_private(self.directory.parent)
+            _check_private(self.directory)
+            self._lock = _lock_directory(self.directory)
+        except OSError as error:
+            raise ConfigError(f"snapshots cannot be kept in {directory}: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Let another process save there. May be called twice."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def remove(self) -> None:
+        """Remove all of them and the directory; the job's, too, if this was its last server here.
+
+        Raises:
+            OSError: they cannot be removed, or somebody has done so.
+        """
+        for path in self.directory.iterdir():
+            if any(kind.fullmatch(path.name) for kind in (_SHARD_FILE, _STORE_FILE, _TEMPORARY_FILE)):
+                path.unlink()
+        self.remove_if_empty()
+
+    def remove_if_empty(self) -> bool:
+        """Remove the directory, and the job's, if nothing was kept there; returns whether this server's is gone."""
+        with contextlib.suppress(OSError):  # the user has put something there, or other servers are not through yet
+            self.directory.rmdir()
+            self.directory.parent.rmdir()
+        return not self.directory.exists()
+
+    def save_store(self, store: int, facts: StoreSnapshot) -> None:
+        """Replace what is kept of a store.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_atomically(self.directory / f"store-{store}.store", packed(facts, {}), mode=0o600)
+
+    def save_shard(self, store: int, shard: ShardId, contents: list[Buffer]) -> None:
+        """Replace what is kept of a shard.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        write_atomically(self._shard(store, shard), contents, mode=0o600)
+
+    def forget_shard(self, store: int, shard: ShardId) -> None:
+        """A shard is not there any more."""
+        with contextlib.suppress(FileNotFoundError):
+            self._shard(store, shard).unlink()
+
+    def stores(self) -> Iterator[tuple[int, StoreSnapshot]]:
+        """The stores that were saved.
+
+        Raises:
+            WireError: a file is damaged; names it.
+        """
+        for path in sorted(self.directory.iterdir()):
+            if match := _STORE_FILE.fullmatch(path.name):
+                yield int(match[1]), _read(path, StoreSnapshot)[0]
+
+    def shards(self, store: int) -> Iterator[tuple[ShardSnapshot, dict[str, NDArray[Any]]]]:
+        """The shards of a store that were saved, with their arrays.
+
+        Raises:
+            WireError: a file is damaged; names it.
+        """
+        for path in sorted(self.directory.iterdir()):
+            match = _SHARD_FILE.fullmatch(path.name)
+            if match and int(match[1]) == store:
+                yield _read(path, ShardSnapshot)
+
+    def _shard(self, store: int, shard: ShardId) -> Path:
+        return self.directory / f"store-{store}-{shard[0]:016x}-{shard[1]}.shard"
+
+
+def _read(path: Path, facts: Any) -> tuple[Any, dict[str, NDArray[Any]]]:
+    try:
+        return unpacked(path.read_bytes(), facts)
+    except ConfigError as error:
+        raise WireError(f"{path}: {error}") from None
+
+
+def find_saved_jobs(directory: str, secret: bytes) -> tuple[SavedJob, ...]:
+    """Find the jobs with this secret of which servers of this host have saved something, the latest first.
+
+    Args:
+        directory: of all jobs (REIGEN_KV_SNAPSHOT_DIR).
+        secret: the jobs'.
+
+    Returns:
+        At most `MAX_SAVED_JOBS`. What cannot be read is left out: its server will say so.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for path in Path(directory).glob(f"{_directory_prefix(secret)}*"):
+            with contextlib.suppress(OSError, ReigenError, ValueError):
+                _check_private(path)  # what others have put there is not opened
+                for each in path.glob("server-*"):
+                    _check_private(each)
+                stores = [each for each in path.glob("server-*/store-*.store") if _STORE_FILE.fullmatch(each.name)]
+                left = {worker for each in stores for worker in _read(each, StoreSnapshot)[0].left}
+                saved = SavedJob(int(path.name.removeprefix(_directory_prefix(secret)), 16), tuple(sorted(left)))
+                found.append((max(each.stat().st_mtime_ns for each in stores), saved))
+    return tuple(saved for _, saved in sorted(found, key=lambda one: one[0], reverse=True)[:MAX_SAVED_JOBS])
+
+
+def _directory_prefix(secret: bytes) -> str:
+    return f"job-{hashlib.blake2b(b'snapshots of a parameter server' + bytes(1) + secret, digest_size=8).hexdigest()}-"
+
+
+def _make_private(path: Path) -> None:
+    """Make a directory, and those above it that are not there, for this user alone."""
+    for one in reversed([each for each in (path, *path.parents) if not each.exists()]):
+        with contextlib.suppress(FileExistsError):  # another server has made it, or what is there is a link to nothing
+            one.mkdir(mode=0o700)
+
+
+def _check_parent(path: Path) -> None:
+    """Others must not be able to put their directories in the place of those of the jobs."""
+    status = path.stat()
+    if status.st_uid not in {0, os.geteuid()}:
+        problem = f"belongs to user {status.st_uid}"
+    elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+        problem = f"may be changed by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return
+    raise ConfigError(
+        f"snapshots cannot be kept in {path}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory of your own, for "
+        "example one in it, which is made if it is not there"
+    )
+
+
+def _check_private(path: Path) -> None:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "it is no directory"
+    elif status.st_uid != os.geteuid():
+        problem = f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
+    elif status.st_mode & 0o077:
+        problem = f"it may be used by others (mode {stat.S_IMODE(status.st_mode):04o}, and should be 0700)"
+    else:
+        return
+    raise ConfigError(f"snapshots cannot be kept in {path}: {problem}")
+
+
+def _lock_directory(path: Path) -> int:
+    """The directory, opened and locked for as long as it is open."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another process still saves the snapshots in {path}, and is perhaps stopped: end it before its place is "
+            "taken"
+        ) from None
+    except OSError as error:
+        if error.errno not in {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}:
+            os.close(descriptor)
+            raise
+        _log.info("%s cannot be locked: %s", path, error.strerror)  # such a file system has no locks
+    return descriptor

@@ -1,0 +1,588 @@
+"""One store on one server: requests go in, shards change, answers come out.
+
+What happens when is decided elsewhere (`consistency` for each shard, `meetings` for what all workers say alike); here
+it is carried out. A shard's instructions are carried out in order. What computes is given to a thread if it is long;
+the shard's later instructions wait for it, and other shards go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reigen.errors import CollectiveError, ReigenError
+from reigen.kv.consistency.events import (
+    AcknowledgePush,
+    AnswerPull,
+    ApplyPush,
+    CombineRound,
+    ConsistencyEvent,
+    ConsistencyInstruction,
+    DropRequest,
+    FailRequest,
+    LossPolicy,
+    RepeatAcknowledgement,
+    RequestExpired,
+    RequestToken,
+    RoundRecovered,
+    RoundsForgotten,
+    WorkerDisconnected,
+    WorkerLeft,
+    WorkerLost,
+    WorkerReappeared,
+    WorkerReturned,
+)
+from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
+from reigen.kv.protocol import (
+    DTYPE_NUMBERS,
+    NOTICE_CODEC,
+    MessageHeader,
+    MessageKind,
+    RemoteError,
+    ServerNotice,
+    ShardRange,
+)
+from reigen.kv.server.buffers import BufferPool, ValueAllocator
+from reigen.kv.server.reduction import PushData
+from reigen.kv.server.requests import PullHalf, WorkerConnection, WorkerRequest
+from reigen.kv.server.shard import KeySpec, Shard, ShardId, ValueUpdate
+from reigen.kv.server.snapshots import SnapshotDirectory, StoreSnapshot
+from reigen.kv.server.stalls import WaitingWorker
+from reigen.kv.server.store_settings import StoreSettings
+from reigen.kv.server.thread_pool import ComputeTask, ComputeThreads
+from reigen.kv.server.worker_consensus import KeyDeclarations
+from reigen.optim import Optimizer
+from reigen.types import dtype_named
+
+#: Work on fewer bytes is done at once, in a fraction of a millisecond: handing it on takes a good part of that.
+_SMALL_BYTES = 2 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What all stores of a server share.
+
+    Attributes:
+        server: this server's number.
+        num_workers: of the job.
+        memory: where values are.
+        buffers: where bodies are received.
+        workers: the threads that compute.
+        snapshots: where snapshots are kept; None: nowhere.
+        saves_always: a snapshot is taken before every acknowledgement.
+        policy: what a lost worker leads to.
+        deadline_seconds: how long a request may wait for others.
+        acknowledges: receipts are told (PS_RESEND).
+    """
+
+    server: int
+    num_workers: int
+    memory: ValueAllocator
+    buffers: BufferPool
+    workers: ComputeThreads
+    snapshots: SnapshotDirectory | None = None
+    saves_always: bool = False
+    policy: LossPolicy = LossPolicy.ABORT
+    deadline_seconds: float = 600.0
+    acknowledges: bool = False
+
+
+@dataclass
+class WorkerLoss:
+    """A worker that was lost: on which host, and how that was noticed."""
+
+    host: str
+    reason: str
+
+
+@dataclass(eq=False)
+class ServerStore:
+    """One store on one server.
+
+    Attributes:
+        number: of the store in its job.
+        staleness: as of `reigen.kv.consistency.state_machine`.
+        connections: of its workers, by number.
+        incarnations: of the workers' processes, the latest ones.
+        shards: that are here.
+        planned: shards that are to be here, and have no value yet.
+        broken: what every request leads to from now on.
+        aborted: what all that concerns more than a shard leads to from now on; shards know it themselves.
+        left: workers that have nothing more to push.
+        losses: workers that are lost.
+        must_save: something has changed that is no shard's, and is in no snapshot.
+        is_unsaved: such a snapshot could not be written.
+        num_laid_out: grows whenever a shard comes or goes.
+    """
+
+    number: int
+    staleness: float
+    context: ServerContext
+    connections: dict[int, WorkerConnection] = field(default_factory=dict)
+    incarnations: dict[int, int] = field(default_factory=dict)
+    shards: dict[ShardId, Shard] = field(default_factory=dict)
+    planned: dict[ShardId, tuple[KeySpec, ShardRange]] = field(default_factory=dict)
+    broken: RemoteError | None = None
+    aborted: RemoteError | None = None
+    left: set[int] = field(default_factory=set)
+    losses: dict[int, WorkerLoss] = field(default_factory=dict)
+    must_save: bool = True
+    is_unsaved: bool = False
+    layout_version: int = 0
+
+    def __post_init__(self) -> None:
+        self.declarations = KeyDeclarations(self)
+        self.settings = StoreSettings(self, self.context.num_workers)
+
+    # ---- workers
+
+    def expected(self) -> tuple[int, ...]:
+        """The workers that the others wait for, ascending."""
+        gone = set(self.left)
+        if self.context.policy is LossPolicy.CONTINUE:
+            gone |= set(self.losses)
+        return tuple(worker for worker in range(self.context.num_workers) if worker not in gone)
+
+    def connected(self, connection: WorkerConnection) -> None:
+        """A worker is there, perhaps again, perhaps in the place of another."""
+        worker, before = connection.worker, self.connections.get(connection.worker)
+        if before is not None:
+            before.end()
+            self._all(WorkerDisconnected(worker))
+        self.connections[worker] = connection
+        known, self.incarnations[worker] = self.incarnations.get(worker), connection.hello.incarnation
+        if known is not None and known != connection.hello.incarnation:
+            self.returned(worker, connection.hello.host)
+        self.must_save = True
+
+    def disconnected(self, connection: WorkerConnection) -> None:
+        """A connection has ended."""
+        connection.end()
+        if self.connections.get(connection.worker) is connection:
+            del self.connections[connection.worker]
+            self._all(WorkerDisconnected(connection.worker))
+
+    def handle_goodbye(self, request: WorkerRequest) -> None:
+        """A worker has nothing more to push."""
+        connection = request.connection
+        self.has_left(connection.worker, connection.hello.host)
+        connection.answer(request, MessageKind.DONE)
+
+    def has_left(self, worker: int, host: str) -> None:
+        """A worker is not waited for any more; it may have told the process that this server was before."""
+        if worker not in self.left:
+            self.left.add(worker)
+            self._all(WorkerLeft(worker))
+            self._settle()
+            self._notify(ServerNotice("left", worker, host, f"worker {worker} has left"))
+
+    def lost(self, worker: int, host: str, reason: str, incarnation: int = 0) -> None:
+        """The scheduler has given a worker's process up; it may have been replaced meanwhile."""
+        if worker in self.left or (incarnation and self.incarnations.get(worker, incarnation) != incarnation):
+            return
+        self.losses[worker] = WorkerLoss(host, reason)
+        what = f"worker {worker} on host {host} is lost: {reason}"
+        failures = self._all(WorkerLost(worker, self.context.policy))
+        problem = None
+        if self.context.policy is LossPolicy.ABORT:
+            problem = failures[0] if failures else RemoteError("PeerLostError", what, None, (worker,))
+            self.aborted = self.aborted or RemoteError("PeerLostError", what, None, (worker,))
+            self.settings.fail(problem)
+            self.declarations.fail(problem)
+        self._settle()
+        self._notify(ServerNotice("lost", worker, host, problem.reason if problem else what, problem))
+
+    def found(self, worker: int, host: str) -> None:
+        """A worker that was lost is there again: it was silent."""
+        if self.losses.pop(worker, None) is not None:
+            self._all(WorkerReappeared(worker))
+            self.must_save = True
+            self._notify(ServerNotice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
+
+    def returned(self, worker: int, host: str) -> None:
+        """Another process is there in place of a worker that was lost."""
+        was_gone = self.losses.pop(worker, None) is not None or worker in self.left
+        self.left.discard(worker)
+        self._all(WorkerReturned(worker))
+        if was_gone:
+            self._notify(ServerNotice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
+
+    def _settle(self) -> None:
+        self.declarations.settle()
+        self.settings.settle()
+        self.must_save = True
+
+    def _notify(self, notice: ServerNotice) -> None:
+        body = NOTICE_CODEC.encode(notice)
+        for worker, connection in self.connections.items():
+            if worker != notice.worker:
+                connection.send(MessageHeader(MessageKind.NOTICE, store=self.number, body_bytes=len(body)), body)
+
+    # ---- keys
+
+    def plan_shards(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...]) -> None:
+        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
+        for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.facts != facts]:
+            self.layout_version += 1
+            self.context.memory.retire(self.shards.pop(shard_id).value)
+            if self.context.snapshots is not None:
+                self.context.snapshots.forget_shard(self.number, shard_id)
+        for shard_id in [one for one in self.planned if one[0] == key]:
+            del self.planned[shard_id]
+        for place in places:
+            if place.server == self.context.server and (key, place.index) not in self.shards:
+                self.planned[key, place.index] = (facts, place)
+
+    def has_pushes(self, key: int | None = None) -> bool:
+        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
+        self._open_all()
+        engines = [shard.engine for shard in self.shards.values() if key is None or shard.key == key]
+        return any(engine.has(worker, 1) for engine in engines for worker in range(self.context.num_workers))
+
+    def use(self, optimizer: Optimizer) -> None:
+        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
+        for shard in self.shards.values():
+            self._make_use(shard, optimizer)
+
+    @staticmethod
+    def _make_use(shard: Shard, optimizer: Optimizer | None) -> None:
+        if optimizer is not None and shard.dtype.is_floating:  # others may be stored, too; a push of them is an error
+            shard.use(optimizer)
+
+    def make_shard(self, key: int, facts: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
+        """A shard without a value yet. Its engine knows who has gone."""
+        if state is None:
+            engine = ConsistencyEngine(self.context.num_workers, self.staleness)
+        else:
+            engine = ConsistencyEngine.from_state(state)
+        for worker in self.left:
+            engine.handle(WorkerLeft(worker))
+        for worker in self.losses:
+            engine.handle(WorkerLost(worker, self.context.policy))
+        num_bytes = (place.end - place.begin) * dtype_named(facts.dtype).itemsize
+        return Shard(key, facts, place, engine, self.context.memory.new(num_bytes))
+
+    def add(self, shard: Shard) -> None:
+        """A shard that has its value."""
+        self.shards[shard.id] = shard
+        self.layout_version += 1
+        self._make_use(shard, self.settings.optimizer)
+        self.planned.pop(shard.id, None)
+        if self.context.snapshots is not None:  # from now on another process can take this one's place
+            shard.must_save = True
+            self._advance(shard)
+
+    # ---- instructions
+
+    def handle_events(self, shard: Shard, *events: ConsistencyEvent) -> list[ConsistencyInstruction]:
+        """Have events happen to a shard, and begin with what they lead to, which is returned."""
+        if shard.waiting is not None:
+            shard.waiting.open()
+        instructions: list[ConsistencyInstruction] = []
+        for event in events:
+            instructions += shard.engine.handle(event)
+        shard.queue.extend(instructions)
+        if self.context.snapshots is not None:
+            shard.queue.append(shard.engine.state())
+        self._advance(shard)
+        return instructions
+
+    def _open_all(self) -> None:
+        """Whatever waits, engines know of it."""
+        for shard in self.shards.values():
+            if shard.waiting is not None:
+                shard.waiting.open()
+
+    def then(self, shard: Shard, action: Callable[[], None]) -> None:
+        """Do something when all that has happened to a shard until now is carried out."""
+        shard.queue.append(action)
+        self._advance(shard)
+
+    def _open_late(self, before: float) -> None:
+        """Engines know of what waits, if any of it has waited since ``before``."""
+        if any(one.since <= before for each in self.connections.values() for one in each.open_requests.values()):
+            self._open_all()
+
+    def _all(self, event: ConsistencyEvent) -> list[RemoteError]:
+        """Have something happen to all shards; returns what is told to those whose requests fail of it."""
+        failures = []
+        for shard in list(self.shards.values()):
+            failures += [
+                self.problem_of(shard, one) for one in self.handle_events(shard, event) if isinstance(one, FailRequest)
+            ]
+        return failures
+
+    def _advance(self, shard: Shard) -> None:
+        """Carry out a shard's instructions, up to one that takes long."""
+        while not shard.is_busy:
+            if shard.must_save:
+                self._save_shard(shard)
+            elif shard.queue:
+                instruction = shard.queue.popleft()
+                # by type, since `match` asks one case after the other, and this is done several times for each request
+                handler = _HANDLERS.get(type(instruction))
+                if handler is not None:
+                    handler(self, shard, instruction)
+                else:
+                    instruction()  # type: ignore[operator]  # all others have handlers
+            else:
+                return
+
+    def _combine(self, shard: Shard, what: CombineRound) -> None:
+        parts = [_push_data(token) for token in what.tokens]
+        applied = shard.applied.over((what.round,) * self.context.num_workers)
+        self._change(shard, ValueUpdate(parts, what.scale), applied)
+
+    def _note_state(self, shard: Shard, state: ConsistencyState) -> None:
+        shard.is_dirty = shard.is_dirty or shard.applied != state
+        shard.applied = state
+
+    def _drop(self, shard: Shard, what: DropRequest) -> None:
+        if isinstance(what.token, WorkerRequest):
+            what.token.used(self.context.buffers)
+
+    def _apply(self, shard: Shard, what: ApplyPush) -> None:
+        worker, round, token = what.worker, what.round, what.token
+        done = tuple(round if one == worker else n for one, n in enumerate(shard.applied.done))
+        begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
+        num_update = shard.num_earlier + begin + round
+        self._change(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
+
+    def _tell_forgotten(self, shard: Shard, what: RoundsForgotten) -> None:
+        whose = "" if what.worker is None else f" of worker {what.worker}"
+        _log.warning(
+            "key %r, shard %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
+            "snapshot: they are lost", shard.facts.name, shard.place.index, what.first, what.last, whose,
+        )  # fmt: skip
+
+    def _acknowledge(self, shard: Shard, what: AcknowledgePush | RepeatAcknowledgement) -> None:
+        token = what.token
+        assert isinstance(token, WorkerRequest)
+        token.used(self.context.buffers)
+        if token.header.kind != MessageKind.PUSHPULL:  # that is answered as a pull
+            token.connection.answer(token, MessageKind.DONE)
+
+    def _fail(self, shard: Shard, instruction: FailRequest) -> None:
+        token = instruction.token
+        request = token.request if isinstance(token, PullHalf) else token
+        assert isinstance(request, WorkerRequest)
+        request.used(self.context.buffers)
+        request.connection.fail(request, self.problem_of(shard, instruction))
+
+    def problem_of(self, shard: Shard, failed: FailRequest) -> RemoteError:
+        """What a worker is told of a request that has failed."""
+        kind = "DeadlineError" if failed.late else "PeerLostError" if failed.workers else "ArgumentError"
+        reason = failed.reason
+        if failed.late:
+            reason += f"; nothing happened for {self.context.deadline_seconds:g} s"
+        told = [
+            f"worker {one} on host {self.losses[one].host} is lost: {self.losses[one].reason}"
+            for one in failed.workers
+            if one in self.losses
+        ]
+        return RemoteError(kind, "; ".join([reason, *told]), shard.facts.name, failed.workers)
+
+    # ---- what takes time
+
+    def _change(self, shard: Shard, update: ValueUpdate, applied: ConsistencyState) -> None:
+        memory, optimizer = self.context.memory, self.settings.optimizer
+        target = memory.target(shard.value)
+
+        def done(error: BaseException | None) -> None:
+            if error is not None:
+                self.fail_all(shard, error)
+                return
+            shard.settle(target, memory)
+            shard.applied = applied
+            shard.must_save = self.context.saves_always
+
+        num_bytes = shard.num_bytes * (len(update.parts) + 1)
+        self.do([shard], lambda scratch: shard.change(update, optimizer, target, scratch), done, num_bytes)
+
+    def _save_shard(self, shard: Shard) -> None:
+        shard.must_save = False
+        snapshots = self.context.snapshots
+        if snapshots is None or not shard.is_dirty:
+            return
+
+        def done(error: BaseException | None) -> None:
+            if error is None:
+                shard.is_dirty = False
+                return
+            _log.error("no snapshot of key %r: %s", shard.facts.name, str(error))
+            if self.context.saves_always:
+                self.fail_all(shard, error)
+
+        self.do([shard], lambda _: snapshots.save_shard(self.number, shard.id, shard.pack()), done, _SMALL_BYTES)
+
+    def do(
+        self, shards: Sequence[Shard], task: ComputeTask, done: Callable[[BaseException | None], None], num_bytes: int
+    ) -> None:
+        """Have something computed, then go on with the shards.
+
+        Args:
+            shards: that nothing else is done to meanwhile.
+            task: what; in another thread if it is long.
+            done: called then, in this one, with what it raised.
+            num_bytes: that it goes through.
+        """
+        if num_bytes < _SMALL_BYTES:
+            done(self.context.workers.now(task))
+            return
+        for shard in shards:
+            shard.is_busy = True
+
+        def ended(error: BaseException | None) -> None:
+            for shard in shards:
+                shard.is_busy = False
+            done(error)
+            for shard in shards:
+                self._advance(shard)
+
+        self.context.workers.begin(task, ended)
+
+    def fail_all(self, shard: Shard, error: BaseException) -> None:
+        """A shard could not be updated: nothing of this store can be trusted any more."""
+        how = "".join(traceback.format_exception(error))
+        _log.error("key %r could not be updated: %s", shard.facts.name, how)
+        reason = f"server could not update the value: {type(error).__name__}: {error}"
+        told = error if isinstance(error, ReigenError) else CollectiveError(reason)
+        self.break_off(RemoteError.of(told, shard.facts.name))
+
+    def break_off(self, problem: RemoteError) -> None:
+        """Every request leads to this error from now on; all workers are told."""
+        self.broken = self.broken or problem
+        for one in self.shards.values():
+            one.queue.clear()
+            one.waiting = None
+        for connection in self.connections.values():
+            for request in list(connection.open_requests.values()):
+                connection.fail(request, problem)
+        self._notify(ServerNotice("problem", -1, "", problem.reason, problem))
+
+    # ---- answers
+
+    def _answer(self, shard: Shard, what: AnswerPull) -> None:
+        token = what.token
+        request = token.request if isinstance(token, PullHalf) else token
+        assert isinstance(request, WorkerRequest)
+        dtype = DTYPE_NUMBERS[shard.facts.dtype]
+        encoder = self.settings.encoder
+        if request.numbers is not None:
+            memory = self.context.memory
+            rows = memory.new(len(request.numbers) * shard.row_length * shard.dtype.itemsize)
+            shard.rows(request.numbers, rows.array)
+            request.connection.answer_value(request, rows, dtype)
+            memory.retire(rows)
+        elif request.accepts_encoded and encoder is not None and self.settings.optimizer is None and shard.is_sum:
+            codes = shard.encoded(encoder)
+            if shard.is_dirty and self.context.saves_always:  # with what these codes lack, before anybody has them
+                shard.must_save = True
+                shard.queue.appendleft(what)
+                return
+            request.connection.answer_codes(request, codes)
+        else:
+            request.connection.answer_value(request, shard.value, dtype)
+
+    # ---- time
+
+    def expire(self) -> None:
+        """Fail what has waited too long."""
+        before = time.monotonic() - self.context.deadline_seconds
+        self._open_late(before)
+        for connection in list(self.connections.values()):
+            asked = [one for one in connection.asked() if one.shard is not None]
+            late = {one.shard for one in asked if one.since <= before}
+            # The latest first: what waits for a push of the same worker is to name the others, not that push, which
+            # does not count any more once it has expired.
+            for request in reversed([one for one in asked if one.shard in late]):
+                tokens = [request] if request.reading is None else [request.reading, request]
+                if request.shard is not None:
+                    self.handle_events(request.shard, *map(RequestExpired, tokens))
+        self.declarations.expire(before)
+        self.settings.expire(before)
+
+    def waiting(self, before: float) -> Iterator[WaitingWorker]:
+        """Who has waited for other workers since ``before``, or longer."""
+        self._open_late(before)
+        asked = [one for each in self.connections.values() for one in each.asked()]
+        for shard in {one.shard for one in asked if one.shard is not None and one.since <= before}:
+            for wait in shard.engine.waits():
+                request = wait.token.request if isinstance(wait.token, PullHalf) else wait.token
+                assert isinstance(request, WorkerRequest)
+                yield WaitingWorker(f"key {shard.facts.name!r}", wait.worker, wait.workers, request.since)
+        yield from self.declarations.waiting()
+        yield from self.settings.waiting()
+
+    def save_all(self) -> None:
+        """Begin with a snapshot of every shard that has changed; and have `save` try again if it failed."""
+        self.must_save, self.is_unsaved = self.must_save or self.is_unsaved, False
+        for shard in self.shards.values():
+            shard.must_save = shard.is_dirty
+            self._advance(shard)
+
+    def save(self) -> None:
+        """Have the snapshot of what is no shard's be as things are now."""
+        if self.context.snapshots is None or not self.must_save:
+            return
+        self.must_save = False
+        staleness = None if math.isinf(self.staleness) else int(self.staleness)
+        missed = tuple(self.losses) if self.context.policy is LossPolicy.CONTINUE else ()
+        facts = StoreSnapshot(
+            staleness, self.settings.state(), self.declarations.initialised(), tuple(sorted(self.left)), missed,
+            dict(self.incarnations),
+        )  # fmt: skip
+        try:
+            self.context.snapshots.save_store(self.number, facts)
+        except OSError as error:
+            _log.error("no snapshot of store %d: %s", self.number, str(error))
+            self.is_unsaved = True
+            if self.context.saves_always:  # what is acknowledged now would be lost
+                self.break_off(RemoteError.of(CollectiveError(f"server could not save a snapshot: {error}")))
+
+    def restore(self, facts: StoreSnapshot) -> None:
+        """Take over a snapshot, before anything else happens.
+
+        Raises:
+            ReigenError: it makes no sense.
+        """
+        assert self.context.snapshots is not None
+        self.left = set(facts.left)
+        loss = WorkerLoss("unknown", "it was lost before this server was restarted")
+        self.losses = dict.fromkeys(facts.missed, loss)
+        self.incarnations = dict(facts.incarnations)
+        self.settings.restore(facts.settings)
+        for key, about, places in facts.keys:
+            self.declarations.restore(key, about, places)
+        for snapshot, arrays in self.context.snapshots.shards(self.number):
+            shard = self.make_shard(snapshot.key, snapshot.facts, snapshot.place, snapshot.applied)
+            shard.restore(snapshot, arrays, self.settings.optimizer)
+            self.shards[shard.id] = shard
+            self.declarations.remember(shard.key, shard.facts)
+
+
+_HANDLERS: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
+    AcknowledgePush: ServerStore._acknowledge,
+    RepeatAcknowledgement: ServerStore._acknowledge,
+    AnswerPull: ServerStore._answer,
+    CombineRound: ServerStore._combine,
+    ApplyPush: ServerStore._apply,
+    ConsistencyState: ServerStore._note_state,
+    FailRequest: ServerStore._fail,
+    DropRequest: ServerStore._drop,
+    RoundsForgotten: ServerStore._tell_forgotten,
+    RoundRecovered: lambda store, shard, what: None,  # whoever asked has read it
+}
+
+
+def _push_data(token: RequestToken) -> PushData:
+    """What a push gives to its shard."""
+    assert isinstance(token, WorkerRequest)
+    assert token.contribution is not None, "a push is used once, and not before its instruction is carried out"
+    return token.contribution

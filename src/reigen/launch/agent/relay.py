@@ -1,0 +1,96 @@
+"""The agent's post: what its ranks send home, and that they have ended, in the order in which it happened."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable
+
+from reigen.errors import LaunchError
+from reigen.launch.agent import agent_protocol
+from reigen.launch.agent.agent_protocol import AgentReply
+from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.payload import (
+    PAYLOAD_CHUNK_BYTES,
+    InheritedDescriptors,
+    PayloadFile,
+    RankMessage,
+    receive_rank_message,
+)
+
+
+class RankRelay:
+    """Sends letters and answers to the launcher one after the other, parcels in pieces.
+
+    Args:
+        loop: waits for letters.
+        send: gives an answer to the launcher.
+        is_busy: whether what was sent has not left yet: parcels wait for that, so that they are not in memory twice.
+    """
+
+    def __init__(self, loop: LauncherLoop, send: Callable[[AgentReply], None], is_busy: Callable[[], bool]) -> None:
+        self._loop, self._send, self._is_busy = loop, send, is_busy
+        self._queue: deque[RankMessage | AgentReply] = deque()
+        #: How much of the first message's parcel has been sent; None: not even its header.
+        self._num_sent: int | None = None
+        self._incoming: PayloadFile | None = None
+        self._lines: tuple[socket.socket, socket.socket] | None = None
+        self.inherited: InheritedDescriptors | None = None
+
+    def receive(self, piece: agent_protocol.PayloadChunk) -> None:
+        """Take a piece of the ranks' parcel.
+
+        Raises:
+            LaunchError: there is not enough memory for it.
+        """
+        self._incoming = self._incoming or PayloadFile()
+        self._incoming.write(piece.data)
+        if piece.is_last:
+            self._incoming.seal()
+            ours, theirs = self._lines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._loop.watch(ours, self.collect)
+            self.inherited = InheritedDescriptors(self._incoming.descriptor, theirs.fileno())
+
+    def collect(self) -> None:
+        """Take the letters that are there."""
+        if self._lines is not None:
+            try:
+                while (message := receive_rank_message(self._lines[0])) is not None:
+                    self._queue.append(message)
+            except OSError as error:
+                raise LaunchError(str(error)) from None
+
+    def put(self, answer: AgentReply) -> None:
+        """Send ``answer`` after every message that ranks have sent until now."""
+        self.collect()
+        self._queue.append(answer)
+        self.forward()
+
+    def forward(self) -> None:
+        """Send what can be sent now."""
+        while self._queue:
+            first = self._queue[0]
+            if isinstance(first, RankMessage):
+                if not self._forward(first):
+                    return
+            else:
+                self._send(first)
+            self._queue.popleft()
+
+    def _forward(self, message: RankMessage) -> bool:
+        """Whether it is on its way completely."""
+        size = None if message.parcel is None else os.fstat(message.parcel).st_size
+        if self._num_sent is None:
+            self._send(agent_protocol.RankMessageHeader(message.text, size))
+            self._num_sent = 0
+        if message.parcel is not None and size is not None:
+            while self._num_sent < size:
+                if self._is_busy():
+                    return False
+                data = os.pread(message.parcel, PAYLOAD_CHUNK_BYTES, self._num_sent)
+                self._num_sent += len(data)
+                self._send(agent_protocol.PayloadChunk(data, self._num_sent == size))
+            os.close(message.parcel)
+        self._num_sent = None
+        return True

@@ -1,0 +1,247 @@
+"""Calling the other hosts before a job starts: all at once, and nothing starts unless all of them are ready."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from reigen.errors import LaunchError
+from reigen.launch.agent import agent_protocol, rsync
+from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS
+from reigen.launch.agent.rsync import ChildWaiter
+from reigen.launch.base import AgentCommand, AgentStarter, HostProblem, JobPlan
+from reigen.launch.env_export import PACKAGE_DIRECTORY, select_exported
+from reigen.launch.hosts import HostAssignment, choose_own_address
+from reigen.launch.local_plan import JobServices
+from reigen.launch.options import LaunchOptions
+from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
+
+#: How long a host may take to log in, to start Python, and to answer: at least this.
+_CONNECT_SECONDS = 30.0
+_PREPARE_SECONDS = 20.0
+#: Options of Python behind which no script follows: -c and -m, also as the last of several (-Sc).
+_NO_SCRIPT = re.compile(r"-[^-XW]*[cm]")
+
+
+class AgentOwner(ChildWaiter, Protocol):
+    """Who owns the agents and waits for them."""
+
+    agents: dict[str, AgentClient]
+
+    def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
+        """Speak to an agent through this client process."""
+
+
+class RemoteStart:
+    """The agents of a job's other hosts, until their ranks start. Where there are none, nothing happens.
+
+    Args:
+        options: of the job.
+        plan: which processes are where, and how agents get there.
+        environ: what the ranks inherit.
+        caller: has the agents.
+
+    Attributes:
+        reason: why this host is reached at the address that ``call`` found.
+        master: address and port for rank 0's own server, where rank 0 is on another host.
+    """
+
+    def __init__(self, options: LaunchOptions, plan: JobPlan, environ: Mapping[str, str], caller: AgentOwner) -> None:
+        self._options, self._environ, self._caller = options, environ, caller
+        self._plan, self._assignments = plan, plan.assignments
+        self.reason = ""
+        self.master: tuple[str, int] | None = None
+
+    def call(self) -> str:
+        """Start the agents; returns the address at which they reach this host, empty where there are none.
+
+        Raises:
+            LaunchError: hosts cannot take part: a table of them.
+            ConfigError: this host has none of the interfaces that were asked for.
+        """
+        command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
+        for assignment in self._assignments:
+            if not assignment.is_here:
+                self._caller.add_agent(assignment.host, self._starter.start_agent(assignment.host, command))
+        patience = max(self._options.network.start_timeout_seconds, self._options.start_timeout_seconds or 0.0)
+        self._gather(AgentPhase.HERE, max(_CONNECT_SECONDS, patience))
+        agents = self._caller.agents
+        if not agents:
+            return ""
+        clients = [each.hello.client for each in agents.values() if each.hello is not None]
+        first = next(iter(agents))
+        towards = self._plan.addresses.get(first, first)
+        address, self.reason = choose_own_address(self._options.network.interfaces, towards, clients)
+        return address
+
+    def prepare(self, launcher: str) -> None:
+        """Have each host looked at: is everything there that the job needs?
+
+        Args:
+            launcher: ``host:port`` of the launcher's service.
+
+        Raises:
+            LaunchError: hosts cannot take part: a table of them.
+        """
+        directory = self._sync() or str(Path.cwd())
+        for assignment in self._assignments:
+            agent = self._caller.agents.get(assignment.host)
+            if agent is None:
+                continue
+            command = self._command(assignment)
+            agent.send(
+                agent_protocol.PrepareRequest(
+                    directory=directory,
+                    program=command[0],
+                    path=self._environ.get("PATH", ""),
+                    files=find_scripts(command),
+                    launcher=launcher,
+                    interfaces=self._options.network.interfaces,
+                    silence_seconds=self._options.network.silence_seconds,
+                )
+            )
+        self._gather(AgentPhase.READY, _PREPARE_SECONDS)
+        first = self._caller.agents.get(
+            next(assignment.host for assignment in self._assignments if 0 in assignment.ranks)
+        )
+        if first is not None and first.ready is not None:
+            self.master = first.ready.address, first.ready.port
+
+    def _command(self, assignment: HostAssignment) -> tuple[str, ...]:
+        """What a host must be able to run."""
+        servers = self._options.servers
+        if assignment.ranks or servers is None:
+            return self._options.command
+        return servers.command or (self._options.ssh.python,)
+
+    def deliver(self) -> None:
+        """Bring the hosts what their ranks bring along, as fast as each of them takes it.
+
+        Raises:
+            LaunchError: hosts cannot take it: a table of them.
+        """
+        if self._options.inherited is None:
+            return
+        parcel = self._options.inherited.parcel
+        size = os.fstat(parcel).st_size
+        agents = self._caller.agents.values()
+        num_sent = dict.fromkeys(self._caller.agents, 0)
+        while any(num_sent[each.host] < size and each.refused is None for each in agents):
+            for each in agents:
+                while num_sent[each.host] < size and each.refused is None and not each.is_busy:
+                    data = os.pread(parcel, PAYLOAD_CHUNK_BYTES, num_sent[each.host])
+                    num_sent[each.host] += len(data)
+                    each.send(agent_protocol.PayloadChunk(data, num_sent[each.host] == size))
+            self._caller.turn(KEEPALIVE_SECONDS if any(each.is_busy for each in agents) else 0.0)
+        self._gather(AgentPhase.READY, 0.0)
+
+    def start(self, services: JobServices, heard_at: Callable[[int], float]) -> None:
+        """Have the processes started. What comes of it is the caller's to hear.
+
+        Args:
+            services: what they are told of the launcher.
+            heard_at: when the control service has heard an agent last, by its number.
+        """
+        environ = select_exported(self._environ, self._options.exports)
+        servers = self._options.servers
+        for number, assignment in enumerate(self._assignments):
+            agent = self._caller.agents.get(assignment.host)
+            if agent is not None:
+                agent.heard_elsewhere_at = partial(heard_at, number)
+                agent.send(
+                    agent_protocol.StartRequest(
+                        command=self._options.command,
+                        topologies=tuple(astuple(topology) for topology in assignment.topologies),
+                        environ=environ,
+                        package=PACKAGE_DIRECTORY,
+                        number=number,
+                        rendezvous=services.rendezvous,
+                        secret=services.secret,
+                        master_address=services.master_address,
+                        master_port=services.master_port,
+                        bind=self._options.bind,
+                        start_timeout_seconds=self._options.start_timeout_seconds,
+                        ps_job=services.ps_job,
+                        servants=assignment.servants,
+                        ps_command=() if servers is None else servers.command,
+                        rank_environ={} if servers is None else dict(servers.worker_environ),
+                        server_environ={} if servers is None else dict(servers.environ),
+                    )
+                )
+
+    @property
+    def _starter(self) -> AgentStarter:
+        assert self._plan.agents is not None, "a launcher without agents has no other hosts"
+        return self._plan.agents
+
+    def _sync(self) -> str:
+        """Copy the working directory, if that was asked for; returns where it is there, else an empty text."""
+        if self._options.sync_directory is None:
+            return ""
+        if not self._starter.remote_shell:
+            raise LaunchError("--sync-dst-dir: this launcher cannot copy to its hosts; use a directory that all share")
+        directory = self._options.sync_directory.removeprefix("~/") or "."
+        hosts = list(self._caller.agents)
+        problems = rsync.copy_to_hosts(hosts, directory, self._starter.remote_shell, self._caller)
+        problems += [
+            each.problem(self._starter, 0) for each in self._caller.agents.values() if each.refused is not None
+        ]
+        if problems:
+            raise LaunchError(format_problems(problems, len(hosts)))
+        return directory
+
+    def _gather(self, step: AgentPhase, seconds: float) -> None:
+        """Wait until every agent has come as far as ``step``.
+
+        Raises:
+            LaunchError: one has not; the others are asked first.
+        """
+        agents = self._caller.agents.values()
+        deadline = time.monotonic() + seconds
+        while any(each.step < step and each.refused is None for each in agents):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            self._caller.turn(left)
+        problems = [
+            each.problem(self._starter, seconds) for each in agents if each.step < step or each.refused is not None
+        ]
+        if problems:
+            codes = {each.refused.exit_code for each in agents if each.refused is not None}
+            raise LaunchError(format_problems(problems, len(agents)), codes.pop() if len(codes) == 1 else 1)
+
+
+def find_scripts(command: Sequence[str]) -> tuple[str, ...]:
+    """The file that a command runs, where that is known: the script of a Python interpreter.
+
+    Example:
+        >>> scripts(["python", "-u", "train.py", "--epochs", "3"])
+        ('train.py',)
+        >>> scripts(["python", "-m", "train"]), scripts(["python", "-Sc", "print('no file')"])
+        ((), ())
+    """
+    if not Path(command[0]).name.startswith("python"):
+        return ()
+    for word in command[1:]:
+        if not word.startswith("-"):
+            return (word,) if Path(word).exists() else ()
+        if word in {"-", "-X", "-W"} or _NO_SCRIPT.match(word):
+            return ()
+    return ()
+
+
+def format_problems(problems: Sequence[HostProblem], num_hosts: int) -> str:
+    """What failed, by host."""
+    width = max(len(problem.host) for problem in problems)
+    lines = [f"{len(problems)} of {num_hosts} other hosts cannot take part; nothing was started"]
+    for problem in problems:
+        lines.append(f"  {problem.host:{width}}  {problem.what}")
+        lines += [f"  {'':{width}}  {problem.advice}"] if problem.advice else []
+    return "\n".join(lines)

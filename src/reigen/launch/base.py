@@ -1,0 +1,247 @@
+"""The interface between a job and what gets it onto hosts: launchers, the agents that they start, and their registry.
+
+A launcher says which processes run on which hosts, and gets one agent process onto each host that is not this one. It
+starts no rank, decides nothing about the job's end, retries nothing and prints nothing. The supervisor
+(``launch.supervisor``), the same for all launchers, and its agents do that:
+
+a. The factory is called in the process that the user has started, before it forks. It checks what can be checked
+   without asking anybody, and raises ConfigError. It starts no thread and connects to nothing.
+b. ``allocate`` is called in the supervisor. It waits, if it has to, by the function that it is given.
+c. ``start_agent`` is called for every other host of the plan, one after the other, without waiting for any of them.
+   The agent speaks through stdin and stdout of the client process (``launch.agent.agent_protocol``), which carries
+   bytes as they are; the job's secret goes that way, and in no other. Nothing starts unless all agents are ready.
+d. Agents end when their stdin is closed, and client processes with them; one that does not, or whose job cannot be
+   started, is killed. ``explain_exit`` is asked about agents that end by themselves.
+e. ``close`` is called when nothing of the job runs any more: in the supervisor, and in the process of step a, where it
+   is the only call if the supervisor was killed.
+
+A launcher whose engine starts the ranks itself, as mpirun does, has a plan whose ``processes`` are commands of the
+engine for this host, and no agents.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol, cast
+
+from reigen.errors import ConfigError
+from reigen.launch.hosts import HostAssignment, HostInfo, assign_ranks, assign_ranks_and_servers, is_this_host
+from reigen.launch.job_state import FinishJob
+from reigen.launch.local_plan import ProcessSpec
+from reigen.launch.options import LaunchOptions
+
+#: Where the factories of Reigen's own launchers are; a module is imported when its launcher is chosen.
+BUILT_IN_LAUNCHERS: Mapping[str, str] = {
+    "local": "reigen.launch.local:LocalLauncher",
+    "mpi": "reigen.launch.mpi.launcher:MpiLauncher",
+    "ssh": "reigen.launch.ssh.launcher:SshLauncher",
+}
+#: Entry points of this group, in other packages, are launchers, too.
+ENTRY_POINT_GROUP = "reigen.launchers"
+#: What is used where hosts are named and no launcher is. With this host alone, no ssh is needed.
+DEFAULT_LAUNCHER = "ssh"
+
+_PYTHON_PROBLEMS = (
+    (r"unknown option:? -P|no such option: -P", "its Python is older than 3.11", "name another: --remote-python"),
+    (r"No module named '?reigen\.", "another Reigen is installed there", "install the same version on all hosts"),
+    (r"No module named '?reigen'?", "Reigen is not installed there", "install the same version on all hosts"),
+    (r"No module named '?(\w+)'?", "a library that Reigen needs is not installed there", "install Reigen with pip"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HostProblem:
+    """Why a host cannot take part.
+
+    Attributes:
+        host: its name.
+        what: what is wrong.
+        advice: what to do about it; or empty.
+    """
+
+    host: str
+    what: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentCommand:
+    """The program that an engine is to run on a host. Everybody there may read it: nothing in it is secret.
+
+    Attributes:
+        python: the interpreter.
+        environ: variables without which it does not find Reigen; all others go through its stdin.
+    """
+
+    python: str
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def with_modules_of(cls, python: str, environ: Mapping[str, str]) -> AgentCommand:
+        """Make the command for hosts that find modules where a process with this environment would."""
+        # absolute: the agent begins in another directory
+        path = [str(Path(entry).absolute()) for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        return cls(python, {"PYTHONPATH": os.pathsep.join(path)} if path else {})
+
+    @property
+    def words(self) -> list[str]:
+        """Program and arguments, without blanks and quotes of their own."""
+        # -P: a module of the directory where the agent begins, the user's home, is nobody's joke.
+        return [self.python, "-P", "-m", "reigen.launch.agent"]
+
+    @property
+    def words_with_environ(self) -> list[str]:
+        """The same, for engines that carry no variables."""
+        variables = [f"{name}={text}" for name, text in self.environ.items()]
+        return ["env", *variables, *self.words] if variables else self.words
+
+
+class AgentStarter(Protocol):
+    """A way to get agents onto hosts."""
+
+    @property
+    def remote_shell(self) -> Sequence[str]:
+        """Command line before a host's name that rsync can use (``rsync -e``); empty where there is none."""
+
+    def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
+        """Start the agent of a host, and return at once.
+
+        Args:
+            host: its name, as the plan has it.
+            agent: what is to run there.
+
+        Returns:
+            The client process of this host through whose stdin and stdout the agent is spoken to
+            (``launch.spawn.spawn_client``). What it says on stderr is kept, and shown if it fails.
+
+        Raises:
+            LaunchError: the client process cannot be started.
+        """
+
+    def explain_exit(self, host: str, exit_code: int | None, said: str) -> HostProblem:
+        """Explain why an agent has not come, or has gone, from what the engine says.
+
+        Args:
+            host: its host.
+            exit_code: of the client process; None: it had to be killed.
+            said: what came on its stderr, and on its stdout before the agent.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """The processes of a job, by host.
+
+    Attributes:
+        assignments: hosts with their processes, in the order of ranks.
+        agents: starts the agents of hosts that are not this one; None where all are this one.
+        addresses: of hosts whose names say nothing to this one, by name.
+        processes: commands that this host runs instead of ranks: the engine's own that start them; None: ranks.
+        describe_end: the last words of such a job; None: the supervisor says which rank failed first, and how.
+    """
+
+    assignments: Sequence[HostAssignment]
+    agents: AgentStarter | None = None
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    processes: Sequence[tuple[Sequence[str], ProcessSpec]] | None = None
+    describe_end: Callable[[FinishJob], str] | None = None
+
+
+class Launcher(Protocol):
+    """What gets a job's processes onto hosts."""
+
+    @property
+    def options(self) -> LaunchOptions:
+        """The job's options, as its supervisor has to know them."""
+
+    def allocate(self, wait: Callable[[float], None]) -> JobPlan:
+        """Decide which processes run on which hosts; an engine may have to be asked for hosts, and to grant them.
+
+        Args:
+            wait: waits so many seconds at most. The user may stop the job meanwhile: then it raises LaunchError.
+
+        Raises:
+            LaunchError: the engine does not give what the job needs; the message names all of that.
+        """
+
+    def close(self) -> Sequence[str]:
+        """Give back everything that the engine holds for the job.
+
+        May be called more than once, and before ``allocate``.
+
+        Returns:
+            What is left nevertheless, each with the command that removes it, for the user.
+        """
+
+
+def assign_processes(options: LaunchOptions, hosts: Sequence[HostInfo] | None = None) -> list[HostAssignment]:
+    """Place ranks, servers and scheduler on hosts.
+
+    Args:
+        options: of the job.
+        hosts: hosts and slots that an engine has given, in the order of ranks; None: those that the user named.
+
+    Raises:
+        ConfigError: too few slots.
+    """
+    if hosts is None:
+        hosts = options.hosts or (HostInfo("localhost", options.num_ranks),)
+    if options.servers is None:
+        return assign_ranks(hosts, options.num_ranks, is_this_host)
+    return assign_ranks_and_servers(hosts, options.num_ranks, options.servers, is_this_host)
+
+
+LauncherFactory = Callable[[LaunchOptions, Mapping[str, str]], Launcher]
+
+
+def find_launcher(name: str) -> LauncherFactory:
+    """Import the factory of a launcher.
+
+    Args:
+        name: one of Reigen's own, that of an entry point in the group ``reigen.launchers``, or ``module:factory``.
+
+    Raises:
+        ConfigError: there is no such launcher, or it cannot be imported.
+    """
+    target = name if ":" in name else BUILT_IN_LAUNCHERS.get(name)
+    if target is None:
+        added = {point.name: point.value for point in entry_points(group=ENTRY_POINT_GROUP)}
+        target = added.get(name)
+        if target is None:
+            known = ", ".join(sorted({*BUILT_IN_LAUNCHERS, *added}))
+            raise ConfigError(f"--launcher {name}: there is no such launcher; there are {known}, and MODULE:FACTORY")
+    module, _, attribute = target.partition(":")
+    try:
+        return cast(LauncherFactory, getattr(import_module(module), attribute))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"--launcher {name}: {target} cannot be imported: {error}") from error
+
+
+def explain_agent_exit(host: str, exit_code: int | None, said: str, python: str) -> HostProblem:
+    """Explain an agent's end where the engine has done its part: it is Python's, or Reigen's.
+
+    Args:
+        host: where it was to run.
+        exit_code: of the client process; None: it had to be killed.
+        said: what came on stderr.
+        python: the interpreter that was to run it.
+    """
+    last = last_line(said)
+    for pattern, what, advice in _PYTHON_PROBLEMS:
+        if re.search(pattern, said, re.IGNORECASE):
+            return HostProblem(host, f"{what} ({last})", advice)
+    if exit_code in {126, 127}:
+        return HostProblem(host, f"there is no {python} ({last})", "name the Python there: --remote-python")
+    return HostProblem(host, f"the agent ended with exit code {exit_code}: {last or 'it did not say why'}")
+
+
+def last_line(said: str) -> str:
+    """Return the last line that holds something, or an empty text."""
+    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")

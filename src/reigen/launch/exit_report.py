@@ -1,0 +1,109 @@
+"""What the user is told at the end of a job. Makes text, prints nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from reigen.launch.job_state import FinishJob, JobFailure, was_killed
+from reigen.launch.output.line_prefix import ProcessNames, visible_text
+from reigen.launch.process_tree import signal_name
+from reigen.launch.ps_processes import SNAPSHOT_VARIABLE
+from reigen.launch.watchdog import STOP_SIGNALS
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLocations:
+    """What was where, and what became of the hosts.
+
+    Attributes:
+        hosts: of each process, by number; empty where all are on one.
+        names: of processes that are no ranks, by number.
+        losses: hosts that were lost, and why.
+    """
+
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    names: ProcessNames = field(default_factory=dict)
+    losses: Mapping[str, str] = field(default_factory=dict)
+
+
+def format_exit_report(finish: FinishJob, tail: Sequence[bytes], whereabouts: ProcessLocations) -> bytes:
+    """The last words of a job: nothing where all went well.
+
+    Args:
+        finish: how it ended.
+        tail: the last lines of the stderr of the process that failed first.
+        whereabouts: where that was.
+    """
+    if finish.failure is not None:
+        host = whereabouts.hosts.get(finish.failure.rank, "")
+        words = format_failure(finish.failure, tail, whereabouts)
+        others = [each for each in whereabouts.losses.items() if not finish.failure.reason or each[0] != host]
+        return words + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in others)
+    if finish.signum in STOP_SIGNALS:
+        return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
+    return b""
+
+
+def describe_exit(exit_code: int, cause: str = "") -> str:
+    """How a process has ended, and what the kernel says of it.
+
+    Example:
+        >>> ended(3), ended(-9)
+        ('exit code 3', 'killed by SIGKILL')
+    """
+    words = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
+    return f"{words}; {cause}" if cause else words
+
+
+def format_failure(failure: JobFailure, tail: Sequence[bytes], whereabouts: ProcessLocations) -> bytes:
+    """The block that is printed last: who failed first, how, and its last words.
+
+    Args:
+        failure: what happened.
+        tail: the last lines of that process's stderr.
+        whereabouts: where it was.
+    """
+    number, names = failure.rank, whereabouts.names
+    host = whereabouts.hosts.get(number, "")
+    if failure.reason:
+        lost = _format_processes([each for each, where in whereabouts.hosts.items() if where == host], names)
+        block = [f"reigen run: host {host} was lost, with {lost}: {failure.reason}".encode()]
+    else:
+        where = f" (host {host})" if host else ""
+        name = names.get(number, f"rank {number}")
+        block = [f"reigen run: {name}{where} failed first: {describe_exit(failure.exit_code, failure.cause)}".encode()]
+        if tail:
+            block += [b"  the last lines of its stderr:", *(b"    " + visible_text(line) for line in tail)]
+        else:
+            block.append(b"  it wrote nothing to stderr")
+        if failure.num_restarts or number in names:
+            in_vain = f"it was started again {_format_restarts(failure)}, and has failed again"
+            block.append(b"  " + (_describe_restarts(name, failure) if number in names else in_vain).encode())
+    if failure.num_stopped:
+        others = "rank was" if failure.num_stopped == 1 else "ranks were"
+        other = "" if number in names else "other "
+        block.append(f"  {failure.num_stopped} {other}{others} stopped because of it".encode())
+    return b"\n".join(block) + b"\n"
+
+
+def _describe_restarts(name: str, failure: JobFailure) -> str:
+    if failure.num_restarts:
+        return f"it had been started again {_format_restarts(failure)} before"
+    if not was_killed(failure.exit_code):
+        return "it was not started again: it has ended by itself"
+    if name.startswith("server"):
+        return f"it was not started again: a server is only where it keeps snapshots ({SNAPSHOT_VARIABLE})"
+    return "it was not started again"
+
+
+def _format_restarts(failure: JobFailure) -> str:
+    return f"{failure.num_restarts} time{'s' if failure.num_restarts > 1 else ''}"
+
+
+def _format_processes(numbers: Sequence[int], names: ProcessNames) -> str:
+    """``ranks 1, 2 and server 0``."""
+    ranks = [str(number) for number in numbers if number not in names]
+    parts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"] if ranks else []
+    parts += [names[number] for number in numbers if number in names]
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

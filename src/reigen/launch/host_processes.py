@@ -1,0 +1,246 @@
+"""A machine's processes of a job, until nothing of them is left. `LocalProcesses` has them below this one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import IO, Protocol
+
+from reigen.errors import LaunchError
+from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.local_plan import ProcessSpec
+from reigen.launch.payload import InheritedDescriptors
+from reigen.launch.process_tree import find_descendants, reap_orphans, signal_all_below
+from reigen.launch.ps_processes import ATTEMPT_VARIABLE
+from reigen.launch.spawn import spawn_process
+from reigen.resources.limits import explain_limit
+from reigen.resources.oom import OomMonitor
+
+STDOUT, STDERR = 0, 1
+STREAMS = (STDOUT, STDERR)
+
+_READ_BYTES = 1 << 16
+#: The exit codes of a process that SIGKILL has ended, and of a shell that ran it.
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+#: How often to look whether what ranks left behind has gone: nobody tells of the end of a grandchild.
+_SWEEP_SECONDS = 0.02
+
+
+class HostProcesses(Protocol):
+    """The processes of one machine, wherever it is: ranks, and servants under the numbers behind them."""
+
+    def restart(self, number: int, attempt: int) -> None:
+        """Start a process again that has ended."""
+
+    def terminate(self, ranks: Sequence[int]) -> None:
+        """Ask these ranks, and what they started, to stop."""
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Kill these ranks, and everything that ranks have left behind on this machine."""
+
+    def sweep(self) -> None:
+        """Ask what ranks have left behind to stop; ``ProcessListener.swept`` follows when there is nothing."""
+
+    def pause(self, stream: int) -> None:
+        """Take no more of what is printed on this stream; whoever prints has to wait."""
+
+    def resume(self, stream: int) -> None:
+        """Go on taking it."""
+
+    def turn(self) -> float | None:
+        """Do what is due; returns in how many seconds to call again if nothing happens, None for never."""
+
+
+class ProcessListener(Protocol):
+    """What happens to a host's processes is told to this."""
+
+    def printed(self, rank: int, stream: int, data: bytes) -> None:
+        """A rank has printed this."""
+
+    def closed(self, rank: int, stream: int) -> None:
+        """Nothing more comes from this stream of this rank."""
+
+    def exited(self, rank: int, exit_code: int, cause: str) -> None:
+        """Its process has ended; a negative code is minus the signal that ended it, ``cause`` as in ``job.Failure``."""
+
+    def swept(self, group: HostProcesses) -> None:
+        """Nothing that its ranks started runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputPipe:
+    """One stream of one rank."""
+
+    rank: int
+    stream: int
+    file: IO[bytes]
+
+
+class LocalProcesses:
+    """Processes that are children of this one, which is a subreaper.
+
+    Args:
+        loop: waits for their output and their ends.
+        listener: is told.
+    """
+
+    def __init__(self, loop: LauncherLoop, listener: ProcessListener) -> None:
+        self._loop, self._listener = loop, listener
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        #: By number: what they run, where, and what they read.
+        self._started: dict[int, tuple[Sequence[str], ProcessSpec, int | None]] = {}
+        #: Pipes that are open.
+        self._pipes: list[_OutputPipe] = []
+        self._paused: set[int] = set()
+        self._is_sweeping = self._is_killing = False
+        self._oom = OomMonitor()
+        #: Children of this process that are none of the job's, and what is below them.
+        self.spared: set[int] = set()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by number."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    def start(
+        self,
+        command: Sequence[str],
+        place: ProcessSpec,
+        inherited: InheritedDescriptors | None = None,
+        stdin: int | None = None,
+    ) -> None:
+        """Start a process.
+
+        Args:
+            command: the program and its arguments.
+            place: which one, and where.
+            inherited: what it brings along.
+            stdin: what rank 0 reads, None for what this process does.
+
+        Raises:
+            LaunchError: it cannot be started; those that were are the guard's to end.
+        """
+        rank = place.number
+        self._started[rank] = command, place, stdin
+        descriptors = place.descriptors + (() if inherited is None else inherited.descriptors)
+        process = spawn_process(
+            command if inherited is None else inherited.substitute(command), place, descriptors, stdin
+        )
+        self._processes[rank] = process
+        try:
+            handle = os.pidfd_open(process.pid)
+        except OSError as error:
+            raise LaunchError(f"cannot watch the process of {place.name}: {explain_limit(error).strerror}") from error
+        self._loop.watch(handle, lambda: self._on_exit(rank, handle))
+        for stream, file in ((STDOUT, process.stdout), (STDERR, process.stderr)):
+            assert file is not None, "spawn asks for pipes"
+            os.set_blocking(file.fileno(), False)
+            pipe = _OutputPipe(rank, stream, file)
+            self._pipes.append(pipe)
+            if stream not in self._paused:
+                self._loop.watch(file, self._reader(pipe))
+
+    def restart(self, number: int, attempt: int) -> None:
+        """Start it again, without the payload.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        command, place, stdin = self._started[number]
+        self.start(command, replace(place, environ={**place.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
+
+    def terminate(self, ranks: Sequence[int]) -> None:
+        """Send SIGTERM to these ranks and to what is in their sessions."""
+        self._signal_groups(ranks, signal.SIGTERM)
+        self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
+
+    def kill(self, ranks: Sequence[int]) -> None:
+        """Send SIGKILL to these ranks, and to every process below this one."""
+        self._signal_groups(ranks, signal.SIGKILL)
+        self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
+
+    def sweep(self) -> None:
+        """Send SIGTERM to every process that is left below this one."""
+        self._is_sweeping = True
+        signal_all_below(signal.SIGTERM, self.spared)
+        signal_all_below(signal.SIGCONT, self.spared)
+
+    def pause(self, stream: int) -> None:
+        """Read no more from these pipes."""
+        self._paused.add(stream)
+        for pipe in self._of(stream):
+            self._loop.unwatch(pipe.file)
+
+    def resume(self, stream: int) -> None:
+        """Read them again."""
+        self._paused.discard(stream)
+        for pipe in self._of(stream):
+            if not self._loop.watches(pipe.file):
+                self._loop.watch(pipe.file, self._reader(pipe))
+
+    def turn(self) -> float | None:
+        """Collect orphans; see whether what is to end has ended, and what the OOM killer does."""
+        mine = {process.pid for process in self._processes.values() if process.returncode is None}
+        reap_orphans(mine | self.spared)
+        if self._is_killing:
+            self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
+        if self._is_sweeping and not find_descendants(os.getpid(), self.spared):
+            self._is_sweeping = False
+            self._listener.swept(self)
+        due = self._oom.sample() if mine else None  # before an end that it is to explain
+        return _SWEEP_SECONDS if self._is_sweeping or self._is_killing else due
+
+    def drain(self) -> None:
+        """Take what is left in pipes whose writers have ended."""
+        for pipe in list(self._pipes):
+            while self._read(pipe):
+                pass
+            if pipe in self._pipes:
+                self._close(pipe)
+
+    def _signal_groups(self, ranks: Sequence[int], signum: int) -> None:
+        # A rank that has not been waited for keeps its number, and with it that of its group, from being used again.
+        for rank in ranks:
+            process = self._processes.get(rank)
+            if process is not None and process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signum)
+
+    def _on_exit(self, rank: int, handle: int) -> None:
+        self._loop.unwatch(handle)
+        os.close(handle)
+        if self._started[rank][1].is_restartable:  # what it has started must not stand in the way of that one
+            self._signal_groups([rank], signal.SIGKILL)
+            for pipe in [each for each in self._pipes if each.rank == rank]:  # its last words, before those of that one
+                while self._read(pipe):
+                    pass
+        exit_code = self._processes[rank].wait()
+        self._listener.exited(rank, exit_code, self._oom.explain() if exit_code in _KILLED else "")
+
+    def _of(self, stream: int) -> list[_OutputPipe]:
+        return [pipe for pipe in self._pipes if pipe.stream == stream]
+
+    def _reader(self, pipe: _OutputPipe) -> Callable[[], object]:
+        return lambda: self._read(pipe)
+
+    def _read(self, pipe: _OutputPipe) -> bool:
+        """Read once; returns whether there may be more."""
+        try:
+            data = os.read(pipe.file.fileno(), _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._close(pipe)
+            return False
+        self._listener.printed(pipe.rank, pipe.stream, data)
+        return True
+
+    def _close(self, pipe: _OutputPipe) -> None:
+        self._pipes.remove(pipe)
+        self._loop.unwatch(pipe.file)  # it is not watched while it is paused
+        pipe.file.close()
+        self._listener.closed(pipe.rank, pipe.stream)

@@ -1,0 +1,340 @@
+"""What the launcher does when something happens: an event goes in, instructions come out. No I/O, no clock.
+
+The life of a job:
+
+a. RUNNING: ranks run, and perhaps *servants*: parameter servers and their scheduler, whose numbers come behind those of
+   the ranks. A process that exits with 0 has done its part, the others go on.
+b. A rank fails, or a signal asks the launcher to stop: the rest are asked to stop (Terminate), a timer starts:
+   STOPPING.
+c. A servant is killed: it is started again (Restart), if it may be; else it ends the job as a rank would. One that ends
+   by itself with an error ends the job in any case: it has a reason, such as that the others are lost. Ranks may be
+   started again, too, or the job may go on without those that fail, if the user wants it so: the parameter server's
+   policies for lost workers. A failure that stops nobody still gives the exit code. A servant that says, by its exit
+   code, that the ranks are lost has noticed it before they have ended: a timer starts, and the first rank that fails
+   is the failure; the servant is, when the timer ends and none has failed. A rank that has left the parameter server's
+   job (Left) has no place to come back to: it is not started again. Of one that was started again in vain, the first
+   failure counts.
+d. The last rank has exited, and servants still run: they are about to end by themselves, a timer starts: ENDING. They
+   are asked to stop when it ends, or when a signal comes: STOPPING. How they exit does not matter any more.
+e. The timer ends in STOPPING, or Ctrl-C is pressed again: what is left is killed (Kill), and the timer starts again.
+f. The last process has exited: what they left behind is asked to stop (Sweep), and killed when the timer ends:
+   SWEEPING.
+g. A host is lost (HostLost): its agent ends what runs there; here its processes count as failed. None of them can be
+   started again.
+h. Nothing is left (Swept): Finish, with the exit code and the failure that ended the job: DONE. So too when the timer
+   ends a second time after a Kill: what SIGKILL does not end is stuck in the kernel, and waiting does not help.
+
+The exit code is that of the first failing process, 128 + n where a signal n ended it, 255 where it was lost with its
+host, 128 + n when a signal n stopped the launcher, else 0. Processes that were asked to stop do not fail. When the
+process that watches over the launcher has gone (Orphaned), everything is killed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from signal import SIGINT, Signals
+
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
+
+#: A terminal, or a tool like `timeout`, may send one request to stop twice; a second Ctrl-C comes later than this.
+REPEATED_SIGNAL_SECONDS = 0.2
+#: What a process that was lost with its host counts as having exited with: ssh's own code for a connection that failed.
+HOST_LOST_EXIT_CODE = 255
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailure:
+    """The first thing that went wrong.
+
+    Attributes:
+        rank: whose process: a rank, or a servant's number.
+        exit_code: what it exited with; negative: minus the signal that ended it.
+        num_stopped: how many other ranks were running and are stopped because of it.
+        reason: why it counts as failed although nobody saw its process end; else empty.
+        num_restarts: how often it was started again, before that; of a rank, whose first failure this is, behind it.
+        cause: what the kernel says of a process that was killed (``resources.oom``); else empty.
+    """
+
+    rank: int
+    exit_code: int
+    num_stopped: int
+    reason: str = ""
+    num_restarts: int = 0
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExited:
+    """The process of a rank, or of a servant, has ended; ``exit_code`` and ``cause`` as in ``JobFailure``."""
+
+    rank: int
+    exit_code: int
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PsWorkerLeft:
+    """A rank has left the parameter server's job in good order; its process goes on, or is about to end."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostLost:
+    """Nothing more will be heard of these processes: their host cannot be reached any more, for this ``reason``."""
+
+    ranks: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignalReceived:
+    """The launcher was sent a signal at ``seconds`` on some steady clock."""
+
+    signum: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class GraceExpired:
+    """The timer that StartGraceTimer started has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchdogLost:
+    """Nobody watches over the launcher any more: it must end, and everything with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessesSwept:
+    """Nothing that the job's processes started runs any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartProcess:
+    """Start this process again, for the ``attempt``-th time, since it has ended; the rest as in ``ProcessExited``."""
+
+    number: int
+    attempt: int
+    exit_code: int
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TerminateProcesses:
+    """Send SIGTERM to these processes and what they started."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KillProcesses:
+    """Send SIGKILL to these processes and to every process below the launcher."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartGraceTimer:
+    """Start the timer, or start it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepProcesses:
+    """Send SIGTERM to every process that is left below the launcher; say Swept when there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishJob:
+    """End the launcher.
+
+    Attributes:
+        exit_code: 0 to 255.
+        failure: what ended the job, None where nothing failed by itself.
+        signum: the signal that stopped the launcher, or None.
+    """
+
+    exit_code: int
+    failure: JobFailure | None
+    signum: int | None
+
+
+JobEvent = ProcessExited | PsWorkerLeft | HostLost | SignalReceived | GraceExpired | WatchdogLost | ProcessesSwept
+JobInstruction = RestartProcess | TerminateProcesses | KillProcesses | StartGraceTimer | SweepProcesses | FinishJob
+
+
+def was_killed(exit_code: int) -> bool:
+    """Whether a process ended because of a signal, or, if it is a shell, what it ran.
+
+    Example:
+        >>> was_killed(-9), was_killed(137), was_killed(1)
+        (True, True, False)
+    """
+    return exit_code < 0 or exit_code > 128
+
+
+class JobPhase(Enum):
+    """Where the job is in its life."""
+
+    RUNNING = auto()
+    ENDING = auto()
+    STOPPING = auto()
+    SWEEPING = auto()
+    DONE = auto()
+
+
+class JobState:
+    """The state of one job. ``handle`` takes one event at a time.
+
+    Args:
+        num_ranks: how many ranks there are, from 0.
+        restarts: how often each servant may be started again, by its number; the numbers follow those of the ranks. Of
+            ranks, only those are in it that may be started again.
+        goes_on: a rank that fails does not stop the others.
+    """
+
+    def __init__(self, num_ranks: int, restarts: Mapping[int, int] | None = None, *, goes_on: bool = False) -> None:
+        self._num_ranks = num_ranks
+        self._goes_on = goes_on
+        self._allowed = dict(restarts or {})
+        #: How often each of them has been started again.
+        self._restarted = dict.fromkeys(self._allowed, 0)
+        #: How ranks that were started again had ended at first.
+        self._first_ends: dict[int, ProcessExited] = {}
+        #: Ranks that have left the parameter server's job.
+        self._left: set[int] = set()
+        self.phase = JobPhase.RUNNING
+        #: Ranks and servants whose process has not ended.
+        self.running = {*range(num_ranks), *self._allowed}
+        #: Set once, in RUNNING, by the first process that fails. Stops the others, unless the job goes on.
+        self.failure: JobFailure | None = None
+        #: Set once, in RUNNING, by the first servant that says that the ranks are lost.
+        self._rumour: JobFailure | None = None
+        #: Set once, in RUNNING, by the first signal.
+        self.signum: int | None = None
+        self._stopped_at = float("-inf")
+        #: Kill was said in this phase.
+        self._killed = False
+
+    def handle(self, event: JobEvent) -> list[JobInstruction]:
+        """What to do now, in this order."""
+        match event:
+            case _ if self.phase is JobPhase.DONE:
+                return []
+            case ProcessExited():
+                return self._exited(event)
+            case PsWorkerLeft(number):
+                self._left.add(number)
+                return []
+            case HostLost(numbers, reason):
+                return self._lost(numbers, reason)
+            case SignalReceived(signum, seconds):
+                return self._signalled(signum, seconds)
+            case GraceExpired():
+                return self._grace_over()
+            case WatchdogLost():
+                return self._orphaned()
+            case ProcessesSwept():
+                return [] if self.running else self._finish()
+
+    def validate(self) -> None:
+        """Assert what must hold between two events."""
+        assert self.phase is JobPhase.DONE or bool(self.running) == (self.phase is not JobPhase.SWEEPING)
+        assert self.phase is not JobPhase.RUNNING or self.signum is None
+        assert self.phase is not JobPhase.RUNNING or self.failure is None or self._goes_on
+        assert self.phase is not JobPhase.RUNNING or self._num_running
+        assert self.phase is not JobPhase.ENDING or not self._num_running
+        assert self.phase is not JobPhase.STOPPING or self._has_reason
+        assert all(self._restarted[number] <= allowed for number, allowed in self._allowed.items())
+
+    @property
+    def _num_running(self) -> int:
+        """How many ranks run."""
+        return sum(number < self._num_ranks for number in self.running)
+
+    @property
+    def _has_reason(self) -> bool:
+        return self.failure is not None or self.signum is not None or not self._num_running
+
+    def _exited(self, event: ProcessExited) -> list[JobInstruction]:
+        number, exit_code = event.rank, event.exit_code
+        if exit_code == 0:
+            return self._gone({number}, None)
+        times = self._restarted.get(number, 0)
+        may_return = number not in self._left if number < self._num_ranks else was_killed(exit_code)
+        if self.phase is JobPhase.RUNNING and may_return and times < self._allowed.get(number, 0):
+            self._restarted[number] = times + 1
+            if number < self._num_ranks:
+                self._first_ends.setdefault(number, event)
+            return [RestartProcess(number, times + 1, exit_code, event.cause)]
+        first = self._first_ends.get(number, event)
+        failure = JobFailure(number, first.exit_code, 0, num_restarts=times, cause=first.cause)
+        if self.phase is JobPhase.RUNNING and number >= self._num_ranks and exit_code == WORKERS_LOST_EXIT_CODE:
+            self.running.discard(number)
+            if self._rumour is not None:
+                return []
+            self._rumour = failure
+            return [StartGraceTimer()]
+        return self._gone({number}, failure)
+
+    def _lost(self, numbers: Iterable[int], reason: str) -> list[JobInstruction]:
+        gone = self.running.intersection(numbers)
+        return self._gone(gone, JobFailure(min(gone), HOST_LOST_EXIT_CODE, 0, reason)) if gone else []
+
+    def _gone(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
+        self.running -= numbers
+        instructions: list[JobInstruction] = []
+        if failure is not None and self.phase is JobPhase.RUNNING:
+            is_alone = self._goes_on and max(numbers) < self._num_ranks and self._num_running > 0
+            num_stopped = 0 if is_alone else self._num_running
+            self.failure = self.failure or replace(failure, num_stopped=num_stopped)
+            if self.running and not is_alone:
+                instructions = self._stop()
+        elif self.phase is JobPhase.RUNNING and self.running and not self._num_running:
+            self.phase = JobPhase.ENDING
+            instructions = [StartGraceTimer()]
+        if not self.running and self.phase in {JobPhase.RUNNING, JobPhase.ENDING, JobPhase.STOPPING}:
+            self.phase, self._killed = JobPhase.SWEEPING, False
+            instructions += [SweepProcesses(), StartGraceTimer()]
+        return instructions
+
+    def _signalled(self, signum: int, seconds: float) -> list[JobInstruction]:
+        if self.phase is JobPhase.RUNNING:
+            self.signum = signum
+        if self.phase in {JobPhase.RUNNING, JobPhase.ENDING}:
+            self._stopped_at = seconds
+            return self._stop()
+        if signum == SIGINT and seconds - self._stopped_at > REPEATED_SIGNAL_SECONDS:
+            return self._kill()
+        return []
+
+    def _stop(self) -> list[JobInstruction]:
+        self.phase = JobPhase.STOPPING
+        return [TerminateProcesses(tuple(sorted(self.running))), StartGraceTimer()]
+
+    def _kill(self) -> list[JobInstruction]:
+        self._killed = True
+        return [KillProcesses(tuple(sorted(self.running))), StartGraceTimer()]
+
+    def _grace_over(self) -> list[JobInstruction]:
+        if self.phase is JobPhase.RUNNING:
+            return [] if self._rumour is None else self._gone({self._rumour.rank}, self._rumour)
+        if self.phase is JobPhase.ENDING:
+            return self._stop()
+        return self._finish() if self._killed else self._kill()
+
+    def _orphaned(self) -> list[JobInstruction]:
+        if self.phase is JobPhase.RUNNING:
+            self.signum = Signals.SIGKILL
+        if self.phase in {JobPhase.RUNNING, JobPhase.ENDING}:
+            self.phase = JobPhase.STOPPING
+        return self._kill()
+
+    def _finish(self) -> list[JobInstruction]:
+        self.phase = JobPhase.DONE
+        if (failure := self.failure or (None if self.signum else self._rumour)) is not None:
+            code = failure.exit_code
+            return [FinishJob(code if code > 0 else 128 - code, failure, None)]
+        return [FinishJob(0 if self.signum is None else 128 + self.signum, None, self.signum)]

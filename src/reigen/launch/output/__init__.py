@@ -1,0 +1,1 @@
+"""Output of ranks: prefixes, files, and writers that never block."""

@@ -1,0 +1,164 @@
+"""What the ranks print becomes what the launcher prints: whole lines, each with its rank. Bytes in, bytes out, no I/O.
+
+On a terminal the unfinished line of rank 0 (a progress bar that redraws itself with carriage returns, a question) stays
+at the bottom, drawn again below every line that another rank prints. Elsewhere bytes pass unchanged, line by line.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+#: A longer line comes out in pieces, so that memory stays bounded.
+MAX_LINE_BYTES = 1 << 16
+
+#: Gives the time as it stands before a line.
+TimestampFunction = Callable[[], bytes]
+#: What processes are called that are no ranks, by number.
+ProcessNames = Mapping[int, str]
+
+_ERASE = b"\r\x1b[K"
+
+
+class LineSink(Protocol):
+    """Where lines are shown."""
+
+    def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
+        """What to write.
+
+        Args:
+            source: (rank, which of its streams).
+            lines: what it has printed since the last call, one line each, without their ends.
+            rest: its unfinished line so far.
+        """
+
+    def collapse(self, rest: bytes) -> bytes:
+        """The part of an unfinished line that still matters."""
+
+
+class LineSplitter:
+    """Cuts what one stream of one rank prints into lines."""
+
+    def __init__(self, screen: LineSink, source: tuple[int, int]) -> None:
+        self._screen, self._source = screen, source
+        self._rest = b""
+        #: The stream's last lines, for the report of a failure.
+        self.tail: deque[bytes] = deque(maxlen=20)
+
+    def feed(self, data: bytes) -> bytes:
+        """Take what was printed; returns what to write."""
+        *lines, rest = (self._rest + data).split(b"\n")
+        rest = self._screen.collapse(rest)
+        while len(rest) > MAX_LINE_BYTES:
+            lines.append(rest[:MAX_LINE_BYTES])
+            rest = rest[MAX_LINE_BYTES:]
+        self._rest = rest
+        return self._show(lines)
+
+    def end(self) -> bytes:
+        """The stream has ended; returns what to write for a last line without an end."""
+        lines, self._rest = [self._rest] if self._rest else [], b""
+        return self._show(lines)
+
+    def _show(self, lines: list[bytes]) -> bytes:
+        self.tail.extend(line[:1024] for line in lines[-20:])
+        return self._screen.show(self._source, lines, self._rest)
+
+
+class LogSink:
+    """A file or a pipe.
+
+    Args:
+        prefix: whether lines begin with their rank.
+        clock: what they begin with before it: the time.
+        names: of processes that are no ranks.
+    """
+
+    def __init__(
+        self, *, prefix: bool, clock: TimestampFunction | None = None, names: ProcessNames | None = None
+    ) -> None:
+        self._head = _LinePrefix(prefix, clock, names or {})
+
+    def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
+        """The lines, whole."""
+        head = self._head.of(source[0])
+        return b"".join([head + line + b"\n" for line in lines])
+
+    def collapse(self, rest: bytes) -> bytes:
+        """All of it: nothing is lost in a log."""
+        return rest
+
+
+class TerminalSink:
+    """A terminal, and what stands in its last line.
+
+    Args:
+        prefix: whether lines begin with their rank.
+        num_columns: how wide it is.
+        clock: what lines begin with before their rank: the time.
+        names: of processes that are no ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        prefix: bool,
+        num_columns: int,
+        clock: TimestampFunction | None = None,
+        names: ProcessNames | None = None,
+    ) -> None:
+        self._head = _LinePrefix(prefix, clock, names or {})
+        self._num_columns = num_columns
+        #: The unfinished line that is drawn, and whose it is.
+        self._drawn, self._owner = b"", (0, 0)
+
+    def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
+        """The lines, above the unfinished line of rank 0."""
+        head = self._head.of(source[0])
+        out = [_ERASE] if self._drawn and lines else []
+        out += [head + visible_text(line) + b"\n" for line in lines]
+        before = self._drawn
+        if lines and source == self._owner:
+            self._drawn = b""
+        if source[0] == 0 and rest:
+            self._drawn, self._owner = self._fit(head + visible_text(rest)), source
+        if self._drawn and (lines or self._drawn != before):
+            out.append(b"\r" + self._drawn + b"\x1b[K")
+        return b"".join(out)
+
+    def collapse(self, rest: bytes) -> bytes:
+        """What is seen of it, and whether the next character overwrites it."""
+        return visible_text(rest) + (b"\r" if rest.endswith(b"\r") else b"") if b"\r" in rest else rest
+
+    def _fit(self, line: bytes) -> bytes:
+        """``line`` cut to one row: a longer one could not be erased. Lines with escape sequences are left alone."""
+        text = line.decode(errors="surrogateescape")
+        if b"\x1b" in line or len(text) < self._num_columns:
+            return line
+        return text[: self._num_columns - 1].encode(errors="surrogateescape")
+
+
+@dataclass(frozen=True, slots=True)
+class _LinePrefix:
+    """What stands before each line."""
+
+    prefix: bool
+    clock: TimestampFunction | None
+    names: ProcessNames
+
+    def of(self, number: int) -> bytes:
+        """That of a process."""
+        name = f"[{self.names.get(number, number)}] ".encode() if self.prefix else b""
+        return (b"" if self.clock is None else self.clock()) + name
+
+
+def visible_text(line: bytes) -> bytes:
+    r"""What a terminal shows of a line with carriage returns: the last text that was written over the others.
+
+    Example:
+        >>> visible(b"\r10%\r20%\r")
+        b'20%'
+    """
+    return next((part for part in reversed(line.split(b"\r")) if part), b"") if b"\r" in line else line

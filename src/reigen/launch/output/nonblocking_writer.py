@@ -1,0 +1,102 @@
+"""Writing to the launcher's stdout and stderr without ever waiting for them.
+
+The launcher must notice signals and failures while its own output is stuck (a stopped terminal, a pager), so it writes
+what can be written and keeps the rest; whoever fills it is asked to pause.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import sys
+import time
+from contextlib import suppress
+from typing import TextIO
+
+from reigen.launch.output.line_prefix import LineSink, LogSink, ProcessNames, TerminalSink, TimestampFunction
+
+#: A pipe that is ready takes this much without blocking (PIPE_BUF).
+_WRITE_BYTES = 4096
+_FULL_BYTES = 1 << 20
+
+
+class NonblockingWriter:
+    """One destination.
+
+    Args:
+        fd: where to write. It stays blocking: other processes share it.
+        screen: how lines look there.
+
+    Attributes:
+        pending: what could not be written yet.
+        broken: nobody reads there any more, or it cannot be written; what is put is dropped.
+        why_broken: what the kernel says of that, where there may still be a reader: the disk is full; else empty.
+    """
+
+    def __init__(self, fd: int, screen: LineSink) -> None:
+        self.fd, self.screen = fd, screen
+        self.pending = bytearray()
+        self.broken, self.why_broken = False, ""
+        self._poll = select.poll()
+        self._poll.register(fd, select.POLLOUT)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether those who print should pause."""
+        return len(self.pending) > _FULL_BYTES
+
+    def put(self, data: bytes) -> None:
+        """Write ``data`` after what is pending, when that is possible."""
+        if not self.broken:
+            self.pending += data
+
+    def flush(self) -> None:
+        """Write what can be written without waiting."""
+        written = 0
+        try:
+            while written < len(self.pending) and self._poll.poll(0):
+                written += os.write(self.fd, self.pending[written : written + _WRITE_BYTES])
+        except OSError as error:  # the reader or the terminal has gone, or the disk is full
+            self.broken, self.why_broken = True, "" if error.errno == errno.EPIPE else os.strerror(error.errno or 0)
+            self.pending.clear()
+        del self.pending[:written]
+
+
+def open_std_writers(
+    *, prefix: bool, timestamps: bool, names: ProcessNames
+) -> tuple[NonblockingWriter, NonblockingWriter]:
+    """The launcher's stdout and stderr. Where both are one terminal, one outlet: its last line must be known.
+
+    Args:
+        prefix: lines begin with their rank.
+        timestamps: lines begin with the time.
+        names: of processes that are no ranks.
+    """
+    clock = _now if timestamps else None
+    out = _open_writer(sys.stdout, prefix, clock, names)
+    if isinstance(out.screen, TerminalSink) and _same_terminal(sys.stdout, sys.stderr):
+        return out, out
+    return out, _open_writer(sys.stderr, prefix, clock, names)
+
+
+def _open_writer(
+    stream: TextIO, prefix: bool, clock: TimestampFunction | None, names: ProcessNames
+) -> NonblockingWriter:
+    fd = stream.fileno()
+    if not os.isatty(fd):
+        return NonblockingWriter(fd, LogSink(prefix=prefix, clock=clock, names=names))
+    num_columns = 0
+    with suppress(OSError):
+        num_columns = os.get_terminal_size(fd).columns
+    return NonblockingWriter(fd, TerminalSink(prefix=prefix, num_columns=num_columns or 80, clock=clock, names=names))
+
+
+def _now() -> bytes:
+    seconds = time.time()
+    text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return f"{text}.{int(seconds % 1 * 1000):03} ".encode()
+
+
+def _same_terminal(one: TextIO, other: TextIO) -> bool:
+    return other.isatty() and os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev

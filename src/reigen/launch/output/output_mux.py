@@ -1,0 +1,127 @@
+"""What the ranks print, on its way to the user: to the launcher's stdout and stderr, and into files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from reigen.launch.event_loop import WRITE, LauncherLoop
+from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
+from reigen.launch.options import LaunchOptions
+from reigen.launch.output.line_prefix import LineSplitter
+from reigen.launch.output.nonblocking_writer import NonblockingWriter, open_std_writers
+from reigen.launch.output.output_files import OutputFile, process_directory
+from reigen.launch.ps_processes import name_ps_processes
+
+
+@dataclass(frozen=True, slots=True)
+class _OutputStream:
+    """One stream of one process."""
+
+    lines: LineSplitter
+    outlet: NonblockingWriter
+    record: OutputFile | None
+
+
+class OutputMux:
+    """All streams of all processes.
+
+    Args:
+        options: of the job.
+        loop: waits for those who read.
+        groups: called for who has to wait when a reader does not keep up.
+        complain: told when a file cannot be written.
+
+    Raises:
+        LaunchError: a file cannot be made.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        loop: LauncherLoop,
+        groups: Callable[[], Iterable[HostProcesses]],
+        complain: Callable[[str], None],
+    ) -> None:
+        self._loop, self._groups = loop, groups
+        num_ranks = options.num_ranks
+        names = name_ps_processes(num_ranks, options.servers)
+        self._outlets = open_std_writers(prefix=options.prefix, timestamps=options.timestamps, names=names)
+        self._streams: dict[tuple[int, int], _OutputStream] = {}
+        #: Outlets that wait for their reader: the loop has them.
+        self._waiting: set[NonblockingWriter] = set()
+        directory = options.output_directory
+        for number in [*range(num_ranks), *names]:
+            folder = process_directory(number, num_ranks, names.get(number, ""))
+            for stream in STREAMS:
+                outlet = self._outlets[stream]
+                record = None if directory is None else OutputFile(directory / folder, stream, complain)
+                self._streams[number, stream] = _OutputStream(
+                    LineSplitter(outlet.screen, (number, stream)), outlet, record
+                )
+
+    @property
+    def is_stdout_closed(self) -> bool:
+        """Whether nobody reads stdout any more, or it cannot be written. Why not is said once, where it can be told."""
+        outlet = self._outlets[STDOUT]
+        if outlet.why_broken:
+            self.say(f"reigen run: stdout cannot be written: {outlet.why_broken}\n".encode())
+            outlet.why_broken = ""
+        return outlet.broken
+
+    def printed(self, rank: int, stream: int, data: bytes) -> None:
+        """A process has printed this."""
+        to = self._streams[rank, stream]
+        if to.record is not None:
+            to.record.write(data)
+        to.outlet.put(to.lines.feed(data))
+
+    def closed(self, rank: int, stream: int) -> None:
+        """Nothing more comes from this stream."""
+        to = self._streams[rank, stream]
+        to.outlet.put(to.lines.end())
+        if to.record is not None:
+            to.record.close()
+
+    def tail(self, rank: int) -> list[bytes]:
+        """The last lines of a process's stderr."""
+        return list(self._streams[rank, STDERR].lines.tail)
+
+    def say(self, words: bytes) -> None:
+        """Something of the launcher's own, on stderr."""
+        self._outlets[STDERR].put(words)
+
+    def write(self) -> None:
+        """Write what can be written without waiting; whoever fills an outlet has to wait."""
+        for outlet in set(self._outlets):
+            waited = outlet in self._waiting
+            outlet.flush()
+            if bool(outlet.pending) != waited:
+                self._wait_for(outlet) if outlet.pending else self._go_on(outlet)
+            if outlet.is_full:
+                for group, stream in self._sources(outlet):
+                    group.pause(stream)
+
+    def write_all(self, patience: float | None, is_hurried: Callable[[], bool]) -> None:
+        """Wait until everything is written; not longer than ``patience`` seconds, and not in a hurry."""
+        self.write()
+        end = float("inf") if patience is None else time.monotonic() + patience
+        while self._waiting and not is_hurried() and (left := end - time.monotonic()) > 0:
+            self._loop.wait(None if patience is None else left)
+            self.write()
+
+    def _wait_for(self, outlet: NonblockingWriter) -> None:
+        self._waiting.add(outlet)
+        self._loop.watch(outlet.fd, lambda: None, WRITE)
+
+    def _go_on(self, outlet: NonblockingWriter) -> None:
+        self._waiting.discard(outlet)
+        self._loop.unwatch(outlet.fd)
+        for group, stream in self._sources(outlet):
+            group.resume(stream)
+
+    def _sources(self, outlet: NonblockingWriter) -> list[tuple[HostProcesses, int]]:
+        """Whose output goes there."""
+        streams = [stream for stream in STREAMS if self._outlets[stream] is outlet]
+        return [(group, stream) for group in self._groups() for stream in streams]

@@ -1,0 +1,140 @@
+"""Processes below this one: finding them, ending them, and not outliving a parent. Linux only."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """From now on every orphan below this process becomes its child, and not init's: none can hide by forking twice.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    _prctl()(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def dies_with_parent() -> Callable[[], None]:
+    """A function for a child to call between fork and exec: the kernel kills it when its parent ends.
+
+    The wish is tied to the *thread* that forked, so fork from a thread that lives as long as the process does. It
+    survives exec, except into a setuid program, and is not inherited: what the child starts does not have it.
+    """
+    prctl, parent = _prctl(), os.getpid()
+    return lambda: _set_parent_death_signal(prctl, parent)
+
+
+def die_with_process(parent: int) -> None:
+    """From now on the kernel kills this process when its parent ends, or the parent's thread that started it."""
+    _set_parent_death_signal(_prctl(), parent)
+
+
+def _set_parent_death_signal(prctl: Callable[[int, int], None], parent: int) -> None:
+    prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the wish was made
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def find_descendants(ancestor: int, spared: Collection[int] = ()) -> set[int]:
+    """Processes that descend from ``ancestor`` and have not ended, but for those ``spared`` and what is below them."""
+    children: dict[int, list[int]] = {}
+    for pid, parent in _list_processes():
+        children.setdefault(parent, []).append(pid)
+    found: set[int] = set()
+    front = [ancestor]
+    while front:
+        new = [pid for pid in children.get(front.pop(), []) if pid not in spared]
+        found.update(new)
+        front += new
+    return found
+
+
+def signal_all_below(signum: int, spared: Collection[int] = ()) -> int:
+    """Send a signal to every process below this one but some (as in ``find_descendants``); returns how many there were.
+
+    Each is held by a pidfd while it is made sure that it still descends from this process: a process id that was used
+    again in between is not hit.
+    """
+    me = os.getpid()
+    handles = {}
+    for pid in find_descendants(me, spared):
+        with suppress(ProcessLookupError):
+            handles[pid] = os.pidfd_open(pid)
+    still = find_descendants(me, spared)
+    for pid, handle in handles.items():
+        with suppress(ProcessLookupError, PermissionError):
+            if pid in still:
+                signal.pidfd_send_signal(handle, signum)
+        os.close(handle)
+    return len(still)
+
+
+def reap_orphans(known: set[int]) -> None:
+    """Collect ended children that are not in ``known``: orphans that were given to this process."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid in known:
+            return
+        os.waitpid(ended.si_pid, 0)
+
+
+def kill_all_below(limit_seconds: float) -> int:
+    """Kill every process below this one, and what they start meanwhile; returns how many there were at first.
+
+    Whoever is alive after ``limit_seconds`` is stuck in the kernel and will end when it comes back.
+    """
+    deadline = time.monotonic() + limit_seconds
+    num_found = signal_all_below(signal.SIGKILL)
+    left = num_found
+    while left and time.monotonic() < deadline:
+        reap_orphans(set())
+        select.select([], [], [], 0.005)
+        left = signal_all_below(signal.SIGKILL)
+    reap_orphans(set())
+    return num_found
+
+
+def _list_processes() -> Iterator[tuple[int, int]]:
+    """(process, its parent) of all processes that have not ended."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                # The name in brackets may hold anything, brackets too; what follows it does not.
+                state, parent = (entry / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+            except (OSError, ValueError):  # it ended meanwhile
+                continue
+            if state not in {b"Z", b"X"}:
+                yield int(entry.name), int(parent)
+
+
+def _prctl() -> Callable[[int, int], None]:
+    function = ctypes.CDLL(None, use_errno=True).prctl
+    function.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong]
+
+    def call(option: int, argument: int) -> None:
+        if function(option, argument, 0, 0, 0) != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, f"prctl({option}): {os.strerror(code)}")
+
+    return call
+
+
+def signal_name(signum: int) -> str:
+    """The name of a signal; realtime signals have numbers only."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,182 @@
+"""The processes of a job that are no ranks: parameter servers, and the scheduler that brings everybody together.
+
+Decides, starts nothing. The workers are the job's ranks. Servers run where the user says, in turn; the scheduler runs
+on the launcher's host, at a port that the launcher holds for the whole job, so that another one can take its place.
+All of them are told their places in MXNet's words, which Reigen's processes and those of others understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from reigen.cluster.environ import PORT_IS_HELD_VARIABLE
+from reigen.errors import ConfigError
+
+#: Where servers write down what they hold: without it, one that is started again would have lost it.
+SNAPSHOT_VARIABLE = "REIGEN_KV_SNAPSHOT_DIR"
+#: What becomes of the job when a worker is lost: abort (the default), continue, or wait for another one.
+WORKER_LOSS_VARIABLE = "REIGEN_KV_ON_WORKER_LOSS"
+DEADLINE_VARIABLE = "REIGEN_DEADLINE"
+#: How long the scheduler of a launched job waits for workers: two weeks, in seconds. The launcher knows when they end,
+#: and one that waits for others has a deadline itself; a program that takes its time until it makes a store does
+#: nothing wrong.
+_SCHEDULER_DEADLINE = "1209600"
+NODE_HOST_VARIABLE = "DMLC_NODE_HOST"
+#: How often a process has been started before.
+ATTEMPT_VARIABLE = "DMLC_NUM_ATTEMPT"
+
+
+class PsRole(StrEnum):
+    """What a process is to a parameter server."""
+
+    WORKER = "worker"
+    SERVER = "server"
+    SCHEDULER = "scheduler"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """The parameter servers that a job was asked for.
+
+    Attributes:
+        num: how many.
+        hosts: where they run, in turn; empty: on the hosts of the job.
+        command: what they and the scheduler run; empty: Reigen's own.
+        environ: variables of the servers alone.
+        worker_environ: variables of the ranks alone.
+        deals_workers: the ranks go to the hosts in turn, too, behind the servers; not host by host.
+        num_restarts: how often each process that may be is started again.
+        are_reigens: the scheduler is Reigen's in any case. A command may also be a program for MXNet's own servers, and
+            their scheduler could not listen at a port that is held against other users.
+
+    Raises:
+        ConfigError: one of them makes no sense.
+    """
+
+    num: int
+    hosts: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    worker_environ: Mapping[str, str] = field(default_factory=dict)
+    round_robin_workers: bool = False
+    num_restarts: int = 3
+    uses_reigen_scheduler: bool = True
+
+    def __post_init__(self) -> None:
+        if self.num < 1:
+            raise ConfigError(f"the number of servers must be at least 1, not {self.num}: without, there is no store")
+        if self.num_restarts < 0:
+            raise ConfigError(f"a server cannot be started again {self.num_restarts} times")
+
+
+@dataclass(frozen=True, slots=True)
+class PsProcess:
+    """A server, or the scheduler.
+
+    Attributes:
+        number: in the job, behind the ranks.
+        role: which of the two.
+        index: its number among those of its role.
+    """
+
+    number: int
+    role: PsRole
+    index: int
+
+    @property
+    def name(self) -> str:
+        """As the user is told.
+
+        Example:
+            >>> Servant(5, Role.SERVER, 1).name
+            'server 1'
+        """
+        return self.role if self.role is PsRole.SCHEDULER else f"{self.role} {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class PsJobSpec:
+    """What every process of a job with parameter servers is told of it.
+
+    Attributes:
+        scheduler_host: address of the scheduler.
+        scheduler_port: where it listens.
+        num_workers: how many ranks there are.
+        num_servers: how many servers.
+        port_is_held: the launcher holds that port against other users; the scheduler has to know.
+    """
+
+    scheduler_host: str
+    scheduler_port: int
+    num_workers: int
+    num_servers: int
+    port_is_held: bool = False
+
+    def variables(self, role: PsRole, index: int, node_host: str) -> dict[str, str]:
+        """The environment of one of them.
+
+        Args:
+            role: what it is.
+            index: its number among those of its role.
+            node_host: the address at which the others reach its host.
+        """
+        own: dict[str, str] = {}
+        if role is PsRole.SCHEDULER:
+            own = {DEADLINE_VARIABLE: _SCHEDULER_DEADLINE} | ({PORT_IS_HELD_VARIABLE: "1"} if self.port_is_held else {})
+        return own | {
+            "DMLC_ROLE": role,
+            "DMLC_PS_ROOT_URI": self.scheduler_host,
+            "DMLC_PS_ROOT_PORT": str(self.scheduler_port),
+            "DMLC_NUM_WORKER": str(self.num_workers),
+            "DMLC_NUM_SERVER": str(self.num_servers),
+            "DMLC_TASK_ID": str(index),
+            ATTEMPT_VARIABLE: "0",
+            NODE_HOST_VARIABLE: node_host,
+        }
+
+
+def list_ps_processes(num_ranks: int, servers: ServerOptions | None) -> list[PsProcess]:
+    """The servers, and behind them the scheduler; none where no servers were asked for."""
+    if servers is None:
+        return []
+    made = [PsProcess(num_ranks + index, PsRole.SERVER, index) for index in range(servers.num)]
+    return [*made, PsProcess(num_ranks + servers.num, PsRole.SCHEDULER, 0)]
+
+
+def name_ps_processes(num_ranks: int, servers: ServerOptions | None) -> dict[int, str]:
+    """What servants are called, by number."""
+    return {servant.number: servant.name for servant in list_ps_processes(num_ranks, servers)}
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """What may fail without ending the job.
+
+    Attributes:
+        restarts: how often processes may be started again, by number: all servants, and ranks that may be.
+        goes_on: the ranks go on without one that fails.
+    """
+
+    restarts: Mapping[int, int] = field(default_factory=dict)
+    goes_on: bool = False
+
+
+def choose_restart_policy(num_ranks: int, servers: ServerOptions | None, environ: Mapping[str, str]) -> RestartPolicy:
+    """What may fail in a job whose processes inherit ``environ``.
+
+    A server is started again only where it keeps snapshots: one that has forgotten everything is worse than none.
+    The scheduler learns everything anew from those that it looks after. A worker is where the servers wait for another.
+    """
+    if servers is None:
+        return RestartPolicy()
+    of_servers = servers.num_restarts if {**environ, **servers.environ}.get(SNAPSHOT_VARIABLE) else 0
+    restarts = {
+        servant.number: servers.num_restarts if servant.role is PsRole.SCHEDULER else of_servers
+        for servant in list_ps_processes(num_ranks, servers)
+    }
+    policy = environ.get(WORKER_LOSS_VARIABLE, "")
+    if policy == "wait":
+        restarts |= dict.fromkeys(range(num_ranks), servers.num_restarts)
+    return RestartPolicy(restarts, policy == "continue")

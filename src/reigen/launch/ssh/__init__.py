@@ -1,0 +1,1 @@
+"""Launching on other hosts by ssh."""

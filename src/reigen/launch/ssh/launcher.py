@@ -1,0 +1,96 @@
+"""The launcher that reaches other hosts by ssh."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from reigen.launch.base import AgentCommand, HostProblem, JobPlan, assign_processes, explain_agent_exit, last_line
+from reigen.launch.options import LaunchOptions
+from reigen.launch.spawn import spawn_client
+from reigen.launch.ssh.command import SshOptions
+
+#: What ssh exits with when the connection failed; everything else is the remote command's.
+SSH_FAILED_EXIT_CODE = 255
+#: What ssh says, what that means, and what to do; the first one that is found holds.
+_SSH_PROBLEMS = (
+    (r"could not resolve hostname", "no such host: its name cannot be resolved", "check the spelling"),
+    (r"connection refused", "it refuses the connection", "is sshd running there, and on that port? --ssh-port"),
+    (r"timed out|timeout, server", "it does not answer", "is it up, and does a firewall let ssh through?"),
+    (r"no route to host|network is unreachable", "it cannot be reached", "is it up, and is it on this network?"),
+    (
+        r"host identification has changed",
+        "its host key is not the one that is known",
+        "if the host was set up anew, remove its old key: ssh-keygen -R HOST; else somebody may be listening in",
+    ),
+    (
+        r"host key verification failed|no .*host key is known",
+        "its host key is not known",
+        "log in once by hand and compare the key, or say --ssh-no-host-key-check",
+    ),
+    (r"permission denied", "it refuses the login", "a key must be enough: ssh-copy-id, --ssh-identity-file"),
+    (r"identity file .* not accessible", "the identity file cannot be read", "check --ssh-identity-file"),
+)
+
+
+class SshAgentStarter:
+    """Agents by ssh: their messages go through its stdin and stdout."""
+
+    def __init__(self, ssh: SshOptions) -> None:
+        self._ssh = ssh
+
+    @property
+    def remote_shell(self) -> Sequence[str]:
+        """See ``AgentStarter.remote_shell``."""
+        return self._ssh.base()
+
+    def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
+        """See ``AgentStarter.start_agent``."""
+        return spawn_client(self._ssh.remote(host, agent.words_with_environ))
+
+    def explain_exit(self, host: str, exit_code: int | None, said: str) -> HostProblem:
+        """See ``AgentStarter.explain_exit``."""
+        return explain_ssh_exit(host, exit_code, said, self._ssh)
+
+
+class SshLauncher:
+    """The hosts that the user names; this one, where it is among them, without ssh.
+
+    Args:
+        options: of the job.
+        environ: of the user's process.
+
+    Raises:
+        ConfigError: the hosts have too few slots.
+    """
+
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        self.options = options
+        self._plan = JobPlan(assign_processes(options), SshAgentStarter(options.ssh))
+
+    def allocate(self, wait: Callable[[float], None]) -> JobPlan:
+        """See ``Launcher.allocate``: the user has said which hosts there are."""
+        return self._plan
+
+    def close(self) -> tuple[str, ...]:
+        """See ``Launcher.close``: nothing is held."""
+        return ()
+
+
+def explain_ssh_exit(host: str, exit_code: int | None, said: str, ssh: SshOptions) -> HostProblem:
+    """Explain the end of an ssh that ran an agent, before the agent had greeted.
+
+    Args:
+        host: where the agent was to run.
+        exit_code: of ssh; None: it had to be killed.
+        said: what came on stderr.
+        ssh: how it was called.
+    """
+    if exit_code != SSH_FAILED_EXIT_CODE:
+        return explain_agent_exit(host, exit_code, said, ssh.python)
+    last = last_line(said)
+    for pattern, what, advice in _SSH_PROBLEMS:
+        if re.search(pattern, said, re.IGNORECASE):
+            return HostProblem(host, f"{what} ({last})", advice.replace("HOST", host))
+    return HostProblem(host, f"ssh failed: {last or 'it did not say why'}", f"try it by hand: ssh {host} true")

@@ -1,0 +1,480 @@
+"""The thin side of the launcher: time, signals, output and processes around ``launch.job_state``, which decides."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Self
+
+from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
+from reigen.cluster.membership.rendezvous import RendezvousServer, split_address
+from reigen.errors import LaunchError
+from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.agent.remote_start import RemoteStart
+from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
+from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
+from reigen.launch.host_processes import HostProcesses, LocalProcesses
+from reigen.launch.job_state import (
+    FinishJob,
+    GraceExpired,
+    HostLost,
+    JobEvent,
+    JobInstruction,
+    JobPhase,
+    JobState,
+    KillProcesses,
+    ProcessesSwept,
+    ProcessExited,
+    PsWorkerLeft,
+    RestartProcess,
+    SignalReceived,
+    StartGraceTimer,
+    SweepProcesses,
+    TerminateProcesses,
+    WatchdogLost,
+)
+from reigen.launch.local_plan import (
+    TERMINAL_VARIABLE,
+    JobServices,
+    ProcessSpec,
+    describe_binding,
+    detect_cpus,
+    plan_ps_processes,
+    plan_ranks,
+    process_command,
+)
+from reigen.launch.options import JobListener, LaunchOptions, complain
+from reigen.launch.output.output_mux import OutputMux
+from reigen.launch.process_tree import signal_name
+from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
+from reigen.launch.spawn import reserve_port
+from reigen.launch.watchdog import run_under_watchdog
+from reigen.net.auth import SECRET_BYTES
+from reigen.resources.limits import explain_limit
+
+#: How long the agents may take to end when everything else has.
+_SHUTDOWN_SECONDS = 5.0
+_LOOPBACK = "127.0.0.1"
+_READ_BYTES = 1 << 16
+
+
+def run_job(
+    options: LaunchOptions,
+    environ: Mapping[str, str],
+    listener: JobListener | None = None,
+    *,
+    launcher: str = DEFAULT_LAUNCHER,
+) -> int:
+    """Run a job to its end; returns its exit code. Call it before any thread is started.
+
+    Nothing that the job started is left when this returns, on any host that can be reached. The listener is by default
+    the user.
+
+    Args:
+        options: of the job.
+        environ: what its processes inherit.
+        listener: who is told what happens.
+        launcher: name of the launcher (``launch.base.find_launcher``).
+
+    Raises:
+        LaunchError: the kernel refused a process, or the launcher cannot be used.
+        ConfigError: there is no such launcher, or it cannot do what is asked for: the hosts have too few slots.
+    """
+    told = listener or JobListener()
+    try:
+        made = find_launcher(launcher)(options, environ)
+        try:
+            return run_under_watchdog(lambda lifeline: _run_supervised(made, environ, lifeline, told), told.complain)
+        finally:
+            _close_launcher(made, told)
+    except OSError as error:
+        raise LaunchError(f"cannot start: {explain_limit(error)}") from error
+
+
+def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
+    for remnant in launcher.close():
+        listener.complain(remnant)
+
+
+def _run_supervised(launcher: Launcher, environ: Mapping[str, str], lifeline: int, listener: JobListener) -> int:
+    options = launcher.options
+    environ = _set_output_variables(environ, prefix=options.prefix)
+    with ExitStack() as stack:
+        stack.callback(_close_launcher, launcher, listener)
+        supervisor = stack.enter_context(Supervisor(options, lifeline, listener, environ))
+        plan = supervisor.allocate(launcher)
+        if plan.processes is not None:
+            supervisor.start_all(plan.processes)
+            supervisor.is_starting = False
+        else:
+            _start_ranks(options, plan, environ, supervisor, stack)
+        return supervisor.run()
+
+
+def _start_ranks(
+    options: LaunchOptions, plan: JobPlan, environ: Mapping[str, str], supervisor: Supervisor, stack: ExitStack
+) -> None:
+    """Start ranks and servers on all hosts, with the services that they need."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    start = RemoteStart(options, plan, environ, supervisor)
+    network = options.network
+    server = RendezvousServer(
+        secret,
+        start.call() or _LOOPBACK,
+        peer_timeout_seconds=network.peer_timeout_seconds,
+        tls=network.make_tls(),
+    )
+    stack.callback(server.close)
+    if options.verbose and start.reason:
+        complain(f"the other hosts reach this one at {server.address}: {start.reason}")
+    start.prepare(server.address)
+    start.deliver()
+    address, port = start.master or (split_address(server.address)[0], 0)
+    port = port or stack.enter_context(reserve_port()).getsockname()[1]
+    services = _add_scheduler(JobServices(server.address, secret, port, address), options, environ, stack)
+    supervisor.start(services)
+    start.start(services, server.heard_at)
+    supervisor.is_starting = False
+    server.start()
+
+
+def _set_output_variables(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
+    """The environment, and what the ranks' output meets on its way."""
+    facts = {TERMINAL_VARIABLE: sys.stdout.isatty(), PREFIXED_VARIABLE: prefix}
+    others = {name: text for name, text in environ.items() if name not in facts}
+    return others | {name: "1" for name, holds in facts.items() if holds}
+
+
+def _add_scheduler(
+    services: JobServices, options: LaunchOptions, environ: Mapping[str, str], stack: ExitStack
+) -> JobServices:
+    """What there is, with a scheduler at a port of this host, if there is to be one."""
+    if options.servers is None:
+        return services
+    is_held = options.servers.uses_reigen_scheduler
+    port = stack.enter_context(reserve_port(for_reigen=is_held)).getsockname()[1]
+    address = split_address(services.rendezvous)[0]
+    # which address is this host's, nobody says better than the user; that is true of one host
+    own = environ.get(NODE_HOST_VARIABLE, address) if address == _LOOPBACK else address
+    ps_job = PsJobSpec(address, port, options.num_ranks, options.servers.num, is_held)
+    return replace(services, ps_job=ps_job, node_host=own)
+
+
+class Supervisor:
+    """A job, from the start of its ranks to the launcher's exit code. A context manager.
+
+    It hears what happens on each host (``ProcessListener``, ``AgentListener``) and does what ``launch.job_state``
+    says.
+
+    Args:
+        options: of the job.
+        lifeline: see ``launch.watchdog``.
+        listener: who is told what happens.
+        environ: what processes inherit.
+
+    Attributes:
+        loop: waits for everything.
+        agents: those on other hosts, by the name of the host.
+        is_starting: the hosts are being prepared; the job has not begun, and a signal ends it as an error.
+    """
+
+    def __init__(
+        self,
+        options: LaunchOptions,
+        lifeline: int,
+        listener: JobListener,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._options, self._listener, self._environ = options, listener, environ
+        self._plan = JobPlan(())
+        #: The host of each process, and the processes of each host.
+        self._hosts: dict[int, str] = {}
+        self._numbers: dict[str, tuple[int, ...]] = {}
+        self._names = name_ps_processes(options.num_ranks, options.servers)
+        self._job = JobState(options.num_ranks, {})
+        self.loop = LauncherLoop(lifeline, self._on_signal, self._on_orphaned)
+        self.agents: dict[str, AgentClient] = {}
+        self.is_starting = True
+        #: Hosts that were lost, and why.
+        self._losses: dict[str, str] = {}
+        self._local = LocalProcesses(self.loop, self)
+        self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain)
+        #: Crews of which something may be left, while sweeping.
+        self._unswept: set[HostProcesses] = set()
+        inherited = options.inherited
+        self._line = None if inherited is None else socket.socket(fileno=os.dup(inherited.line))
+        #: The scheduler writes there which ranks have left the parameter servers.
+        self._left, self._left_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        #: The last lines of ranks that were started again, as they were then.
+        self._first_tails: dict[int, list[bytes]] = {}
+        self._grace_ends: float | None = None
+        self._finish: FinishJob | None = None
+        #: Do not wait until everything that was printed is written.
+        self._is_hurried = False
+
+    def __enter__(self) -> Self:
+        self.loop.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for agent in self.agents.values():
+            agent.close()
+        if self._line is not None:
+            self._line.close()
+        os.close(self._left)
+        os.close(self._left_writer)
+        self.loop.__exit__(*exception)
+
+    @property
+    def _groups(self) -> list[HostProcesses]:
+        return [self._local, *self.agents.values()]
+
+    def allocate(self, launcher: Launcher) -> JobPlan:
+        """Have the launcher decide what runs where; returns what it has decided.
+
+        Raises:
+            LaunchError: it cannot have what the job needs, or the user has stopped it.
+        """
+        plan = self._plan = launcher.allocate(self.turn)
+        self._hosts = {number: each.host for each in plan.assignments for number in each.numbers}
+        self._numbers = {each.host: each.numbers for each in plan.assignments}
+        # what an engine has started, it ends: none of that can be started again
+        environ = self._environ if plan.processes is None else {}
+        policy = choose_restart_policy(self._options.num_ranks, self._options.servers, environ)
+        self._job = JobState(self._options.num_ranks, policy.restarts, goes_on=policy.goes_on)
+        return plan
+
+    def start(self, services: JobServices) -> None:
+        """Start the processes of this host.
+
+        Args:
+            services: what they are told of the launcher.
+
+        Raises:
+            LaunchError: one cannot be started; those that were are the guard's to end.
+        """
+        here = next((each for each in self._plan.assignments if each.is_here), None)
+        if here is None:
+            return
+        options, servers = self._options, self._options.servers
+        environ = self._environ if servers is None else {**self._environ, **servers.worker_environ}
+        timeout = options.start_timeout_seconds
+        ranks, reason = plan_ranks(
+            here.topologies, services, environ, detect_cpus(), bind=options.bind, start_timeout_seconds=timeout
+        )
+        servants = [] if servers is None else plan_ps_processes(here.servants, services, self._environ, servers.environ)
+        places = ranks + [self._heard(place) for place in servants]
+        of_servants = () if servers is None else servers.command
+        self.start_all([(process_command(place, options.command, of_servants), place) for place in places])
+        self._tell(list(self._local.pids.items()), describe_binding(places, reason))
+
+    def _heard(self, place: ProcessSpec) -> ProcessSpec:
+        """A servant's place; the scheduler is to say who has left."""
+        if place.ps_process is None or place.ps_process.role is not PsRole.SCHEDULER:
+            return place
+        number = self._left_writer
+        return replace(place, environ={**place.environ, DEPARTURE_FD_VARIABLE: str(number)}, descriptors=(number,))
+
+    def start_all(self, processes: Sequence[tuple[Sequence[str], ProcessSpec]]) -> None:
+        """Start processes of this host: what they run, and their places.
+
+        Raises:
+            LaunchError: one cannot be started; those that were are the guard's to end.
+        """
+        for command, place in processes:
+            self._local.start(command, place, self._options.inherited)
+
+    def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
+        """Speak to the agent of another host through this client process."""
+        self.agents[host] = AgentClient(host, process, self.loop, self, self._options.network.silence_seconds)
+        self.exclude_child(process.pid)
+
+    def exclude_child(self, pid: int) -> None:
+        """A child of this process is none of the job's."""
+        self._local.spared.add(pid)
+
+    def run(self) -> int:
+        """Keep the job until it ends; returns the exit code."""
+        while self._finish is None:
+            self.turn()
+        self._local.drain()
+        self._dismiss()
+        if self._listener.finished is None:
+            self._display.say(self._describe_end(self._finish))
+        patience = None if self._finish.signum is None else self._options.grace_seconds
+        self._display.write_all(patience, lambda: self._is_hurried)
+        if self._listener.finished is not None:
+            self._listener.finished(self._finish)
+        return self._finish.exit_code
+
+    def _describe_end(self, finish: FinishJob) -> bytes:
+        if self._plan.describe_end is not None:
+            words = self._plan.describe_end(finish)
+            return f"reigen run: {words}\n".encode() if words else b""
+        tail = [] if finish.failure is None else self._tail(finish.failure.rank)
+        hosts = self._hosts if self.agents else {}
+        return format_exit_report(finish, tail, ProcessLocations(hosts, self._names, self._losses))
+
+    # ---------------------------------------------------------------- one turn
+
+    def turn(self, limit_seconds: float | None = None) -> None:
+        """Wait for something to happen, not longer than that, and see to it."""
+        was_finished = self._finish is not None
+        waits = [limit_seconds, *(group.turn() for group in self._groups)]
+        if self._finish is not None and not was_finished:
+            return
+        if self._grace_ends is not None:
+            waits.append(max(0.0, self._grace_ends - time.monotonic()))
+        self._wait(min((wait for wait in waits if wait is not None), default=None))
+        if self._grace_ends is not None and time.monotonic() >= self._grace_ends:
+            self._grace_ends = None
+            self._happened(GraceExpired())
+
+    def _wait(self, seconds: float | None) -> None:
+        self.loop.wait(seconds)
+        had_reader = not self._display.is_stdout_closed
+        self._display.write()
+        if had_reader and self._display.is_stdout_closed:
+            self._happened(SignalReceived(signal.SIGPIPE, time.monotonic()))
+
+    def _happened(self, event: JobEvent) -> None:
+        for instruction in self._job.handle(event):
+            self._obey(instruction)
+        if self._job.failure is not None and self._job.phase is not JobPhase.RUNNING:
+            for agent in self.agents.values():
+                agent.silence_seconds = self._options.network.last_silence_seconds
+
+    def _obey(self, instruction: JobInstruction) -> None:
+        match instruction:
+            case RestartProcess(number, attempt, exit_code, cause):
+                words = f"reigen run: {self._called(number)}: {describe_exit(exit_code, cause)}; it is started again\n"
+                self._display.say(words.encode())
+                if number not in self._names:
+                    self._first_tails.setdefault(number, self._display.tail(number))
+                next(group for group in self._groups if self._of(group, [number])).restart(number, attempt)
+            case TerminateProcesses(ranks):
+                for group in self._groups:
+                    group.terminate(self._of(group, ranks))
+            case KillProcesses(ranks):
+                for group in self._groups:
+                    group.kill(self._of(group, ranks))
+            case StartGraceTimer():
+                self._grace_ends = time.monotonic() + self._options.grace_seconds
+            case SweepProcesses():
+                self._unswept = set(self._groups)
+                for group in self._groups:
+                    group.sweep()
+            case FinishJob():
+                self._finish = instruction
+
+    def _of(self, group: HostProcesses, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that are a host's."""
+        if isinstance(group, AgentClient):
+            return [rank for rank in ranks if rank in self._numbers[group.host]]
+        return [rank for rank in ranks if self._hosts[rank] not in self.agents]
+
+    def _dismiss(self) -> None:
+        """Have the agents end, and wait for that: where ssh has ended, nothing is left there."""
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
+        for agent in self.agents.values():
+            agent.finish_agent()
+        while not self._is_hurried and any(each.step is not AgentPhase.GONE for each in self.agents.values()):
+            if (left := deadline - time.monotonic()) <= 0:
+                return
+            self.turn(left)
+
+    # ---------------------------------------------------------------- what happens
+
+    def printed(self, rank: int, stream: int, data: bytes) -> None:
+        """See ``ProcessListener``."""
+        self._display.printed(rank, stream, data)
+
+    def closed(self, rank: int, stream: int) -> None:
+        """See ``ProcessListener``."""
+        self._display.closed(rank, stream)
+
+    def exited(self, rank: int, exit_code: int, cause: str) -> None:
+        """See ``ProcessListener``."""
+        if rank not in self._names:
+            self._listener.exited(rank, exit_code, cause)
+            self._hear_who_left()
+        self._happened(ProcessExited(rank, exit_code, cause))
+
+    def _hear_who_left(self) -> None:
+        """A rank that left has waited until the scheduler knew, which has said so here before."""
+        with suppress(BlockingIOError):
+            while True:
+                for number in os.read(self._left, _READ_BYTES).split():
+                    self._happened(PsWorkerLeft(int(number)))
+
+    def _tail(self, number: int) -> list[bytes]:
+        """The last lines of the process that failed; of a rank, of its first life."""
+        return self._first_tails.get(number) or self._display.tail(number)
+
+    def swept(self, group: HostProcesses) -> None:
+        """See ``ProcessListener``."""
+        self._unswept.discard(group)
+        if not self._unswept:
+            self._happened(ProcessesSwept())
+
+    def stepped(self, agent: AgentClient) -> None:
+        """See ``AgentListener``."""
+        if agent.started is not None and agent.step is AgentPhase.RUNNING:
+            numbers = self._numbers[agent.host]
+            self._tell(list(zip(numbers, agent.started.pids, strict=True)), list(agent.started.notes))
+        if self.is_starting or agent.refused is None:
+            return  # RemoteStart looks for itself
+        if agent.step is not AgentPhase.GONE:
+            refused = agent.refused
+            raise LaunchError(f"host {agent.host}: {refused.reason}", refused.exit_code)
+        assert self._plan.agents is not None, "something has started this agent"
+        self._lost(agent.host, agent.problem(self._plan.agents, 0.0).what)
+        if agent in self._unswept:
+            self.swept(agent)
+
+    def rank_message(self, text: bytes, parcel: int | None) -> None:
+        """See ``AgentListener``: for whoever holds the other end of the line."""
+        if self._line is not None:
+            with suppress(OSError):  # nobody does any more
+                socket.send_fds(self._line, [text], [] if parcel is None else [parcel])
+
+    def _lost(self, host: str, reason: str) -> None:
+        self._losses[host] = reason
+        numbers = self._numbers[host]
+        ranks = [number for number in numbers if number in self._job.running and number not in self._names]
+        self._listener.lost(ranks, f"host {host} was lost: {reason}")
+        self._happened(HostLost(numbers, reason))
+
+    def _tell(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
+        if not self._options.verbose or not pids:
+            return
+        where = f"host {self._hosts[pids[0][0]]}: " if self.agents else ""
+        complain(where + notes[0])
+        for (rank, pid), note in zip(pids, notes[1:], strict=True):
+            complain(f"{where}{self._names.get(rank, f'rank {rank}')}: process {pid}, {note}")
+
+    def _called(self, number: int) -> str:
+        """A process, for the user, with its host where there are several."""
+        where = f" (host {self._hosts[number]})" if self.agents else ""
+        return self._names.get(number, f"rank {number}") + where
+
+    def _on_orphaned(self) -> None:
+        self._is_hurried = True
+        if self.is_starting:
+            raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
+        self._happened(WatchdogLost())
+
+    def _on_signal(self, signum: int) -> None:
+        if self.is_starting:
+            raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
+        self._is_hurried = self._finish is not None
+        self._happened(SignalReceived(signum, time.monotonic()))

@@ -1,0 +1,246 @@
+"""Gradients in registered memory: the memory that all ranks of a host share, where they are reduced without a copy.
+
+At the first step the ranks agree on a plan of buckets. From then on the gradient of a parameter *is* its place in one:
+MXNet's backward pass writes there. What cannot be there, because it is on another device or travels in another element
+type, is copied in and out by MXNet's engine. A bucket is one operation of that engine, with its gradients as the arrays
+that it writes: it begins when they have been computed.
+
+The memory is given back when no array lies in it any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import mxnet as mx
+import numpy as np
+
+from reigen.api.adapter import Array
+from reigen.api.compression import CastCompression, CodecCompression, describe
+from reigen.api.gradients.bucket_plan import (
+    BucketPlan,
+    ParameterSpec,
+    arrival_order,
+    choose_bucket_bytes,
+    plan_buckets,
+    split_evenly,
+)
+from reigen.api.gradients.compressed_buckets import CompressedBuckets
+from reigen.api.gradients.plan_agreement import PlanProposal
+from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.engine.handle import Handle
+from reigen.errors import UnsupportedTypeError
+from reigen.mxnet import arrays
+from reigen.mxnet.engine import get_engine_queue
+from reigen.types import DTYPES, DType
+
+if TYPE_CHECKING:
+    from reigen.context import MemoryRegion
+
+#: A gluon Parameter.
+Parameter = Any
+
+
+class _ParameterSignature(NamedTuple):
+    """What has to be the same on every rank.
+
+    Attributes:
+        number: the parameter's, in its trainer.
+        shape: of the parameter.
+        dtype: of its gradient.
+        wire: in which the gradient travels.
+    """
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: DType
+    wire: DType
+
+    def __str__(self) -> str:
+        return f"parameter {self.number}: {self.dtype.name} as {self.wire.name}, shape {self.shape}"
+
+
+class _RegisteredMemory:
+    """Registered memory, while somebody refers to it."""
+
+    def __init__(self, region: MemoryRegion) -> None:
+        self.__array_interface__ = region.array.__array_interface__
+
+
+class GradientBuckets:
+    """The buckets of one trainer.
+
+    Args:
+        team: the ranks that reduce them, and how.
+        num_groups: so many groups of gradients, each reduced as one; 0: buckets of the usual size.
+        compression: in which element type gradients travel, or as which codes.
+    """
+
+    def __init__(self, team: ReduceGroup, num_groups: int, compression: CastCompression | CodecCompression) -> None:
+        self._team, self._num_groups, self._compression = team, num_groups, compression
+        self._coded: CompressedBuckets | None = None
+        #: what the plan was made for; none at first
+        self._trained: tuple[_ParameterSignature, ...] = ()
+        self._plan = BucketPlan((), 0, (), {})
+        self._region: MemoryRegion | None = None
+        self._buckets: list[Array] = []
+        #: over the places of the plan, by position in `_trained`
+        self._places: list[Any] = []
+        self._addresses: list[int] = []
+
+    def reduce(self, parameters: Sequence[tuple[int, Parameter]]) -> None:
+        """Put the reduction of the parameters' first gradients into MXNet's engine.
+
+        It does not wait, but where they are others than last time: then it is collective.
+
+        Args:
+            parameters: with their numbers, in ascending order; the same on every rank.
+
+        Raises:
+            MismatchError: they are not the same on every rank; all raise it.
+            SharedMemoryError: there is not enough memory for them; all raise it.
+            UnsupportedTypeError: an element type that cannot be communicated.
+        """
+        trained = tuple(self._described(index, parameter) for index, parameter in parameters)
+        if trained != self._trained:
+            self._lay_out(trained, [parameter.list_grad()[0] for _, parameter in parameters])
+        staged = []
+        for position, (_, parameter) in enumerate(parameters):
+            gradient, place = parameter.list_grad()[0], self._places[position]
+            if gradient is place:
+                continue
+            if _can_lie_in_bucket(gradient, place):
+                _move_to_bucket(parameter, place)
+                self._places[position] = gradient
+            else:
+                staged.append((place, gradient))
+        for place, gradient in staged:
+            gradient.copyto(place)
+        for unit in self._plan.units:
+            for bucket in unit:
+                self._submit(bucket)
+        for place, gradient in staged:
+            place.copyto(gradient)
+
+    def _described(self, index: int, parameter: Parameter) -> _ParameterSignature:
+        dtype = arrays.dtype_of(parameter.list_grad()[0])
+        return _ParameterSignature(index, tuple(parameter.shape), dtype, self._compression.wire_dtype(dtype))
+
+    def _lay_out(self, trained: tuple[_ParameterSignature, ...], gradients: Sequence[Any]) -> None:
+        team, how = self._team, self._team.how
+        options = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}, {self._num_groups} groups, "
+        options += describe(self._compression)
+        team.agree(PlanProposal((options, *map(str, trained)), (), ()))
+        specs = [ParameterSpec(int(np.prod(each.shape)), each.wire.itemsize, each.wire.name) for each in trained]
+        order = arrival_order((), len(specs))
+        groups = split_evenly(order, self._num_groups) if self._num_groups else ()
+        plan = plan_buckets(specs, order, choose_bucket_bytes(team.context), groups)
+        memory = self._allocate(plan.nbytes)
+        memory[:] = 0  # also brings the pages in
+        self._trained, self._plan = trained, plan
+        self._buckets, self._places, self._addresses = [], [None] * len(trained), [0] * len(trained)
+        for bucket in plan.buckets:
+            storage = DTYPES[bucket.dtype].storage
+            self._buckets.append(memory[bucket.offset : bucket.offset + bucket.nbytes].view(storage))
+            for at in bucket.places:
+                place = memory[at.offset : at.offset + at.nbytes].view(storage).reshape(trained[at.parameter].shape)
+                self._addresses[at.parameter] = place.ctypes.data
+                array = mx.nd.from_numpy(place, zero_copy=True)
+                is_np = isinstance(gradients[at.parameter], mx.np.ndarray)
+                self._places[at.parameter] = array.as_np_ndarray() if is_np else array
+
+        if isinstance(self._compression, CodecCompression):
+            dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
+            self._coded = CompressedBuckets(self._compression.codec, team, self._buckets, dtypes)
+
+    def _allocate(self, nbytes: int) -> Array:
+        """The memory of the buckets: registered, unless what travels is elsewhere, as codes."""
+        if isinstance(self._compression, CodecCompression):
+            return np.empty(nbytes, np.uint8)
+        self._region = self._team.allocate(nbytes)
+        owner = _RegisteredMemory(self._region)
+        weakref.finalize(owner, self._team.free, self._region).atexit = False
+        return np.asarray(owner)
+
+    def _submit(self, bucket: int) -> None:
+        plan = self._plan.buckets[bucket]
+        members = [place.parameter for place in plan.places]
+        written = [(self._places[member], self._addresses[member]) for member in members]
+        array, dtype, team, region = self._buckets[bucket], DTYPES[plan.dtype], self._team, self._region
+        coded = self._coded
+        if not array.size:
+            return
+
+        def begin() -> Handle[Any]:
+            for place, address in written:
+                if arrays.address_in_engine(place) != address:
+                    raise UnsupportedTypeError("MXNet has put a gradient into other memory than it was given")
+            if coded is None:
+                return team.reduce(array, dtype, str(bucket), region)
+            return coded.submit(bucket, str(bucket)).then(lambda _: coded.receive(bucket))
+
+        first = min(self._trained[member].number for member in members)
+        get_engine_queue().push(begin, [], [place for place, _ in written], -first, f"{team.name}.{bucket}")
+
+
+class StepBuckets:
+    """Buckets for whoever hears of one parameter after the other, when all gradients of a step are on their way.
+
+    Args:
+        buckets: of all parameters.
+    """
+
+    def __init__(self, buckets: GradientBuckets) -> None:
+        self._buckets = buckets
+        #: numbers of parameters whose gradients have been reduced in this step and not been asked for
+        self._reduced: set[int] = set()
+
+    def begin(self) -> None:
+        """A new step: all gradients are new."""
+        self._reduced.clear()
+
+    def take(self, parameters: Mapping[int, Parameter], numbers: Sequence[int]) -> list[Any] | None:
+        """The gradients of some parameters, with all others' that are trained; once in a step for each.
+
+        Args:
+            parameters: all, by number.
+            numbers: whose gradients are wanted.
+
+        Returns:
+            In that order; None where buckets are not for them: no gluon Parameters, sparse, or on several contexts.
+        """
+        trained = [(number, parameter) for number, parameter in sorted(parameters.items()) if _is_plain(parameter)]
+        if not {number for number, _ in trained}.issuperset(numbers):
+            return None
+        if not self._reduced.issuperset(numbers):
+            self._buckets.reduce(trained)
+            self._reduced = {number for number, _ in trained}
+        self._reduced.difference_update(numbers)
+        return [parameters[number].list_grad()[0] for number in numbers]
+
+
+def _is_plain(parameter: Parameter) -> bool:
+    if parameter.grad_req == "null" or parameter._grad is None:
+        return False
+    copies = parameter.list_grad()
+    return len(copies) == 1 and not arrays.is_sparse(copies[0])
+
+
+def _can_lie_in_bucket(gradient: Any, place: Any) -> bool:
+    return bool(gradient.context == place.context and gradient.dtype == place.dtype and type(gradient) is type(place))
+
+
+def _move_to_bucket(parameter: Parameter, place: Any) -> None:
+    """The gradient's memory is that of the place from now on.
+
+    It stays the same object, which scripts may have taken before the first step: to clip it, for example.
+    """
+    gradient, copies = parameter.list_grad()[0], parameter.list_data()
+    gradient.copyto(place)
+    gradient.handle, place.handle = place.handle, gradient.handle
+    fresh = [copy._fresh_grad for copy in copies]
+    mx.autograd.mark_variables(copies, parameter.list_grad(), parameter.grad_req)
+    for copy, is_fresh in zip(copies, fresh, strict=True):
+        copy._fresh_grad = is_fresh

@@ -1,0 +1,66 @@
+"""The gradients of one model, reduced by all ranks while MXNet still computes others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from reigen import context
+from reigen.api.gradients.reduce_group import ReduceGroup, choose_reduction
+from reigen.api.horovod_basics import split_list
+from reigen.api.operations import Average
+from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.engine.operation_builders import ReductionSpec
+from reigen.errors import ArgumentError
+from reigen.mxnet.collectives import reduce_in_place
+from reigen.types import ReduceOp
+
+
+class GradientReducer:
+    """Adds gradients up over the ranks, in place. What makes an average of a sum is left to the optimizer: `factor`.
+
+    That is how Horovod does it, so that gradients which a script clips between the two are as large as it expects.
+
+    Args:
+        predivide: gradients are divided by it before they are added; `factor` makes up for it.
+        num_groups: reduce gradients in so many groups, all or none of each; 0: each by itself.
+        process_set: whose ranks take part; a rank that is not among them reduces nothing.
+
+    Raises:
+        ArgumentError: ``predivide`` is not positive, ``num_groups`` is negative, or the set is not registered.
+        NotInitializedError: ``init()`` has not been called.
+    """
+
+    def __init__(self, predivide: float, num_groups: int, process_set: ProcessSet) -> None:
+        average = choose_reduction(Average, predivide)
+        if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
+            raise ArgumentError(f"num_groups must be a number of groups, or 0, got {num_groups!r}")
+        context.current()
+        process_set_number(process_set)  # one that is not registered is a mistake on every rank, also outside it
+        self.predivide, self.num_groups, self.process_set = predivide, num_groups, process_set
+        self._takes_part = bool(process_set.included())
+        self._how = ReductionSpec(ReduceOp.SUM, average.prescale, 1.0)
+        self._team = ReduceGroup(context.current(), process_set, self._how) if self._takes_part else None
+        #: sum times factor is the average
+        self.factor = average.postscale / self._team.size if self._team is not None else 1.0
+
+    @property
+    def team(self) -> ReduceGroup | None:
+        """The ranks, if this is one of them and not alone."""
+        return self._team if self._team is not None and self._team.size > 1 else None
+
+    def reduce(self, named: Sequence[tuple[object, int, Any]]) -> None:
+        """Put the reduction of gradients into MXNet's engine; does not wait.
+
+        Args:
+            named: of each gradient the name (the same on every rank), the priority, and the array.
+        """
+        team = self.team
+        if team is None or not named:
+            return
+        groups = split_list(named, min(self.num_groups, len(named))) if self.num_groups else [[each] for each in named]
+        for group in groups:
+            label, priority, _ = group[0]
+            arrays = [array for _, _, array in group]
+            name = f"{team.name}.{label}"
+            reduce_in_place(arrays, self._how, name, priority, self.process_set)

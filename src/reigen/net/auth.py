@@ -1,0 +1,233 @@
+"""Proof that both ends of a connection know the job's secret, and seals on everything they say afterwards.
+
+The protocol, every message of a fixed size so that a stranger's bytes are counted, not parsed:
+
+a. The connecting end sends HELLO: the protocol's name and version (4 bytes), its role, its rank, what the connection is
+   for, a fresh nonce (73 bytes in all).
+b. The accepting end sends CHALLENGE: the same of its own, and its proof (105 bytes).
+c. The connecting end checks that proof and sends its own PROOF (32 bytes).
+d. The accepting end checks it. Whoever finds a wrong proof closes the connection without a word.
+
+The first four bytes are looked at as soon as they are there: an end that speaks another version, or no Reigen at all,
+is refused at once, whatever the length of its messages. Who the peer is gets read after its proof was checked.
+
+A proof is HMAC-SHA256(secret, label of that end + HELLO + CHALLENGE without proof + binding): both nonces, roles, ranks
+and purposes are in it. The labels of the two ends differ, so that a proof cannot be sent back to the end that made it;
+nonces are fresh, so that it cannot be used again. The binding is empty, or says in which TLS connection this happens
+(`net.tls`).
+
+Afterwards each direction has its own key, HMAC-SHA256(secret, label of that direction + the same transcript). A sealed
+body is a 16-byte tag, BLAKE2b keyed with it (RFC 7693) over sequence number + payload, and the payload. The number
+counts the bodies of this direction and is not sent: a body that is repeated, left out, reordered or taken from
+elsewhere does not open. (BLAKE2b, because a tag of a short message takes a third of HMAC's time.)
+
+Nothing is encrypted: on one host the loopback interface is as private as the processes' memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from reigen.errors import ArgumentError, AuthenticationError
+
+SECRET_BYTES = 32
+NONCE_BYTES = 32
+PURPOSE_BYTES = 32
+PROOF_BYTES = 32
+TAG_BYTES = 16
+
+_MAGIC = b"RGN3"
+_TLS_HELLO = b"\x16\x03"
+_INTRODUCTION = struct.Struct(f">4sBI{PURPOSE_BYTES}s{NONCE_BYTES}s")
+_SEQUENCE = struct.Struct(">Q")
+
+
+class ProcessRole(IntEnum):
+    """What a process is in the job."""
+
+    LAUNCHER = 1
+    RANK = 2
+    AGENT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who is at one end of a connection.
+
+    Attributes:
+        role: what the process is.
+        rank: its rank, 0 for a launcher.
+        purpose: what the connection is for, as its end calls it: at most 32 printable ASCII characters.
+    """
+
+    role: ProcessRole
+    rank: int
+    purpose: str = ""
+
+
+class AuthSession:
+    """Seals what one end sends and opens what it receives. Made by a handshake.
+
+    Attributes:
+        peer: who is at the other end; it has proven to know the secret.
+    """
+
+    def __init__(self, peer: Identity, send_key: bytes, receive_key: bytes) -> None:
+        self.peer = peer
+        #: The beginnings of all tags, by direction.
+        self._send_mac = hashlib.blake2b(key=send_key, digest_size=TAG_BYTES)
+        self._receive_mac = hashlib.blake2b(key=receive_key, digest_size=TAG_BYTES)
+        #: How many bodies went each way: the number of the next one.
+        self._num_sent = self._num_received = 0
+
+    def seal(self, payload: bytes) -> bytes:
+        """``payload`` with its tag in front."""
+        tag = self._send_mac.copy()
+        tag.update(_SEQUENCE.pack(self._num_sent))
+        tag.update(payload)
+        self._num_sent += 1
+        return tag.digest() + payload
+
+    def take_back(self, num_bodies: int) -> None:
+        """Forget the last bodies that were sealed: no byte of them has been sent, nor will be."""
+        self._num_sent -= num_bodies
+
+    def open(self, body: bytes) -> bytes:
+        """The payload of a sealed body.
+
+        Raises:
+            AuthenticationError: it was not sealed by the peer as its next body.
+        """
+        expected = self._receive_mac.copy()
+        expected.update(_SEQUENCE.pack(self._num_received))
+        expected.update(memoryview(body)[TAG_BYTES:])
+        if not hmac.compare_digest(body[:TAG_BYTES], expected.digest()):
+            raise AuthenticationError("a message was altered, repeated or not sent by the authenticated peer")
+        self._num_received += 1
+        return body[TAG_BYTES:]
+
+
+class Handshake(Protocol):
+    """One end of the handshake, without I/O: give it exactly ``num_expected_bytes``, send what it returns.
+
+    Attributes:
+        binding: what both ends, and nobody else, know of the channel beneath, of one length at both; empty without one.
+            May be set until the first byte of the peer is given.
+    """
+
+    binding: bytes
+    opening: bytes
+    num_expected_bytes: int
+
+    def advance(self, message: bytes) -> tuple[bytes, AuthSession | None]:
+        """Take the peer's next bytes; returns what to send now, and the session once the peer is proven.
+
+        Raises:
+            AuthenticationError: the peer does not know the secret, or does not speak this protocol.
+        """
+
+
+class ClientHandshake:
+    """The connecting end.
+
+    Args:
+        secret: the job's 32 bytes.
+        me: who connects, and what for.
+    """
+
+    def __init__(self, secret: bytes, me: Identity) -> None:
+        self._secret, self.binding = _check_secret(secret), b""
+        self.opening = _pack_introduction(me)
+        self._magic = b""
+        self.num_expected_bytes = len(_MAGIC)
+
+    def advance(self, message: bytes) -> tuple[bytes, AuthSession | None]:
+        """Look at the first bytes of CHALLENGE, then check it; returns PROOF and the session."""
+        if not self._magic:
+            self._magic = _check_magic(message)
+            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC) + PROOF_BYTES
+            return b"", None
+        introduction, proof = self._magic + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
+        transcript = self.opening + introduction + self.binding
+        if not hmac.compare_digest(proof, _mac(self._secret, b"accepts", transcript)):
+            raise AuthenticationError("the other end of the connection does not know this job's secret")
+        mine = _mac(self._secret, b"connects", transcript)
+        sends, receives = _mac(self._secret, b"there", transcript), _mac(self._secret, b"back", transcript)
+        return mine, AuthSession(_unpack_introduction(introduction), sends, receives)
+
+
+class ServerHandshake:
+    """The accepting end. Arguments as for ``ClientHandshake``."""
+
+    opening = b""
+
+    def __init__(self, secret: bytes, me: Identity) -> None:
+        self._secret, self.binding = _check_secret(secret), b""
+        self._introduction = _pack_introduction(me)
+        self._hello = b""
+        self._transcript = b""
+        self.num_expected_bytes = len(_MAGIC)
+
+    def advance(self, message: bytes) -> tuple[bytes, AuthSession | None]:
+        """Look at the first bytes of HELLO, take the rest and return CHALLENGE, take PROOF and return the session."""
+        if not self._hello:
+            self._hello = _check_magic(message)
+            self.num_expected_bytes = _INTRODUCTION.size - len(_MAGIC)
+            return b"", None
+        if not self._transcript:
+            self._hello += message
+            self._transcript = self._hello + self._introduction + self.binding
+            self.num_expected_bytes = PROOF_BYTES
+            return self._introduction + _mac(self._secret, b"accepts", self._transcript), None
+        if not hmac.compare_digest(message, _mac(self._secret, b"connects", self._transcript)):
+            raise AuthenticationError("a connection did not prove that it knows this job's secret")
+        sends, receives = _mac(self._secret, b"back", self._transcript), _mac(self._secret, b"there", self._transcript)
+        return b"", AuthSession(_unpack_introduction(self._hello), sends, receives)
+
+
+def _check_secret(secret: bytes) -> bytes:
+    if len(secret) != SECRET_BYTES:
+        raise AuthenticationError(f"the job's secret must have {SECRET_BYTES} bytes, not {len(secret)}")
+    return secret
+
+
+def _pack_introduction(me: Identity) -> bytes:
+    if len(me.purpose) > PURPOSE_BYTES or not (me.purpose.isascii() and me.purpose.isprintable()):
+        raise ArgumentError(
+            f"the purpose of a connection has at most {PURPOSE_BYTES} printable ASCII characters: {me.purpose!r}"
+        )
+    return _INTRODUCTION.pack(_MAGIC, me.role, me.rank, me.purpose.encode(), os.urandom(NONCE_BYTES))
+
+
+def _check_magic(magic: bytes) -> bytes:
+    if magic == _MAGIC:
+        return magic
+    if magic[:3] == _MAGIC[:3]:
+        raise AuthenticationError(
+            f"the other end of the connection speaks version {magic[3:]!r} of Reigen's protocol, this end version "
+            f"{_MAGIC[3:]!r}: install the same version of Reigen on all hosts"
+        )
+    if magic[:2] == _TLS_HELLO:
+        raise AuthenticationError(
+            "the other end of the connection speaks TLS, this end does not: set REIGEN_TLS alike on all hosts"
+        )
+    raise AuthenticationError("the other end of the connection does not speak Reigen's protocol")
+
+
+def _unpack_introduction(introduction: bytes) -> Identity:
+    """Who a peer says it is, once it has proven to know the secret."""
+    _, role, rank, purpose, _ = _INTRODUCTION.unpack(introduction)
+    try:
+        return Identity(ProcessRole(role), rank, purpose.rstrip(b"\0").decode("ascii"))
+    except ValueError:  # of an unknown role, or of characters that are not ASCII
+        raise AuthenticationError("the other end of the connection says of itself what makes no sense") from None
+
+
+def _mac(secret: bytes, label: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, b"reigen/2 " + label + b"\0" + transcript, "sha256")

@@ -1,0 +1,247 @@
+"""Control messages between the ranks of one host, through their segments.
+
+Every rank has one outbox: a ring of bytes in its own segment that it alone writes, and that every other rank may read.
+Each reader keeps its own place in its own segment, so every word of shared memory has one writer, except the doorbell.
+
+A. A message is written to the ring as 4 bytes of length and the bytes; then the write cursor is moved; then the
+   doorbells of its readers are rung. A ring that is full keeps messages back, in order, until its readers have moved
+   on.
+B. Ringing stores a value into the doorbell that it never had and wakes whoever sleeps on it. The value differs with
+   every ring and ringer, so a sleeper who read the doorbell, looked at the rings and found nothing sleeps only while
+   nobody has rung since. Likewise who finds the doorbell as it was before it looked at the rings need not look again:
+   the cursor is published before the ring that follows it.
+C. A rank says which kind of thread may sleep on its doorbell (`WaitingThread`), so that a ring does not wake a thread
+   of which another one has taken over the work.
+D. Integers lie in the ring like messages, with a mark at their length. A rank whose caller has gone, and may soon be
+   back, can say that integers need not wake its engine's thread: what they announce is of no use to it before its next
+   submission, and where one blocking call follows another the thread would be woken each time, only to find the caller
+   at work. But they must be read in time. So whoever has written something, and sleeps or leaves, first wakes the
+   engine's thread of every reader that has not come to the end of the ring. It does so whatever the sleeper says: a
+   reader that was just about to say "sleep on" has not read, and its thread, which has slept since before, is woken; a
+   thread that is awake looks at the rings before it sleeps, by B.
+
+The memory-ordering argument stands in `reigen.net.futex`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import deque
+from collections.abc import Sequence
+from enum import IntFlag
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import CollectiveError
+from reigen.net.futex import FutexWord, memory_fences
+
+RING_BYTES = 1 << 18
+#: The largest message. Longer ones are the sender's bug: it splits what it has to say.
+MAX_MESSAGE_BYTES = RING_BYTES // 4
+
+_LINE = 64
+_DOORBELL, _SLEEPER, _WRITTEN = 0, _LINE, 2 * _LINE
+_READ = 3 * _LINE  # one line per writer
+_WORD = struct.Struct("=I")
+#: Bit of the length that tells integers from a message.
+_INTEGERS = 1 << 31
+#: Bit of a sleeper whom integers need not wake; what the word is then.
+_SLEEPS_ON = 4
+_ENGINE_SLEEPS_ON = 5
+
+
+class WaitingThread(IntFlag):
+    """Who sleeps on a rank's doorbell; the bits of its futex."""
+
+    NOBODY = 0
+    ENGINE = 1
+    CALLER = 2
+    ANY = 3
+
+
+def shm_transport_bytes(num_ranks: int) -> int:
+    """Size of one rank's part of the segment: words, then the ring."""
+    return _READ + num_ranks * _LINE + RING_BYTES
+
+
+class ShmRing:
+    """The ring of one rank, as its writer or as one of its readers sees it. Cursors count bytes modulo 2**32."""
+
+    def __init__(self, memory: NDArray[np.uint8], num_ranks: int) -> None:
+        self.written = FutexWord(memory, _WRITTEN)
+        start = _READ + num_ranks * _LINE
+        self.ring = memory[start : start + RING_BYTES].data
+
+
+class ShmTransport:
+    """One rank's end of the control channel. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
+
+    Args:
+        memories: for every rank of the host, in order, its mailbox part (`shm_transport_bytes` long, zeroed at first).
+        rank: whose end this is.
+        readers: the ranks that this rank's messages go to.
+        writers: the ranks that it hears.
+    """
+
+    def __init__(
+        self, memories: Sequence[NDArray[np.uint8]], rank: int, readers: Sequence[int], writers: Sequence[int]
+    ) -> None:
+        n = len(memories)
+        self._publish, self._fence = memory_fences()
+        self._rank = rank
+        self._own = ShmRing(memories[rank], n)
+        self._cursor = self._own.written.load()
+        self._frames: deque[bytes] = deque()
+        #: messages that did not fit into the ring so far
+        self.backlog = 0
+        #: how far each reader has come in our ring: the reader writes it
+        self._progress = [FutexWord(memories[r], _READ + rank * _LINE) for r in readers]
+        self._doorbells = [(FutexWord(memories[r], _DOORBELL), FutexWord(memories[r], _SLEEPER)) for r in readers]
+        self._inboxes = [(w, ShmRing(memories[w], n), FutexWord(memories[rank], _READ + w * _LINE)) for w in writers]
+        self._doorbell, self._sleeper = FutexWord(memories[rank], _DOORBELL), FutexWord(memories[rank], _SLEEPER)
+        self._num_ranks = n
+        #: numbers of this rank's rings; next() is atomic, since any of its threads may ring
+        self._rings = itertools.count(1)
+
+    #: a doorbell in shared memory is no descriptor
+    descriptor = -1
+
+    #: integers lie in the ring as they are
+    carries_integers = True
+
+    def send(self, message: bytes) -> None:
+        """Put a message into the outbox and ring its readers. Never blocks."""
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise AssertionError(f"a control message of {len(message)} bytes; the most is {MAX_MESSAGE_BYTES}")
+        self._frames.append(_WORD.pack(len(message)) + message)
+        self.flush()
+
+    def send_integers(self, integers: Sequence[int]) -> None:
+        """Put integers below 2**32 into the outbox, at most as many as fit into a message; ring as step D tells."""
+        num = len(integers)
+        frame = struct.pack(f"={num + 1}I", _INTEGERS | 4 * num, *integers)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            raise AssertionError(f"{num} integers are more than a message of {MAX_MESSAGE_BYTES} bytes")
+        self._frames.append(frame)
+        self._fill_ring(_SLEEPS_ON)
+
+    def flush(self) -> None:
+        """Move what was kept back into the ring, as far as there is room."""
+        self._fill_ring(0)
+
+    def _fill_ring(self, undisturbed: int) -> None:
+        """Ring the readers, but wake none whose sleeper has a bit of ``undisturbed``."""
+        cursor, frames = self._cursor, self._frames
+        used = 0
+        for place in self._progress:
+            used = max(used, (cursor - place.cell[0]) & 0xFFFFFFFF)
+        while frames and used + len(frames[0]) <= RING_BYTES:
+            frame = frames.popleft()
+            begin = cursor % RING_BYTES
+            first = min(len(frame), RING_BYTES - begin)
+            self._own.ring[begin : begin + first] = frame[:first]
+            if first < len(frame):  # around the end
+                self._own.ring[: len(frame) - first] = frame[first:]
+            used += len(frame)
+            cursor = (cursor + len(frame)) & 0xFFFFFFFF
+        self.backlog = len(frames)
+        if cursor == self._cursor:
+            return
+        self._cursor = cursor
+        self._publish()
+        self._own.written.cell[0] = cursor
+        self._publish()
+        for doorbell, _ in self._doorbells:
+            doorbell.cell[0] = (next(self._rings) * self._num_ranks + self._rank + 1) & 0xFFFFFFFF
+        self._fence()
+        for doorbell, sleeper in self._doorbells:
+            who = sleeper.cell[0]
+            if who and not who & undisturbed:
+                doorbell.wake(who)
+
+    def wake_readers(self) -> None:
+        """Step D: wake the engine's threads of the readers that have not read everything."""
+        for place, (doorbell, _) in zip(self._progress, self._doorbells, strict=True):
+            if place.cell[0] != self._cursor:
+                doorbell.wake(WaitingThread.ENGINE)
+
+    def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
+        """Everything that has come, with its sender, in each sender's order."""
+        found: list[tuple[int, bytes | Sequence[int]]] = []
+        for writer, outbox, place in self._inboxes:
+            cursor, end = place.cell[0], outbox.written.cell[0]
+            if cursor == end:
+                continue
+            first, num_bytes = cursor % RING_BYTES, (end - cursor) & 0xFFFFFFFF
+            data = bytes(outbox.ring[first : first + num_bytes])
+            if len(data) < num_bytes:  # around the end
+                data += bytes(outbox.ring[: num_bytes - len(data)])
+            begin, end_of_data = 0, len(data)
+            while begin < end_of_data:
+                (length,) = _WORD.unpack_from(data, begin)
+                begin += _WORD.size
+                holds_integers, length = length & _INTEGERS, length & ~_INTEGERS
+                if length > min(MAX_MESSAGE_BYTES, end_of_data - begin) or (holds_integers and length % _WORD.size):
+                    raise CollectiveError(f"rank {writer} sent a control message of {length} bytes", ranks=(writer,))
+                if holds_integers:
+                    found.append((writer, struct.unpack_from(f"={length // _WORD.size}I", data, begin)))
+                else:
+                    found.append((writer, data[begin : begin + length]))
+                begin += length
+            self._publish()
+            place.cell[0] = end
+        return found
+
+    def token(self) -> int:
+        """The doorbell as it stands: read it *before* looking whether there is work."""
+        return self._doorbell.cell[0]
+
+    def pending(self) -> bool:
+        """Whether a message waits to be received."""
+        for _, outbox, place in self._inboxes:  # noqa: SIM110  a generator is as many calls again
+            if place.cell[0] != outbox.written.cell[0]:
+                return True
+        return False
+
+    def look(self, token: int, times: int) -> bool:
+        """Look so often whether somebody has rung since ``token`` was read; whether somebody has."""
+        cell = self._doorbell.cell
+        while cell[0] == token:
+            if not times:
+                return False
+            times -= 1
+        return True
+
+    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
+        """Sleep until somebody has rung since ``token`` was read, or for the time given."""
+        self.wake_readers()
+        self._doorbell.wait(token, timeout_seconds, who)
+
+    def set_wake_target(self, who: WaitingThread) -> None:
+        """From now on rings wake ``who``. Who stops driving calls this first, so it is time for step D."""
+        self._sleeper.cell[0] = who  # as the int that it is: the operators of IntFlag take a microsecond
+        for place in self._progress if who else ():
+            if place.cell[0] != self._cursor:
+                self.wake_readers()
+                break
+
+    def release_to_engine(self, urgent: bool) -> bool:
+        """From now on messages wake the engine's thread, and integers do not (step D), unless it is ``urgent``."""
+        if urgent:
+            return False
+        self._sleeper.cell[0] = _ENGINE_SLEEPS_ON
+        for place in self._progress:
+            if place.cell[0] != self._cursor:
+                self.wake_readers()
+                break
+        return True
+
+    def wake(self, who: WaitingThread) -> None:
+        """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
+        self._doorbell.cell[0] = (next(self._rings) * self._num_ranks + self._rank + 1) & 0xFFFFFFFF
+        self._doorbell.wake(who)
+
+    def clear_wakeup(self) -> None:
+        """Nothing to do: there is no descriptor."""

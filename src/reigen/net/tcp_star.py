@@ -1,0 +1,228 @@
+"""Control messages between hosts: a star of connections around rank 0. The twin of `reigen.net.shm_ring`.
+
+Messages are payloads of authenticated conversations (`reigen.net.stream`). A connection that ends is left out from
+then on, and remembered in ``lost``: why it ended is for the control service to say, which knows more.
+
+Whom a message wakes: every thread that may sleep has a bed, an epoll instance, with an eventfd in it by which other
+threads of this rank wake it. The connections, an epoll instance of their own, lie in the caller's bed always, because a
+caller sleeps only while it drives, and in the engine's bed only while nobody has taken over from it.
+
+Rank 0 hears from the others before it submits what they have. Where one blocking call follows another, each would wake
+the engine's thread there, only for it to find the caller back at work, and both would contend for the interpreter and a
+core. So behind a caller the connections stay out of that bed for a moment (`release_to_engine`); a timer that lies in
+it ends the moment, and is set anew by every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import select
+import socket
+from collections.abc import Mapping, Sequence
+
+from reigen.net.shm_ring import MAX_MESSAGE_BYTES, WaitingThread
+from reigen.net.stream import AuthenticatedStream, StreamProtocol
+from reigen.net.timerfd import TimerFd
+
+#: For how long the engine's thread lets messages lie for a caller who may come back.
+_ENGINE_WAKE_SECONDS = 0.001
+
+
+class _Peer:
+    """The connection to one rank."""
+
+    def __init__(self, rank: int, connection: socket.socket, conversation: StreamProtocol) -> None:
+        self.rank = rank
+        self.connection = connection
+        self._conversation = conversation
+        #: messages that have not left
+        self.num_outgoing = 0
+
+    def send(self, message: bytes) -> None:
+        """Put a message behind what waits, and send what the kernel takes."""
+        self._conversation.send(message)
+        self.num_outgoing += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what the kernel takes; raises OSError when the other end has gone."""
+        outgoing = self._conversation.outgoing
+        try:
+            while outgoing:
+                del outgoing[: self.connection.send(outgoing)]
+            self.num_outgoing = 0
+        except BlockingIOError:
+            pass
+
+    def receive(self) -> tuple[list[bytes], str]:
+        """The messages that have come, and why no more will come, if so."""
+        end, messages, wanted = "", [], self._conversation.num_wanted_bytes
+        try:
+            while data := self.connection.recv(wanted):
+                messages += self._conversation.receive(data)
+                if len(data) < wanted:
+                    return messages, end  # that was all; what comes later, the end too, makes it readable anew
+            end = "the other end closed it"
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            end = error.strerror or str(error)
+        return messages, end
+
+
+class TcpStarTransport:
+    """One rank's end. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
+
+    Args:
+        streams: by rank: on rank 0 to all others, on the others to rank 0. They are taken over, and closed by `close`.
+
+    Attributes:
+        lost: ranks whose connection has ended, and how.
+    """
+
+    def __init__(self, streams: Mapping[int, AuthenticatedStream]) -> None:
+        self.lost: dict[int, str] = {}
+        self._peers_by_fd: dict[int, _Peer] = {}
+        self._epoll = select.epoll()
+        self._received: list[tuple[int, bytes | Sequence[int]]] = []
+        for rank, stream in streams.items():
+            connection, conversation = stream.hand_over()
+            self._peers_by_fd[connection.fileno()] = _Peer(rank, connection, conversation)
+            self._epoll.register(connection.fileno(), select.EPOLLIN)
+        self._wake_events = {
+            who: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for who in (WaitingThread.ENGINE, WaitingThread.CALLER)
+        }
+        self._wake_epolls = {who: select.epoll() for who in self._wake_events}
+        for who, alarm in self._wake_events.items():
+            self._wake_epolls[who].register(alarm, select.EPOLLIN)
+            self._wake_epolls[who].register(self._epoll.fileno(), select.EPOLLIN)
+        self._waiter, self._tokens = WaitingThread.ENGINE, itertools.count()
+        #: whether messages wake the engine's thread, and whether they will in a moment
+        self._wakes_engine, self._wakes_engine_soon = True, False
+        self._engine_timer = TimerFd(_ENGINE_WAKE_SECONDS)
+        self._wake_epolls[WaitingThread.ENGINE].register(self._engine_timer.fileno(), select.EPOLLIN)
+        #: readable when a message has come, or a caller was woken
+        self.descriptor = self._wake_epolls[WaitingThread.CALLER].fileno()
+
+    @property
+    def backlog(self) -> int:
+        """Messages that could not leave yet."""
+        number = 0
+        for ray in self._peers_by_fd.values():
+            number += ray.num_outgoing
+        return number
+
+    def send(self, message: bytes) -> None:
+        """Send a message to every rank there is a connection to. Never blocks."""
+        if len(message) > MAX_MESSAGE_BYTES:
+            raise AssertionError(f"a control message of {len(message)} bytes; the most is {MAX_MESSAGE_BYTES}")
+        for ray in list(self._peers_by_fd.values()):
+            try:
+                ray.send(message)
+            except OSError as error:
+                self._lose(ray, error.strerror or str(error))
+
+    #: every message is sealed on its own, so integers would gain nothing
+    carries_integers = False
+
+    def send_integers(self, integers: Sequence[int]) -> None:
+        """Not carried."""
+        raise AssertionError("integers go as messages here")
+
+    def wake_readers(self) -> None:
+        """Nothing to do: every message wakes."""
+
+    def flush(self) -> None:
+        """Send what was kept back, as far as the kernel takes it."""
+        for ray in list(self._peers_by_fd.values()):
+            try:
+                ray.flush()
+            except OSError as error:
+                self._lose(ray, error.strerror or str(error))
+
+    def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
+        """Every message that has come, with its sender, in each sender's order.
+
+        Raises:
+            AuthenticationError, WireError: somebody has put bytes into a connection that are not its peer's.
+        """
+        received, self._received = self._received, []
+        for fd, _ in self._epoll.poll(0):
+            ray = self._peers_by_fd[fd]
+            messages, end = ray.receive()
+            received += [(ray.rank, message) for message in messages]
+            if end:
+                self._lose(ray, end)
+        return received
+
+    def _lose(self, ray: _Peer, why: str) -> None:
+        messages, _ = ray.receive()  # it may have spoken before it went
+        self._received += [(ray.rank, message) for message in messages]
+        del self._peers_by_fd[ray.connection.fileno()]
+        self._epoll.unregister(ray.connection.fileno())
+        ray.connection.close()
+        self.lost[ray.rank] = why
+
+    def pending(self) -> bool:
+        """Whether `receive` would give something."""
+        return bool(self._received) or bool(self._epoll.poll(0))
+
+    def token(self) -> int:
+        """A new number: an alarm that was rung before a sleep ends it at once, and something may always have come."""
+        return next(self._tokens)
+
+    def look(self, token: int, times: int) -> bool:
+        """Look so often whether a message has come; whether one has."""
+        return any(self.pending() for _ in range(times))
+
+    def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
+        """Sleep until a message has come or somebody has woken ``who``, or for the time given."""
+        if any(fd == self._wake_events[who] for fd, _ in self._wake_epolls[who].poll(timeout_seconds)):
+            self._silence(who)
+
+    def set_wake_target(self, who: WaitingThread) -> None:
+        """From now on messages wake ``who``."""
+        if self._wakes_engine_soon:
+            self._wakes_engine_soon = False
+            self._engine_timer.stop()
+        hears = who is WaitingThread.ENGINE
+        if hears != self._wakes_engine:
+            self._wakes_engine = hears
+            self._wake_epolls[WaitingThread.ENGINE].modify(self._epoll.fileno(), select.EPOLLIN if hears else 0)
+        self._waiter = who
+
+    def release_to_engine(self, urgent: bool) -> bool:
+        """A caller goes: the engine's thread looks for work in a moment; until then messages leave it asleep."""
+        self._wakes_engine_soon = True
+        self._engine_timer.start()
+        self._waiter = WaitingThread.ENGINE
+        return True
+
+    def wake(self, who: WaitingThread) -> None:
+        """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
+        awaited = who & self._waiter or who  # of several, the one that has taken over looks after all there is to do
+        for one, alarm in self._wake_events.items():
+            if one & awaited:
+                os.eventfd_write(alarm, 1)
+
+    def clear_wakeup(self) -> None:
+        """For who waits on `descriptor`: look for work after this, and it is readable when there is more."""
+        self._silence(WaitingThread.CALLER)
+
+    def _silence(self, who: WaitingThread) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_events[who])
+
+    def close(self) -> None:
+        """Close all connections. May be called twice."""
+        for ray in self._peers_by_fd.values():
+            ray.connection.close()
+        self._peers_by_fd.clear()
+        for bed in (self._epoll, *self._wake_epolls.values()):
+            bed.close()
+        self._engine_timer.close()
+        for alarm in self._wake_events.values():
+            os.close(alarm)
+        self._wake_events = {}

@@ -1,0 +1,252 @@
+"""From what a rank's engine did to slices in rows. Pure: events in, pages out.
+
+What is shown of a collective, one after the other in one row, with Horovod's names:
+
+* NEGOTIATE_ALLREDUCE: this rank has submitted it, and waits until all have and rank 0 has announced it
+* QUEUE: announced, while another one is being carried out
+* ALLREDUCE: carried out. Within it, in the row of the first tensor of a batch, its phases
+
+and of a thread STEP, from one mark to the next, and within it WAIT: it can do nothing but wait for a collective.
+
+A slice becomes known when it ends. One that takes long is shown as begun already (`TraceEventBuilder.show_long`), so
+that the file of a job that hangs, or was killed, says what it was waiting for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reigen.engine.messages import UNNAMED, Operation, OperationKind, Response
+from reigen.observe import recorder
+from reigen.observe.chunks import Arguments, ChunkBuilder, ChunkContent, encode_arguments
+from reigen.observe.messages import BEGUN, COMPLETE, INSTANT, OVER
+from reigen.observe.recorder import Event
+from reigen.observe.tracks import CYCLES, TrackAllocator
+
+#: A slice that has not ended after this time is shown as begun.
+LONG_NANOSECONDS = 1_000_000_000
+#: Shorter times in the queue, or in a phase, are not shown.
+_SHORT_NANOSECONDS = 1_000
+_MAX_REMEMBERED = 4096
+
+#: Categories of slices.
+NEGOTIATION, COLLECTIVE, PHASE, QUEUE = "negotiation", "collective", "phase", "queue"
+THREAD, CYCLE, ERROR = "thread", "cycle", "error"
+
+Batch = Sequence[tuple[Operation, Response]]
+
+
+@dataclass(slots=True)
+class _OpenSlice:
+    """Something that has begun.
+
+    Attributes:
+        label: name and category.
+        row: where it is shown.
+        begin: nanoseconds.
+        arguments: JSON.
+        is_shown: as begun; it has to be shown as ended, then.
+    """
+
+    label: tuple[str, str]
+    row: int
+    begin: int
+    arguments: bytes
+    is_shown: bool = False
+
+
+class TraceEventBuilder:
+    """One rank's part of the picture.
+
+    Args:
+        mark_cycles: show CYCLE_START.
+    """
+
+    def __init__(self, mark_cycles: bool) -> None:
+        self._mark_cycles = mark_cycles
+        self._pages = ChunkBuilder()
+        self._rows = TrackAllocator()
+        #: submissions that are not being carried out, by name
+        self._negotiating: dict[str, _OpenSlice] = {}
+        #: the batch that is being carried out: one slice for each operation
+        self._executing: list[_OpenSlice] = []
+        #: by thread
+        self._waiting: dict[int, _OpenSlice] = {}
+        #: by thread and name: time and number of the last mark
+        self._marks: dict[tuple[int, str], tuple[int, int]] = {}
+        self._announced = 0
+        #: what was said last about a name: of its negotiation, and what kind it was; and of its being carried out,
+        #: alone or with others
+        self._names: dict[str, tuple[OperationKind, bytes]] = {}
+        self._descriptions: dict[str, tuple[Operation, int, bytes]] = {}
+
+    def follow(self, events: Sequence[Event]) -> None:
+        """Take in what happened, in the order in which it was noted."""
+        for what, now, a, b in events:
+            if what == recorder.SUBMITTED:
+                self._submitted(now, a)
+            elif what == recorder.BEGAN:
+                self._began(now, a)
+            elif what == recorder.ENDED:
+                self._ended(now, b)
+            elif what == recorder.ANNOUNCED:
+                self._announced = now
+                if self._mark_cycles:
+                    self._pages.add(INSTANT, ("CYCLE_START", CYCLE), CYCLES, now, 0, b"")
+            elif what == recorder.WAITING:
+                row = self._rows.thread_track(a)
+                known = self._names.get(b)
+                self._waiting[a] = _OpenSlice(
+                    ("WAIT", THREAD), row, now, known[1] if known else encode_arguments({"tensor": b})
+                )
+            elif what == recorder.WAITED:
+                if (wait := self._waiting.pop(a, None)) is not None:
+                    self._close(wait, now)
+            elif what == recorder.MARK:
+                self._mark(now, a, b)
+            else:
+                self._failed(now, a)
+
+    def emit_long(self, now: int) -> None:
+        """Show what began long ago as begun."""
+        for group in (self._negotiating.values(), self._executing, self._waiting.values()):
+            for one in group:
+                if not one.is_shown and now - one.begin > LONG_NANOSECONDS:
+                    one.is_shown = True
+                    self._pages.add(BEGUN, one.label, one.row, one.begin, 0, one.arguments)
+
+    def take(self) -> list[ChunkContent]:
+        """What has become known since the last call."""
+        if self._rows.new:
+            self._pages.add_rows(self._rows.new)
+            self._rows.new = []
+        return self._pages.take()
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def _submitted(self, now: int, operation: Operation) -> None:
+        name = operation.name
+        lost = self._negotiating.pop(name, None)  # what became of it was dropped
+        if lost is not None:
+            self._rows.give_back(lost.row)
+        row = self._rows.take(make_title(operation))
+        label = (f"NEGOTIATE_{operation.kind.name}", NEGOTIATION)
+        known = self._names.get(name)
+        if known is None or known[0] is not operation.kind:
+            if len(self._names) >= _MAX_REMEMBERED:
+                self._names.clear()
+            known = self._names[name] = (operation.kind, encode_arguments({"tensor": make_title(operation)}))
+        self._negotiating[name] = _OpenSlice(label, row, now, known[1])
+
+    def _began(self, now: int, batch: Batch) -> None:
+        self._abandon()
+        for operation, _ in batch:
+            name = operation.name
+            negotiation = self._negotiating.pop(name, None)
+            if negotiation is None:  # submitted before the recording began, or by the others alone
+                row = self._rows.take(make_title(operation))
+            else:
+                row = negotiation.row
+                announced = max(negotiation.begin, min(self._announced or now, now))
+                if now - announced < _SHORT_NANOSECONDS:
+                    announced = now
+                self._close(negotiation, announced)
+                if announced < now:
+                    self._pages.add(COMPLETE, ("QUEUE", QUEUE), row, announced, now - announced, b"")
+            arguments = self._arguments_of(operation, len(batch))
+            self._executing.append(_OpenSlice((operation.kind.name, COLLECTIVE), row, now, arguments))
+
+    def _ended(self, now: int, phases: dict[str, list[int]]) -> None:
+        if not self._executing:
+            return
+        first = self._executing[0]
+        for one in self._executing:
+            self._close(one, now)
+            self._rows.give_back(one.row)
+        begin = first.begin
+        for name, (nanoseconds, count) in phases.items():
+            if nanoseconds >= _SHORT_NANOSECONDS:
+                arguments = encode_arguments({"count": count}) if count > 1 else b""
+                self._pages.add(COMPLETE, (name, PHASE), first.row, begin, min(nanoseconds, now - begin), arguments)
+            begin += nanoseconds
+        self._executing = []
+
+    def _failed(self, now: int, name: str) -> None:
+        negotiation = self._negotiating.pop(name, None)
+        if negotiation is not None:
+            self._close(negotiation, now)
+            self._pages.add(INSTANT, ("FAILED", ERROR), negotiation.row, now, 0, negotiation.arguments)
+            self._rows.give_back(negotiation.row)
+
+    def _mark(self, now: int, thread: int, name: str) -> None:
+        before = self._marks.get((thread, name))
+        number = 0 if before is None else before[1] + 1
+        self._marks[thread, name] = (now, number)
+        if before is not None:
+            row = self._rows.thread_track(thread)
+            self._pages.add(
+                COMPLETE, (name, THREAD), row, before[0], now - before[0], encode_arguments({"number": number})
+            )
+
+    # -- slices -------------------------------------------------------------------------------------------------------
+
+    def _close(self, one: _OpenSlice, now: int) -> None:
+        if one.is_shown:
+            self._pages.add(OVER, one.label, one.row, now, 0, b"")
+        else:
+            self._pages.add(COMPLETE, one.label, one.row, one.begin, now - one.begin, one.arguments)
+
+    def _abandon(self) -> None:
+        """The end of the batch before was dropped."""
+        for one in self._executing:
+            self._rows.give_back(one.row)
+        self._executing = []
+
+    def _arguments_of(self, operation: Operation, batch_size: int) -> bytes:
+        known = self._descriptions.get(operation.name)
+        if known is not None and known[1] == batch_size and known[0] == operation:
+            return known[2]
+        if len(self._descriptions) >= _MAX_REMEMBERED:
+            self._descriptions.clear()
+        arguments = encode_arguments(describe_operation(operation, batch_size))
+        self._descriptions[operation.name] = (operation, batch_size, arguments)
+        return arguments
+
+
+def make_title(operation: Operation) -> str:
+    """What a collective is called in a timeline: Horovod puts the kind before the name, ``allreduce.loss``."""
+    name, kind = operation.name, operation.kind.name.lower()
+    has_it = UNNAMED in name or name.startswith((f"{kind}.", f"{kind} "))
+    return name if has_it else f"{kind}.{name}"
+
+
+def parse_title(title: str) -> str:
+    """The name of what a timeline calls ``title``."""
+    kind, _, name = title.partition(".")
+    return name if kind.upper() in OperationKind.__members__ and UNNAMED not in title else title
+
+
+def describe_operation(operation: Operation, batch_size: int) -> Arguments:
+    """What a timeline says about a collective beside its name.
+
+    Args:
+        operation: of this rank; its shape and bytes are this rank's, as Horovod's are.
+        batch_size: how many operations travel together with it, itself counted.
+    """
+    arguments: Arguments = {"tensor": make_title(operation)}
+    if operation.members:
+        arguments |= {"tensors": len(operation.members), "bytes": operation.nbytes}
+    elif operation.dtype:
+        shape = ", ".join(map(str, operation.shape))
+        arguments |= {"dtype": operation.dtype, "shape": f"[{shape}]", "bytes": operation.nbytes}
+    elif operation.kind in (OperationKind.ALLOCATE, OperationKind.ALLOCATE_SHARED):
+        arguments["bytes"] = operation.shape[0]
+    if operation.kind in (OperationKind.ALLREDUCE, OperationKind.REDUCESCATTER, OperationKind.REDUCE_TO_OWNERS):
+        arguments["op"] = operation.op.name
+    if operation.kind is OperationKind.BROADCAST:
+        arguments["root"] = operation.root
+    if operation.process_set:
+        arguments["process_set"] = operation.process_set
+    arguments["batch"] = batch_size
+    return arguments

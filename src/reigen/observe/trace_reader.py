@@ -1,0 +1,234 @@
+"""A timeline's file, read: complete, or cut short anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from reigen.errors import ReigenError
+from reigen.observe.chrome_format import START_EVENT, UNTIL_EVENT
+from reigen.observe.intervals import Interval
+from reigen.observe.trace_events import COLLECTIVE, ERROR, NEGOTIATION, THREAD, parse_title
+
+
+class TraceError(ReigenError):
+    """A file that is no timeline."""
+
+
+class _EventArguments(msgspec.Struct, gc=False):
+    tensor: str = ""
+    bytes: int = 0
+    batch: int = 1
+    process_set: int = 0
+    name: str = ""
+    error_us: float | None = None
+    ts_us: float = 0.0
+    count: int = 0
+    size: int = 0
+
+
+class _EventLine(msgspec.Struct, gc=False):
+    """What is read of a record; see `reigen.observe.chrome_format.ChromeEvent`."""
+
+    name: str = ""
+    ph: str = ""
+    pid: int = 0
+    tid: int = 0
+    ts: float = 0.0
+    dur: float = 0.0
+    cat: str = ""
+    args: _EventArguments | None = None
+
+
+_ARRAY_DECODER = msgspec.json.Decoder(list[_EventLine])
+_LINE_DECODER = msgspec.json.Decoder(_EventLine)
+_NO_ARGUMENTS = _EventArguments()
+
+
+@dataclass(slots=True)
+class CollectiveExecution:
+    """A collective on one rank. Times are microseconds since the timeline's start.
+
+    Attributes:
+        rank: where.
+        kind: ALLREDUCE and the like.
+        tensor: its name.
+        process_set: whose ranks took part.
+        nbytes: of this rank's tensor.
+        batch: how many travelled together.
+        submitted: None when that was not recorded.
+        begun: when it was begun to be carried out.
+        ended: when it was over.
+    """
+
+    rank: int
+    kind: str
+    tensor: str
+    process_set: int
+    nbytes: int
+    batch: int
+    submitted: float | None
+    begun: float
+    ended: float
+
+
+@dataclass(slots=True)
+class UnfinishedCollective:
+    """A submission that had not been answered when the recording ended."""
+
+    rank: int
+    tensor: str
+    since: float
+
+
+@dataclass(slots=True)
+class Trace:
+    """A timeline.
+
+    Attributes:
+        size: number of ranks of the job.
+        names: of the ranks that recorded something, with their hosts.
+        executions: in no order.
+        failures: rank and tensor of submissions that failed.
+        pending: what the ranks were waiting for at the end.
+        steps: by rank, in order.
+        waits: by rank: times at which a caller could do nothing but wait.
+        clock_errors: by rank: the largest error of its times, in microseconds.
+        num_dropped: events, or pages of them, that are missing.
+        end: the last time in the file.
+        is_cut: the file breaks off.
+    """
+
+    size: int = 0
+    names: dict[int, str] = field(default_factory=dict)
+    executions: list[CollectiveExecution] = field(default_factory=list)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+    pending: list[UnfinishedCollective] = field(default_factory=list)
+    steps: dict[int, list[Interval]] = field(default_factory=dict)
+    waits: dict[int, list[Interval]] = field(default_factory=dict)
+    clock_errors: dict[int, float] = field(default_factory=dict)
+    num_dropped: int = 0
+    end: float = 0.0
+    is_cut: bool = False
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a timeline that Reigen has written.
+
+    Raises:
+        TraceError: it is none.
+        OSError: the file cannot be read.
+    """
+    data = path.read_bytes()
+    try:
+        lines, is_cut = _ARRAY_DECODER.decode(data), False
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        lines, is_cut = _parse_truncated(data), True
+    if not lines or lines[0].name != START_EVENT or lines[0].args is None:
+        raise TraceError(
+            f"{path} is no timeline of Reigen: its first record would be {START_EVENT}. "
+            "HOROVOD_TIMELINE=FILE or start_timeline(FILE) writes one"
+        )
+    trace = _TraceParser(lines[0].args.size).read(lines)
+    trace.is_cut = is_cut
+    return trace
+
+
+def _parse_truncated(data: bytes) -> list[_EventLine]:
+    """The records before the first that is broken: each has a line of its own."""
+    lines: list[_EventLine] = []
+    for text in data.splitlines():
+        record = text.strip().strip(b",")
+        if record in (b"[", b"]", b""):
+            continue
+        try:
+            lines.append(_LINE_DECODER.decode(record))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            break
+    return lines
+
+
+class _TraceParser:
+    """Puts records together."""
+
+    def __init__(self, size: int) -> None:
+        self._trace = Trace(size)
+        #: by rank and tensor: when it was submitted
+        self._submitted: dict[tuple[int, str], float] = {}
+        #: by rank and row: slices that have begun and not ended
+        self._open: dict[tuple[int, int], list[_EventLine]] = {}
+        self._dropped: dict[tuple[int, str], int] = {}
+
+    def read(self, lines: list[_EventLine]) -> Trace:
+        for line in lines:
+            if line.ph == "X":
+                self._complete(line)
+            elif line.ph == "M":
+                self._about(line, line.args or _NO_ARGUMENTS)
+            elif line.ph == "B":
+                self._open.setdefault((line.pid, line.tid), []).append(line)
+            elif line.ph == "E":
+                self._end(line)
+            elif line.cat == ERROR:
+                failed = (line.pid, _tensor_of(line))
+                self._trace.failures.append(failed)
+                self._submitted.pop(failed, None)
+            self._trace.end = max(self._trace.end, line.ts + line.dur)
+        for opened in self._open.values():
+            for line in opened:
+                if line.cat == NEGOTIATION:
+                    self._trace.pending.append(UnfinishedCollective(line.pid, _tensor_of(line), line.ts))
+                elif line.cat == THREAD:
+                    self._trace.waits.setdefault(line.pid, []).append((line.ts, self._trace.end))
+        self._trace.num_dropped = sum(self._dropped.values())
+        return self._trace
+
+    def _complete(self, line: _EventLine) -> None:
+        arguments = line.args or _NO_ARGUMENTS
+        trace, rank = self._trace, line.pid
+        if line.cat == NEGOTIATION:
+            self._submitted[rank, _tensor_of(line)] = line.ts
+        elif line.cat == COLLECTIVE:
+            tensor = _tensor_of(line)
+            trace.executions.append(
+                CollectiveExecution(
+                    rank,
+                    line.name,
+                    tensor,
+                    arguments.process_set,
+                    arguments.bytes,
+                    arguments.batch,
+                    self._submitted.pop((rank, tensor), None),
+                    line.ts,
+                    line.ts + line.dur,
+                )
+            )
+        elif line.cat == THREAD:
+            kept = trace.steps if line.name == "STEP" else trace.waits if line.name == "WAIT" else {}
+            kept.setdefault(rank, []).append((line.ts, line.ts + line.dur))
+
+    def _end(self, line: _EventLine) -> None:
+        opened = self._open.get((line.pid, line.tid), [])
+        for index in range(len(opened) - 1, -1, -1):
+            if opened[index].name == line.name:
+                begun = opened.pop(index)
+                begun.dur = line.ts - begun.ts
+                self._complete(begun)
+                return
+
+    def _about(self, line: _EventLine, arguments: _EventArguments) -> None:
+        trace, rank = self._trace, line.pid
+        if line.name == "process_name":
+            trace.names[rank] = arguments.name
+        elif line.name == "clock_offset" and arguments.error_us is not None:
+            trace.clock_errors[rank] = max(trace.clock_errors.get(rank, 0.0), arguments.error_us)
+        elif line.name == UNTIL_EVENT:
+            trace.end = max(trace.end, arguments.ts_us)
+        elif line.name in ("dropped_events", "dropped_pages"):
+            self._dropped[rank, line.name] = arguments.count
+
+
+def _tensor_of(line: _EventLine) -> str:
+    return parse_title((line.args or _NO_ARGUMENTS).tensor)

@@ -1,0 +1,80 @@
+"""A JSON array in a file that is valid after every write.
+
+Records are written over the closing bracket, with a new one behind them, by one call: whenever the process is killed,
+between two instructions, the file is a JSON array. The kernel itself can be cut short by SIGKILL between two pages of
+one call, and may keep its caller waiting there for room in its cache or on the disk, while others read. So what fits
+into the file's last page goes first, and one record at a time crosses the border of a page, once there are spaces where
+it goes to, which JSON allows behind the bracket: nothing is left to wait for then, and between the two pages there is a
+fraction of a microsecond. `reigen.observe.trace_reader` copes with that, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from reigen.files import open_replacement
+
+_PAGE_BYTES = 4096
+_END = b"\n]\n"
+
+
+class TraceFile:
+    """The file that a timeline is written to. For one thread.
+
+    Args:
+        path: where; what was there is replaced at once by a valid file.
+        first: the first record, a JSON value.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    def __init__(self, path: Path, first: bytes) -> None:
+        with contextlib.ExitStack() as on_failure:
+            with open_replacement(path) as self._fd:
+                on_failure.callback(os.close, self._fd)
+                #: where the closing bracket's line begins
+                self._end = 0
+                self._put(b"[\n" + first)
+            on_failure.pop_all()
+
+    def append(self, records: Sequence[bytes]) -> None:
+        """Add JSON values to the array.
+
+        Raises:
+            OSError: not all could be written; the file holds those before, and is valid.
+        """
+        begin = 0
+        while begin < len(records):
+            room = -(self._end + len(_END)) % _PAGE_BYTES
+            end = begin + 1
+            nbytes = len(records[begin]) + 2
+            while end < len(records) and nbytes + len(records[end]) + 2 <= room:
+                nbytes += len(records[end]) + 2
+                end += 1
+            self._put(b"".join(b",\n" + record for record in records[begin:end]), makes_room=nbytes > room)
+            begin = end
+
+    def close(self) -> None:
+        """Nothing can be added any more."""
+        os.close(self._fd)
+
+    def _put(self, text: bytes, *, makes_room: bool = False) -> None:
+        data = text + _END
+        try:
+            if makes_room:
+                self._write(b" " * len(text), self._end + len(_END))
+            self._write(data, self._end)
+        except OSError:
+            os.pwrite(self._fd, _END, self._end)
+            os.ftruncate(self._fd, self._end + len(_END))
+            raise
+        self._end += len(text)
+
+    def _write(self, data: bytes, offset: int) -> None:
+        num_written = 0
+        while num_written < len(data):  # less than all: the next attempt says why
+            num_written += os.pwrite(self._fd, data[num_written:], offset + num_written)

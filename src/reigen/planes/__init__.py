@@ -1,1 +1,0 @@
-"""Data planes: what moves and reduces the bytes of a group of ranks."""

@@ -1,0 +1,1 @@
+"""Resources of this process: memory, limits, the OOM killer, standard streams."""

@@ -1,0 +1,48 @@
+"""What the caller of `reigen.run` is told of a rank that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reigen.errors import RankFailedError
+from reigen.launch.process_tree import signal_name
+from reigen.runner.outcome import RankProcessDied
+from reigen.runner.result_channel import RankReport
+
+
+def function_raised_error(report: RankReport, size: int, traceback: str) -> RankFailedError:
+    """The function raised; ``traceback`` is what Python would have printed."""
+    rank = report.rank
+    return RankFailedError(
+        f"rank {rank} of {size} raised {report.text}\n\n{traceback.rstrip()}",
+        report.exit_code,
+        rank=rank,
+        traceback=traceback,
+    )
+
+
+def rank_died_error(death: RankProcessDied, size: int, complaints: Sequence[str] = ()) -> RankFailedError:
+    """The process ended by itself.
+
+    Where it was lost with its host, the launcher's ``complaints`` say so.
+    """
+    rank, exit_code = death.rank, death.exit_code
+    when = "after the function had returned" if death.returned else "before the function returned"
+    when = "\n".join([f"{when}; {death.cause}" if death.cause else when, *complaints])
+    if exit_code >= 0:
+        return RankFailedError(f"rank {rank} of {size} exited with code {exit_code}, {when}", exit_code, rank=rank)
+    return RankFailedError(
+        f"rank {rank} of {size} was killed by {signal_name(-exit_code)}, {when}",
+        128 - exit_code,
+        rank=rank,
+        signum=-exit_code,
+    )
+
+
+def unreadable_result_error(rank: int, size: int, reason: Exception) -> RankFailedError:
+    """The function returned, but its result is of no use here."""
+    return RankFailedError(
+        f"what the function returned in rank {rank} of {size} cannot be loaded here: {type(reason).__name__}: {reason}",
+        0,
+        rank=rank,
+    )

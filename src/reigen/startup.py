@@ -1,0 +1,102 @@
+"""How a process comes into its job: from what it knows when it starts to the place where the ranks meet.
+
+And what rank 0 tells of the job then.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from reigen.cluster.bootstrap.control import ServiceAccessCache, ServiceOptions
+from reigen.cluster.bootstrap.rank_lock import claim_rank
+from reigen.cluster.environ import JobInfo
+from reigen.cluster.host_discovery import discover_hosts
+from reigen.cluster.membership.rendezvous import PrefixRendezvous, RendezvousClient
+from reigen.cluster.topology import renumber_rank
+from reigen.config import (
+    Config,
+    format_changed_knobs,
+    format_ignored_variables,
+    format_unknown_variables,
+    shared_settings,
+)
+from reigen.engine_factory import JobRendezvous
+
+if TYPE_CHECKING:
+    from reigen.net.tls import TlsContext
+
+_log = logging.getLogger(__name__)
+
+#: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
+_generations: Counter[tuple[bytes, str]] = Counter()
+#: to the control services of these jobs
+_accesses = ServiceAccessCache()
+
+
+def join_rendezvous(
+    job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None
+) -> JobRendezvous | None:
+    """Where this process meets the other ranks of its job; None for a job of one process that nobody started.
+
+    Args:
+        job: what the environment tells.
+        config: the knobs.
+        environ: environment variables.
+        ranks: some of its ranks that form a job of their own, numbered in this order; None for all.
+
+    Raises:
+        ArgumentError: ``ranks`` are none of the job, or this rank is not one of them.
+        ConfigError: another process is this rank, the ranks cannot prove to each other that they belong together, or
+            have been told different things of what they must do alike.
+        DeadlineError: other ranks did not come; names them.
+        AuthenticationError: the control service knows another secret.
+    """
+    if job.size == 1 and job.rendezvous is None:
+        return None
+    rank, size, room = job.rank, job.size, ""
+    if ranks is not None and tuple(ranks) != tuple(range(size)):
+        rank, size = renumber_rank(job.rank, job.size, ranks), len(ranks)
+        room = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
+    timeout, tls = config.start_timeout_seconds, _tls() if config.tls else None
+    manner = ServiceOptions(timeout, config.network_interfaces, config.peer_timeout_seconds, tls)
+    access = _accesses.reach(job, environ, manner)
+    rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout, tls)
+    try:
+        life = claim_rank(rendezvous, job.rank)
+        room = f"{life} {room}" if life else room
+        place = PrefixRendezvous(rendezvous, room) if room else rendezvous
+        generation = _generations[access.secret, room]
+        meeting = PrefixRendezvous(place, f"{generation}")
+        layout = discover_hosts(meeting, rank, size, timeout, config.host_id or "", shared_settings(config))
+    except BaseException:
+        rendezvous.close()
+        raise
+    return JobRendezvous(layout, place, generation, access.address, access.secret, room, tls, tuple(ranks or ()))
+
+
+def count_generation(meeting: JobRendezvous) -> None:
+    """This process and the others are in the job: when they meet again, they do so apart from this time."""
+    _generations[meeting.secret, meeting.room] += 1
+
+
+@functools.cache
+def _tls() -> TlsContext:
+    """TLS of this process."""
+    from reigen.net.tls import TlsContext
+
+    return TlsContext()
+
+
+def log_job(job: JobInfo, config: Config, environ: Mapping[str, str], size: int, backend: tuple[str, str]) -> None:
+    """Tell how a job of ``size`` processes came about, what it was asked for, and what its backend is, and why."""
+    _log.info("%d process(es), started by %s: %s", size, job.launcher, job.reason)
+    _log.info("backend %s: %s", *backend)
+    for line in (*format_changed_knobs(config), *format_ignored_variables(environ)):
+        _log.info("%s", line)
+    if unknown := format_unknown_variables(environ):
+        _log.warning("environment variables that mean nothing to Reigen: %s", ", ".join(unknown))

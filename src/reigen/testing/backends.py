@@ -1,0 +1,163 @@
+"""The conformance suite of backends: every backend passes the same one.
+
+Each rank runs the same list of cases on one backend. Any rank can compute the input of any other from a seed, so each
+compares what it got with an independent truth (:mod:`reigen.testing.reference`), bit by bit where the backend declares
+sums in rank order; and all ranks' results are compared with each other by hash in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from reigen.backends.base import Backend
+from reigen.cluster.environ import detect_job
+from reigen.cluster.membership.rendezvous import PrefixRendezvous, Rendezvous, RendezvousClient
+from reigen.errors import CollectiveError, DeadlineError
+from reigen.testing.backend_cases import PATIENCE_SECONDS, BackendConformance, CaseCache, case_deadline
+from reigen.testing.pool import RankPool
+from reigen.testing.threads import run_threads
+
+#: Makes one rank's backend: ``make(rank, size, rendezvous)``. On leaving, everything that it holds has been released.
+MakeBackend = Callable[[int, int, Rendezvous], AbstractContextManager[Backend]]
+
+
+def check_backend(
+    make: MakeBackend, size: int, *, pool: RankPool | None = None, trimmed: bool = False, timeout: float = 120.0
+) -> None:
+    """Runs the suite with ``size`` ranks.
+
+    Args:
+        make: makes a rank's backend. With a pool, a module-level function.
+        size: how many ranks; at least 1.
+        pool: where the ranks run. By default they are threads of this process, over an in-memory rendezvous.
+        trimmed: leave out what other numbers of ranks have shown as well: for large ``size``.
+        timeout: seconds for all of it.
+
+    Raises:
+        RankError: a case failed; the tracebacks name it.
+        AssertionError: ranks got different results.
+    """
+    if size > 1:
+        _run(_check_missing_rank, make, size, pool, timeout)
+        _run(_check_abort, make, size, pool, timeout)
+    digests = _run(_check_cases, make, size, pool, timeout, trimmed, CaseCache())
+    for rank, digest in enumerate(digests):
+        different = [name for name, value in digest.items() if value != digests[0][name]]
+        assert not different, f"rank {rank} and rank 0 got different results: {', '.join(different)}"
+
+
+def check_rank(
+    make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous, *, trimmed: bool = False
+) -> dict[str, str]:
+    """One rank's part of the suite, for ranks that something else has started, `mpirun` for example.
+
+    Args:
+        make: makes this rank's backend.
+        rank: this rank.
+        size: how many ranks; all of them call this.
+        rendezvous: where they meet.
+        trimmed: as for `check_backend`.
+
+    Returns:
+        Hashes of results that must be the same on all ranks, by case: for the caller to compare.
+
+    Raises:
+        AssertionError: a case failed.
+        CollectiveError: it failed on another rank.
+    """
+    if size > 1:
+        for body in (_check_missing_rank, _check_abort):
+            body(make, rank, size, PrefixRendezvous(rendezvous, body.__name__))
+    return _check_cases(make, rank, size, rendezvous, trimmed, CaseCache())
+
+
+def _run(
+    body: Callable[..., Any], make: MakeBackend, size: int, pool: RankPool | None, timeout: float, *args: object
+) -> list[Any]:
+    if pool is not None:
+        return pool.run(_in_process, body, make, *args, timeout=timeout)
+    return run_threads(lambda rank, meeting: body(make, rank, size, meeting, *args), size, timeout=timeout)
+
+
+def _in_process(body: Callable[..., Any], make: MakeBackend, *args: object) -> object:
+    job = detect_job(os.environ)
+    assert job.rendezvous is not None
+    assert job.secret is not None
+    client = RendezvousClient(job.rendezvous, job.secret, job.rank, PATIENCE_SECONDS)
+    try:
+        return body(make, job.rank, job.size, client, *args)
+    finally:
+        client.close()
+
+
+# ---------------------------------------------------------------------------------------------- backends that break
+
+
+def _check_missing_rank(make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous) -> None:
+    """The last rank does not come: the others are told so at their deadline."""
+    with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
+        if rank != size - 1:
+            error = _failure_of_barrier(backend, time.monotonic() + 0.3 + 0.1 * size)  # ranks may be more than cores
+            if isinstance(error, DeadlineError):
+                assert size - 1 in error.ranks, f"the error names {error.ranks}, not rank {size - 1}"
+            else:  # another rank was earlier, and gave up
+                assert size > 2, error
+
+
+def _check_abort(make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous) -> None:
+    """Rank 0 aborts: the others are told why, long before their deadline."""
+    with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
+        if backend.capabilities.abortable and rank == 0:
+            backend.abort(CollectiveError("enough is enough", ranks=(0,)))
+        elif backend.capabilities.abortable:
+            error = _failure_of_barrier(backend, case_deadline())
+            assert "enough is enough" in str(error)
+
+
+def _failure_of_barrier(backend: Backend, deadline: float) -> CollectiveError:
+    try:
+        backend.barrier(deadline)
+    except CollectiveError as error:
+        return error
+    raise AssertionError("barrier() returned although a rank had not called it")
+
+
+@contextmanager
+def _synchronized_ranks(rendezvous: Rendezvous, rank: int, size: int) -> Iterator[None]:
+    """Begins when every rank has opened its backend, and keeps all open until every rank has seen what it should see.
+
+    A rank that gives up while another still connects would be right to say so to that one, too early for these cases.
+    A rank that fails keeps nobody waiting.
+    """
+    rendezvous.put(f"opened/{rank}", b"")
+    try:
+        for other in range(size):
+            rendezvous.get(f"opened/{other}", PATIENCE_SECONDS)
+        yield
+    finally:
+        rendezvous.put(f"done/{rank}", b"")
+    for other in range(size):
+        rendezvous.get(f"done/{other}", PATIENCE_SECONDS)
+
+
+# ---------------------------------------------------------------------------------------------- backends that work
+
+
+def _check_cases(
+    make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous, trimmed: bool, memory: CaseCache
+) -> dict[str, str]:
+    with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
+        assert (backend.rank, backend.size) == (rank, size)
+        conformance = BackendConformance(backend, trimmed, memory)
+        for name, case in conformance.cases():
+            try:
+                case()
+            except Exception as error:
+                backend.abort(CollectiveError(f"rank {rank} failed in the case {name!r}", ranks=(rank,)))
+                error.add_note(f"backend {backend.name!r}, rank {rank} of {size}, case: {name}")
+                raise
+        return conformance.digests

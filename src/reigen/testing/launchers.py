@@ -1,0 +1,456 @@
+"""The conformance suite of launchers: every launcher passes the same one, with real jobs of `reigen run`.
+
+A job's processes are known by a mark in their environment, agents by the same mark in their PYTHONPATH: so what a job
+leaves behind is found, whoever its parent is by then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from reigen.launch.base import LauncherFactory, find_launcher
+from reigen.launch.hosts import parse_hosts
+from reigen.launch.options import LaunchOptions
+from reigen.testing.environment import clean_environment
+
+#: Finds the processes that have a mark in their environment: command lines by process id.
+FindProcesses = Callable[[str], Mapping[int, str]]
+
+_MARK = "REIGEN_TEST_MARK"
+_AGENT = "reigen.launch.agent"
+#: What every rank begins with. The rank is told by Reigen, or by the engine that has started it.
+_RANK = """
+import os, signal, subprocess, sys, time
+rank = int(next(os.environ[name] for name in ("REIGEN_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in os.environ))
+def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+"""
+_WAIT = "say('ready'); time.sleep(600)"
+#: What shells, argument lists and variables make something else of if they are not careful.
+_AWKWARD = ("a b", "$HOME", '"', "'", "*", ";", "--flag", "x=y", "two\nlines", "ü", "\\")
+
+
+def find_marked_processes(mark: str) -> dict[int, str]:
+    """Find the processes of this machine that have ``mark`` in their environment; also those of other namespaces."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it has ended meanwhile, or is somebody else's
+                if mark.encode() in (entry / "environ").read_bytes():
+                    words = (entry / "cmdline").read_bytes()
+                    if words:  # a zombie has none
+                        found[int(entry.name)] = words.replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def check_launcher(
+    make: str | LauncherFactory,
+    hosts: str,
+    *,
+    leave_out: Mapping[str, str] | None = None,
+    arguments: Sequence[str] = (),
+    prefix: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    find_processes: FindProcesses = find_marked_processes,
+    timeout: float = 120.0,
+) -> dict[str, str]:
+    """Run the suite on a launcher.
+
+    Args:
+        make: its name, as `--launcher` takes it, or its factory: something at the top of a module.
+        hosts: hosts and slots, as `-H` takes them; at least two slots.
+        leave_out: names of cases that do not hold for it, and why.
+        arguments: further options of `reigen run`.
+        prefix: what stands before the command of a job: a program that runs the rest elsewhere, in another namespace
+            for example. Process ids are those of this process's namespace.
+        environ: variables that jobs inherit besides this process's.
+        find_processes: finds what is left; by default on this machine.
+        timeout: seconds for each job.
+
+    Returns:
+        What became of each case: "passed", or why it was left out.
+
+    Raises:
+        AssertionError: a case failed; its name and the job's output are in the message.
+        ValueError: ``leave_out`` names a case that there is not, or there are fewer than two slots.
+    """
+    left_out = dict(leave_out or {})
+    if unknown := sorted(left_out.keys() - _CASES.keys()):
+        raise ValueError(f"there are no cases {', '.join(unknown)}; there are {', '.join(_CASES)}")
+    name = make if isinstance(make, str) else f"{make.__module__}:{make.__qualname__}"
+    check = _LauncherCheck(name, hosts, arguments, prefix, dict(environ or {}), find_processes, timeout)
+    if check.size < 2:
+        raise ValueError(f"hosts {hosts!r} have fewer than two slots")
+    for case, body in _CASES.items():
+        if case not in left_out:
+            try:
+                body(check)
+            except AssertionError as error:
+                error.add_note(f"launcher {name}, case {case}")
+                raise
+    return {case: left_out.get(case, "passed") for case in _CASES}
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """A job that is over, and nothing of it is left."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: str
+
+    @property
+    def lines(self) -> list[str]:
+        return self.stdout.decode().splitlines()
+
+    def expect(self, exit_code: int) -> _Ended:
+        assert self.exit_code == exit_code, f"exit code {self.exit_code}, not {exit_code}: {self.lines}\n{self.stderr}"
+        return self
+
+
+@dataclass(frozen=True)
+class _LauncherCheck:
+    """What is checked, and where."""
+
+    name: str
+    hosts: str
+    arguments: Sequence[str]
+    prefix: Sequence[str]
+    environ: dict[str, str]
+    find_processes: FindProcesses
+    timeout: float
+    slots: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", [host.slots for host in parse_hosts(self.hosts)])
+
+    @property
+    def size(self) -> int:
+        return sum(self.slots)
+
+    def run(self, program: str | Sequence[str], *options: str, **more: str) -> _Ended:
+        """Run a job to its end; see `start`."""
+        with self.start(program, *options, **more) as job:
+            return job.finish()
+
+    @contextmanager
+    def start(self, program: str | Sequence[str], *options: str, **more: str) -> Iterator[_Job]:
+        """Start a job on all slots, and kill in the end what is left of it.
+
+        Args:
+            program: what each rank runs: Python behind `_RANK`, or a command line.
+            options: of `reigen run`, behind those that all jobs have.
+            more: environment variables.
+        """
+        mark = uuid.uuid4().hex
+        path = os.pathsep.join([*filter(None, sys.path), f"/no-such-directory/{mark}"])
+        environ = {**clean_environment(), "REIGEN_RANK": "77", **self.environ, **more, _MARK: mark, "PYTHONPATH": path}
+        command = [*self.prefix, sys.executable, "-m", "reigen", "run", "-np", str(self.size), "-H", self.hosts]
+        command += ["--launcher", self.name, *self.arguments, *options]
+        command += [sys.executable, "-Sc", _RANK + program] if isinstance(program, str) else program
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err)
+            job = _Job(process, (out.fileno(), err.fileno()), mark, self)
+            try:
+                yield job
+            finally:
+                for pid in job.processes():
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                process.kill()
+                process.wait()
+
+
+class _Job:
+    """A job that runs."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], files: tuple[int, int], mark: str, check: _LauncherCheck
+    ) -> None:
+        self._process, self._files, self._mark, self._check = process, files, mark, check
+        self._deadline = time.monotonic() + check.timeout
+
+    def processes(self) -> Mapping[int, str]:
+        """Everything that belongs to it: command lines by process id."""
+        return self._check.find_processes(self._mark)
+
+    def read(self, stream: int = 0) -> bytes:
+        """What it has printed until now."""
+        file = self._files[stream]
+        return os.pread(file, os.fstat(file).st_size, 0)
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for what nobody announces."""
+        pause = threading.Event()
+        while not condition():
+            assert time.monotonic() < self._deadline, f"not in time: {what}; {self.processes()}\n{self._said()}"
+            pause.wait(0.01)
+
+    def wait_until_ready(self, num_lines: int | None = None) -> None:
+        """Wait until all ranks have said that they are ready."""
+        num = self._check.size if num_lines is None else num_lines
+        self.wait_until(
+            lambda: self.read().count(b"ready") >= num or self._process.poll() is not None, "ranks are ready"
+        )
+        assert self._process.returncode is None, f"it ended early: {self._said()}"
+
+    def launcher(self) -> tuple[int, int]:
+        """The process that the user has started, and the supervisor, its child."""
+        own = f"{sys.executable} -m reigen run "
+        pids = [pid for pid, command in self.processes().items() if command.startswith(own)]
+        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+        [supervisor] = [pid for pid in pids if parents[pid] in pids]
+        return parents[supervisor], supervisor
+
+    def finish(self) -> _Ended:
+        """Wait for its end, and until nothing of it is left."""
+        self.wait_until(lambda: self._process.poll() is not None, "the job ends")
+        self.wait_until(lambda: not self.processes(), "nothing is left")
+        return _Ended(self._process.returncode, self.read(), self.read(1).decode(errors="replace"))
+
+    def _said(self) -> str:
+        return (self.read() + self.read(1)).decode(errors="replace")
+
+
+# ---------------------------------------------------------------------------------------------- cases
+
+
+def _all_ranks(check: _LauncherCheck) -> None:
+    """Every rank runs once; variables of an outer job do not reach it."""
+    ended = check.run("say('rank', rank)", "--no-prefix").expect(0)
+    assert sorted(ended.lines) == sorted(f"rank {rank}" for rank in range(check.size)), ended
+
+
+def _placement(check: _LauncherCheck) -> None:
+    """Ranks fill one host after the other, and know where they are."""
+    names = [f"REIGEN_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
+    ended = check.run(f"say(*[os.environ[name] for name in {names}])", "--no-prefix").expect(0)
+    expected, rank = [], 0
+    for host, slots in enumerate(check.slots):
+        for local in range(slots):
+            crosses = [index for index, others in enumerate(check.slots) if others > local]
+            expected.append(f"{rank} {check.size} {local} {slots} {crosses.index(host)} {len(crosses)}")
+            rank += 1
+    assert sorted(ended.lines) == sorted(expected), ended
+
+
+def _too_many_ranks(check: _LauncherCheck) -> None:
+    """More ranks than slots are an error before anything runs."""
+    ended = check.run("say('ran')", "-np", str(check.size + 1))
+    assert ended.exit_code != 0, ended
+    assert "ran" not in ended.lines, ended
+    assert "slots" in ended.stderr, ended
+
+
+def _arguments(check: _LauncherCheck) -> None:
+    """Arguments arrive as they were given."""
+    code = _RANK + "say(ascii(sys.argv[1:]))"
+    ended = check.run([sys.executable, "-Sc", code, *_AWKWARD], "--no-prefix").expect(0)
+    assert ended.lines == [ascii(list(_AWKWARD))] * check.size, ended
+
+
+def _environment(check: _LauncherCheck) -> None:
+    """Variables arrive as they were given, long ones, too."""
+    values = {f"AWKWARD_{number}": text for number, text in enumerate(_AWKWARD)}
+    code = f"say(os.environ['LONG'] == 'x' * 100_000, ascii([os.environ.get(name) for name in {sorted(values)}]))"
+    ended = check.run(code, "--no-prefix", LONG="x" * 100_000, **values).expect(0)
+    expected = f"True {[values[name] for name in sorted(values)]!a}"
+    assert ended.lines == [expected] * check.size, ended
+
+
+def _directory(check: _LauncherCheck) -> None:
+    """Ranks run in the directory where the job was started."""
+    ended = check.run("say(os.getcwd())", "--no-prefix").expect(0)
+    assert ended.lines == [str(Path.cwd())] * check.size, ended
+
+
+def _streams(check: _LauncherCheck) -> None:
+    """stdout and stderr stay apart; lines are whole, and in the order of their rank."""
+    code = "for i in range(2000): (sys.stdout, sys.stderr)[i % 2].write(f'{rank} {i} ' + 'x' * 100 + '\\n')"
+    ended = check.run(code, "--no-prefix").expect(0)
+    for parity, lines in enumerate((ended.lines, ended.stderr.splitlines())):
+        for rank in range(check.size):
+            mine = [line for line in lines if line.startswith(f"{rank} ")]
+            assert mine == [f"{rank} {i} " + "x" * 100 for i in range(parity, 2000, 2)], f"rank {rank}: {mine[:5]}"
+
+
+def _prefixes(check: _LauncherCheck) -> None:
+    """Lines begin with their rank, on both streams."""
+    ended = check.run("say('out'); os.write(2, b'err\\n')").expect(0)
+    assert sorted(ended.lines) == sorted(f"[{rank}] out" for rank in range(check.size)), ended
+    assert sorted(ended.stderr.splitlines()) == sorted(f"[{rank}] err" for rank in range(check.size)), ended
+
+
+def _bytes(check: _LauncherCheck) -> None:
+    """Every byte value comes through; so does a megabyte without a line's end, in lines as long as are kept."""
+    code = "data = bytes(range(256)) * 16 + b'x' * (1 << 20) + b'\\n'\nif rank == 1: sys.stdout.buffer.write(data)"
+    ended = check.run(code, "--no-prefix").expect(0)
+    head, rest = ended.stdout[:4096], ended.stdout[4096:]
+    assert head == bytes(range(256)) * 16, head
+    assert rest.replace(b"\n", b"") == b"x" * (1 << 20), f"{len(rest)} bytes, and others"
+
+
+def _exit_code(check: _LauncherCheck) -> None:
+    """A rank's exit code is the job's, and ends the others."""
+    check.run(f"if rank == {check.size - 1}: sys.exit(7)\ntime.sleep(600)").expect(7)
+
+
+def _first_failure(check: _LauncherCheck) -> None:
+    """The rank that failed first is named last, with its last words."""
+    last = check.size - 1
+    ended = check.run(f"if rank == {last}: sys.exit('what happened')\ntime.sleep(600)").expect(1)
+    block = ended.stderr[ended.stderr.index("reigen run: ") :].splitlines()
+    assert re.fullmatch(rf"reigen run: rank {last}( \(host .+\))? failed first: exit code 1", block[0]), ended
+    assert block[1:3] == ["  the last lines of its stderr:", "    what happened"], ended
+    others = "1 other rank was" if last == 1 else f"{last} other ranks were"
+    assert block[3:] == [f"  {others} stopped because of it"], ended
+
+
+def _killed_rank(check: _LauncherCheck) -> None:
+    """A rank that a signal ends gives 128 + n."""
+    for signum in (signal.SIGKILL, signal.SIGSEGV):
+        code = f"if rank == {check.size - 1}: os.kill(os.getpid(), {int(signum)})\ntime.sleep(600)"
+        check.run(code).expect(128 + signum)
+
+
+def _stubborn_rank(check: _LauncherCheck) -> None:
+    """A rank that ignores SIGTERM is killed after the time of grace."""
+    code = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif rank == 1: sys.exit(5)\ntime.sleep(600)"
+    check.run(code, "--grace-seconds", "0.3").expect(5)
+
+
+def _orphans(check: _LauncherCheck) -> None:
+    """What ranks leave behind in sessions of its own does not outlive the job, and does not keep it alive."""
+    check.run("subprocess.Popen(['sleep', '600'], start_new_session=True)\nif rank == 1: sys.exit(5)").expect(5)
+
+
+def _stopped_job(check: _LauncherCheck) -> None:
+    """SIGINT and SIGTERM end the job, with what ranks have started."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        with check.start(f"subprocess.Popen(['sleep', '600'], start_new_session=True)\n{_WAIT}") as job:
+            job.wait_until_ready()
+            os.kill(job.launcher()[0], signum)
+            ended = job.finish().expect(128 + signum)
+            assert f"reigen run: stopped by {signum.name}" in ended.stderr, ended
+
+
+def _killed_supervisor(check: _LauncherCheck) -> None:
+    """Nothing is left of a job whose supervisor is killed, on any host."""
+    with check.start(_WAIT) as job:
+        job.wait_until_ready()
+        os.kill(job.launcher()[1], signal.SIGKILL)
+        ended = job.finish().expect(128 + signal.SIGKILL)
+        assert "the supervising process was ended by SIGKILL" in ended.stderr, ended
+
+
+def _killed_watchdog(check: _LauncherCheck) -> None:
+    """Nothing is left of a job whose first process is killed, on any host."""
+    with check.start(_WAIT) as job:
+        job.wait_until_ready()
+        os.kill(job.launcher()[0], signal.SIGKILL)
+        job.finish()
+
+
+def _killed_agent(check: _LauncherCheck) -> None:
+    """A host whose agent is killed is lost: it is named, and the others end."""
+    with check.start(_WAIT) as job:
+        job.wait_until_ready()
+        agent = f"{sys.executable} -P -m {_AGENT}"
+        agents = sorted(pid for pid, command in job.processes().items() if command.startswith(agent))
+        assert agents, f"no agent among {job.processes()}"
+        os.kill(agents[-1], signal.SIGKILL)
+        ended = job.finish().expect(255)
+        assert re.search(r"reigen run: host \S+ was lost, with ranks? ", ended.stderr), ended
+
+
+def _secret(check: _LauncherCheck) -> None:
+    """The job's secret is on no command line, and in the environment of ranks alone."""
+    with check.start(f"say('secret', os.environ['REIGEN_SECRET'])\n{_WAIT}", "--no-prefix") as job:
+        job.wait_until_ready()
+        [secret] = {line.split()[1] for line in job.read().decode().splitlines() if line.startswith("secret")}
+        for pid, command in job.processes().items():
+            assert secret not in command, command
+            with suppress(OSError):
+                is_rank = "-Sc" in command and " -m reigen " not in command
+                assert is_rank or secret.encode() not in Path(f"/proc/{pid}/environ").read_bytes(), command
+        os.kill(job.launcher()[0], signal.SIGTERM)
+        job.finish()
+
+
+def _missing_program(check: _LauncherCheck) -> None:
+    """A program that is not there is named; the exit code is 127, as a shell's."""
+    name = f"no-such-program-{secrets.token_hex(4)}"
+    assert name in check.run([name]).expect(127).stderr
+
+
+def _two_jobs(check: _LauncherCheck) -> None:
+    """Two jobs at once have nothing to do with each other."""
+    with check.start(f"{_WAIT}", "--no-prefix") as first:
+        first.wait_until_ready()
+        _all_ranks(check)
+        os.kill(first.launcher()[0], signal.SIGTERM)
+        first.finish().expect(143)
+
+
+def _collective(check: _LauncherCheck) -> None:
+    """Ranks find each other, and compute together."""
+    code = """
+import os, numpy, reigen
+reigen.init()
+total = reigen.allreduce(numpy.full(1000, reigen.rank() + 1.0), op=reigen.Sum)
+os.write(1, f"{reigen.size()} {total.min():g} {total.max():g}\\n".encode())
+reigen.shutdown()
+"""
+    total = check.size * (check.size + 1) // 2
+    ended = check.run([sys.executable, "-c", code], "--no-prefix").expect(0)
+    assert ended.lines == [f"{check.size} {total} {total}"] * check.size, ended
+
+
+def _unused_launcher(check: _LauncherCheck) -> None:
+    """A launcher that never started anything has nothing to give back, however often it is asked."""
+    options = LaunchOptions(("true",), check.size, hosts=tuple(parse_hosts(check.hosts)))
+    launcher = find_launcher(check.name)(options, {**os.environ, **check.environ})
+    assert not launcher.close()
+    assert not launcher.close()
+
+
+_CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
+    case.__name__[1:]: case
+    for case in (
+        _unused_launcher,
+        _all_ranks,
+        _placement,
+        _too_many_ranks,
+        _arguments,
+        _environment,
+        _directory,
+        _streams,
+        _prefixes,
+        _bytes,
+        _exit_code,
+        _first_failure,
+        _killed_rank,
+        _stubborn_rank,
+        _orphans,
+        _stopped_job,
+        _killed_supervisor,
+        _killed_watchdog,
+        _killed_agent,
+        _secret,
+        _missing_program,
+        _two_jobs,
+        _collective,
+    )
+}

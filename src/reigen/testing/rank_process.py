@@ -1,0 +1,155 @@
+"""One persistent rank process, as seen from the test."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from pathlib import Path
+
+from reigen.testing.leaks import Resources
+from reigen.testing.rank_tasks import RankReply, RankTask, dump, load
+
+_BOOT = (
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
+    "from reigen.testing.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+_TAIL_BYTES = 8192
+
+
+class RankProcess:
+    """A process that performs tasks. Its output goes to unlinked files, so it can never block on a full pipe.
+
+    It is the leader of a session of its own: what it starts ends with it. It dies with the thread that made it.
+
+    Args:
+        rank: for messages.
+        environment: all of its environment.
+    """
+
+    def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
+        self.rank = rank
+        self._outputs = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115  close() closes them
+        self._marks = (0, 0)
+        self.connection, theirs = Pipe()
+        with theirs:
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, *arguments],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=self._outputs[0],
+                stderr=self._outputs[1],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        #: Readable as soon as the process has ended.
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def resources(self) -> Resources:
+        """What it needs in the test process."""
+        descriptors = {self.pidfd, self.connection.fileno(), *(file.fileno() for file in self._outputs)}
+        return Resources(frozenset(descriptors), frozenset({self.pid}))
+
+    def begin(self, task: RankTask) -> None:
+        """Sends a task; returns at once.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        self._marks = (self._size(0), self._size(1))
+        self.connection.send_bytes(dump(task))
+
+    def reply(self) -> RankReply:
+        """The reply, once the connection is readable or the process has ended.
+
+        Raises:
+            EOFError: the process ended instead.
+        """
+        if not self.connection.poll():  # it has ended, and a child that it has forked keeps the connection open
+            raise EOFError
+        try:
+            reply = load(self.connection.recv_bytes())
+        except ConnectionResetError as error:  # it ended with a task unread
+            raise EOFError from error
+        assert isinstance(reply, RankReply)
+        return reply
+
+    def output(self) -> tuple[str, str]:
+        """What it wrote to stdout and stderr since the last task began."""
+        return self._read(0), self._read(1)
+
+    def stderr_tail(self) -> str:
+        """The end of what it wrote to stderr since the last task began."""
+        return self._read(1)[-_TAIL_BYTES:]
+
+    def wait(self) -> int:
+        """Its exit code: minus the signal's number if it was killed. Leaves the zombie: it keeps the group's number."""
+        ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert ended is not None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+    def stack(self) -> str:
+        """Where each of its Python threads is now, as text.
+
+        A stopped process (SIGSTOP) cannot tell and is reported as such.
+        """
+        if _state(self.pid) in ("T", "t"):
+            return "stopped by a signal (SIGSTOP or a debugger)"
+        before = self._size(1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        until, pause, seen = time.monotonic() + 2.0, threading.Event(), before
+        while time.monotonic() < until:
+            pause.wait(0.02)
+            size = self._size(1)
+            if size > before and size == seen:  # it has stopped growing
+                break
+            seen = size
+        return self._read(1, before) or "did not answer when asked for its stack"
+
+    def close(self, *, kill: bool) -> None:
+        """Ends the process and whatever it started, and gives up everything it needed here.
+
+        Args:
+            kill: at once. Otherwise it may finish in its own time, for ten seconds.
+        """
+        self.connection.close()
+        if not kill:
+            select.select([self.pidfd], [], [], 10.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        os.close(self.pidfd)
+        for file in self._outputs:
+            file.close()
+
+    def _size(self, stream: int) -> int:
+        return os.fstat(self._outputs[stream].fileno()).st_size
+
+    def _read(self, stream: int, start: int | None = None) -> str:
+        # pread: the position of the file belongs to the process that writes it
+        start = self._marks[stream] if start is None else start
+        return os.pread(self._outputs[stream].fileno(), self._size(stream) - start, start).decode(errors="replace")
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"

@@ -1,0 +1,193 @@
+"""CUDA tensors, lent to the backend for devices: `reigen.backends.device` in torch's words.
+
+Work of the calling thread goes into torch's current stream, that of the backend into one more stream of the device.
+Memory that the backend makes comes from torch's allocator while the side stream is current, so it belongs to that
+stream, and is marked as used by the stream of whoever receives it. Memory that is lent is kept by the backend until it
+has been used. The devices are connected by process groups of torch.distributed (`reigen.torch.process_group`).
+
+Written against torch's documented interface; not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from reigen.backends.device import Device, DeviceArray, DeviceEvent, DeviceGroup, ReplicatedStore
+from reigen.torch.dtypes import dtype_of, torch_dtype
+from reigen.types import DType
+
+
+@functools.cache
+def nccl_library() -> tuple[str, str]:
+    """Return ``(name and version of NCCL, where it is from)``, or ``("", why process groups with NCCL are no way)``."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return "", f"torch {torch.__version__} has no NCCL"
+    if not hasattr(torch.distributed.ProcessGroupNCCL, "abort"):
+        return "", f"torch {torch.__version__} cannot abort a process group; 2.6 and later can"
+    version: Any = torch.cuda.nccl.version
+    library = f"NCCL {'.'.join(map(str, version()))}"
+    return library, f"{library} of torch {torch.__version__}"
+
+
+class TorchDevice(Device, Protocol):
+    """Device whose memory is torch's: owners of its arrays are tensors."""
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Let the calling thread's stream use a tensor that may belong to the side stream."""
+
+
+class CudaEvent:
+    """`reigen.backends.device.DeviceEvent`."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def passed(self) -> bool:
+        """See `DeviceEvent.passed`."""
+        return bool(self.event.query())
+
+
+class CudaStream:
+    """`reigen.backends.device.DeviceStream`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    @property
+    def handle(self) -> int:
+        """See `DeviceStream.handle`."""
+        handle: int = self.stream.cuda_stream
+        return handle
+
+    def record(self) -> CudaEvent:
+        """See `DeviceStream.record`."""
+        return CudaEvent(self.stream.record_event())
+
+    def wait(self, event: DeviceEvent) -> None:
+        """See `DeviceStream.wait`."""
+        assert isinstance(event, CudaEvent)
+        self.stream.wait_event(event.event)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """See `DeviceStream.run`. Within inference mode even tensors that were made there can be written."""
+        with torch.cuda.stream(self.stream), torch.inference_mode():
+            work()
+
+
+class CudaDevice:
+    """`reigen.backends.device.Device`: the GPU ``cuda:index`` of torch. By `cuda_device`, one object for each."""
+
+    kind = "cuda"
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self.name = f"cuda:{index}"
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+        #: without an UUID (torch before 2.3): what this process sees, and which of it this is
+        self.identity = f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{index}" if uuid is None else str(uuid)
+        make_stream: Any = torch.cuda.Stream
+        self._side = CudaStream(make_stream(index))
+
+    def library(self) -> tuple[str, str]:
+        """See `Device.library`."""
+        return nccl_library()
+
+    def connect(self, store: ReplicatedStore, rank: int, size: int) -> DeviceGroup:
+        """See `Device.connect`."""
+        from reigen.torch.process_group import connect_nccl  # not every torch has torch.distributed
+
+        return connect_nccl(store, rank, size, torch.device(self.name))
+
+    @property
+    def side(self) -> CudaStream:
+        """See `Device.side`."""
+        return self._side
+
+    def current(self) -> CudaStream:
+        """See `Device.current`."""
+        return CudaStream(torch.cuda.current_stream(self._index))
+
+    def aside(self) -> AbstractContextManager[object]:
+        """See `Device.aside`."""
+        within: AbstractContextManager[object] = torch.cuda.stream(self._side.stream)
+        return within
+
+    def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
+        """See `Device.empty`. No inference tensor, whichever thread works for others."""
+        with torch.inference_mode(mode=False):
+            return as_device_array(self, torch.empty(shape, dtype=torch_dtype(dtype), device=self.name))
+
+    def full(self, num_elements: int, dtype: DType, value: float) -> DeviceArray:
+        """See `Device.full`."""
+        with torch.inference_mode(mode=False):
+            return as_device_array(self, torch.full((num_elements,), value, dtype=torch_dtype(dtype), device=self.name))
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """See `TorchDevice.adopt`."""
+        tensor.record_stream(torch.cuda.current_stream(self._index))
+
+
+@functools.cache
+def cuda_device(index: int) -> CudaDevice:
+    """Return the device of that number."""
+    return CudaDevice(index)
+
+
+def cuda_device_of(tensor: torch.Tensor) -> CudaDevice | None:
+    """Return the GPU that holds a tensor."""
+    return cuda_device(tensor.get_device()) if tensor.is_cuda else None
+
+
+def as_device_array(device: Device, tensor: torch.Tensor, ready: DeviceEvent | None = None) -> DeviceArray:
+    """Return a contiguous tensor's memory."""
+    return DeviceArray(device, tuple(tensor.shape), dtype_of(tensor.dtype), tensor, ready)
+
+
+class TorchDeviceTensorAdapter:
+    """`reigen.api.adapter.DeviceTensorAdapter` for dense tensors.
+
+    Args:
+        device_of: the device that holds a tensor, if it is for lending.
+    """
+
+    def __init__(self, device_of: Callable[[torch.Tensor], TorchDevice | None]) -> None:
+        self._device_of = device_of
+
+    def device(self, tensor: torch.Tensor) -> TorchDevice | None:
+        """See `DeviceTensorAdapter.device`."""
+        return self._device_of(tensor)
+
+    def lend(self, tensor: torch.Tensor) -> tuple[DeviceArray, bool]:
+        """See `DeviceTensorAdapter.lend`."""
+        own = tensor.detach()
+        aliases = own.is_contiguous() and not own.is_neg()
+        if not aliases:
+            own = own.resolve_neg().clone(memory_format=torch.contiguous_format)
+        device = self._device_of(own)
+        assert device is not None
+        return as_device_array(device, own, device.current().record()), aliases
+
+    def receive(self, array: DeviceArray) -> torch.Tensor:
+        """See `DeviceTensorAdapter.receive`."""
+        tensor = array.owner
+        assert isinstance(tensor, torch.Tensor)
+        device = self._device_of(tensor)
+        assert device is not None
+        assert array.ready is not None
+        device.current().wait(array.ready)
+        device.adopt(tensor)
+        return tensor
+
+    def copy(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
+        """See `DeviceTensorAdapter.copy`."""
+        tensor.detach().copy_(contents)
+
+
+#: Lends CUDA tensors; None where torch has none.
+DEVICE_TENSOR_ADAPTER = TorchDeviceTensorAdapter(cuda_device_of) if torch.version.cuda is not None else None

@@ -1,0 +1,1 @@
+"""Trainer for torch: gradients go to a key-value store, sums or updated weights come back."""

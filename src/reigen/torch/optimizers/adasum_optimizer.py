@@ -1,0 +1,304 @@
+"""DistributedOptimizer with op=Adasum: each rank's optimizer steps on its own gradients, and the steps are combined.
+
+What an optimizer makes of a gradient (momentum, adaptive scaling) is not linear, so Adasum combines what it did to the
+parameters: p becomes start + Adasum over ranks of (p after the local step - start). The optimizers' own state stays
+each rank's, as in Horovod.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from reigen import context as contexts
+from reigen.api.gradients.replica_check import ReplicaCheckSchedule, check_first_step, check_replicas
+from reigen.api.gradients.tracker import GradientTracker, check_passes
+from reigen.api.process_sets import ProcessSet, process_set_number
+from reigen.backends.adasum import check_adasum
+from reigen.errors import ArgumentError, StepOrderError, UnsupportedError
+from reigen.torch.adapter import bytes_to_compare, tensor_bytes
+from reigen.torch.compression import Compressor
+from reigen.torch.dtypes import dtype_of
+from reigen.torch.ops import grouped_allreduce_
+from reigen.torch.optimizers.optimizer_wrapper import Closure, WrappedOptimizer
+from reigen.torch.reducer.reducer import set_grad_hook
+from reigen.types import DTYPES, ReduceOp
+
+
+def check_adasum_options(predivide: float, process_set: ProcessSet) -> None:
+    """Accept the arguments of DistributedOptimizer that go with op=Adasum.
+
+    Raises:
+        ArgumentError: there is a ``gradient_predivide_factor``.
+        UnsupportedError: the process set is not that of all ranks.
+    """
+    if predivide != 1.0:
+        raise ArgumentError("gradient_predivide_factor is supported only with op=Average")
+    if process_set_number(process_set):
+        raise UnsupportedError(f"op=Adasum works on all ranks only, not in {process_set!r}")
+
+
+class DeltaReducer:
+    """Combines what the ranks' optimizers do to their parameters.
+
+    Every parameter takes part from when it is first found trainable, with whatever it has done: a rank that did not
+    change it contributes zeros, which are neutral.
+
+    Args:
+        named: names and parameters, in the same order on every rank.
+        compression: the element type in which deltas travel.
+        passes: gradients that are summed up locally before a step.
+        sparse_as_dense: make sparse gradients dense before the optimizer sees them.
+
+    Raises:
+        UnsupportedTypeError: a parameter's dtype is none of Adasum's.
+        UnsupportedError: the number of ranks is not a power of two.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, torch.Tensor]], compression: Compressor, passes: int, sparse_as_dense: bool
+    ) -> None:
+        self._compression = compression
+        self._sparse_as_dense = sparse_as_dense
+        self.names = {parameter: name for name, parameter in named}
+        #: in the order in which they were found trainable; and their ids, which are faster to look up
+        self._parameters: list[torch.Tensor] = []
+        self._known: set[int] = set()
+        self._trackers: list[GradientTracker] = []
+        self._hooks: list[RemovableHandle] = []
+        self.passes = check_passes(passes)
+        #: whether the parameters with which the ranks began have been compared
+        self._is_compared = False
+        self._bind()
+        #: who has joined before its first step would be the only one to compare
+        self._num_joins = self._context.num_joins
+        self.adopt([parameter for _, parameter in named])
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether complete gradients wait for a step."""
+        return any(tracker.outstanding for tracker in self._trackers)
+
+    def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let these parameters take part from now on, unless they do or need no gradient."""
+        new = [p for p in parameters if p.requires_grad and id(p) not in self._known]
+        for parameter in new:
+            check_adasum(dtype_of(parameter.dtype), self._context.size)
+        if not new:
+            return
+        tracker = GradientTracker(len(new), self.passes)
+        self._trackers.append(tracker)
+        for number, parameter in enumerate(new):
+            self._parameters.append(parameter)
+            self._known.add(id(parameter))
+            self._hooks.append(set_grad_hook(parameter, _count_passes(tracker, number)))
+
+    def check_no_gradient_waits(self, action: str) -> None:
+        """Accept if no complete gradient waits for a step.
+
+        Raises:
+            StepOrderError: one does.
+        """
+        if self.outstanding:
+            raise StepOrderError(
+                f"{action} was called after loss.backward() but before optimizer.step(), which would lose gradients; "
+                "call that first"
+            )
+
+    def set_passes(self, passes: int) -> None:
+        """Change how many gradients are summed up locally before a step."""
+        self.passes = check_passes(passes)
+        for tracker in self._trackers:
+            tracker.set_backward_passes_per_step(passes)
+
+    def begin(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """A step begins: copies of the parameters that take part, of which ``parameters`` may add some."""
+        self._follow_context()
+        self.adopt(parameters)
+        if not self._is_compared and self._context.num_joins == self._num_joins:
+            whole = self._context.config.check_replicas > 0
+            data = [bytes_to_compare(parameter, whole=whole) for parameter in self._parameters]
+            self._is_compared = True
+            check_first_step(self._context, data, self._parameter_names(), self._name)
+        self.take_gradients()
+        return [p.detach().clone(memory_format=torch.preserve_format) for p in self._parameters]
+
+    def new_pass(self) -> None:
+        """The gradients are about to be used, or cleared."""
+        for tracker in self._trackers:
+            tracker.reset()
+
+    def take_gradients(self) -> None:
+        """The gradients are about to be used."""
+        self.new_pass()
+        if self._sparse_as_dense:
+            for parameter in self._parameters:
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    parameter.grad = parameter.grad.to_dense()
+
+    @torch.no_grad()
+    def combine(self, starts: Sequence[torch.Tensor]) -> None:
+        """Collective: make start + Adasum(p - start) of every parameter p.
+
+        Raises:
+            CollectiveError: it failed; the parameters are what they were before the step.
+        """
+        if self._context.size == 1 or not starts:
+            return
+        # The parameters' own memory holds the deltas meanwhile.
+        deltas = [parameter.detach().sub_(start) for parameter, start in zip(self._parameters, starts, strict=True)]
+        try:
+            self._adasum(deltas)
+        except BaseException:
+            for delta, start in zip(deltas, starts, strict=True):
+                delta.copy_(start)
+            raise
+        for delta, start in zip(deltas, starts, strict=True):
+            delta.add_(start)
+        self._check_replicas()
+
+    def share_overflow(self) -> None:
+        """Collective: where a rank has a gradient with infinity or NaN, every rank gets one.
+
+        GradScaler leaves out the steps of such gradients, each rank for itself; all must come to the same answer.
+        """
+        self._follow_context()
+        if self._context.size == 1:
+            return
+        gradients = [p.grad.detach() for p in self._parameters if p.grad is not None]
+        values = [g.coalesce().values() if g.layout is torch.sparse_coo else g for g in gradients]
+        here = not all(bool(value.isfinite().all()) for value in values)
+        flag = np.array([here], np.int32)
+        name = f"{self._name}.overflow"
+        self._context.allreduce(flag, flag, DTYPES["int32"], op=ReduceOp.MAX, name=name, blocking=True).wait()
+        if not flag[0]:
+            return
+        self.new_pass()  # without step(): zero_grad() is what follows
+        if not here:
+            for gradient in gradients:
+                gradient.mul_(torch.inf)
+
+    def release(self) -> None:
+        """Take the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _follow_context(self) -> None:
+        """After shutdown() and init(), belong to the new job."""
+        if contexts.current() is not self._context:
+            self._bind()
+
+    def _bind(self) -> None:
+        self._context = contexts.current()
+        self._name = f"adasum.{next(self._context.gradient_sets[0])}"
+        self._comparisons = ReplicaCheckSchedule()
+
+    def _adasum(self, deltas: Sequence[torch.Tensor]) -> None:
+        """In place, over all ranks."""
+        sent = [self._compression.compress(delta)[0] for delta in deltas]
+        grouped_allreduce_(sent, name=self._name, op=ReduceOp.ADASUM)
+        for delta, tensor in zip(deltas, sent, strict=True):
+            if tensor is not delta:
+                delta.copy_(tensor)
+
+    def _check_replicas(self) -> None:
+        if self._comparisons.due(self._context.config.check_replicas, self._context.num_joins):
+            data = [tensor_bytes(parameter) for parameter in self._parameters]
+            check_replicas(self._context, data, self._parameter_names(), self._name)
+
+    def _parameter_names(self) -> list[str]:
+        return [self.names.get(p, f"parameter {index}") for index, p in enumerate(self._parameters)]
+
+
+class AdasumOptimizer(WrappedOptimizer):
+    """What ``DistributedOptimizer(..., op=Adasum)`` puts in front of an optimizer's own class."""
+
+    _exchange: DeltaReducer
+
+    def attach(self, exchange: DeltaReducer) -> None:
+        """Use this exchange from now on, and take its hooks off with this object."""
+        self._exchange = exchange
+        weakref.finalize(self, exchange.release).atexit = False
+
+    def _before_unscaling(self) -> None:
+        self._exchange.share_overflow()
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """The names by parameter: as in Horovod, for programs that look them up."""
+        return dict(self._exchange.names)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Gradients that are summed up locally before a step."""
+        return self._exchange.passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many gradients are summed up locally; not between ``backward()`` and ``step()``."""
+        self._exchange.set_passes(passes)
+
+    def synchronize(self) -> None:
+        """Does nothing: gradients are this rank's own, ready to be clipped; ``step()`` does what is to be done."""
+
+    def skip_synchronize(self) -> NoReturn:
+        """Not for this optimizer.
+
+        Raises:
+            StepOrderError: always (an AssertionError, as in Horovod).
+        """
+        raise StepOrderError("skip_synchronize() is not supported with op=Adasum: it is step() that communicates")
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Let the wrapped class update the parameters by this rank's gradients, then combine all ranks' updates.
+
+        Args:
+            closure: computes the loss anew, with its gradients; these and the loss are this rank's own.
+
+        Raises:
+            CollectiveError: a rank was lost; the parameters are what they were, the optimizer's state is not.
+            ReplicaError: REIGEN_CHECK_REPLICAS is set, and the ranks hold different parameters after this step.
+        """
+        starts = self._exchange.begin(self._parameters())
+        loss = super().step() if closure is None else super().step(self._taking(closure))
+        self._exchange.combine(starts)
+        return loss
+
+    # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            StepOrderError: complete gradients wait for ``step()`` (an AssertionError, as in Horovod).
+        """
+        self._exchange.check_no_gradient_waits("optimizer.zero_grad()")
+        self._exchange.new_pass()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; they take part from the next step on. All ranks must do it at the same step."""
+        super().add_param_group(param_group)
+        self._exchange.adopt(param_group["params"])
+
+    def _taking(self, closure: Closure) -> Closure:
+        """The closure; the optimizer uses its gradients at once, so it may be called again."""
+
+        def call() -> Any:
+            loss = closure()
+            self._exchange.take_gradients()
+            return loss
+
+        return call
+
+
+def _count_passes(tracker: GradientTracker, number: int) -> Callable[[torch.Tensor], None]:
+    def on_gradient(_: torch.Tensor) -> None:
+        tracker.gradient(number)
+
+    return on_gradient

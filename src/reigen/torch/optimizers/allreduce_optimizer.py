@@ -1,0 +1,196 @@
+"""What stands in front of an optimizer that is fed with gradients that all ranks agree on."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from reigen import context as contexts
+from reigen.engine.handle import Handle
+from reigen.torch.optimizers.gradient_sync import FinishedBy, GradientSynchronizer, release_reducers
+from reigen.torch.optimizers.optimizer_wrapper import Closure, WrappedOptimizer
+from reigen.torch.reducer.reducer import check_no_pending_gradient
+
+#: Key of a state dict: what gradient compression with error feedback has not sent yet, and of which rank that is.
+RESIDUALS_KEY = "reigen.unsent"
+
+
+class AllreduceOptimizer(WrappedOptimizer):
+    """What :func:`DistributedOptimizer` puts in front of an optimizer's own class."""
+
+    _averager: GradientSynchronizer
+    _skips: bool
+
+    def attach(self, averager: GradientSynchronizer) -> None:
+        """Use this averager from now on, and free its memory with this object."""
+        self._averager = averager
+        self._skips = False
+        weakref.finalize(self, release_reducers, averager.reducers).atexit = False
+
+    def _before_unscaling(self) -> None:
+        if self._averager.finished is FinishedBy.NOBODY:
+            self._finish(FinishedBy.READER)
+
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """The names by parameter: as in Horovod, for programs that look them up."""
+        return dict(self._averager.names)
+
+    def _allreduce_grad_async(self, p: torch.Tensor) -> tuple[Handle[torch.Tensor], None]:
+        """Begin to reduce ``p.grad`` in place by itself, as in Horovod, for programs that extend its optimizer.
+
+        Returns:
+            What ``synchronize()`` takes, and nothing that ``decompress()`` would need.
+        """
+        return self._averager.reduce_alone(p), None
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Gradients that are summed up locally before they are communicated."""
+        return self._averager.backward_passes_per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many gradients are summed up locally; not between ``backward()`` and ``step()``."""
+        self._averager.set_backward_passes_per_step(passes)
+
+    def synchronize(self) -> None:
+        """Wait until every ``p.grad`` is the reduced gradient. Follow it with ``skip_synchronize()`` around ``step()``.
+
+        Raises:
+            CollectiveError: a reduction failed; gradients are undefined then.
+        """
+        if self._averager.finished is FinishedBy.BACKWARD:
+            self._averager.confirm()
+        else:
+            self._finish(FinishedBy.USER)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, ``step()`` takes the gradients as they are, because ``synchronize()`` has been called."""
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Reduce the gradients, and scale them so that the norm of all together is at most ``max_norm``.
+
+        `torch.nn.utils.clip_grad_norm_`, for which neither `synchronize` nor `skip_synchronize` is needed.
+
+        Args:
+            max_norm: of all gradients together.
+            norm_type: which p-norm; may be infinite.
+            error_if_nonfinite: raise a RuntimeError if the norm is NaN or infinite.
+
+        Returns:
+            The norm before, the same on all ranks.
+
+        Raises:
+            CollectiveError: a reduction failed.
+        """
+        if self._averager.finished is FinishedBy.NOBODY:
+            self._finish(FinishedBy.READER)
+        parameters = [parameter for parameter in self._parameters() if parameter.numel()]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Reduce the gradients if that has not been done, then let the wrapped class update the parameters.
+
+        Args:
+            closure: computes the loss anew, with its gradients; they are reduced after each call.
+
+        Raises:
+            StepOrderError: within ``skip_synchronize()`` although gradients are on their way; or gradients have been
+                changed (clipped) since backward, without ``synchronize()``.
+            CollectiveError: a reduction failed; no parameter has been changed.
+            ReplicaError: REIGEN_CHECK_REPLICAS is set, and the ranks hold different parameters after this step.
+        """
+        averager = self._averager
+        self._reduce_for_step(wanted=closure is None or averager.outstanding, stacklevel=3)
+        try:
+            loss = super().step() if closure is None else super().step(self._reduced(closure))
+        finally:
+            averager.stepped()
+        averager.updated(self._parameters())
+        contexts.mark("STEP")
+        return loss
+
+    # torch wraps every class's step() once with profiling and the user's step hooks; the base class's has them already.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients.
+
+        Raises:
+            StepOrderError: complete gradients are on their way (an AssertionError, as in Horovod).
+        """
+        self._averager.discard()
+        super().zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their gradients are reduced from the next step on. All ranks must do it at the same step."""
+        super().add_param_group(param_group)
+        self._averager.adopt(param_group["params"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict; with error feedback, and what compression has not sent of this rank's.
+
+        That stands under a key of its own, `RESIDUALS_KEY`, which every optimizer of torch passes over when it loads.
+        """
+        state = super().state_dict()
+        if unsent := self._averager.unsent(self._parameters()):
+            state[RESIDUALS_KEY] = unsent
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state; what is on its way is completed first.
+
+        What compression had not sent goes back to the rank that it is of. Other ranks, and all where the state dict
+        tells of none, begin with nothing left to send.
+
+        Raises:
+            ArgumentError: what had not been sent is of another model.
+        """
+        if self._averager.outstanding:
+            self._finish(FinishedBy.NOBODY)
+        super().load_state_dict(state_dict)
+        self._averager.restore_residuals(state_dict.get(RESIDUALS_KEY), self._parameters())
+
+    def _finish(self, by: FinishedBy) -> None:
+        self._averager.finish(self._parameters(), by)
+
+    def _reduce_for_step(self, *, wanted: bool, stacklevel: int) -> None:
+        """Reduce the gradients that a step begins with, if that is ``wanted`` and nobody has done it."""
+        averager = self._averager
+        if self._skips:
+            check_no_pending_gradient(averager.reducers, "optimizer.step() within skip_synchronize()")
+        elif averager.finished is FinishedBy.USER:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "The gradients are not reduced a second time.",
+                stacklevel=stacklevel,
+            )
+        elif averager.finished is FinishedBy.NOBODY and wanted:
+            self._finish(FinishedBy.READER)
+
+    def _reduced(self, closure: Closure) -> Closure:
+        """The closure, followed by the reduction of the gradients that it computed."""
+
+        def call() -> Any:
+            loss = closure()
+            if self._averager.finished is FinishedBy.NOBODY:
+                self._finish(FinishedBy.READER)
+            if isinstance(self, torch.optim.LBFGS):
+                self._averager.stepped()
+                return self._averager.average(torch.as_tensor(loss).detach())
+            return loss
+
+        return call

@@ -1,0 +1,1 @@
+"""Reducer: buckets of gradients, reduced as backward fills them."""

@@ -1,0 +1,349 @@
+"""The memory in which gradients lie while they are reduced: the host's, or that of the GPU on which the model is.
+
+On the GPU nothing has to be registered, and nobody waits: a bucket is submitted behind what has been enqueued to fill
+it, and whoever needs the gradients lets his stream wait for the reduction.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from reigen.api.compression import CastCompression, CodecCompression
+from reigen.api.gradients.bucket_plan import BucketPlan
+from reigen.api.gradients.compressed_buckets import CompressedBuckets
+from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ShardAssignment, ShardGranularity, assign_shards
+from reigen.backends.device import DeviceArray, DeviceStream
+from reigen.compression import Codec
+from reigen.errors import CollectiveError, JoinedError
+from reigen.torch.adapter import TorchAdapter
+from reigen.torch.cuda_tensors import TorchDevice, TorchDeviceTensorAdapter
+from reigen.torch.reducer.bucket_views import BucketViews
+from reigen.types import DTYPES, DType
+
+if TYPE_CHECKING:
+    from reigen.context import CollectiveResult, Handle, MemoryRegion
+
+
+class BucketMemory(Protocol):
+    """The memory of one plan at a time.
+
+    Attributes:
+        kind: ``cpu``, ``cuda``.
+    """
+
+    kind: str
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is kept for the passes to come."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether a place in it could be the parameter's gradient, being on the same device."""
+
+    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+        """Lay the buckets out, for all passes to come. Collective."""
+
+    def allocate_for_pass(self, plan: BucketPlan) -> None:
+        """Lay them out for one pass."""
+
+    def filled(self) -> None:
+        """The calling thread has filled a place, or enqueued work that does."""
+
+    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
+        """Submit a bucket, which the caller waits for next if that is ``blocking``; None if it is empty."""
+
+    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
+        """Wait for what `reduce` has submitted, by bucket: the calling thread needs it. Returns what failed."""
+
+    def release(self, team: ReduceGroup) -> None:
+        """Give back what is registered."""
+
+
+class HostBucketMemory:
+    """Registered with the job, so that it is reduced in place: it is the memory that all ranks of the host share."""
+
+    kind = "cpu"
+
+    def __init__(self, places: BucketViews) -> None:
+        self._places = places
+        self._region: MemoryRegion | None = None
+
+    @property
+    def is_registered(self) -> bool:
+        """See `BucketMemory`."""
+        return self._region is not None
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """See `BucketMemory.holds`."""
+        return parameter.device.type == "cpu"
+
+    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`."""
+        self._region = team.allocate(plan.nbytes)
+        self._places.lay_out(plan, self._region.array)
+
+    def allocate_for_pass(self, plan: BucketPlan) -> None:
+        """See `BucketMemory.improvise`. Gradients keep the memory alive for as long as it is needed."""
+        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
+
+    def filled(self) -> None:
+        """See `BucketMemory.filled`."""
+
+    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
+        """See `BucketMemory.reduce`."""
+        array = self._places.arrays[bucket]
+        return team.reduce(array, dtype, part, self._region, blocking=blocking) if array.size else None
+
+    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
+        """See `BucketMemory.finish`."""
+        return wait_for_all(handles)[1]
+
+    def release(self, team: ReduceGroup) -> None:
+        """See `BucketMemory.release`."""
+        region, self._region = self._region, None
+        if region is not None:
+            team.free(region)
+
+
+class ShardedBucketMemory(HostBucketMemory):
+    """Registered with the job; what is reduced stays with the slices' owners: see `reigen.api.gradients.sharding`.
+
+    Args:
+        places: of the gradients.
+        division: what one owner has to update together.
+
+    Attributes:
+        shares: who owns what, once it is registered.
+        region: the buckets; those of the other owners, too.
+    """
+
+    def __init__(self, places: BucketViews, division: ShardGranularity) -> None:
+        super().__init__(places)
+        self.kind = f"cpu, with shared parameters, divided by {division.value}"
+        self.division = division
+        self.shares = ShardAssignment((), ())
+
+    @property
+    def region(self) -> MemoryRegion:
+        """Where the buckets are."""
+        assert self._region is not None
+        return self._region
+
+    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`."""
+        super().register(team, plan)
+        self.shares = assign_shards(plan, len(self.region.owned), SHARD_ALIGNMENT_BYTES, self.division)
+
+    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
+        """See `BucketMemory.reduce`."""
+        array = self._places.arrays[bucket]
+        if not array.size:
+            return None
+        counts = self.shares.counts[bucket]
+        return team.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
+
+    def gather(self, team: ReduceGroup, plan: BucketPlan) -> None:
+        """Bring what the other owners have into this rank's buckets; collective, and nothing is on its way."""
+        for bucket, counts in zip(plan.buckets, self.shares.counts, strict=True):
+            itemsize = DTYPES[bucket.dtype].itemsize
+            bounds = itertools.accumulate((count * itemsize for count in counts), initial=bucket.offset)
+            for owner, (begin, end) in enumerate(itertools.pairwise(bounds)):
+                if owner != self.region.owner:
+                    self.region.array[begin:end] = self.region.owned[owner][begin:end]
+        team.barrier("gathered")  # until now the others read what is here
+
+
+class DeviceBucketMemory:
+    """Ordinary memory of the device on which all parameters are."""
+
+    def __init__(self, places: BucketViews, device: TorchDevice, lender: TorchDeviceTensorAdapter) -> None:
+        self.kind = device.kind
+        self.is_registered = False
+        self._places, self._device, self._lender = places, device, lender
+        #: the streams by which places were filled in this pass: usually one
+        self._producers: dict[int, DeviceStream] = {}
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """See `BucketMemory.holds`. All parameters are on that device."""
+        return True
+
+    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`. There is nothing to register."""
+        self.allocate_for_pass(plan)
+        self.is_registered = True
+
+    def allocate_for_pass(self, plan: BucketPlan) -> None:
+        """See `BucketMemory.improvise`."""
+        memory = self._device.empty((plan.nbytes,), DTYPES["uint8"]).owner
+        assert isinstance(memory, torch.Tensor)
+        self._places.lay_out_on_device(plan, memory)
+
+    def filled(self) -> None:
+        """See `BucketMemory.filled`."""
+        stream = self._device.current()
+        self._producers[stream.handle] = stream
+
+    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
+        """See `BucketMemory.reduce`. Behind all streams that have filled places so far."""
+        tensor = self._places.buckets[bucket]
+        if not tensor.numel():
+            return None
+        here = self._device.current()
+        for handle, stream in self._producers.items():
+            if handle != here.handle:
+                here.wait(stream.record())
+        array, _ = self._lender.lend(tensor)
+        return team.reduce(array, dtype, part, blocking=blocking)
+
+    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
+        """See `BucketMemory.finish`."""
+        outcomes, failures = wait_for_all(handles)
+        if outcomes:
+            self._producers.clear()
+        for outcome in outcomes.values():
+            assert isinstance(outcome.array, DeviceArray)
+            assert outcome.array.ready is not None
+            self._device.current().wait(outcome.array.ready)
+        return failures
+
+    def release(self, team: ReduceGroup) -> None:
+        """See `BucketMemory.release`. The memory goes with its last view."""
+        self.is_registered = False
+
+
+class CompressedBucketMemory:
+    """Ordinary memory of the host, of which codes go to the other ranks."""
+
+    kind = "cpu, coded"
+
+    def __init__(self, places: BucketViews, codec: Codec) -> None:
+        self.is_registered = False
+        self._places, self._codec = places, codec
+        self._plan: BucketPlan | None = None
+        #: None while buckets travel as they are
+        self._coded: CompressedBuckets | None = None
+        #: by parameter, what is to be sent with its next gradient: until the buckets are laid out
+        self._left: dict[int, torch.Tensor] = {}
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """See `BucketMemory.holds`."""
+        return parameter.device.type == "cpu"
+
+    def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
+        """See `BucketMemory.register`. Nothing is registered: what travels is elsewhere."""
+        self.allocate_for_pass(plan)
+        dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
+        self._coded = CompressedBuckets(self._codec, team, self._places.arrays, dtypes)
+        self.is_registered = True
+        self.restore(self._left)
+
+    def residuals(self) -> dict[int, torch.Tensor]:
+        """What error feedback has not sent yet of each parameter's gradient: float32, shaped like it; copies."""
+        if self._coded is None:
+            return {number: left.clone() for number, left in self._left.items()}
+        return {number: torch.empty_like(view).copy_(view) for number, view in self._residual_views()}
+
+    def restore(self, residuals: Mapping[int, torch.Tensor]) -> None:
+        """Go on with what `residuals` told, of as many parameters as it did, and with nothing for the others."""
+        if self._coded is None:
+            self._left = dict(residuals)
+            return
+        for number, view in self._residual_views():
+            if number in residuals:
+                view.copy_(residuals[number])
+            else:
+                view.zero_()
+        self._left = {}
+
+    def _residual_views(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of each parameter, its part of its bucket's residual."""
+        assert self._coded is not None
+        assert self._plan is not None
+        for bucket, residual in zip(self._plan.buckets, self._coded.residuals, strict=True):
+            if residual is None:
+                continue
+            itemsize = DTYPES[bucket.dtype].itemsize
+            for place in bucket.places:
+                begin, length = (place.offset - bucket.offset) // itemsize, place.nbytes // itemsize
+                yield place.parameter, self._places.shaped(residual[begin : begin + length], place.parameter)
+
+    def allocate_for_pass(self, plan: BucketPlan) -> None:
+        """See `BucketMemory.improvise`. Some rank has joined: for this pass the buckets travel as they are."""
+        self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
+        self._plan = plan
+
+    def filled(self) -> None:
+        """See `BucketMemory.filled`."""
+
+    def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
+        """See `BucketMemory.reduce`."""
+        array = self._places.arrays[bucket]
+        if not array.size:
+            return None
+        if self._coded is None:
+            return team.reduce(array, dtype, part, blocking=blocking)
+        return self._coded.submit(bucket, part, blocking=blocking)
+
+    def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
+        """See `BucketMemory.finish`. What was refused, because some rank has joined, travels as it is."""
+        outcomes, failures = wait_for_all(handles)
+        if self._coded is None:
+            return failures
+        for bucket in outcomes:
+            self._coded.receive(bucket)
+        again: dict[int, Handle] = {}
+        assert self._plan is not None
+        for bucket in [bucket for bucket, failure in failures.items() if isinstance(failure, JoinedError)]:
+            self._coded.take_back(bucket)
+            dtype = DTYPES[self._plan.buckets[bucket].dtype]
+            again[bucket] = team.reduce(self._places.arrays[bucket], dtype, f"uncoded.{bucket}")
+            del failures[bucket]
+        return failures | wait_for_all(again)[1]
+
+    def release(self, team: ReduceGroup) -> None:
+        """See `BucketMemory.release`. The memory goes with its last view, and what has not been sent with it."""
+        self._coded, self.is_registered = None, False
+
+
+def wait_for_all(handles: dict[int, Handle]) -> tuple[dict[int, CollectiveResult], dict[int, CollectiveError]]:
+    """What came out of each, and what failed; in their order."""
+    outcomes: dict[int, CollectiveResult] = {}
+    failures: dict[int, CollectiveError] = {}
+    # The last one first: the thread that drives until it is done finds the others done, and hands over once.
+    for bucket, handle in reversed(handles.items()):
+        try:
+            outcomes[bucket] = handle.wait()
+        except CollectiveError as error:
+            failures[bucket] = error.with_traceback(None)  # it would hold this frame, which holds it
+    return dict(reversed(outcomes.items())), dict(reversed(failures.items()))
+
+
+def choose_bucket_memory(
+    team: ReduceGroup,
+    places: BucketViews,
+    parameters: Sequence[torch.Tensor],
+    wire: Sequence[DType],
+    compression: CastCompression | CodecCompression,
+) -> BucketMemory:
+    """The device's, where all parameters are on one that reduces all their element types; else the host's.
+
+    What is coded is on the host: codecs work there.
+
+    Raises:
+        ArgumentError: this rank's tensors were on another device before.
+    """
+    if isinstance(compression, CodecCompression):
+        return CompressedBucketMemory(places, compression.codec)
+    lender, backend = TorchAdapter.lender, team.context.device
+    if lender is not None and backend is not None:
+        devices = {lender.device(parameter) for parameter in parameters}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is not None and all(backend.takes(device, dtype, team.how) for dtype in set(wire)):
+            return DeviceBucketMemory(places, device, lender)
+    return HostBucketMemory(places)

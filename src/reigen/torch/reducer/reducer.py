@@ -1,0 +1,501 @@
+"""Executes what :mod:`reigen.api.gradients.tracker` decides, for one fixed list of parameters.
+
+The memory of the buckets is registered at the end of the first pass, in ``synchronize()`` or ``step()``, when the order
+in which gradients arrive is known: registering is collective, and there every rank comes, whatever its model did. From
+then on ``p.grad`` is a view of its bucket, and buckets are reduced in place while backward runs. Where ranks have one
+processor each, and no network, nothing can go on beside backward: then they are submitted when it is over.
+
+While some rank has joined, nothing can be agreed on nor registered. A pass that finds no plan then improvises: a plan
+that needs no agreement, in ordinary memory, for this pass alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from reigen import context as contexts
+from reigen.api.compression import CastCompression, CodecCompression, describe
+from reigen.api.gradients.bucket_plan import (
+    BucketPlan,
+    ParameterSpec,
+    arrival_order,
+    choose_bucket_bytes,
+    plan_buckets,
+    split_evenly,
+)
+from reigen.api.gradients.plan_agreement import PlanAgreement, PlanProposal
+from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
+from reigen.api.gradients.tracker import GradientTracker
+from reigen.api.process_sets import ProcessSet
+from reigen.engine.operation_builders import ReductionSpec
+from reigen.errors import ArgumentError, JoinedError, StepOrderError
+from reigen.torch.adapter import tensor_over
+from reigen.torch.dtypes import dtype_of
+from reigen.torch.reducer.bucket_memory import (
+    BucketMemory,
+    CompressedBucketMemory,
+    DeviceBucketMemory,
+    ShardedBucketMemory,
+    choose_bucket_memory,
+)
+from reigen.torch.reducer.bucket_views import BucketViews, strides_of
+from reigen.torch.reducer.pending_gradient import PendingGradient, pending
+from reigen.torch.sparse import SparseGradients
+from reigen.types import DTYPES, ReduceOp
+
+if TYPE_CHECKING:
+    from reigen.context import Context, Handle
+
+
+#: marks the hooks that are ours
+_GRAD_HOOK_ATTRIBUTE = "_watches_for_reigen"
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients are reduced; the same on every rank.
+
+    Attributes:
+        how: the operator and its factors.
+        compression: in which element type gradients travel, or as which codes.
+        sparse_as_dense: sparse gradients are made dense instead of being gathered.
+        groups: how many groups are submitted as a whole, or the group of each parameter that is in one.
+        process_set: the ranks that reduce together.
+        owned: what is reduced stays with the owners of the slices, which have to update so much together: see
+            `reigen.api.gradients.sharding`. None: everybody gets it.
+    """
+
+    how: ReductionSpec
+    compression: CastCompression | CodecCompression
+    sparse_as_dense: bool
+    groups: int | Mapping[torch.Tensor, int] | None
+    process_set: ProcessSet
+    owned: ShardGranularity | None = None
+
+
+@dataclass(frozen=True)
+class GradientShard:
+    """Reduced elements of a gradient that this rank owns.
+
+    Attributes:
+        piece: which elements; its parameter is a number in `Reducer.parameters`.
+        gradient: where they lie after each pass, flat, in the element type that travels.
+        is_direct: that is the parameter's element type.
+    """
+
+    piece: ParameterRange
+    gradient: torch.Tensor
+    is_direct: bool
+
+
+class Reducer:
+    """Keeps the gradients of some parameters the same on all ranks.
+
+    Args:
+        context: the job; this rank is in the options' process set.
+        parameters: names and parameters, in the same order on every rank.
+        options: how to reduce.
+        backward_passes_per_step: gradients that are summed up locally before they are communicated.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        parameters: Sequence[tuple[str, torch.Tensor]],
+        options: ReduceOptions,
+        backward_passes_per_step: int,
+    ) -> None:
+        self.parameters = [parameter for _, parameter in parameters]
+        self.tracker = GradientTracker(len(parameters), backward_passes_per_step)
+        self.team = ReduceGroup(context, options.process_set, options.how)
+        self.names = [name for name, _ in parameters]
+        self._options = options
+        self._places = BucketViews(self.parameters)
+        self._choose_memory()
+        #: whether buckets are reduced while backward runs; the same on all ranks
+        self._overlaps = True
+        #: what p.grad was, and its version, when it was last seen in this pass: who changes it later spoils the sum
+        self._seen: list[tuple[int, int] | None] = [None] * len(parameters)
+        #: called when the first gradient of a pass comes
+        self.before_pass: Callable[[], None] | None = None
+        #: whether gradients that are reduced as dense ones become sparse again; and their sparse dimensions
+        self._returns_sparse = options.sparse_as_dense and not options.owned
+        self._returned_dims: dict[int, int] = {}
+        #: called when a gradient has been dealt with
+        self.after_gradient: Callable[[], None] | None = None
+        self._handles: dict[int, Handle] = {}
+        self._sparse = SparseGradients({})
+        self._hooks = [set_grad_hook(p, self._hook(i)) for i, p in enumerate(self.parameters)]
+
+    def start(self) -> None:
+        """Contribute and submit everything that this pass has not yet; collective where there is no plan.
+
+        Raises:
+            MismatchError: the ranks have different parameters (first pass).
+            JoinedError: a gradient is sparse, and some rank has joined (first pass).
+            CollectiveError: the job is broken.
+        """
+        if not self.tracker.num_arrived:
+            self._follow_changes()
+        if self.team.size == 1:
+            return
+        if self.tracker.plan is None:
+            self._settle()
+        left = self.tracker.finish()
+        for index in left.missing:
+            self._collect(index, self.parameters[index])
+        self._submit(left.submit)
+        self._sparse.start(self.team, self.parameters)
+
+    def wait(self) -> None:
+        """Wait for everything that was submitted; then every ``p.grad`` is the reduced gradient, and a new pass begins.
+
+        Raises:
+            CollectiveError: the first failure; all handles have been waited for.
+        """
+        handles, self._handles = self._handles, {}
+        failures = self._memory.finish(self.team, handles)
+        bucket, failure = next(iter(failures.items()), (-1, None))
+        if failure is not None:
+            failure.add_note(self._contents(bucket))
+        self.tracker.reset()
+        self._seen = [None] * len(self.parameters)
+        if failure is None and not self._options.owned:
+            self._deliver_all()
+        if not self._memory.is_registered:
+            self.tracker.abandon()
+            self._places.forget(copy=False)
+        self._sparse.wait(self.team, self.parameters, self.names)
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure, failures  # they hold this frame
+
+    def gather(self) -> None:
+        """Collective: every ``p.grad`` becomes the whole reduced gradient, where so far each owner had its part."""
+        assert self.tracker.plan is not None
+        self.owned_memory.gather(self.team, self.tracker.plan)
+        self._deliver_all()
+
+    @property
+    def owned_memory(self) -> ShardedBucketMemory:
+        """The buckets, where what is reduced stays with its owners."""
+        assert isinstance(self._memory, ShardedBucketMemory)
+        return self._memory
+
+    def owned(self) -> list[GradientShard]:
+        """What this rank owns of the gradients; nothing before they have been reduced for the first time."""
+        plan, memory = self.tracker.plan, self.owned_memory
+        if plan is None or memory.region.owner is None:
+            return []
+        places = {place.parameter: (bucket, place) for bucket in plan.buckets for place in bucket.places}
+        found: list[GradientShard] = []
+        for piece in memory.shares.pieces[memory.region.owner]:
+            bucket, place = places[piece.parameter]
+            wire = DTYPES[bucket.dtype]
+            begin = place.offset + piece.start * wire.itemsize
+            array = memory.region.array[begin : begin + piece.numel * wire.itemsize]
+            gradient = tensor_over(array.view(wire.storage), wire)
+            found.append(GradientShard(piece, gradient, self._direct[piece.parameter]))
+        return found
+
+    def residuals(self) -> dict[torch.Tensor, torch.Tensor]:
+        """By parameter, what error feedback has not sent yet of its gradient; copies. Nothing without any."""
+        if not isinstance(self._memory, CompressedBucketMemory):
+            return {}
+        return {self.parameters[number]: residual for number, residual in self._memory.residuals().items()}
+
+    def restore(self, residuals: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Go on with these, and with nothing for all other parameters; without error feedback they mean nothing."""
+        if isinstance(self._memory, CompressedBucketMemory):
+            parameters = enumerate(self.parameters)
+            self._memory.restore({number: residuals[one] for number, one in parameters if one in residuals})
+
+    def changed(self) -> list[str]:
+        """Names of parameters whose complete gradients somebody has changed or replaced since they were taken."""
+        return [
+            self.names[index]
+            for index in self.tracker.order
+            if self.parameters[index].grad is not None
+            and self._seen[index] != _gradient_version(self.parameters[index])
+        ]
+
+    def release(self) -> None:
+        """Take the hooks off and give the buckets' memory back; gradients that lie there are copied out first."""
+        for hook in self._hooks:
+            hook.remove()
+        self._forget_memory()
+
+    def _follow_changes(self) -> None:
+        """Begin anew, agree again and register again: after shutdown() and init(), or ``model.double()`` or ``cuda()``.
+
+        Shared parameters cannot be replaced: who owns them says so.
+        """
+        current = contexts.current()
+        is_converted = not self._options.owned and self._kinds != _tensor_kinds(self.parameters)
+        if current is self.team.context and not is_converted:
+            return
+        self._forget_memory()
+        self._handles.clear()
+        self.tracker = GradientTracker(len(self.parameters), self.tracker.backward_passes_per_step)
+        if current is not self.team.context:
+            self.team = ReduceGroup(current, self._options.process_set, self._options.how)
+        self._choose_memory()
+
+    def _choose_memory(self) -> None:
+        self._memory: BucketMemory
+        self._kinds = _tensor_kinds(self.parameters)
+        self._wire = [self._options.compression.wire_dtype(dtype_of(p.dtype)) for p in self.parameters]
+        if self._options.owned:
+            self._memory = ShardedBucketMemory(self._places, self._options.owned)
+        else:
+            compression = self._options.compression
+            self._memory = choose_bucket_memory(self.team, self._places, self.parameters, self._wire, compression)
+        #: whether p.grad may be the place in the bucket itself: same element type, same device
+        self._direct = [
+            wire is dtype_of(p.dtype) and self._memory.holds(p)
+            for wire, p in zip(self._wire, self.parameters, strict=True)
+        ]
+
+    def _forget_memory(self) -> None:
+        self._places.forget(copy=True)
+        self._memory.release(self.team)
+
+    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        def on_gradient(parameter: torch.Tensor) -> None:
+            # Runs for every parameter in every backward: microseconds count.
+            if not self.tracker.num_arrived:
+                self._follow_changes()
+                if self.before_pass is not None:
+                    self.before_pass()
+            arrival = self.tracker.gradient(index)
+            if arrival.collect:
+                self._collect(index, parameter)
+                self._seen[index] = _gradient_version(parameter)
+                if arrival.submit:
+                    self._submit(arrival.submit, in_backward=True)
+            else:
+                if self.tracker.plan is None:
+                    self._mark_pending(parameter)
+                self._seen[index] = _gradient_version(parameter)
+            if self.after_gradient is not None:
+                self.after_gradient()
+
+        return on_gradient
+
+    def _collect(self, index: int, parameter: torch.Tensor) -> None:
+        """Bring the gradient to its place; without one, zeros."""
+        place = self._places.intact(index)
+        gradient = parameter.grad
+        if place is None:
+            return
+        if gradient is None:
+            place.zero_()
+            self._memory.filled()
+            if not parameter.requires_grad:
+                return  # frozen by now: the optimizer must not see a gradient
+        elif not self._places.holds(index, gradient):
+            if gradient.requires_grad or gradient.layout is not torch.strided:
+                if self._returns_sparse and gradient.layout is torch.sparse_coo:
+                    self._returned_dims[index] = gradient.sparse_dim()
+                # It had a dense place before it was ever sparse, on any rank.
+                gradient = gradient.detach().to_dense()
+            self._places.fill(index, gradient)
+            self._memory.filled()
+        if not self._direct[index]:
+            self._mark_pending(parameter)
+        else:
+            parameter.grad = place if self._options.owned else self._places.pending[index]
+
+    def _mark_pending(self, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None or self._options.owned or gradient.layout is not torch.strided or gradient.requires_grad:
+            return
+        parameter.grad = pending(gradient)
+
+    def _submit(self, buckets: tuple[int, ...], *, in_backward: bool = False) -> None:
+        if in_backward:
+            kept_back = self._kept_back(buckets)
+            self.tracker.failed(kept_back)
+            buckets = tuple(bucket for bucket in buckets if bucket not in kept_back)
+        for position, bucket in enumerate(buckets):
+            try:
+                self._reduce(bucket, blocking=not in_backward)
+            except BaseException:
+                self.tracker.failed(buckets[position:])
+                raise
+
+    def _kept_back(self, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        """Those that are submitted when backward is over, though they are complete."""
+        assert self.tracker.plan is not None
+        if not self._overlaps:
+            return buckets
+        last = len(self.tracker.plan.buckets) - 1
+        return (last,) if self._options.owned and last in buckets else ()  # step b of `reigen.api.gradients.sharding`
+
+    def _reduce(self, bucket: int, *, blocking: bool) -> None:
+        plan = self.tracker.plan
+        assert plan is not None
+        part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
+        handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
+        if handle is not None:
+            self._handles[bucket] = handle
+
+    def _contents(self, bucket: int) -> str:
+        """For whoever reads an error that names a bucket."""
+        assert self.tracker.plan is not None
+        names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
+        return f"The gradients in it: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
+
+    def _deliver_all(self) -> None:
+        for index, place in enumerate(self._places.tensors):
+            if place is not None:
+                self._deliver(index, place)
+
+    def _deliver(self, index: int, place: torch.Tensor) -> None:
+        parameter, gradient = self.parameters[index], self.parameters[index].grad
+        if gradient is place or not (parameter.requires_grad or gradient is not None):
+            return
+        if index in self._returned_dims:
+            parameter.grad = place.to(parameter).to_sparse(self._returned_dims[index])
+        elif self._direct[index]:
+            parameter.grad = place
+        elif gradient is None or gradient.layout is not torch.strided:
+            parameter.grad = torch.empty_like(parameter).copy_(place)
+        else:
+            whole = gradient.detach().copy_(place)
+            parameter.grad = whole if isinstance(gradient, PendingGradient) else gradient
+
+    def _settle(self) -> None:
+        """End of the first pass: agree with the other ranks, plan, and register the memory."""
+        try:
+            agreement = self.team.agree(self._proposal())
+        except JoinedError as error:
+            if self._options.owned:
+                raise
+            self._improvise(error)
+            return
+        overlaps = self.team.context.overlaps or isinstance(self._memory, DeviceBucketMemory)
+        self._overlaps = bool(self.team.where(overlaps, "overlaps"))
+        order = arrival_order(agreement.order, len(self.parameters))
+        dense = [index for index in order if not agreement.sparse_dims[index]]
+        if self._returns_sparse:
+            self._returned_dims.update({index: dim for index, dim in enumerate(agreement.sparse_dims) if dim})
+            dense = list(order)
+        else:
+            self._sparse = self._sparse_gradients(agreement)
+        plan = self._plan(dense, self._groups(dense))
+        self._memory.register(self.team, plan)
+        self.tracker.adopt(plan)
+
+    def _improvise(self, refusal: JoinedError) -> None:
+        """Plan for this pass alone, without agreement: in the order of definition, in ordinary memory."""
+        dims = np.array([self._sparse_dims(p) for p in self.parameters], np.uint8)
+        self.team.maximum(dims, DTYPES["uint8"], "sparse")
+        if self._returns_sparse:
+            self._returned_dims.update({index: dim for index, dim in enumerate(dims.tolist()) if dim})
+        elif dims.any():
+            name = self.names[int(dims.argmax())]
+            raise SparseGradients.refused(name, refusal) from None
+        plan = self._plan(range(len(self.parameters)))
+        self._memory.allocate_for_pass(plan)
+        self.tracker.adopt(plan)
+
+    def _plan(self, order: Sequence[int], groups: Sequence[Sequence[int]] = ()) -> BucketPlan:
+        specs = [ParameterSpec(p.numel(), w.itemsize, w.name) for p, w in zip(self.parameters, self._wire, strict=True)]
+        return plan_buckets(specs, order, choose_bucket_bytes(self.team.context, self._overlaps), groups)
+
+    def _groups(self, order: Sequence[int]) -> list[Sequence[int]]:
+        """The parameters, by their numbers, that are submitted together."""
+        groups = self._options.groups
+        if isinstance(groups, int):
+            return split_evenly(order, groups)
+        return _group_members(self.parameters, groups or {})
+
+    def _proposal(self) -> PlanProposal:
+        how, groups = self._options.how, self._options.groups
+        number = f", {groups} groups" if isinstance(groups, int) else ""
+        scaled = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}{number}"
+        lines = [f"{scaled}, on {self._memory.kind}, {describe(self._options.compression)}"]
+        for name, parameter, wire in zip(self.names, self.parameters, self._wire, strict=True):
+            layout = f"shape {tuple(parameter.shape)}, strides {strides_of(parameter)}"
+            lines.append(f"{name}: {parameter.dtype} as {wire.name}, {layout}")
+        if isinstance(groups, Mapping):
+            members = _group_members(self.parameters, groups)
+            lines += [f"a group of {', '.join(self.names[index] for index in group)}" for group in members]
+        return PlanProposal(tuple(lines), tuple(self.tracker.order), tuple(map(self._sparse_dims, self.parameters)))
+
+    def _sparse_dims(self, parameter: torch.Tensor) -> int:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is torch.strided:
+            return 0
+        return 0 if self._options.sparse_as_dense and self._options.owned else gradient.sparse_dim()
+
+    def _sparse_gradients(self, agreement: PlanAgreement) -> SparseGradients:
+        dims = {index: dim for index, dim in enumerate(agreement.sparse_dims) if dim}
+        op = self._options.how.op
+        if dims and self._options.owned:
+            name = self.names[min(dims)]
+            raise ArgumentError(
+                f"share_parameters needs dense gradients, that of {name} is sparse: sparse_as_dense=True"
+            )
+        if dims and op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
+            raise ArgumentError(f"sparse gradients need op=Average or op=Sum, got {op.name}")
+        return SparseGradients(dims, average=op is ReduceOp.AVERAGE)
+
+
+def check_no_pending_gradient(reducers: Sequence[Reducer], action: str) -> None:
+    """Accept if no complete gradient is on its way.
+
+    Raises:
+        StepOrderError: one is; the message says that ``action`` came too early.
+    """
+    if any(reducer.tracker.outstanding for reducer in reducers):
+        raise StepOrderError(
+            f"{action} was called after loss.backward() but before optimizer.step() or optimizer.synchronize(), "
+            "while gradients are on their way to the other ranks; call one of those first. If a loss of another model "
+            "left gradients here that nobody wants, use requires_grad_(False) while it is computed"
+        )
+
+
+def _group_members(parameters: Sequence[torch.Tensor], groups: Mapping[torch.Tensor, int]) -> list[Sequence[int]]:
+    """The numbers of the parameters in each group that has any of them."""
+    members: defaultdict[int, list[int]] = defaultdict(list)
+    for index, parameter in enumerate(parameters):
+        if parameter in groups:
+            members[groups[parameter]].append(index)
+    return list(members.values())
+
+
+def set_grad_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call ``hook(parameter)`` whenever backward has added to its gradient, instead of any hook that was given before.
+
+    So an optimizer that is made anew for a model takes over from the one before, which may live on unseen: a scheduler
+    and its optimizer hold each other until the garbage collector comes by, and it comes at another time on every rank.
+    """
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for key in [key for key, other in hooks.items() if hasattr(other, _GRAD_HOOK_ATTRIBUTE)]:
+        del hooks[key]
+    setattr(hook, _GRAD_HOOK_ATTRIBUTE, True)
+    register: Callable[..., RemovableHandle] = parameter.register_post_accumulate_grad_hook
+    return register(hook)
+
+
+def _tensor_kinds(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype], list[torch.device]]:
+    """Their dtypes and devices."""
+    return [tensor.dtype for tensor in tensors], [tensor.device for tensor in tensors]
+
+
+def _gradient_version(parameter: torch.Tensor) -> tuple[int, int]:
+    """Differs if ``p.grad`` has become another tensor, or has been changed in place."""
+    gradient = parameter.grad
+    return id(gradient), -1 if gradient is None else gradient._version

@@ -1,0 +1,1 @@
+"""Parameters and optimizer state that exist once a host, for DistributedOptimizer(share_parameters=True)."""

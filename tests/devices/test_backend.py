@@ -1,0 +1,72 @@
+"""What the device backend says of operations that fail, without any ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reigen.backends.device import DeviceArray, DeviceBackend, backend
+from reigen.backends.null import NullBackend
+from reigen.errors import CollectiveError, PeerLostError
+from reigen.types import DTYPES
+
+
+class Failing:
+    """A device, its stream, its events and its group: all of them fail."""
+
+    kind, name, identity = "cuda", "cuda:0", "GPU-0"
+
+    @property
+    def side(self) -> Failing:
+        return self
+
+    def library(self) -> tuple[str, str]:
+        return "a library", "a test"
+
+    def connect(self, *_: Any) -> Failing:
+        return self
+
+    def run(self, work: Any) -> None:
+        work()
+
+    def record(self) -> Failing:
+        return self
+
+    def passed(self) -> bool:
+        raise RuntimeError("connection closed")
+
+    def abort(self) -> None:
+        raise RuntimeError("there is nothing to abort")
+
+
+@pytest.fixture
+def failing() -> DeviceBackend:
+    """A backend with an operation that is pending and has failed."""
+    device: Any = Failing()
+    new = DeviceBackend(NullBackend(), [0])
+    assert new.takes(device, DTYPES["float32"])
+    new.launch([DeviceArray(device, (1,), DTYPES["float32"], None)], lambda _: [], 0.0)
+    return new
+
+
+def test_whoever_is_lost_is_named_before_the_librarys_error(failing: DeviceBackend) -> None:
+    assert failing.look() is None
+    failing.failure = lambda: PeerLostError("rank 1 is lost", ranks=(1,))
+    assert isinstance(failing.look(), PeerLostError)
+    with pytest.raises(PeerLostError):
+        failing.launch([DeviceArray(failing._shared.device, (1,), DTYPES["float32"], None)], lambda _: [], 0.0)
+
+
+def test_where_nobody_is_lost_the_library_is_heard(failing: DeviceBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_NAMING_SECONDS", 0.0)
+    assert str(failing.look()) == "cuda:0 has failed: connection closed"
+
+
+def test_after_an_abort_that_failed_too_every_operation_raises_the_first_error(failing: DeviceBackend) -> None:
+    failing.abort(CollectiveError("the first"))
+    failing.abort(CollectiveError("the second"))
+    assert not failing.has_pending
+    with pytest.raises(CollectiveError, match="the first"):
+        failing.launch([DeviceArray(failing._shared.device, (1,), DTYPES["float32"], None)], lambda _: [], 0.0)
+    failing.close()

@@ -1,0 +1,79 @@
+"""The launcher's end of a host: when nothing is heard of it any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+
+from reigen.launch.agent.agent_client import AgentClient, AgentPhase
+from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.spawn import spawn_client
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, which is the test's to change."""
+    now = [1000.0]
+    monkeypatch.setattr("reigen.launch.agent.agent_client.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
+@pytest.fixture
+def outpost(clock: list[float]) -> Iterator[AgentClient]:
+    """One whose agent is there, and may be silent for 5 seconds."""
+    with LauncherLoop() as loop, closing(AgentClient("h2", spawn_client(["sleep", "60"]), loop, Mock(), 5.0)) as made:
+        made.step = AgentPhase.HERE
+        yield made
+
+
+def pass_seconds(outpost: AgentClient, clock: list[float], seconds: int) -> None:
+    for _ in range(seconds):
+        clock[0] += 1
+        outpost.turn()
+
+
+def test_a_host_that_says_nothing_is_lost(outpost: AgentClient, clock: list[float]) -> None:
+    pass_seconds(outpost, clock, 5)
+    assert outpost.step is AgentPhase.HERE
+    pass_seconds(outpost, clock, 1)
+    assert outpost.step is AgentPhase.GONE
+    assert outpost.refused is not None
+    assert outpost.refused.reason == "nothing has been heard of it for 5 s"
+
+
+def test_a_host_that_is_heard_in_another_way_is_not_lost(outpost: AgentClient, clock: list[float]) -> None:
+    """ssh has nothing to say where packets are lost, and for how long nobody can tell."""
+    heard = [0.0]
+    outpost.heard_elsewhere_at = lambda: heard[0]
+    for _ in range(10):
+        heard[0] = clock[0]
+        pass_seconds(outpost, clock, 5)
+    assert outpost.step is AgentPhase.HERE
+    pass_seconds(outpost, clock, 1)
+    assert outpost.step is AgentPhase.GONE
+
+
+def test_a_host_may_be_silent_for_a_shorter_time_once_the_job_has_failed(
+    outpost: AgentClient, clock: list[float]
+) -> None:
+    pass_seconds(outpost, clock, 3)
+    outpost.silence_seconds = 3.5
+    assert outpost.turn() == 0.5
+    pass_seconds(outpost, clock, 1)
+    assert outpost.step is AgentPhase.GONE
+    assert outpost.refused is not None
+    assert outpost.refused.reason == "nothing has been heard of it for 3.5 s"
+
+
+def test_a_launcher_that_did_not_run_listens_first(outpost: AgentClient, clock: list[float]) -> None:
+    pass_seconds(outpost, clock, 4)
+    clock[0] += 1000
+    outpost.turn()
+    pass_seconds(outpost, clock, 5)
+    assert outpost.step is AgentPhase.HERE
+    pass_seconds(outpost, clock, 1)
+    assert outpost.step is AgentPhase.GONE

@@ -1,0 +1,87 @@
+"""What holds of the whole source: one name for one thing, and no circles of modules."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import reigen
+
+SOURCE = Path(reigen.__file__).parent
+#: The same names in each framework's package, because users write `hvd.Compression`, whatever the framework.
+FACES = ("torch", "mxnet", "kv")
+
+
+@cache
+def modules() -> dict[str, ast.Module]:
+    """Every module of the package by its dotted name."""
+    found = {}
+    for path in SOURCE.rglob("*.py"):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+def imported_by(name: str) -> Iterator[str]:
+    """The modules of the package that a module imports, for type checkers and within functions, too."""
+    for node in ast.walk(modules()[name]):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules())
+        elif isinstance(node, ast.ImportFrom) and node.module in modules():
+            for alias in node.names:
+                submodule = f"{node.module}.{alias.name}"
+                yield submodule if submodule in modules() else str(node.module)
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Strongly connected components of two nodes and more (Tarjan, 1972)."""
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for neighbour in graph[node]:
+            if neighbour not in order:
+                visit(neighbour)
+                lowest[node] = min(lowest[node], lowest[neighbour])
+            elif neighbour in stack:
+                lowest[node] = min(lowest[node], order[neighbour])
+        if lowest[node] == order[node]:
+            component = set(stack[stack.index(node) :])
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(component)
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {name: set(imported_by(name)) - {name} for name in modules()}
+
+    assert circles(graph) == []
+
+
+def test_a_public_class_name_has_one_meaning() -> None:
+    defined = defaultdict(set)
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                defined[node.name].add(name)
+    twice = {name: where for name, where in defined.items() if len(where) > 1}
+    of_users = {name for name, where in twice.items() if {module.split(".")[1] for module in where} <= set(FACES)}
+    assert of_users == {"Compression", "Compressor", "KVStore"}
+    assert set(twice) == of_users, {name: sorted(where) for name, where in twice.items() if name not in of_users}
