@@ -10,15 +10,16 @@ import pytest
 
 from reigen.cluster.membership.control_service import (
     MAX_KEYS,
+    ControlService,
     GetValue,
     PutValue,
     RendezvousStore,
+    RequestRefused,
     ValueFound,
     ValueStored,
 )
 from reigen.cluster.membership.listener import MAX_UNAUTHENTICATED
-from reigen.cluster.membership.liveness import RequestRefused
-from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient, RendezvousServer
+from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.stream import connect_stream
@@ -29,7 +30,7 @@ SECRET = b"s" * 32
 
 @pytest.fixture
 def server():
-    service = RendezvousServer(SECRET, handshake_seconds=60.0)
+    service = ControlService(SECRET, handshake_seconds=60.0)
     service.start()
     yield service
     service.close()
@@ -156,7 +157,7 @@ def test_many_ranks_exchange_everything_with_everybody(server):
 
 
 def test_the_service_can_be_reached_before_it_starts():
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     done = []
     thread = threading.Thread(target=lambda: done.append(RendezvousClient(service.address, SECRET, 0, 60.0)))
     thread.start()
@@ -170,18 +171,18 @@ def test_the_service_can_be_reached_before_it_starts():
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost", "", "224.0.0.1"])
 def test_only_an_address_of_one_interface_is_listened_on(host):
     with pytest.raises(ConfigError, match="interface"):
-        RendezvousServer(SECRET, host)
+        ControlService(SECRET, host)
     with pytest.raises(OSError, match="assign"):
-        RendezvousServer(SECRET, "192.0.2.1")  # not this machine's
+        ControlService(SECRET, "192.0.2.1")  # not this machine's
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")])
 def test_an_address_and_a_port_of_choice(host, shown):
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
         with pytest.raises(OSError, match="in use"):
-            RendezvousServer(SECRET, host, taken.getsockname()[1])
+            ControlService(SECRET, host, taken.getsockname()[1])
         port = taken.getsockname()[1]
-    service = RendezvousServer(SECRET, host, port)
+    service = ControlService(SECRET, host, port)
     service.start()
     assert service.address == f"{shown}:{port}"
     client = RendezvousClient(service.address, SECRET, 0, 60.0)
@@ -197,7 +198,7 @@ def test_the_wrong_secret(server):
 
 
 def test_a_launcher_that_has_gone():
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     service.start()
     client = RendezvousClient(service.address, SECRET, 0, 60.0)
     service.close()
@@ -210,7 +211,7 @@ def test_a_launcher_that_has_gone():
 
 
 def test_a_waiting_rank_learns_at_once_that_the_launcher_has_gone():
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     service.start()
     client = RendezvousClient(service.address, SECRET, 0, 60.0)
     caught = []
@@ -240,7 +241,7 @@ def test_garbage_closes_its_own_connection_only(server, noise):
 
 def test_slow_strangers_are_closed_at_their_deadline():
     def attempt(seconds):
-        service = RendezvousServer(SECRET, handshake_seconds=seconds)
+        service = ControlService(SECRET, handshake_seconds=seconds)
         service.start()
         try:
             with raw(service) as silent, raw(service) as slow:
@@ -255,7 +256,7 @@ def test_slow_strangers_are_closed_at_their_deadline():
 
 
 def test_a_crowd_of_strangers_does_not_keep_ranks_out():
-    service = RendezvousServer(SECRET, handshake_seconds=60.0)
+    service = ControlService(SECRET, handshake_seconds=60.0)
     service.start()
     with ExitStack() as stack:
         crowd = [stack.enter_context(raw(service)) for _ in range(MAX_UNAUTHENTICATED + 20)]
@@ -294,7 +295,7 @@ def test_an_authenticated_client_that_announces_too_much_is_closed(server):
 
 def test_closing_leaves_no_thread():
     before = threading.active_count()
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     service.start()
     service.close()
     assert threading.active_count() == before

@@ -41,8 +41,9 @@ from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
 from reigen.cluster.bootstrap.rank_lock import claim_rank
 from reigen.cluster.environ import SECRET_VARIABLE, JobInfo
+from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.membership.listener import join_address
-from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, PeerLostError
 from reigen.net.auth import SECRET_BYTES, Identity, ProcessRole
 
@@ -203,12 +204,10 @@ def _explain_missing_settings(job: JobInfo, has_secret: bool, no_mpi: str) -> st
     return "\n".join(lines)
 
 
-def _start_service(secret: bytes, host: str, port: int, manner: ServiceOptions) -> RendezvousServer:
+def _start_service(secret: bytes, host: str, port: int, manner: ServiceOptions) -> ControlService:
     """The service, which rank 0 has joined: no other process is rank 0 of this job any more."""
     me = Identity(ProcessRole.RANK, 0)
-    server = RendezvousServer(
-        secret, host, port, me=me, peer_timeout_seconds=manner.peer_timeout_seconds, tls=manner.tls
-    )
+    server = ControlService(secret, host, port, me=me, peer_timeout_seconds=manner.peer_timeout_seconds, tls=manner.tls)
     server.start()
     try:
         with closing(RendezvousClient(server.address, secret, 0, manner.timeout_seconds, manner.tls)) as client:

@@ -1,13 +1,14 @@
-"""A rank's place among the living: its connection to the control service, open for as long as it is in the job.
+"""A rank's membership: its connection to the control service, open for as long as it is in the job.
 
 The connection is what the others know of this rank's life: when the process ends, however it ends, the kernel closes
-it; when the machine goes silent, keepalive does. `cluster.membership.liveness` states the protocol,
-`cluster.membership.failure_state` what follows.
+it; when the host goes silent, keepalive does. `cluster.membership.messages` states the protocol,
+`cluster.membership.view` what follows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import select
 import threading
 import time
@@ -16,12 +17,18 @@ from typing import TYPE_CHECKING
 
 from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
-from reigen.cluster.membership.abort_message import AbortMessage, make_abort_message
-from reigen.cluster.membership.control_service import LIVENESS_REPLY_CODEC, MAX_MESSAGE_BYTES, REQUEST_CODEC
-from reigen.cluster.membership.failure_state import FailureState
+from reigen.cluster.membership.abort_message import AbortMessage
 from reigen.cluster.membership.listener import SILENCE_ERRNOS
-from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessUpdate, RequestRefused
+from reigen.cluster.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
+    LeaveJob,
+    MemberRefused,
+    RegisterMember,
+)
 from reigen.cluster.membership.rendezvous import service_lost_error, split_address
+from reigen.cluster.membership.view import JobView
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.stream import AuthenticatedStream, connect_stream
@@ -76,17 +83,20 @@ class MembershipClient:
         self.rank, self.size = rank, size
         self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
         machine, self._host = host_identity(host_id)
-        self._fates = FailureState(rank, peer_timeout_seconds)
+        me = RegisterMember(
+            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=room, machine=machine
+        )
+        self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()
         self._has_spoken = False
         self._service: Identity | None = None
         deadline = time.monotonic() + timeout_seconds
         try:
-            me = Identity(ProcessRole.RANK, rank, "membership")
+            identity = Identity(ProcessRole.RANK, rank, "membership")
             self._stream: AuthenticatedStream = connect_stream(
-                split_address(address), secret, me, MAX_MESSAGE_BYTES, deadline, tls
+                split_address(address), secret, identity, MAX_MESSAGE_BYTES, deadline, tls
             )
-            self._enter(EnterGroup(0, room, rank, size, self._host, machine), deadline)
+            self._register(deadline)
         except TimeoutError:
             raise TimeoutError(
                 f"the job's control service at {address} did not answer within {timeout_seconds:g} s"
@@ -102,22 +112,21 @@ class MembershipClient:
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Why what waits for the ranks ``needed`` will never succeed, or None while it may. Does not wait.
 
-        See `FailureState.failure` for which of several reasons is told.
+        See `JobView.rank_error` for which of several reasons is told.
         """
         with self._lock:
             self._listen()
-            return self._fates.failure(needed)
+            return self._view.rank_error(needed)
 
     def abort(self, error: CollectiveError) -> None:
         """Tell the others that this rank cannot go on, and why; the first call counts."""
         with self._lock:
-            self._fates.give_up(error)
-            self._say(make_abort_message(error, self.rank))
+            self._say(self._view.abort(error))
 
     def leave(self) -> None:
         """Tell the others that this rank is going in good order, if it has not given up."""
         with self._lock:
-            self._say(LeaveGroup())
+            self._say(LeaveJob())
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, as `LocalPeers.linger` does, unless it is ``over``.
@@ -128,7 +137,7 @@ class MembershipClient:
         while not over() and (left := until - time.monotonic()) > 0:
             with self._lock:
                 self._listen()
-                if self._fates.gone.issuperset(rank for rank in ranks if rank != self.rank):
+                if all(rank == self.rank or ("rank", rank) in self._view.lost for rank in ranks):
                     return
             self.wait_for_death(min(left, _LINGER_SLICE_SECONDS))
 
@@ -155,24 +164,25 @@ class MembershipClient:
         """See `reigen.cluster.fork_safety`."""
         self._stream.close()
 
-    def _enter(self, message: EnterGroup, deadline: float) -> None:
+    def _register(self, deadline: float) -> None:
         try:
             self._stream.keep_alive(self._peer_timeout_seconds)
-            self._stream.send(REQUEST_CODEC.encode(message), deadline)
-            answer = LIVENESS_REPLY_CODEC.decode(self._stream.receive(deadline))
-            if isinstance(answer, RequestRefused):
-                raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {answer.reason}")
+            self._stream.send(MEMBER_CODEC.encode(self._view.registration()), deadline)
+            reply = MEMBERSHIP_REPLY_CODEC.decode(self._stream.receive(deadline))
+            if isinstance(reply, MemberRefused):
+                raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {reply.reason}")
+            self._view.take(reply)
         except BaseException:
             self._stream.close()
             raise
         self._service = self._stream.peer
 
-    def _say(self, word: LeaveGroup | AbortMessage) -> None:
+    def _say(self, word: LeaveJob | AbortMessage) -> None:
         if self._has_spoken or self.fileno() < 0:
             return
         self._has_spoken = True
         with contextlib.suppress(OSError, AuthenticationError, WireError):  # whoever cannot be told learns it otherwise
-            self._stream.send(REQUEST_CODEC.encode(word), time.monotonic() + _GOODBYE_SECONDS)
+            self._stream.send(MEMBER_CODEC.encode(word), time.monotonic() + _GOODBYE_SECONDS)
 
     def _listen(self) -> None:
         """Take in all news that is there."""
@@ -180,12 +190,9 @@ class MembershipClient:
             return
         try:
             while (payload := self._next()) is not None:
-                news = LIVENESS_REPLY_CODEC.decode(payload)
-                if isinstance(news, LivenessUpdate):
-                    for event in news.events:
-                        self._fates.learn(event)
+                self._view.take(MEMBERSHIP_REPLY_CODEC.decode(payload))
         except (OSError, AuthenticationError, WireError) as error:
-            self._fates.lose_service(self._loss(error))
+            self._view.fail(self._loss(error))
             self._stream.close()
 
     def _next(self) -> bytes | None:

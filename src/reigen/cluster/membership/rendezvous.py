@@ -11,19 +11,18 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from reigen.cluster.membership.control_service import (
-    MAX_MESSAGE_BYTES,
     REQUEST_CODEC,
     STORE_REPLY_CODEC,
     CancelGet,
     GetValue,
     PutValue,
-    RendezvousServer,
+    RequestRefused,
     StoreReply,
     StoreRequest,
     ValueFound,
     check_entry,
 )
-from reigen.cluster.membership.liveness import RequestRefused
+from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.stream import AuthenticatedStream, connect_stream
@@ -31,7 +30,7 @@ from reigen.net.stream import AuthenticatedStream, connect_stream
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-__all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClient", "RendezvousServer", "split_address"]
+__all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClient", "split_address"]
 
 
 class Rendezvous(Protocol):

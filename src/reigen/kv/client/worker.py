@@ -23,6 +23,7 @@ from msgspec import structs
 
 from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.messages import JobEnded, MemberLost, ServerMoved
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
@@ -31,7 +32,7 @@ from reigen.kv.client.deadlines import CallDeadlines
 from reigen.kv.client.io_lock import IOLock
 from reigen.kv.client.requests import PUSH_KINDS, READ_KINDS, BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
-from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLost, ServerMoved
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.protocol import COMMAND_CODEC, PURPOSE, RESULT_CODEC, KVHello, MessageKind, ServerNotice, StoreCommand
 from reigen.kv.shm_arena import BodyAllocator, ShmArena
 from reigen.net.auth import Identity, ProcessRole
@@ -496,7 +497,7 @@ class KVWorker:
             if isinstance(event, ServerMoved):
                 self._awaited.discard(event.server.number)
                 self._servers[event.server.number].moved(event.server)
-            elif isinstance(event, NodeLost) and event.role == "server":
+            elif isinstance(event, MemberLost) and event.role == "server":
                 if not event.will_return:
                     raise PeerLostError(f"{event}")
                 self._awaited.add(event.number)

@@ -9,19 +9,12 @@ or `ApplyPush` before that, or not at all.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from enum import Enum
 
 import msgspec
 
+from reigen.cluster.membership.members import LossPolicy
+
 RequestToken = Hashable
-
-
-class LossPolicy(Enum):
-    """What becomes of the others when a worker is lost; the words of REIGEN_KV_ON_WORKER_LOSS."""
-
-    ABORT = "abort"
-    CONTINUE = "continue"
-    WAIT = "wait"
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
 gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
-REIGEN_PEER_TIMEOUT. `kv.membership.messages` states the protocol.
+REIGEN_PEER_TIMEOUT. `cluster.membership.messages` states the protocol.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from typing import TYPE_CHECKING
 
 from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
-from reigen.cluster.membership.rendezvous import split_address
-from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
-from reigen.kv.membership.discovery import SchedulerLocator
-from reigen.kv.membership.environment import ProcessConfig
-from reigen.kv.membership.job_view import BarrierEntry, JobView
-from reigen.kv.membership.messages import (
+from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
-    NODE_MESSAGE_CODEC,
-    SCHEDULER_MESSAGE_CODEC,
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
     BarrierBroken,
     EnterBarrier,
     LeaveJob,
+    MemberAssigned,
+    MemberHeartbeat,
+    MemberMessage,
+    MemberRole,
+    MembershipEvent,
     MissingQuery,
-    NodeAssigned,
-    NodeHeartbeat,
-    NodeMessage,
-    RegisterNode,
+    RegisterMember,
     SavedJob,
+    ServerInfo,
     SilentQuery,
-    format_nodes,
+    format_members,
 )
-from reigen.kv.membership.nodes import MembershipEvent, NodeRole, ServerInfo
+from reigen.cluster.membership.rendezvous import split_address
+from reigen.cluster.membership.view import BarrierEntry, JobView
+from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
+from reigen.kv.membership.discovery import SchedulerLocator
+from reigen.kv.membership.environment import ProcessConfig
 from reigen.net import auth
 from reigen.net.sockets import set_keepalive
 from reigen.net.stream import StreamProtocol, connect_stream
@@ -69,22 +71,22 @@ _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
 class SchedulerClient:
-    """See `reigen.kv.membership.nodes.JobMembership`. Made by `join`."""
+    """See `reigen.kv.membership.job_membership.JobMembership`. Made by `join`."""
 
     def __init__(self, settings: ProcessConfig, address: str, deadline: float, find_saved: SavedJobFinder) -> None:
         config = settings.config
         self._find_saved = find_saved
-        self.role: NodeRole = "server" if settings.role == "server" else "worker"
+        self.role: MemberRole = "server" if settings.role == "server" else "worker"
         self.num_workers, self.num_servers = settings.num_workers, settings.num_servers
         self.incarnation = 1 + secrets.randbits(62)
         self.secret = b""
         self.tls = _load_tls(settings)
         self.host = host_identity(config.host_id or "")[1]
         number = -1 if settings.number is None else settings.number
-        me = RegisterNode(
-            self.role, number, self.host, address, self.incarnation, settings.num_workers, settings.num_servers,
-            is_restart=settings.is_restart,
-        )  # fmt: skip
+        counts: dict[MemberRole, int] = {"worker": settings.num_workers, "server": settings.num_servers}
+        me = RegisterMember(
+            self.role, number, self.host, self.incarnation, counts, address, is_restart=settings.is_restart
+        )
         self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
         self._config, self._deadline = config, deadline
         self._locator = SchedulerLocator(settings)
@@ -93,7 +95,7 @@ class SchedulerClient:
         self._is_closing = False
         #: when this process goes though no scheduler has heard that it leaves
         self._gone_at = math.inf
-        self._outbox: deque[NodeMessage] = deque()
+        self._outbox: deque[MemberMessage] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waker, self._wakened = socket.socketpair()
         self._connection: socket.socket | None = None
@@ -171,8 +173,9 @@ class SchedulerClient:
         if missing is None:
             raise DeadlineError(f"{self._locator.words} does not say where the servers are, nor who is missing")
         raise DeadlineError(
-            f"{format_nodes(missing.workers, missing.servers) or 'nobody'} of {self.num_workers} worker(s) and "
-            f"{self.num_servers} server(s) did not start within {self._config.start_timeout_seconds:g} s "
+            f"{format_members(workers=missing.workers, servers=missing.servers) or 'nobody'} of "
+            f"{self.num_workers} worker(s) and {self.num_servers} server(s) did not start within "
+            f"{self._config.start_timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT). Were they started, for the same scheduler, and with the same secret?",
             ranks=missing.workers,
         )
@@ -195,7 +198,7 @@ class SchedulerClient:
                 f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
             )
         if isinstance(outcome, BarrierBroken):
-            who = format_nodes(outcome.missing, ()) or "somebody"
+            who = format_members(workers=outcome.missing) or "somebody"
             raise DeadlineError(
                 f"{who} did not come to barrier {name!r} in time: worker {outcome.worker} waited until its "
                 "REIGEN_DEADLINE, and nobody passes it any more",
@@ -270,7 +273,7 @@ class SchedulerClient:
         if failure is not None or self._is_closing:
             raise PeerLostError(str(failure or f"this process, {self._view.name}, has left the job"))
 
-    def _ask(self, question: NodeMessage, is_answered: Callable[[], bool], patience_seconds: float) -> None:
+    def _ask(self, question: MemberMessage, is_answered: Callable[[], bool], patience_seconds: float) -> None:
         """Have the scheduler answer, if it does so within that time."""
         self._post(question)
         self._await(is_answered, time.monotonic() + patience_seconds)
@@ -287,7 +290,7 @@ class SchedulerClient:
             raise PeerLostError(f"barrier {entry[0]!r}: {loss}", ranks=ranks)
         return False
 
-    def _post(self, message: NodeMessage) -> None:
+    def _post(self, message: MemberMessage) -> None:
         self._outbox.append(message)
         self._wake()
 
@@ -393,14 +396,14 @@ class SchedulerClient:
         saved = () if self._view.is_assigned else self._find_saved(self.secret)
         with self._changed:
             self._outbox.clear()
-            conversation.send(NODE_MESSAGE_CODEC.encode(self._view.registration(saved)))
+            conversation.send(MEMBER_CODEC.encode(self._view.registration(saved)))
         beat, due, is_placed = self._config.kv_heartbeat_seconds, time.monotonic(), False
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakened, selectors.EVENT_READ)
             selector.register(connection, selectors.EVENT_READ)
             while not self._is_over:
                 if is_placed and beat and time.monotonic() >= due:
-                    conversation.send(NODE_MESSAGE_CODEC.encode(NodeHeartbeat()))
+                    conversation.send(MEMBER_CODEC.encode(MemberHeartbeat()))
                     due = time.monotonic() + beat
                 self._hand_out(conversation, is_placed)
                 writing = selectors.EVENT_WRITE if conversation.outgoing else 0
@@ -423,7 +426,7 @@ class SchedulerClient:
         self._locator.keep(self.secret)
         with self._changed:
             while self._outbox:
-                conversation.send(NODE_MESSAGE_CODEC.encode(self._outbox.popleft()))
+                conversation.send(MEMBER_CODEC.encode(self._outbox.popleft()))
 
     def _say_last_words(self, connection: socket.socket, conversation: StreamProtocol, is_placed: bool) -> None:
         self._hand_out(conversation, is_placed)
@@ -442,11 +445,11 @@ class SchedulerClient:
             raise ConnectionResetError("the other end closed the connection")
         is_placed = False
         for payload in conversation.receive(data):
-            message = SCHEDULER_MESSAGE_CODEC.decode(payload)
+            message = MEMBERSHIP_REPLY_CODEC.decode(payload)
             self._num_heard += 1
             with self._changed:
                 self._outbox.extendleft(reversed(self._view.take(message)))
-                is_placed |= isinstance(message, NodeAssigned)
+                is_placed |= isinstance(message, MemberAssigned)
                 self._ring()
         return is_placed
 

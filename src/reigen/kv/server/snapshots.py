@@ -28,8 +28,8 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from reigen.cluster.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.errors import ConfigError, ReigenError, WireError
-from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.kv.protocol import ShardRange
 from reigen.kv.server.shard import KeySpec, ShardId, ShardSnapshot
 from reigen.optim import packed, unpacked, write_atomically

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.errors import CollectiveError, ReigenError
 from reigen.kv.consistency.events import (
     AcknowledgePush,
@@ -25,7 +26,6 @@ from reigen.kv.consistency.events import (
     ConsistencyInstruction,
     DropRequest,
     FailRequest,
-    LossPolicy,
     RepeatAcknowledgement,
     RequestExpired,
     RequestToken,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from reigen.kv.membership.messages import AbandonBarrier, BarrierBroken, BarrierDone, EnterBarrier
+from reigen.cluster.membership.messages import AbandonBarrier, BarrierBroken, BarrierDone, EnterBarrier
 
 #: Names of barriers in one job, and broken ones of one name that are remembered for those who come late.
 MAX_BARRIERS = 1024

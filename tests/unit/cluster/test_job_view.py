@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from reigen.errors import ConfigError, DeadlineError, PeerLostError
-from reigen.kv.membership.job_view import JobView
-from reigen.kv.membership.messages import (
+from msgspec import structs
+
+from reigen.cluster.membership.messages import (
     AbandonBarrier,
     BarrierBroken,
     BarrierDone,
     EnterBarrier,
+    JobEnded,
     LeaveJob,
+    MemberAssigned,
+    MemberLeft,
+    MemberLost,
+    MemberRefused,
+    MemberReturned,
     MembershipNews,
     MissingReply,
-    NodeAssigned,
-    NodeRefused,
-    RegisterNode,
+    RegisterMember,
+    ServerInfo,
     ServerList,
+    ServerMoved,
     SilentReply,
-    format_nodes,
+    format_members,
 )
-from reigen.kv.membership.nodes import JobEnded, NodeLeft, NodeLost, NodeReturned, ServerInfo, ServerMoved
+from reigen.cluster.membership.view import JobView
+from reigen.errors import ConfigError, DeadlineError, PeerLostError
 
 JOB = 4711
-ME = RegisterNode("worker", -1, "here", "", 77, 3, 2)
+ME = RegisterMember("worker", -1, "here", 77, {"worker": 3, "server": 2})
 SERVERS = (ServerInfo(0, "10.0.0.1:5000", 11, "a"), ServerInfo(1, "10.0.0.2:5000", 12, "b"))
-LOST = NodeLost("worker", 2, "c", "its process ended")
+LOST = MemberLost("worker", 2, "c", "its process ended")
 
 
 def placed(*, is_loss_fatal: bool = True) -> JobView:
     standing = JobView(ME, is_loss_fatal=is_loss_fatal)
-    standing.take(NodeAssigned(1, is_recovery=False, job=JOB))
+    standing.take(MemberAssigned(1, is_recovery=False, job=JOB))
     standing.take(ServerList(SERVERS))
     return standing
 
@@ -37,14 +44,14 @@ def placed(*, is_loss_fatal: bool = True) -> JobView:
 def test_the_scheduler_gives_a_number_which_is_said_from_then_on() -> None:
     standing = JobView(ME, is_loss_fatal=True)
     assert standing.registration() == ME
-    assert standing.take(NodeAssigned(1, is_recovery=True, job=JOB)) == []
+    assert standing.take(MemberAssigned(1, is_recovery=True, job=JOB)) == []
     assert (standing.number, standing.is_recovery, standing.name) == (1, True, "worker 1")
-    assert standing.registration() == RegisterNode("worker", 1, "here", "", 77, 3, 2, JOB, is_recovery=True)
+    assert standing.registration() == structs.replace(ME, number=1, job=JOB, is_recovery=True)
 
 
 def test_a_refusal_at_first_is_about_how_it_was_started() -> None:
     standing = JobView(ME, is_loss_fatal=True)
-    standing.take(NodeRefused("worker 1 is there already"))
+    standing.take(MemberRefused("worker 1 is there already"))
     assert isinstance(standing.failure, ConfigError)
     assert "refuses this worker: worker 1 is there already" in str(standing.failure)
     assert standing.events == []
@@ -52,7 +59,7 @@ def test_a_refusal_at_first_is_about_how_it_was_started() -> None:
 
 def test_a_refusal_later_says_that_it_was_replaced() -> None:
     standing = placed()
-    standing.take(NodeRefused("another process has taken its place"))
+    standing.take(MemberRefused("another process has taken its place"))
     assert isinstance(standing.failure, PeerLostError)
     assert standing.failure.ranks == (1,)
     assert standing.events == [
@@ -65,19 +72,19 @@ def test_a_new_scheduler_is_told_again_where_this_node_waits() -> None:
     first, second = standing.enter("b"), standing.enter("a")
     standing.take(BarrierDone(*first))
     standing.forget(first)
-    standing.take(MembershipNews((NodeLeft("worker", 2, "c"), NodeLeft("server", 1, "b"))))
+    standing.take(MembershipNews((MemberLeft("worker", 2, "c"), MemberLeft("server", 1, "b"))))
     assert standing.registration().left == (2,)
     third = standing.enter("c")
     standing.give_up(third)
     # of every barrier the last time, and where it waits
     again = [EnterBarrier("a", 1), EnterBarrier("b", 1, is_over=True), AbandonBarrier("c", 1)]
-    assert standing.take(NodeAssigned(1, is_recovery=False, job=JOB)) == again
+    assert standing.take(MemberAssigned(1, is_recovery=False, job=JOB)) == again
     assert standing.registration().barriers == tuple(again)
     standing.take(BarrierBroken("c", 1, 0, (2,)))
     standing.forget(third)
     assert standing.registration().barriers[-1] == AbandonBarrier("c", 1, is_over=True)
     standing.has_left = True
-    assert standing.take(NodeAssigned(1, is_recovery=False, job=JOB))[-1] == LeaveJob()
+    assert standing.take(MemberAssigned(1, is_recovery=False, job=JOB))[-1] == LeaveJob()
     assert standing.outcome(second) is None
 
 
@@ -86,7 +93,7 @@ def test_a_worker_goes_when_a_scheduler_has_heard_that_it_leaves() -> None:
     assert standing.is_out, "one that does not leave has nothing to say"
     standing.has_left = True
     assert not standing.is_out
-    standing.take(MembershipNews((NodeLeft("worker", 1, "here"),)))
+    standing.take(MembershipNews((MemberLeft("worker", 1, "here"),)))
     assert standing.is_out
 
 
@@ -105,7 +112,7 @@ def test_barriers_of_one_name_are_counted() -> None:
 
 def test_who_takes_a_place_goes_on_there_with_barriers() -> None:
     standing = JobView(ME, is_loss_fatal=False)
-    standing.take(NodeAssigned(1, is_recovery=True, job=JOB, barriers=(("epoch", 3),)))
+    standing.take(MemberAssigned(1, is_recovery=True, job=JOB, barriers=(("epoch", 3),)))
     assert standing.enter("epoch") == ("epoch", 4)
     assert standing.enter("other") == ("other", 1)
 
@@ -116,7 +123,7 @@ def test_a_loss_is_told_once_however_often_it_comes() -> None:
     standing.take(MembershipNews((LOST,)))
     assert standing.events == [LOST]
     assert standing.fatal_loss() == LOST
-    returned = NodeReturned("worker", 2, "d", 99)
+    returned = MemberReturned("worker", 2, "d", 99)
     standing.take(MembershipNews((returned,)))
     assert standing.events == [LOST, returned]
     assert (standing.lost, standing.fatal_loss()) == ({}, None)
@@ -125,9 +132,9 @@ def test_a_loss_is_told_once_however_often_it_comes() -> None:
 def test_without_which_nodes_nobody_can_go_on() -> None:
     assert placed(is_loss_fatal=False).fatal_loss() is None
     patient = placed(is_loss_fatal=False)
-    patient.take(MembershipNews((LOST, NodeLost("server", 0, "a", "silent", will_return=True))))
+    patient.take(MembershipNews((LOST, MemberLost("server", 0, "a", "silent", will_return=True))))
     assert patient.fatal_loss() is None
-    server = NodeLost("server", 1, "b", "silent")
+    server = MemberLost("server", 1, "b", "silent")
     patient.take(MembershipNews((server,)))
     assert patient.fatal_loss() == server
 
@@ -138,7 +145,7 @@ def test_a_server_that_moved_is_found_at_its_new_place() -> None:
     early.take(MembershipNews((ServerMoved(new),)))
     assert (early.servers, early.events) == ({}, []), "servers are known when all are"
     standing = placed()
-    standing.take(MembershipNews((NodeLost("server", 1, "b", "silent", will_return=True), ServerMoved(new))))
+    standing.take(MembershipNews((MemberLost("server", 1, "b", "silent", will_return=True), ServerMoved(new))))
     assert standing.servers[1] == new
     assert standing.lost == {}
     newer = ServerInfo(0, "10.0.0.4:6000", 14, "d")
@@ -158,7 +165,7 @@ def test_the_end_of_the_job_ends_waiting() -> None:
 
 def test_a_job_that_ends_before_all_have_come_has_missed_its_start() -> None:
     standing = JobView(ME, is_loss_fatal=True)
-    standing.take(NodeAssigned(1, is_recovery=False, job=JOB))
+    standing.take(MemberAssigned(1, is_recovery=False, job=JOB))
     standing.take(MembershipNews((JobEnded(1, "worker 2 did not come in time", is_late=True, workers=(2,)),)))
     assert isinstance(standing.failure, DeadlineError)
     assert standing.failure.ranks == (2,)
@@ -173,7 +180,7 @@ def test_answers_are_kept() -> None:
 
 
 def test_nodes_in_words() -> None:
-    assert format_nodes((2,), ()) == "worker 2"
-    assert format_nodes((3, 0, 2), (1,)) == "workers 0, 2 and 3, server 1"
-    assert format_nodes((), (0, 1)) == "servers 0 and 1"
-    assert format_nodes((), ()) == ""
+    assert format_members(workers=(2,), servers=()) == "worker 2"
+    assert format_members(workers=(3, 0, 2), servers=(1,)) == "workers 0, 2 and 3, server 1"
+    assert format_members(workers=(), servers=(0, 1)) == "servers 0 and 1"
+    assert format_members(workers=(), servers=()) == ""

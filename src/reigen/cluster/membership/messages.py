@@ -1,0 +1,363 @@
+"""Messages between a membership service and the members of a job: ranks, or a parameter server's workers and servers.
+
+The protocol, after the handshake of ``net.auth``, one msgspec message a frame, on one connection for each member:
+
+a. A member sends Register: its role and number, where it runs, and, if it is a server, of which jobs it has snapshots
+   on its disk. The service answers Assigned, or Refused with the reason, and ends the connection. What members say is
+   enough to know the job again: a service that was started anew learns from those that connect again who is there, up
+   to which epoch changes were heard, and which job it is: the job's number is chosen by its first service, and members
+   say it ever after. So do snapshots, when the processes that wrote them have died with the service.
+b. When all servers have come, and whenever a member registers after that, it is sent ServerList.
+c. What happens to others comes as News. The epoch counts these changes. A member that sends heartbeats sends one every
+   now and then.
+d. A worker sends EnterBarrier, and BarrierDone comes when all have. One that does not want to wait any more sends
+   AbandonBarrier: if not all have come by then, the barrier is broken, and BarrierBroken comes to all, whenever they
+   enter. On a new connection workers say so again, of the barriers at which they wait, of the last one of every name,
+   and of the latest that were broken.
+e. MissingQuery asks whom the start waits for, SilentQuery of how many nothing was heard.
+f. A member that goes in good order sends Leave, and hears of it as News. A rank that cannot go on sends Abort with its
+   reason. A connection that ends before that: the member is lost; or, where its role may, it connects again, as it does
+   when the service has gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from reigen.cluster.membership.abort_message import AbortMessage
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.net.codec import MessageCodec
+
+MemberRole = Literal["rank", "worker", "server"]
+
+#: The largest is a value of the rendezvous, a key and a few numbers.
+MAX_MESSAGE_BYTES = (1 << 20) + 1024
+MAX_BARRIER_NAME_BYTES = 256
+#: Jobs of which a server says that it has snapshots, the latest ones.
+MAX_SAVED_JOBS = 4
+
+
+# -- what happens to members ------------------------------------------------------------------------------------------
+
+
+class ServerInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A server, as workers need to know it.
+
+    Attributes:
+        number: from 0.
+        address: where it listens for workers, ``host:port`` (``[host]:port`` for IPv6).
+        incarnation: another one for each process that was this server.
+        host: its name for people.
+    """
+
+    number: int
+    address: str
+    incarnation: int
+    host: str
+
+
+class MemberLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A member has ended, or is silent, and did not say so before.
+
+    Attributes:
+        reason: how that was noticed, for people: "its process ended", "nothing was heard of it for 20 s".
+        will_return: a process is expected to take its place: the wait is for that.
+        incarnation: of the process that is gone, 0 where it is not known: another one may be there already.
+        others: members of its role and host that were lost at the same time.
+        is_whole_host: these are more than one, and all that the host had.
+        is_silent: the host was not heard of for so long that it counts as lost.
+    """
+
+    role: MemberRole
+    number: int
+    host: str
+    reason: str
+    will_return: bool = False
+    incarnation: int = 0
+    others: tuple[int, ...] = ()
+    is_whole_host: bool = False
+    is_silent: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All that were lost, ascending."""
+        return tuple(sorted((self.number, *self.others)))
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number} on host {self.host} is lost: {self.reason}"
+
+
+class MemberLeft(msgspec.Struct, tag="left", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A member has gone in good order. It is not waited for any more."""
+
+    role: MemberRole
+    number: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number} on host {self.host} has left in good order"
+
+
+class MemberAborted(msgspec.Struct, tag="aborted", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A member cannot go on, and says why."""
+
+    role: MemberRole
+    number: int
+    host: str
+    abort: AbortMessage
+
+
+class MemberReturned(msgspec.Struct, tag="returned", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A member that was lost is there again, or another process in its place.
+
+    Attributes:
+        incarnation: as before: the process that was silent; another one: a replacement.
+    """
+
+    role: MemberRole
+    number: int
+    host: str
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"{self.role} {self.number} is there again, on host {self.host}"
+
+
+class ServerMoved(msgspec.Struct, tag="moved", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A server that was lost has been started again, and is to be found there from now on."""
+
+    server: ServerInfo
+
+    def __str__(self) -> str:
+        return f"server {self.server.number} is there again, on host {self.server.host} at {self.server.address}"
+
+
+class JobEnded(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The job is over; nothing more will be heard.
+
+    Attributes:
+        exit_code: 0: all workers have left in good order; WORKERS_LOST_EXIT_CODE: it ends since some are lost.
+        reason: why, for people.
+        is_late: it never began as it should: somebody did not come.
+        workers: and these of them are workers.
+    """
+
+    exit_code: int
+    reason: str
+    is_late: bool = False
+    workers: tuple[int, ...] = ()
+
+    def error(self) -> CollectiveError:
+        """The error of a process of the job that wants to go on."""
+        kind = DeadlineError if self.is_late else PeerLostError
+        return kind(f"the job is over: {self.reason}", ranks=self.workers)
+
+    def __str__(self) -> str:
+        return f"the job is over: {self.reason}"
+
+
+MembershipEvent = MemberLost | MemberLeft | MemberAborted | MemberReturned | ServerMoved | JobEnded
+
+
+# -- of members -------------------------------------------------------------------------------------------------------
+
+
+class EnterBarrier(msgspec.Struct, tag=21, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker is at a barrier, for the ``sequence``-th time at one of this name.
+
+    Attributes:
+        is_over: it has heard that all have come.
+    """
+
+    name: str
+    sequence: int
+    is_over: bool = False
+
+
+class AbandonBarrier(msgspec.Struct, tag=22, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker that is at a barrier does not want to wait any more.
+
+    Attributes:
+        is_over: it has heard that the barrier is broken.
+    """
+
+    name: str
+    sequence: int
+    is_over: bool = False
+
+
+class SavedJob(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A job of which a server has found snapshots on its disk: all its servers had come once.
+
+    Attributes:
+        job: its number.
+        left: workers that had left it in good order.
+    """
+
+    job: int
+    left: tuple[int, ...] = ()
+
+
+class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A process wants to be a member, or is one, and has a new connection.
+
+    Attributes:
+        role: what it is.
+        number: which one, -1 where it was not told.
+        host: its host's name for people.
+        incarnation: of its process; not 0.
+        counts: how many members of each role it expects to be in the job.
+        address: where a server listens; else empty.
+        group: the name under which the ranks of one job meet; never used again. Empty where the service has one job.
+        machine: what tells its host from all others, where the losses of a host are told together.
+        job: which job it is in, as a service said before; 0: none has.
+        epoch: the latest of which it has heard.
+        is_recovery: as it was told with its number.
+        left: workers that have left in good order, as far as it has heard.
+        is_open: it has heard where the servers are: all have come once.
+        barriers: at which it waits, the last one of every name, and the latest that were broken.
+        saved: the jobs with this secret of which a server that was not told its number yet has found snapshots.
+        is_restart: its launcher says that it has started this process before: it takes a place that was lost.
+    """
+
+    role: MemberRole
+    number: int
+    host: str
+    incarnation: int
+    counts: dict[MemberRole, int]
+    address: str = ""
+    group: str = ""
+    machine: str = ""
+    job: int = 0
+    epoch: int = 0
+    is_recovery: bool = False
+    left: tuple[int, ...] = ()
+    is_open: bool = False
+    barriers: tuple[EnterBarrier | AbandonBarrier, ...] = ()
+    saved: tuple[SavedJob, ...] = ()
+    is_restart: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a service of this job has told it its number before."""
+        return self.job != 0
+
+
+class MemberHeartbeat(msgspec.Struct, tag=23, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The process runs."""
+
+
+class LeaveJob(msgspec.Struct, tag=24, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The member goes in good order."""
+
+
+class MissingQuery(msgspec.Struct, tag=25, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Whom does the start wait for?"""
+
+
+class SilentQuery(msgspec.Struct, tag=26, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Of how many was nothing heard for so many seconds?"""
+
+    seconds: float
+
+
+# -- of the service ---------------------------------------------------------------------------------------------------
+
+
+class MemberAssigned(msgspec.Struct, tag=30, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The member has its place.
+
+    Attributes:
+        number: which.
+        is_recovery: it takes the place of one that was lost.
+        job: the job that it is a place in; never 0.
+        epoch: the latest change that is in this, and in what comes with it.
+        barriers: and goes on there: how often the barriers of each name are over.
+    """
+
+    number: int
+    is_recovery: bool
+    job: int
+    epoch: int = 0
+    barriers: tuple[tuple[str, int], ...] = ()
+
+
+class MemberRefused(msgspec.Struct, tag=31, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """The process cannot be in this job."""
+
+    reason: str
+
+
+class ServerList(msgspec.Struct, tag=32, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Where all servers are, by number."""
+
+    servers: tuple[ServerInfo, ...]
+
+
+class MembershipNews(msgspec.Struct, tag=33, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """What has happened up to an epoch, in the order in which to believe it."""
+
+    events: tuple[MembershipEvent, ...]
+    epoch: int = 0
+
+
+class BarrierDone(msgspec.Struct, tag=34, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """All workers have come."""
+
+    name: str
+    sequence: int
+
+
+class BarrierBroken(msgspec.Struct, tag=35, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """A worker has given the barrier up: it counts as one that nobody has passed.
+
+    Attributes:
+        worker: which.
+        missing: those that had not come then.
+    """
+
+    name: str
+    sequence: int
+    worker: int
+    missing: tuple[int, ...]
+
+
+class MissingReply(msgspec.Struct, tag=36, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Numbers of those that have not come."""
+
+    workers: tuple[int, ...]
+    servers: tuple[int, ...]
+
+
+class SilentReply(msgspec.Struct, tag=37, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """How many workers and servers are lost, or were not heard of for so long."""
+
+    seconds: float
+    num_nodes: int
+
+
+MemberMessage = (
+    RegisterMember | MemberHeartbeat | LeaveJob | AbortMessage
+    | EnterBarrier | AbandonBarrier | MissingQuery | SilentQuery
+)  # fmt: skip
+MembershipReply = (
+    MemberAssigned | MemberRefused | ServerList | MembershipNews
+    | BarrierDone | BarrierBroken | MissingReply | SilentReply
+)  # fmt: skip
+
+MEMBER_CODEC: MessageCodec[MemberMessage] = MessageCodec(MemberMessage, MAX_MESSAGE_BYTES)
+MEMBERSHIP_REPLY_CODEC: MessageCodec[MembershipReply] = MessageCodec(MembershipReply, MAX_MESSAGE_BYTES)
+
+
+def format_members(**numbers: Iterable[int]) -> str:
+    """Members in words: ``workers 1 and 2, server 0`` of ``workers=(1, 2), servers=(0,)``."""
+    parts: list[str] = []
+    for roles, some in numbers.items():
+        words = [str(number) for number in sorted(some)]
+        if words:
+            listed = " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+            parts.append(f"{roles if len(words) > 1 else roles.removesuffix('s')} {listed}")
+    return ", ".join(parts)
