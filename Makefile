@@ -20,7 +20,7 @@ TEST_JOBS ?= 2
 PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 # $(call pytest,PYTHON,ARGUMENTS). With RETRY, tests that failed (exit code 1, and no other) may pass a second time.
 NUM_FAILED := import json; print(len(json.load(open(".pytest_cache/v/cache/lastfailed"))))
-pytest = rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2) || { \
+pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2) || { \
 	[ $$? -eq 1 ] && [ -n "$(RETRY)" ] && [ `$(1) -c '$(NUM_FAILED)'` -le 3 ] && \
 	echo "The tests that failed are run once more, one at a time:" >&2 && \
 	$(1) -m pytest --last-failed --last-failed-no-failures none; }
