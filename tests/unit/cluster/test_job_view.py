@@ -49,6 +49,12 @@ def test_the_scheduler_gives_a_number_which_is_said_from_then_on() -> None:
     assert standing.registration() == structs.replace(ME, number=1, job=JOB, is_recovery=True)
 
 
+def test_who_is_held_for_lost_and_the_epoch_are_said_on_a_new_connection() -> None:
+    standing = placed()
+    standing.take(MembershipNews((LOST,), 12))
+    assert (standing.registration().lost, standing.registration().epoch) == ((("worker", 2),), 12)
+
+
 def test_a_refusal_at_first_is_about_how_it_was_started() -> None:
     standing = JobView(ME, is_loss_fatal=True)
     standing.take(MemberRefused("worker 1 is there already"))

@@ -378,6 +378,22 @@ def test_who_comes_is_told_what_has_happened() -> None:
     assert ServerList((peer("s0'"),)) in told
 
 
+def test_who_was_away_when_another_returned_hears_of_it() -> None:
+    job = started(WAIT)
+    job.beat(21, "w0", "s0")  # worker 1 is silent
+    job.end("s0")
+    back = MemberReturned("worker", 1, "h1", 1)
+    assert job.say("w1", MemberHeartbeat()) == {"w0": [back], "w1": [back]}
+    again = structs.replace(register("s0", known=True), lost=(("worker", 1), ("worker", 9)))
+    assert job.say("s0 again", again)["s0 again"][-1] == back
+
+
+def test_after_a_restart_who_is_held_for_lost_is_announced_when_it_comes() -> None:
+    job = Job(WAIT)
+    job.say("w0", structs.replace(register("w0", known=True), lost=(("worker", 1),)))
+    assert job.come("w1", known=True)["w0"] == [MemberReturned("worker", 1, "h1", 1)]
+
+
 # -- barriers ---------------------------------------------------------------------------------------------------------
 
 

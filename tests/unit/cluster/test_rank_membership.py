@@ -8,7 +8,7 @@ from msgspec import structs
 
 from reigen.cluster.membership import table as module
 from reigen.cluster.membership.abort_message import AbortMessage
-from reigen.cluster.membership.members import RANK_HOLD_SECONDS
+from reigen.cluster.membership.members import RANK_HOLD_SECONDS, JobSpec, LossPolicy, RolePolicy
 from reigen.cluster.membership.messages import (
     LeaveJob,
     MemberAborted,
@@ -16,10 +16,12 @@ from reigen.cluster.membership.messages import (
     MemberLeft,
     MemberLost,
     MemberRefused,
+    MemberReturned,
     MembershipNews,
     RegisterMember,
 )
-from reigen.cluster.membership.table import GroupTable
+from reigen.cluster.membership.table import GroupTable, MembershipTable
+from reigen.cluster.membership.view import JobView
 
 GROUP = "0"
 
@@ -333,3 +335,106 @@ def test_random_schedules():
         job.check()
         kinds |= {type(event) for events in job.heard.values() for event in events}
     assert kinds == {MemberLost, MemberAborted, MemberLeft}
+
+
+class ElasticJob:
+    """Ranks that come back or are replaced, and a service that is started again; with their views."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.size = self.rng.randint(1, 6)
+        policy = RolePolicy(
+            self.size,
+            self.rng.choice((LossPolicy.WAIT, LossPolicy.CONTINUE)),
+            reconnect_seconds=1.0,
+            hold_seconds=RANK_HOLD_SECONDS,
+        )
+        self.spec = JobSpec({"rank": policy}, return_seconds=5.0)
+        self.table, self.now = MembershipTable(self.spec), 0.0
+        self.num_restarts = self.num_owners = self.num_processes = 0
+        #: by rank: its view; by owner: the view that it belongs to
+        self.views, self.connections, self.came, self.left = {}, {}, set(), set()
+        self.seen = set()
+
+    def deliver(self, instructions):
+        self.table.validate()
+        for owner, answer in instructions:
+            view = self.connections.get(owner)
+            if view is None:
+                continue
+            epoch, lost = view.epoch, dict(view.lost)
+            assert view.take(answer) == []
+            if isinstance(answer, MemberRefused):
+                del self.connections[owner]
+                self.views = {rank: one for rank, one in self.views.items() if one is not view}
+                self.deliver(self.table.ended(owner, self.now))
+            elif isinstance(answer, MembershipNews):
+                assert epoch <= view.epoch == answer.epoch, "epochs only grow"
+                for event in answer.events if not self.num_restarts else ():
+                    if isinstance(event, MemberReturned) and event.number != view.number:
+                        assert ("rank", event.number) in lost, "a loss comes before the return"
+                    self.seen.add(type(event))
+
+    def connect(self, rank):
+        owner, self.num_owners = self.num_owners, self.num_owners + 1
+        self.connections[owner] = self.views[rank]
+        self.deliver(self.table.handle(owner, self.views[rank].registration(), self.now))
+
+    def step(self):
+        self.now += self.rng.choice((0.0, 0.01, 0.1, 0.5))
+        self.deliver(self.table.tick(self.now))
+        rank = self.rng.randrange(self.size)
+        owner = next((owner for owner, one in self.connections.items() if one is self.views.get(rank)), None)
+        what = self.rng.choice(("die", "cut", "leave", "nothing", "nothing", "nothing", "restart"))
+        if rank in self.left:
+            return
+        if rank not in self.views:
+            self.num_processes += 1
+            counts = {"rank": self.size}
+            one = RegisterMember("rank", rank, "h", self.num_processes, counts, machine=self.rng.choice("ab"))
+            self.views[rank] = JobView(one)
+            self.connect(rank)
+            self.came |= {rank} & self.views.keys()
+        elif owner is None:
+            self.connect(rank)
+        elif what == "leave":
+            self.left.add(rank)
+            self.deliver(self.table.handle(owner, LeaveJob(), self.now))
+        elif what == "restart" and self.num_restarts < 2 and self.rng.random() < 0.3:
+            self.num_restarts += 1
+            self.connections.clear()
+            self.views = {rank: view for rank, view in self.views.items() if rank not in self.left}
+            self.table = MembershipTable(self.spec, 7)
+            for each in self.views:
+                self.connect(each)
+        elif what in {"die", "cut"}:
+            del self.connections[owner]
+            if what == "die":
+                del self.views[rank]
+            self.deliver(self.table.ended(owner, self.now, silent=self.rng.random() < 0.2))
+
+    def check(self):
+        """All that are connected know who is lost, and who has left, and nothing else."""
+        for _ in range(20):
+            self.now += 0.5
+            self.deliver(self.table.tick(self.now))
+        known = set(range(self.size)) if self.num_restarts and self.connections else self.came
+        here = {rank for rank, view in self.views.items() if view in self.connections.values()}
+        for view in self.connections.values():
+            lost = {number for _, number in view.lost}
+            if self.num_restarts:  # those who knew that one had left may have gone with the service
+                assert known - here - self.left <= lost <= known - here
+            else:
+                assert (lost, set(view.left)) == (known - here - self.left, self.left)
+            assert view.epoch <= self.table.epoch
+
+
+def test_random_schedules_of_ranks_that_come_back():
+    seen = set()
+    for seed in range(1500):
+        job = ElasticJob(seed)
+        for _ in range(job.rng.randint(5, 60)):
+            job.step()
+        job.check()
+        seen |= job.seen
+    assert seen == {MemberLost, MemberLeft, MemberReturned}

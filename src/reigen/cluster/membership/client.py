@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,25 +18,17 @@ from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.abort_message import AbortMessage
 from reigen.cluster.membership.listener import SILENCE_ERRNOS
-from reigen.cluster.membership.messages import (
-    MAX_MESSAGE_BYTES,
-    MEMBER_CODEC,
-    MEMBERSHIP_REPLY_CODEC,
-    LeaveJob,
-    MemberRefused,
-    RegisterMember,
-)
+from reigen.cluster.membership.member_connection import MemberConnection
+from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES, LeaveJob, RegisterMember
 from reigen.cluster.membership.rendezvous import service_lost_error, split_address
 from reigen.cluster.membership.view import JobView
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import AuthenticatedStream, connect_stream
+from reigen.net.stream import connect_stream
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-#: A message that has begun to arrive is waited for that long; the rest of it is taken the next time.
-_MESSAGE_SECONDS = 0.05
 #: How long saying a last word may take.
 _GOODBYE_SECONDS = 1.0
 #: How long whoever is let down waits for the end of a rank that has left.
@@ -89,13 +80,11 @@ class MembershipClient:
         self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()
         self._has_spoken = False
-        self._service: Identity | None = None
         deadline = time.monotonic() + timeout_seconds
         try:
             identity = Identity(ProcessRole.RANK, rank, "membership")
-            self._stream: AuthenticatedStream = connect_stream(
-                split_address(address), secret, identity, MAX_MESSAGE_BYTES, deadline, tls
-            )
+            stream = connect_stream(split_address(address), secret, identity, MAX_MESSAGE_BYTES, deadline, tls)
+            self._connection = MemberConnection(stream, self._view, peer_timeout_seconds)
             self._register(deadline)
         except TimeoutError:
             raise TimeoutError(
@@ -107,7 +96,7 @@ class MembershipClient:
 
     def fileno(self) -> int:
         """Readable when there is news; -1 when closed."""
-        return self._stream.fileno()
+        return self._connection.fileno()
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Why what waits for the ranks ``needed`` will never succeed, or None while it may. Does not wait.
@@ -143,12 +132,10 @@ class MembershipClient:
 
     def wait_for_death(self, timeout_seconds: float) -> None:
         """Return when there is news, or after the time given."""
-        poll = select.poll()
         if self.fileno() < 0:
             time.sleep(timeout_seconds)  # nothing more will be known
             return
-        poll.register(self.fileno(), select.POLLIN)
-        poll.poll(timeout_seconds * 1000)
+        self._connection.wait(time.monotonic() + timeout_seconds)
 
     def close(self) -> None:
         """Close the connection: for the others this rank has died, unless it said something before. Repeatable.
@@ -156,58 +143,42 @@ class MembershipClient:
         Where packets are lost that takes a while: what it said must have arrived.
         """
         with self._lock:
-            if self._has_spoken:
-                self._stream.wait_until_delivered(self._peer_timeout_seconds)
-            self._stream.close()
+            self._connection.close(self._peer_timeout_seconds if self._has_spoken else 0.0)
 
     def close_descriptors(self) -> None:
         """See `reigen.cluster.fork_safety`."""
-        self._stream.close()
+        self._connection.close()
 
     def _register(self, deadline: float) -> None:
         try:
-            self._stream.keep_alive(self._peer_timeout_seconds)
-            self._stream.send(MEMBER_CODEC.encode(self._view.registration()), deadline)
-            reply = MEMBERSHIP_REPLY_CODEC.decode(self._stream.receive(deadline))
-            if isinstance(reply, MemberRefused):
-                raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {reply.reason}")
-            self._view.take(reply)
+            self._connection.flush_until(deadline)
+            while not self._connection.is_assigned:
+                if not self._connection.wait(deadline):
+                    raise TimeoutError
+                self._connection.listen()
+                if problem := self._view.refusal:
+                    raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {problem}")
         except BaseException:
-            self._stream.close()
+            self._connection.close()
             raise
-        self._service = self._stream.peer
 
     def _say(self, word: LeaveJob | AbortMessage) -> None:
         if self._has_spoken or self.fileno() < 0:
             return
         self._has_spoken = True
-        with contextlib.suppress(OSError, AuthenticationError, WireError):  # whoever cannot be told learns it otherwise
-            self._stream.send(MEMBER_CODEC.encode(word), time.monotonic() + _GOODBYE_SECONDS)
+        with contextlib.suppress(OSError):  # whoever cannot be told learns it otherwise
+            self._connection.say(word)
+            self._connection.flush_until(time.monotonic() + _GOODBYE_SECONDS)
 
     def _listen(self) -> None:
         """Take in all news that is there."""
         if self.fileno() < 0:
             return
         try:
-            while (payload := self._next()) is not None:
-                self._view.take(MEMBERSHIP_REPLY_CODEC.decode(payload))
+            self._connection.listen()
         except (OSError, AuthenticationError, WireError) as error:
             self._view.fail(self._loss(error))
-            self._stream.close()
-
-    def _next(self) -> bytes | None:
-        """The next message that is there, or None."""
-        try:
-            return self._stream.receive(0.0)  # read before
-        except TimeoutError:
-            poll = select.poll()
-            poll.register(self._stream.fileno(), select.POLLIN)
-            if not poll.poll(0):
-                return None
-        try:
-            return self._stream.receive(time.monotonic() + _MESSAGE_SECONDS)
-        except TimeoutError:
-            return None
+            self._connection.close()
 
     def _loss(self, error: Exception) -> PeerLostError:
         if isinstance(error, OSError) and error.errno in SILENCE_ERRNOS:
@@ -217,4 +188,5 @@ class MembershipClient:
                 f"{self._host}, is cut off from it"
             )
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        return service_lost_error(self._address, self._service, detail)
+        service = self._connection.service if self._view.is_assigned else None
+        return service_lost_error(self._address, service, detail)

@@ -154,6 +154,7 @@ class Member:
         loss: what others hear of it, in state LOST.
         lost_at: since when it is.
         replacement: another process that has come for the place.
+        is_missed: it has not come to this service yet, and others believe that it is lost.
     """
 
     role: MemberRole
@@ -171,6 +172,7 @@ class Member:
     loss: MemberLost | None = None
     lost_at: float = 0.0
     replacement: tuple[ConnectionId, RegisterMember] | None = None
+    is_missed: bool = False
 
     @property
     def name(self) -> str:

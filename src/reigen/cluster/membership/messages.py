@@ -217,6 +217,7 @@ class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbi
         epoch: the latest of which it has heard.
         is_recovery: as it was told with its number.
         left: workers that have left in good order, as far as it has heard.
+        lost: members that are lost, as far as it has heard: it may have missed their return.
         is_open: it has heard where the servers are: all have come once.
         barriers: at which it waits, the last one of every name, and the latest that were broken.
         saved: the jobs with this secret of which a server that was not told its number yet has found snapshots.
@@ -235,6 +236,7 @@ class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbi
     epoch: int = 0
     is_recovery: bool = False
     left: tuple[int, ...] = ()
+    lost: tuple[tuple[MemberRole, int], ...] = ()
     is_open: bool = False
     barriers: tuple[EnterBarrier | AbandonBarrier, ...] = ()
     saved: tuple[SavedJob, ...] = ()

@@ -17,9 +17,10 @@ C. *Loss.* A connection that ends without Leave or Abort may be made again withi
    for the heartbeat's timeout counts as lost, too. All are told (`MemberLost`).
 D. *Return.* A lost member that says something is there again, the same process; another process that registers for the
    number of a lost one takes its place (``is_recovery``) and goes on with barriers where the others are. All are told:
-   `MemberReturned`, or `ServerMoved`. But where a loss is final (a rank, a worker under abort, a server that is not
-   started again, or not in time) it is refused. While the process that has the number is connected, and may be dead
-   without anybody's knowing, another that comes for it waits for a sign of life, or the end, of the first.
+   `MemberReturned`, or `ServerMoved`. One that was away says whom it holds for lost (`RegisterMember.lost`), and hears
+   which of them have returned. But where a loss is final (a rank, a worker under abort, a server that is not started
+   again, or not in time) it is refused. While the process that has the number is connected, and may be dead without
+   anybody's knowing, another that comes for it waits for a sign of life, or the end, of the first.
 E. *Leaving.* All are told of a member that leaves (`MemberLeft`). It is not waited for any more, nor does it come back.
 F. *Barriers.* A barrier is done for the n-th time when every worker has entered it n times, but those that have left or
    are lost and not awaited. If one of them gives it up before, it is broken for that time, and all are told so that
@@ -55,6 +56,7 @@ K. *Attribution.* What goes wrong at one time is held for a moment, and told in 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -264,9 +266,19 @@ class MembershipTable:
             self._refuse(owner, f"another process has become {member.name}")
         else:
             self._succeed(owner, member, message)
-        if self._member_of.get(owner) is member and member.role == "worker":
-            for one in message.barriers:
+        if self._member_of.get(owner) is member:
+            self._correct(owner, message)
+            for one in message.barriers if member.role == "worker" else ():
                 self._meet(owner, one)
+
+    def _correct(self, owner: ConnectionId, message: RegisterMember) -> None:
+        """Step D: tell a member that was away who has returned meanwhile, or will have."""
+        for key in message.lost:
+            believed = self._members.get(key)
+            if believed is not None and believed.state is MemberState.HERE:
+                self._tell([owner], [believed.return_event])
+            elif believed is not None:
+                believed.is_missed = believed.state is MemberState.ABSENT
 
     def _problem(self, owner: ConnectionId, message: RegisterMember) -> str:
         """Why a process cannot be in the job; empty if it can."""
@@ -310,7 +322,7 @@ class MembershipTable:
         free += [member for member in mine if member.state is MemberState.HERE and member.owner is None]
         return free[0] if free else None
 
-    def _learn(self, workers_left: tuple[int, ...], *, goes_on: bool) -> None:
+    def _learn(self, left: tuple[int, ...], *, goes_on: bool) -> None:
         """Step H: a member knows of the time before this service, or its snapshots do."""
         self._goes_on = self._goes_on or goes_on
         if not self._is_restarted:
@@ -318,10 +330,10 @@ class MembershipTable:
             for member in self._members.values():
                 if member.state is MemberState.ABSENT:
                     member.until = self._now + self.spec.return_seconds
-        for number in workers_left:
-            left = self._members.get(("worker", number))
-            if left is not None and left.state is MemberState.ABSENT:
-                left.state, left.until = MemberState.LEFT, NEVER
+        for number in left:
+            gone = self._members.get(("rank" if "rank" in self.spec.roles else "worker", number))
+            if gone is not None and gone.state is MemberState.ABSENT:
+                gone.state, gone.until = MemberState.LEFT, NEVER
 
     def _succeed(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
         """Another process comes for a place that somebody has, or had."""
@@ -338,7 +350,8 @@ class MembershipTable:
 
     def _seat(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
         """A process gets a place."""
-        is_news = member.state is MemberState.LOST or (is_recovery and not message.is_known)
+        is_news = member.state is MemberState.LOST or member.is_missed or (is_recovery and not message.is_known)
+        member.is_missed = False
         if member.state is MemberState.LOST:
             self._announce(*self._held.release())  # comes before the return
         if member.owner is not None:  # a process that is silent; whatever it says now, it is too late
@@ -406,9 +419,15 @@ class MembershipTable:
             self._is_open, told = True, list(self._member_of)
         for owner in told if servers else ():
             self._say(owner, ServerList(tuple(server.server_info for server in servers)))
-        past: dict[MembershipEvent | None, None] = dict.fromkeys(member.loss for member in self._lost())
-        past[self._abort] = None
-        past |= dict.fromkeys(one.left_event for one in self._members.values() if one.state is MemberState.LEFT)
+        past: list[MembershipEvent | None] = []
+        for loss, some in groupby(self._lost(), key=lambda member: member.loss):
+            first, *others = some  # but those that have returned
+            assert loss is not None
+            numbers = tuple(sorted(member.number for member in others))
+            again = msgspec.structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers)
+            past.append(again)
+        past.append(self._abort)
+        past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
         self._tell([newcomer], [event for event in past if event is not None and event not in self._held])
 
     # -- signs of life, and their absence -----------------------------------------------------------------------------
@@ -423,7 +442,10 @@ class MembershipTable:
             member.state, member.until = MemberState.LEFT, NEVER
             self._announce(*self._held.add(member.left_event))
         elif isinstance(message, AbortMessage) and member.role == "rank" and member.state is MemberState.HERE:
-            self._take_abort(member, message)
+            member.state = MemberState.ABORTED
+            if self._abort is None:
+                self._abort = MemberAborted(member.role, member.number, member.host, _truncate_abort(message))
+                self._announce(*self._held.add(self._abort, self._now + member.policy.hold_seconds))
         elif isinstance(message, EnterBarrier | AbandonBarrier) and member.role == "worker":
             self._meet(owner, message)
         elif isinstance(message, MissingQuery):
@@ -446,13 +468,6 @@ class MembershipTable:
             self._announce(member.return_event)
         if member.state is MemberState.HERE:
             member.until = self._now + member.policy.heartbeat_timeout_seconds
-
-    def _take_abort(self, member: Member, message: AbortMessage) -> None:
-        """Step K: a rank gives up."""
-        member.state = MemberState.ABORTED
-        if self._abort is None:
-            self._abort = MemberAborted(member.role, member.number, member.host, _truncate_abort(message))
-            self._announce(*self._held.add(self._abort, self._now + member.policy.hold_seconds))
 
     def _miss(self, member: Member, *, silent: bool) -> None:
         """Steps C, K: the connection of a member has ended."""

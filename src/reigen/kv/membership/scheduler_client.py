@@ -22,14 +22,12 @@ from typing import TYPE_CHECKING
 
 from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.member_connection import MemberConnection
 from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
-    MEMBER_CODEC,
-    MEMBERSHIP_REPLY_CODEC,
     BarrierBroken,
     EnterBarrier,
     LeaveJob,
-    MemberAssigned,
     MemberHeartbeat,
     MemberMessage,
     MemberRole,
@@ -47,8 +45,7 @@ from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, P
 from reigen.kv.membership.discovery import SchedulerLocator
 from reigen.kv.membership.environment import ProcessConfig
 from reigen.net import auth
-from reigen.net.sockets import set_keepalive
-from reigen.net.stream import StreamProtocol, connect_stream
+from reigen.net.stream import connect_stream
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -98,9 +95,7 @@ class SchedulerClient:
         self._outbox: deque[MemberMessage] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._waker, self._wakened = socket.socketpair()
-        self._connection: socket.socket | None = None
-        #: messages of the scheduler
-        self._num_heard = 0
+        self._connection: MemberConnection | None = None
         self._thread = threading.Thread(target=self._run, name="reigen-kv-member", daemon=True)
         close_in_children(self)
 
@@ -311,23 +306,21 @@ class SchedulerClient:
         until, pause = self._deadline, _PAUSE_SECONDS
         while not self._is_over:
             try:
-                connection, conversation = self._connect(until)
+                self._connection = connection = self._connect(until)
             except ReigenError as error:
                 with self._changed:
                     if not self._is_closing:
                         self._view.fail(error)
                     self._ring()
                 return
-            self._connection = connection
-            num_heard = self._num_heard
             try:
-                self._talk(connection, conversation)
+                self._talk(connection)
             except (OSError, AuthenticationError, WireError) as error:
                 if not self._is_over:
                     _log.warning("the connection to the scheduler has ended (%s); connecting again", error)
             finally:
                 connection.close()
-            if num_heard != self._num_heard:
+            if connection.num_heard:
                 until, pause = time.monotonic() + self._config.peer_timeout_seconds, _PAUSE_SECONDS
                 continue
             with self._changed:  # it has hung up without a word
@@ -343,7 +336,7 @@ class SchedulerClient:
                 return standing.failure is not None
             return standing.is_out or time.monotonic() >= self._gone_at
 
-    def _connect(self, until: float) -> tuple[socket.socket, StreamProtocol]:
+    def _connect(self, until: float) -> MemberConnection:
         """Reach the scheduler, wherever it is now."""
         problem, doubted = "", math.inf
         while not self._is_over:
@@ -372,7 +365,7 @@ class SchedulerClient:
             f"{self._config.peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): {problem}"
         )
 
-    def _reach_one(self) -> tuple[socket.socket, StreamProtocol] | str:
+    def _reach_one(self) -> MemberConnection | str:
         """A connection to the scheduler, or why there is none."""
         me = auth.Identity(auth.ProcessRole.RANK, max(0, self.number), f"kv {self.role}")
         problem = "nobody tells where it is"
@@ -387,71 +380,49 @@ class SchedulerClient:
             with self._changed:
                 self.secret = self.secret or pointer.secret
             _log.info("connected to the scheduler at %s", pointer.address)
-            return stream.hand_over()
+            saved = () if self._view.is_assigned else self._find_saved(self.secret)
+            with self._changed:
+                self._outbox.clear()
+                return MemberConnection(stream, self._view, self._config.peer_timeout_seconds, saved)
         return problem
 
-    def _talk(self, connection: socket.socket, conversation: StreamProtocol) -> None:
+    def _talk(self, connection: MemberConnection) -> None:
         """Register, then say and hear what there is, until the connection ends or this process has left."""
-        set_keepalive(connection, self._config.peer_timeout_seconds)
-        saved = () if self._view.is_assigned else self._find_saved(self.secret)
-        with self._changed:
-            self._outbox.clear()
-            conversation.send(MEMBER_CODEC.encode(self._view.registration(saved)))
-        beat, due, is_placed = self._config.kv_heartbeat_seconds, time.monotonic(), False
+        beat, due = self._config.kv_heartbeat_seconds, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(self._wakened, selectors.EVENT_READ)
             selector.register(connection, selectors.EVENT_READ)
             while not self._is_over:
-                if is_placed and beat and time.monotonic() >= due:
-                    conversation.send(MEMBER_CODEC.encode(MemberHeartbeat()))
+                if connection.is_assigned and beat and time.monotonic() >= due:
+                    connection.say(MemberHeartbeat())
                     due = time.monotonic() + beat
-                self._hand_out(conversation, is_placed)
-                writing = selectors.EVENT_WRITE if conversation.outgoing else 0
+                self._hand_out(connection)
+                writing = selectors.EVENT_WRITE if connection.has_more else 0
                 selector.modify(connection, selectors.EVENT_READ | writing)
-                until = min(self._gone_at, due if is_placed and beat else math.inf)
+                until = min(self._gone_at, due if connection.is_assigned and beat else math.inf)
                 ready = selector.select(None if until == math.inf else max(0.0, until - time.monotonic()))
                 for key, events in ready:
                     if key.fileobj is self._wakened:
                         self._wakened.recv(1 << 12)
                     elif events & selectors.EVENT_READ:
-                        is_placed |= self._read(connection, conversation)
+                        with self._changed:
+                            try:
+                                connection.listen()
+                            finally:
+                                self._ring()
                     if events & selectors.EVENT_WRITE:
-                        _flush(connection, conversation)
-        self._say_last_words(connection, conversation, is_placed)
+                        connection.flush()
+        self._hand_out(connection)
+        connection.flush_until(time.monotonic() + _LAST_WORDS_SECONDS)
 
-    def _hand_out(self, conversation: StreamProtocol, is_placed: bool) -> None:
+    def _hand_out(self, connection: MemberConnection) -> None:
         """Send what callers want to say, once the scheduler knows who speaks."""
-        if not is_placed:
+        if not connection.is_assigned:
             return
         self._locator.keep(self.secret)
         with self._changed:
             while self._outbox:
-                conversation.send(MEMBER_CODEC.encode(self._outbox.popleft()))
-
-    def _say_last_words(self, connection: socket.socket, conversation: StreamProtocol, is_placed: bool) -> None:
-        self._hand_out(conversation, is_placed)
-        until = time.monotonic() + _LAST_WORDS_SECONDS
-        connection.settimeout(_LAST_WORDS_SECONDS)
-        while conversation.outgoing and time.monotonic() < until:
-            _flush(connection, conversation)
-
-    def _read(self, connection: socket.socket, conversation: StreamProtocol) -> bool:
-        """Take in what has come; whether this process has its place on this connection."""
-        try:
-            data = connection.recv(conversation.num_wanted_bytes)
-        except BlockingIOError:
-            return False
-        if not data:
-            raise ConnectionResetError("the other end closed the connection")
-        is_placed = False
-        for payload in conversation.receive(data):
-            message = MEMBERSHIP_REPLY_CODEC.decode(payload)
-            self._num_heard += 1
-            with self._changed:
-                self._outbox.extendleft(reversed(self._view.take(message)))
-                is_placed |= isinstance(message, MemberAssigned)
-                self._ring()
-        return is_placed
+                connection.say(self._outbox.popleft())
 
     def _ring(self) -> None:
         """Wake whoever waits for what has changed."""
@@ -459,15 +430,6 @@ class SchedulerClient:
         if self._view.events:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
-
-
-def _flush(connection: socket.socket, conversation: StreamProtocol) -> None:
-    try:
-        del conversation.outgoing[: connection.send(conversation.outgoing)]
-    except BlockingIOError:
-        pass
-    except ConnectionError:  # what the other end said before it went is still to be read, and then its end
-        conversation.outgoing.clear()
 
 
 def _load_tls(settings: ProcessConfig) -> TlsContext | None:
