@@ -4,11 +4,12 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 
 import pytest
 
-from tests.multiprocess.launcher import launched, python, run
+from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, python, run
 
 
 def test_arguments_arrive_untouched_by_a_shell():
@@ -255,3 +256,41 @@ def test_output_that_cannot_be_kept(tmp_path):
         1,
         f"reigen run: cannot keep output in {tmp_path}/file/rank.0/stdout: Not a directory\n",
     )
+
+
+def test_a_progress_bar_in_a_pipe_is_seen_before_its_line_ends():
+    code = """
+if rank == 0:
+    sys.stderr.write('\\r 10%')
+    sys.stderr.flush()
+    sys.stdin.readline()
+    print('go on')
+"""
+    with launched("-np", "2", *python(code), stdin=-1, stderr=subprocess.STDOUT) as launcher:
+        assert launcher.process.stdout.read(9) == b"\r[0]  10%"
+        launcher.process.stdin.write(b"\n")
+        assert launcher.process.communicate(timeout=DEADLINE_SECONDS)[0] == b"\n[0] go on\n"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_error_that_all_ranks_raise_is_printed_once(size, tmp_path):
+    """They wait for each other, so that none is stopped before it has printed."""
+    code = f"""
+import atexit
+def wait():
+    open({str(tmp_path)!r} + f'/{{rank}}.done', 'w').close()
+    while sum(os.path.exists({str(tmp_path)!r} + f'/{{r}}.done') for r in range({size})) < {size}: time.sleep(0.01)
+atexit.register(wait)
+raise ValueError('the same everywhere')
+"""
+    status, _, err = run("-np", str(size), "--output-filename", str(tmp_path / "kept"), *python(code))
+    assert status == 1
+    assert err.count("ValueError: the same everywhere") == 1
+    first = int(re.match(r"\[(\d)\] Traceback", err)[1])
+    others = [rank for rank in range(size) if rank != first]
+    words = f"reigen run: ranks {', '.join(map(str, others))}: the same error as rank {first}\n" if others else ""
+    last = err[err.index("reigen run: ") :]
+    assert last.startswith(words + "reigen run: rank ")
+    assert " failed first: exit code 1\n  its error is the last one above\n" in last
+    for rank in range(size):
+        assert "ValueError: the same everywhere" in (tmp_path / "kept" / f"rank.{rank}" / "stderr").read_text()

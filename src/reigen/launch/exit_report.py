@@ -27,12 +27,12 @@ class ProcessLocations:
     losses: Mapping[str, str] = field(default_factory=dict)
 
 
-def format_exit_report(finish: FinishJob, tail: Sequence[bytes], whereabouts: ProcessLocations) -> bytes:
+def format_exit_report(finish: FinishJob, tail: Sequence[bytes] | None, whereabouts: ProcessLocations) -> bytes:
     """The last words of a job: nothing where all went well.
 
     Args:
         finish: how it ended.
-        tail: the last lines of the stderr of the process that failed first.
+        tail: the last lines of the stderr of the process that failed first; None: they were printed just before.
         whereabouts: where that was.
     """
     if finish.failure is not None:
@@ -56,7 +56,7 @@ def describe_exit(exit_code: int, cause: str = "") -> str:
     return f"{words}; {cause}" if cause else words
 
 
-def format_failure(failure: JobFailure, tail: Sequence[bytes], whereabouts: ProcessLocations) -> bytes:
+def format_failure(failure: JobFailure, tail: Sequence[bytes] | None, whereabouts: ProcessLocations) -> bytes:
     """The block that is printed last: who failed first, how, and its last words.
 
     Args:
@@ -73,7 +73,9 @@ def format_failure(failure: JobFailure, tail: Sequence[bytes], whereabouts: Proc
         where = f" (host {host})" if host else ""
         name = names.get(number, f"rank {number}")
         block = [f"reigen run: {name}{where} failed first: {describe_exit(failure.exit_code, failure.cause)}".encode()]
-        if tail:
+        if tail is None:
+            block.append(b"  its error is the last one above")
+        elif tail:
             block += [b"  the last lines of its stderr:", *(b"    " + visible_text(line) for line in tail)]
         else:
             block.append(b"  it wrote nothing to stderr")

@@ -41,10 +41,18 @@ class LineSink(Protocol):
 
 
 class LineSplitter:
-    """Cuts what one stream of one rank prints into lines."""
+    """Cuts what one stream of one rank prints into lines.
 
-    def __init__(self, screen: LineSink, source: tuple[int, int]) -> None:
-        self._screen, self._source = screen, source
+    Args:
+        screen: where they are shown.
+        source: (rank, which of its streams).
+        keep: takes whole lines, returns those to show now.
+    """
+
+    def __init__(
+        self, screen: LineSink, source: tuple[int, int], keep: Callable[[list[bytes]], list[bytes]] = list
+    ) -> None:
+        self._screen, self._source, self._keep = screen, source, keep
         self._rest = b""
         #: The stream's last lines, for the report of a failure.
         self.tail: deque[bytes] = deque(maxlen=20)
@@ -59,6 +67,10 @@ class LineSplitter:
             out += self._show([line])
         return out
 
+    def show(self, lines: list[bytes]) -> bytes:
+        """Show lines that were kept back; returns what to write."""
+        return self._screen.show(self._source, lines, self._rest)
+
     def end(self) -> bytes:
         """The stream has ended; returns what to write for a last line without an end."""
         lines, self._rest = [self._rest] if self._rest else [], b""
@@ -66,7 +78,7 @@ class LineSplitter:
 
     def _show(self, lines: list[bytes]) -> bytes:
         self.tail.extend(line[:1024] for line in lines[-20:])
-        return self._screen.show(self._source, lines, self._rest)
+        return self._screen.show(self._source, self._keep(lines), self._rest)
 
 
 class LogSink:
