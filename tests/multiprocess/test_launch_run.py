@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from reigen.launch.exit_report import SIGKILL_HINT
 from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, python, run
 
 
@@ -132,10 +133,11 @@ def test_a_rank_that_a_signal_ends(signum):
     code = f"if rank == 0: time.sleep(300)\nos.kill(os.getpid(), {int(signum)})"
     status, _, err = run("-np", "2", *python(code))
     assert status == 128 + signum
+    hint = f"  {SIGKILL_HINT}\n" if signum == signal.SIGKILL else ""
+    assert all(words in SIGKILL_HINT for words in ("kernel", "`kill -9`", "memory ran out", "dmesg"))
     assert err == (
         f"reigen run: rank 1 failed first: killed by {signum.name}\n"
-        "  it wrote nothing to stderr\n"
-        "  1 other rank was stopped because of it\n"
+        "  it wrote nothing to stderr\n" + hint + "  1 other rank was stopped because of it\n"
     )
 
 
@@ -294,3 +296,20 @@ raise ValueError('the same everywhere')
     assert " failed first: exit code 1\n  its error is the last one above\n" in last
     for rank in range(size):
         assert "ValueError: the same everywhere" in (tmp_path / "kept" / f"rank.{rank}" / "stderr").read_text()
+
+
+@pytest.mark.parametrize("options", [("-np", "1"), ("-np", "2")])
+def test_a_script_for_horovod_that_is_run_without_as_horovod_is_told_so(options):
+    status, _, err = run(*options, sys.executable, "-ISc", "import horovod.torch")
+    assert status == 1
+    assert "`reigen run --as-horovod ...`" in err
+    assert "`python -m reigen.compat install`" in err
+    other = run("-np", "1", sys.executable, "-ISc", "import horovod_tools")[2]
+    assert "--as-horovod" not in other
+
+
+def test_a_script_for_mxnets_kvstore_that_is_run_without_as_mxnet_is_told_so():
+    words = 'MXNetError: Check  notnull: Environment::Get()->find("DMLC_NUM_WORKER") '
+    status, _, err = run("-np", "1", *python(f"sys.exit({words!r})"))
+    assert status == 1
+    assert "`reigen run --as-mxnet -s SERVERS ...`" in err

@@ -321,9 +321,13 @@ class Supervisor:
         if self._plan.describe_end is not None:
             words = self._plan.describe_end(finish)
             return f"reigen run: {words}\n".encode() if words else b""
-        tail = None if finish.failure is None else self._tail(finish.failure.rank)
-        hosts = self._hosts if self.agents else {}
-        return format_exit_report(finish, tail, ProcessLocations(hosts, self._names, self._losses))
+        places = ProcessLocations(self._hosts if self.agents else {}, self._names, self._losses)
+        if finish.failure is None:
+            return format_exit_report(finish, [], places)
+        number = finish.failure.rank
+        first = self._first_tails.get(number)
+        is_above = first is None and self._display.is_error_last(number)
+        return format_exit_report(finish, first or self._display.tail(number), places, is_above=is_above)
 
     # ---------------------------------------------------------------- one turn
 
@@ -416,12 +420,6 @@ class Supervisor:
             while True:
                 for number in os.read(self._left, _READ_BYTES).split():
                     self._happened(PsWorkerLeft(int(number)))
-
-    def _tail(self, number: int) -> list[bytes] | None:
-        """The last lines of the process that failed; of a rank, of its first life. None: they were printed just now."""
-        first = self._first_tails.get(number)
-        is_above = first is None and self._display.is_error_last(number)
-        return None if is_above else first or self._display.tail(number)
 
     def swept(self, group: HostProcesses) -> None:
         """See ``ProcessListener``."""

@@ -20,7 +20,16 @@ def end(errors, *ranks):
         errors.end(rank)
 
 
-@pytest.mark.parametrize("error", [ERROR, CHAIN])
+#: MXNet's errors have a traceback of C++ in the message.
+NESTED = [
+    *ERROR[:3],
+    b"mxnet.base.MXNetError: " + BEGIN,
+    b'  File "postoffice.cc", line 20',
+    b"MXNetError: Check notnull",
+]
+
+
+@pytest.mark.parametrize("error", [ERROR, CHAIN, NESTED])
 def test_the_first_is_shown_at_once_and_the_others_are_named_in_the_end(errors, error):
     assert errors.feed(2, error, 0.0) == error
     assert [errors.feed(rank, error, 0.1) for rank in (3, 0)] == [[], []]

@@ -59,7 +59,7 @@ class RepeatedErrors:
                 shown += _release(self._latest.pop(rank))
                 current = None
             is_chained = current is not None and current.lines[-2:-1] in _CHAIN
-            if line.endswith(_BEGIN) and not line.startswith(b" ") and not is_chained:
+            if (line == _BEGIN or (line.endswith(_BEGIN) and b"\r" in line)) and not is_chained:
                 shown += [] if current is None else _release(current)
                 current = self._latest[rank] = _Traceback(rank, now)
                 current.original = self._find_original(current)
