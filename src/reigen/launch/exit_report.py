@@ -32,7 +32,7 @@ class ProcessLocations:
 _HINTS = (
     (
         re.compile(rb"No module named 'horovod'$"),
-        "`reigen run --as-horovod ...` runs scripts that import horovod; `python -m reigen.compat install` lets Python itself",
+        "`reigen run --as-horovod ...` runs scripts that import horovod; `python -m reigen.compat install` lets any",
     ),
     (
         re.compile(rb"DMLC_NUM_WORKER|USE_DIST_KVSTORE"),
