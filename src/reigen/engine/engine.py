@@ -248,7 +248,7 @@ class Engine:
             if not will_look:
                 self._transport.set_wake_target(WaitingThread.ENGINE)
             self._driver.release()
-            reads = not will_look and (waits_for_others or self._channel.pending())
+            reads = not will_look and (waits_for_others or bool(self._channel.unread) or self._transport.pending())
             if self._outstanding.is_operational and (reads or not self._idle()):
                 self._transport.wake(WaitingThread.ENGINE)
 
