@@ -608,9 +608,9 @@ def test_whoever_sees_that_a_call_is_done_finds_its_keys_as_they_are(monkeypatch
     seen = []
     original = BatchRequest.note
 
-    def note(bundle: BatchRequest, request: Any) -> None:
-        seen.append(bundle.operation.done())
-        original(bundle, request)
+    def note(batch: BatchRequest, request: Any) -> None:
+        seen.append(batch.operation.done())
+        original(batch, request)
 
     monkeypatch.setattr(BatchRequest, "note", note)
 

@@ -41,12 +41,12 @@ h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_c
 i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.optim.States`.
 j. NOTICE is what a server says unasked: a `ServerNotice`. It has no id and no answer.
 k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
-l. PUSH, PUSHPULL and PULL of several keys in one message, with `MessageFlag.BUNDLE`: each key is one dense shard, all
+l. PUSH, PUSHPULL and PULL of several keys in one message, with `MessageFlag.BATCH`: each key is one dense shard, all
    are of one element type, none is there twice, and ``shard`` says how many there are. The body is their ids, what
    ``round`` would be for each (both uint64), and for pushes their elements in the same order, without gaps. Each key is
    treated as if it had come by itself. What is done for all keys at the same time has one answer: a VALUE has the
    elements in the same order. Otherwise each key has an answer of its own, as soon as it is done: the keys' ids are
-   those behind the id of the bundle, in order. QUERY of a bundle is answered by `MessageFlag.UNKNOWN`, unless something
+   those behind the id of the batch, in order. QUERY of a batch is answered by `MessageFlag.UNKNOWN`, unless something
    of it is open.
 """
 
@@ -85,7 +85,7 @@ MAX_CONTROL_BYTES = 1 << 20
 INLINE_BYTES = 64 << 10
 #: In RESUME: the worker does not know how often its predecessor has pushed.
 COUNT_UNKNOWN = (1 << 64) - 1
-#: Bundles have no more bytes of elements than this, and no more keys.
+#: Batches have no more bytes of elements than this, and no more keys.
 MAX_BATCH_BYTES, MAX_BATCH_KEYS = 1 << 20, 1 << 12
 
 _HEADER = struct.Struct("<BBBBHBxIiQQQQQQ")
@@ -125,7 +125,7 @@ class MessageFlag(IntFlag):
     Attributes:
         IN_MEMORY: the body lies in the sender's arena.
         ANSWER_IN_MEMORY: the answer's body may lie in the server's arena.
-        BUNDLE: (PUSH, PUSHPULL, PULL) this is about several keys.
+        BATCH: (PUSH, PUSHPULL, PULL) this is about several keys.
         HOME: (DECLARE) the receiver is the key's home server.
         ENCODED: the body is encoded by the store's gradient compression.
         ENCODE_ANSWER: (PULL, PUSHPULL) the answer may be.
@@ -149,22 +149,15 @@ DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBERS
 
 # As plain numbers: headers are read for every message, and enumerations are slow.
 #: Kinds whose bodies are control messages, or lists that are bounded like them; these bodies are authenticated.
-CONTROL_KINDS: frozenset[int] = frozenset(
-    int(kind)
-    for kind in (
-        *(
-            MessageKind.HELLO,
-            MessageKind.DECLARE,
-            MessageKind.COMMAND,
-            MessageKind.WELCOME,
-            MessageKind.DECLARED,
-            MessageKind.DONE,
-            MessageKind.ERROR,
-            MessageKind.NOTICE,
-        ),
-        *(MessageKind.RELEASE, MessageKind.RESUME),
-    )
-)
+CONTROL_KINDS = frozenset(
+    map(int, (
+        MessageKind.HELLO, MessageKind.DECLARE, MessageKind.COMMAND, MessageKind.WELCOME, MessageKind.DECLARED,
+        MessageKind.DONE, MessageKind.ERROR, MessageKind.NOTICE, MessageKind.RELEASE, MessageKind.RESUME,
+    ))
+)  # fmt: skip
+#: Requests that count as a push, and those that are answered with what later pushes of the same worker change.
+PUSH_KINDS = frozenset(map(int, (MessageKind.PUSH, MessageKind.PUSHPULL, MessageKind.ROW_PUSH)))
+READ_KINDS = frozenset(map(int, (MessageKind.PULL, MessageKind.PUSHPULL, MessageKind.ROW_PULL)))
 _KINDS = frozenset(map(int, MessageKind))
 _IN_MEMORY = int(MessageFlag.IN_MEMORY)
 
@@ -176,7 +169,7 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
         kind: a `MessageKind`.
         request: the id of the request that this is, or answers; 0 for none.
         key: its id (`reigen.kv.keys`), as an unsigned number.
-        shard: index of the shard in its key; of a bundle, how many keys it is about.
+        shard: index of the shard in its key; of a batch, how many keys it is about.
         round: of pushes, as above.
         flags: of `MessageFlag`.
         dtype: of the body's elements, by `DTYPE_NUMBERS`.
@@ -207,8 +200,17 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
         """Length of the body, wherever it is."""
         return self.memory_bytes if self.flags & _IN_MEMORY else self.body_bytes
 
+    def answer(
+        self, kind: int, flags: int = 0, dtype: int = 0, body_bytes: int = 0, offset: int = 0, memory_bytes: int = 0
+    ) -> MessageHeader:
+        """Return the header of an answer to this request, or of one to the request that this QUERY is about."""
+        return MessageHeader(
+            kind, self.request, self.key, self.shard, self.round, flags, dtype, self.about or self.kind, self.store,
+            self.priority, body_bytes, offset, memory_bytes,
+        )  # fmt: skip
+
     def pack(self) -> bytes:
-        """The 64 bytes."""
+        """Return the 64 bytes."""
         return _HEADER.pack(
             self.kind, self.flags, self.dtype, self.about, self.store, 0, self.shard, self.priority, self.request,
             self.key, self.round, self.body_bytes, self.offset, self.memory_bytes,
@@ -216,7 +218,7 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
 
 
 def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
-    """The header in 64 bytes.
+    """Return the header in 64 bytes.
 
     Raises:
         WireError: they are none.
@@ -224,21 +226,8 @@ def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes where {HEADER_BYTES} are expected")
     (
-        kind,
-        flags,
-        dtype,
-        about,
-        store,
-        zero,
-        shard,
-        priority,
-        request,
-        key,
-        round_,
-        body_bytes,
-        offset,
-        memory_bytes,
-    ) = _HEADER.unpack(data)
+        kind, flags, dtype, about, store, zero, shard, priority, request, key, round_, body_bytes, offset, memory_bytes,
+    ) = _HEADER.unpack(data)  # fmt: skip
     if kind not in _KINDS or zero or (dtype and dtype not in DTYPE_NAMES):
         raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
     if kind in CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:

@@ -1,4 +1,4 @@
-"""Bundles of a worker: small keys of one call travel in one message to each server; see `reigen.kv.protocol` (l)."""
+"""Batches of a worker: small keys of one call travel in one message to each server; see `reigen.kv.protocol` (l)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BATCHED_KEY_BYTES = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class _KeyGroup:
-    """What goes to one server in one bundle."""
+    """What goes to one server in one batch."""
 
     holdings: list[KeyState] = field(default_factory=list)
     elements: list[Array] = field(default_factory=list)
@@ -28,11 +28,11 @@ class _KeyGroup:
 
 
 class BatchBuilder:
-    """Begins one call for several keys: small ones in bundles, which leave when they are full or with `end`.
+    """Begins one call for several keys: small ones in batches, which leave when they are full or with `end`.
 
     Args:
         messages: begins what travels by itself.
-        worker: carries the bundles.
+        worker: carries the batches.
         kind: PUSH, PULL or PUSHPULL.
         operation: that all of it is part of.
         priority: of that.
@@ -106,17 +106,17 @@ class BatchBuilder:
         is_push = self._kind in PUSH_KINDS
         numbers = [held.next_round() if is_push else held.last_round() for held in pack.holdings]
         try:
-            bundle = BatchRequest(
+            batch = BatchRequest(
                 self._kind, first.places[0].server, self._operation, 0, len(numbers), 0,
                 DTYPE_NUMBERS[first.spec.dtype.name], int(MessageFlag.BATCH), self._priority,
                 numbers=numbers, outs=pack.outs,
             )  # fmt: skip
             if is_push:
-                bundle.notes, bundle.on_done = [held.note for held in pack.holdings], bundle.note
+                batch.notes, batch.on_done = [held.note for held in pack.holdings], batch.note
             about = np.array([[held.id for held in pack.holdings], numbers], np.uint64).reshape(-1).view(np.uint8)
             parts = [about, *(each.view(np.uint8) for each in pack.elements)]
-            bundle.body, bundle.block = self._worker.bodies.copy(*parts)
-            self._worker.submit([bundle], *(held.order for held in pack.holdings))
+            batch.body, batch.block = self._worker.bodies.copy(*parts)
+            self._worker.submit([batch], *(held.order for held in pack.holdings))
         except BaseException:
             for held in pack.holdings if is_push else ():
                 held.discard_round()

@@ -183,7 +183,7 @@ class ClientRequest:
         into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
         codec: decodes a value that is encoded.
         on_done: called when the request is over.
-        tracks: the orders that it is part of (`reigen.kv.client.worker`): that of its key, if any; of a bundle,
+        tracks: the orders that it is part of (`reigen.kv.client.worker`): that of its key, if any; of a batch,
             several.
         request: its id at the server, 0 before it was submitted.
         sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
@@ -284,7 +284,7 @@ class BatchRequest(ClientRequest):
         numbers: of each key, what `ClientRequest.round` would be.
         notes: what is told of each key's push when it is over: shard, round, and whether it was done. None for pulls.
         outs: where the keys' values belong, flat; empty where none are asked for.
-        alone: the keys, by their numbers in the bundle, that were answered by themselves.
+        alone: the keys, by their numbers in the batch, that were answered by themselves.
     """
 
     numbers: Sequence[int] = ()
@@ -300,7 +300,7 @@ class BatchRequest(ClientRequest):
     def take(self, data: memoryview) -> None:
         """See `ClientRequest.take`: the values of all keys."""
         if len(data) != sum(out.nbytes for out in self.outs):
-            raise WireError(f"{len(data)} bytes for a bundle of {sum(out.nbytes for out in self.outs)}")
+            raise WireError(f"{len(data)} bytes for a batch of {sum(out.nbytes for out in self.outs)}")
         values = np.frombuffer(data, self.outs[0].dtype)
         begin = 0
         for out in self.outs:
@@ -319,7 +319,7 @@ class BatchRequest(ClientRequest):
         return tracks
 
     def complete_part(self, place: int, *, is_done: bool) -> KeyOrder:
-        """A key was answered by itself; returns its order, which the bundle is not part of any more."""
+        """A key was answered by itself; returns its order, which the batch is not part of any more."""
         self.alone.add(place)
         if self.notes:
             self.notes[place](0, self.numbers[place], is_done)

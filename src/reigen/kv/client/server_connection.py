@@ -121,8 +121,8 @@ class ServerConnectionOwner(Protocol):
     def over(self, request: ClientRequest) -> None:
         """A request has been answered; its operation knows already if that was an error."""
 
-    def key_completed(self, bundle: BatchRequest, place: int, *, is_done: bool) -> None:
-        """One key of a bundle has been answered by itself; the same."""
+    def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
+        """One key of a batch has been answered by itself; the same."""
 
     def heed(self, notice: ServerNotice) -> None:
         """A server says something unasked."""
@@ -512,17 +512,17 @@ class ServerConnection:
         target: ByteArray = np.frombuffer(self._place_in(into, len(data)), np.uint8)
         target[:] = np.frombuffer(data, np.uint8)
 
-    def _out_of(self, bundle: BatchRequest, place: int) -> Array:
-        if not bundle.outs:
+    def _out_of(self, batch: BatchRequest, place: int) -> Array:
+        if not batch.outs:
             raise WireError(f"{self.name} sent a value that nobody asked for")
-        return bundle.outs[place]
+        return batch.outs[place]
 
     def _part(self, number: int) -> tuple[BatchRequest, int] | None:
-        """Of which bundle an id is that of a key, and of which; None also where that was answered already."""
-        for bundle in self.outstanding.values():
-            place = number - bundle.request - 1
-            if isinstance(bundle, BatchRequest) and 0 <= place < len(bundle.numbers):
-                return None if place in bundle.alone else (bundle, place)
+        """Of which batch an id is that of a key, and of which; None also where that was answered already."""
+        for batch in self.outstanding.values():
+            place = number - batch.request - 1
+            if isinstance(batch, BatchRequest) and 0 <= place < len(batch.numbers):
+                return None if place in batch.alone else (batch, place)
         return None
 
     def _answered(self, header: MessageHeader, body: memoryview) -> None:
@@ -542,14 +542,14 @@ class ServerConnection:
             request.answer = bytes(body)
         self._over(request, header)
 
-    def _answered_in_part(self, bundle: BatchRequest, place: int, header: MessageHeader, body: memoryview) -> None:
+    def _answered_in_part(self, batch: BatchRequest, place: int, header: MessageHeader, body: memoryview) -> None:
         if header.kind == _ERROR:
-            bundle.operation.fail(REMOTE_ERROR_CODEC.decode(bytes(body)).raised())
+            batch.operation.fail(REMOTE_ERROR_CODEC.decode(bytes(body)).raised())
         elif header.kind == _VALUE and header.flags & _IN_MEMORY:
-            self._copy_in(self._out_of(bundle, place), self._in_memory(header))
-        self._owner.key_completed(bundle, place, is_done=header.kind != _ERROR)
-        if len(bundle.alone) == len(bundle.numbers):
-            self._over(bundle, header)
+            self._copy_in(self._out_of(batch, place), self._in_memory(header))
+        self._owner.key_completed(batch, place, is_done=header.kind != _ERROR)
+        if len(batch.alone) == len(batch.numbers):
+            self._over(batch, header)
 
     def _over(self, request: ClientRequest, header: MessageHeader) -> None:
         """An answer has been taken; before, there was none: what makes no sense is given up by the owner."""

@@ -154,7 +154,7 @@ class KVWorker:
 
         Args:
             requests: all of one kind.
-            tracks: of their key, none if they are in no order with others; of a bundle, those of its keys: all free.
+            tracks: of their key, none if they are in no order with others; of a batch, those of its keys: all free.
         """
         operation, is_push = requests[0].operation, requests[0].kind in PUSH_KINDS
         with self._driving:
@@ -170,7 +170,7 @@ class KVWorker:
             for request in requests:
                 request.orders = tracks
             busy = next((track for track in tracks if track.held or track.must_wait(requests)), None)
-            if busy is not None:  # the only one: keys of bundles are free
+            if busy is not None:  # the only one: keys of batches are free
                 busy.held.append(requests)
                 self._held[id(requests)] = requests
             else:
@@ -334,9 +334,9 @@ class KVWorker:
                 self._failed.append(operation)
             operation.over()
 
-    def key_completed(self, bundle: BatchRequest, place: int, *, is_done: bool) -> None:
+    def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.key_completed`."""
-        self._release(bundle.kind, [bundle.complete_part(place, is_done=is_done)])
+        self._release(batch.kind, [batch.complete_part(place, is_done=is_done)])
 
     def heed(self, notice: ServerNotice) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.heed`."""

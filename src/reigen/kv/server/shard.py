@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from reigen.compression import Codec
-from reigen.errors import ArgumentError, ConfigError, WireError
+from reigen.errors import ArgumentError, ConfigError, UnsupportedError, UnsupportedTypeError, WireError
 from reigen.files import Buffer
-from reigen.kv.consistency.events import ConsistencyInstruction
+from reigen.kv.consistency.events import ConsistencyInstruction, RequestToken
 from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
 from reigen.kv.protocol import ShardRange
 from reigen.kv.server.buffers import ReductionScratch, ValueAllocator, ValueBuffer
@@ -70,10 +70,29 @@ class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class WaitingBatch(Protocol):
-    """Pushes of several shards that wait for those of other workers (`reigen.kv.server.batching`)."""
+    """Requests for several shards that wait as a whole (`reigen.kv.server.batching`)."""
 
-    def open(self) -> None:
-        """Tell the shards' engines of them."""
+    def split(self) -> Iterator[tuple[Any, NDArray[np.uint8]]]:
+        """Wait no more: yield the requests for single keys, in the order of their coming, with their elements."""
+
+
+class AnswerDone(NamedTuple):
+    """Answer a request with DONE, when what comes before it is done, and saved where that has to be."""
+
+    token: RequestToken
+
+
+class AnswerStates(NamedTuple):
+    """Answer a request with the states that the optimizer keeps of the shard."""
+
+    token: RequestToken
+
+
+class RestoreStates(NamedTuple):
+    """Take over such states."""
+
+    token: RequestToken
+    body: NDArray[np.uint8]
 
 
 @dataclass(slots=True, eq=False)
@@ -91,6 +110,9 @@ class ValueUpdate:
     num_update: int | None = None
 
 
+ShardInstruction = ConsistencyInstruction | ConsistencyState | AnswerDone | AnswerStates | RestoreStates
+
+
 @dataclass(eq=False)
 class Shard:
     """A shard.
@@ -102,10 +124,9 @@ class Shard:
         engine: its rounds.
         value: what is stored now.
         slot: what the optimizer keeps of it.
-        queue: what is to be done, in order; the state of the engine that an event led to stands behind that event's
-            instructions.
+        queue: instructions, in order; the state of the engine that an event led to stands behind those of that event.
         is_busy: a thread works on it.
-        waiting: pushes of it have come that its engine has not heard of; whatever else happens to it comes after them.
+        waiting: requests that its engine has not heard of; whatever else happens to it comes after them.
         applied: the state of the engine that belongs to ``value``.
         num_changes: how often the value has changed.
         num_earlier: updates of each worker before its first round here, where workers are not synchronous: of the job
@@ -123,7 +144,7 @@ class Shard:
     engine: ConsistencyEngine
     value: ValueBuffer
     slot: Slot | None = None
-    queue: deque[ConsistencyInstruction | ConsistencyState | Callable[[], None]] = field(default_factory=deque)
+    queue: deque[ShardInstruction] = field(default_factory=deque)
     is_busy: bool = False
     waiting: WaitingBatch | None = None
     applied: ConsistencyState = field(init=False)
@@ -191,6 +212,26 @@ class Shard:
             self.slot = Slot(optimizer, self.array, self.dtype)
         else:
             self.slot.check_fits(optimizer)
+
+    def check_push(self, optimizer: Optimizer | None) -> None:
+        """Raise the error of a push that can lead to nothing.
+
+        Raises:
+            UnsupportedError, UnsupportedTypeError, ArgumentError: what is missing, or wrong.
+        """
+        if optimizer is None:
+            if not self.engine.is_synchronous:
+                raise UnsupportedError(
+                    "without an optimizer a push takes the place of what was stored, which makes no sense where "
+                    "workers are not synchronous; call set_optimizer() before"
+                )
+        elif not self.dtype.is_floating:
+            raise UnsupportedTypeError(f"an optimizer cannot update {self.dtype.name} values; use a floating type")
+        elif not optimizer.is_elementwise and not self.is_whole:
+            raise ArgumentError(
+                f"{optimizer.name} needs the whole value, and this key is cut into shards; call set_optimizer() "
+                "before init()"
+            )
 
     # ---- updates
 

@@ -1,8 +1,9 @@
 """One store on one server: requests go in, shards change, answers come out.
 
-What happens when is decided elsewhere (`consistency` for each shard, `meetings` for what all workers say alike); here
-it is carried out. A shard's instructions are carried out in order. What computes is given to a thread if it is long;
-the shard's later instructions wait for it, and other shards go on.
+What happens when is decided elsewhere (`reigen.kv.consistency` for each shard, `reigen.kv.server.worker_consensus` for
+what all workers say alike). What they decide comes back as instructions, which stand in the queue of their shard and
+are carried out in order by one loop (`ServerStore._advance`). What computes is given to a thread if it is long; the
+shard's later instructions wait for it, and other shards go on.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reigen.errors import CollectiveError, ReigenError
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ArgumentError, CollectiveError, ReigenError, WireError
 from reigen.kv.consistency.events import (
     AcknowledgePush,
     AnswerPull,
@@ -41,6 +45,8 @@ from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencySt
 from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     NOTICE_CODEC,
+    PUSH_KINDS,
+    MessageFlag,
     MessageHeader,
     MessageKind,
     RemoteError,
@@ -49,8 +55,17 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.reduction import PushData
-from reigen.kv.server.requests import PullHalf, WorkerConnection, WorkerRequest
-from reigen.kv.server.shard import KeySpec, Shard, ShardId, ValueUpdate
+from reigen.kv.server.requests import WorkerConnection, WorkerRequest, request_of
+from reigen.kv.server.shard import (
+    AnswerDone,
+    AnswerStates,
+    KeySpec,
+    RestoreStates,
+    Shard,
+    ShardId,
+    ShardInstruction,
+    ValueUpdate,
+)
 from reigen.kv.server.snapshots import SnapshotDirectory, StoreSnapshot
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.server.store_settings import StoreSettings
@@ -61,6 +76,7 @@ from reigen.types import dtype_named
 
 #: Work on fewer bytes is done at once, in a fraction of a millisecond: handing it on takes a good part of that.
 _SMALL_BYTES = 2 << 20
+_ENCODED = int(MessageFlag.ENCODED)
 _log = logging.getLogger(__name__)
 
 
@@ -168,12 +184,6 @@ class ServerStore:
             del self.connections[connection.worker]
             self._all(WorkerDisconnected(connection.worker))
 
-    def handle_goodbye(self, request: WorkerRequest) -> None:
-        """A worker has nothing more to push."""
-        connection = request.connection
-        self.has_left(connection.worker, connection.hello.host)
-        connection.answer(request, MessageKind.DONE)
-
     def has_left(self, worker: int, host: str) -> None:
         """A worker is not waited for any more; it may have told the process that this server was before."""
         if worker not in self.left:
@@ -241,7 +251,7 @@ class ServerStore:
 
     def has_pushes(self, key: int | None = None) -> bool:
         """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
-        self._open_all()
+        self.split_waiting(*self.shards.values())
         engines = [shard.engine for shard in self.shards.values() if key is None or shard.key == key]
         return any(engine.has(worker, 1) for engine in engines for worker in range(self.context.num_workers))
 
@@ -278,12 +288,40 @@ class ServerStore:
             shard.must_save = True
             self._advance(shard)
 
-    # ---- instructions
+    # ---- requests for shards
+
+    def shard_of(self, request: WorkerRequest) -> Shard:
+        """Return the shard that a request is about, and note it there.
+
+        Raises:
+            ArgumentError: it is not here.
+            WireError: it has elements of another type.
+        """
+        header = request.header
+        shard = self.shards.get((header.key, header.shard))
+        if shard is None:
+            if (header.key, header.shard) in self.planned:
+                raise ArgumentError(f"key {self.planned[header.key, header.shard][0].name!r} has no value yet")
+            raise ArgumentError(
+                f"there is no shard {header.shard} of a key {header.key} on server {self.context.server}; "
+                "it was never initialised, or the server has lost it"
+            )
+        if header.dtype and header.dtype != DTYPE_NUMBERS[shard.facts.dtype]:
+            raise WireError(f"elements of another type than those of key {shard.facts.name!r}")
+        request.shard = shard
+        return shard
+
+    def refuse(self, request: WorkerRequest, error: ReigenError) -> None:
+        """Answer a request with an error instead of carrying it out."""
+        request.release_body(self.context.buffers)
+        request.connection.refuse(request, error, None if request.shard is None else request.shard.facts.name)
 
     def handle_events(self, shard: Shard, *events: ConsistencyEvent) -> list[ConsistencyInstruction]:
         """Have events happen to a shard, and begin with what they lead to, which is returned."""
-        if shard.waiting is not None:
-            shard.waiting.open()
+        self.split_waiting(shard)
+        return self._decide(shard, events)
+
+    def _decide(self, shard: Shard, events: Sequence[ConsistencyEvent]) -> list[ConsistencyInstruction]:
         instructions: list[ConsistencyInstruction] = []
         for event in events:
             instructions += shard.engine.handle(event)
@@ -293,30 +331,50 @@ class ServerStore:
         self._advance(shard)
         return instructions
 
-    def _open_all(self) -> None:
-        """Whatever waits, engines know of it."""
-        for shard in self.shards.values():
+    def handle_parts(self, parts: Iterable[tuple[WorkerRequest, NDArray[np.uint8]]]) -> None:
+        """Have pushes and pulls of single keys, with their elements, happen to shards for which nothing waits."""
+        for part, elements in parts:
+            if self.broken is not None:
+                part.connection.refuse(part, self.broken)
+                continue
+            try:
+                shard = self.shard_of(part)
+                if part.header.kind in PUSH_KINDS:
+                    shard.check_push(self.settings.optimizer)
+                    part.contribution = PushData(elements.view(shard.dtype.storage))
+                else:
+                    part.release_body(self.context.buffers)
+            except ReigenError as error:
+                self.refuse(part, error)
+            else:
+                self._decide(shard, part.events())
+
+    def split_waiting(self, *shards: Shard) -> None:
+        """Have engines know of all requests for these shards that wait in batches."""
+        for shard in shards:
             if shard.waiting is not None:
-                shard.waiting.open()
+                self.handle_parts(shard.waiting.split())
 
-    def then(self, shard: Shard, action: Callable[[], None]) -> None:
-        """Do something when all that has happened to a shard until now is carried out."""
-        shard.queue.append(action)
-        self._advance(shard)
-
-    def _open_late(self, before: float) -> None:
-        """Engines know of what waits, if any of it has waited since ``before``."""
+    def _split_late(self, before: float) -> None:
+        """Have engines know of all requests, if any has waited since ``before``."""
         if any(one.since <= before for each in self.connections.values() for one in each.open_requests.values()):
-            self._open_all()
+            self.split_waiting(*self.shards.values())
 
     def _all(self, event: ConsistencyEvent) -> list[RemoteError]:
-        """Have something happen to all shards; returns what is told to those whose requests fail of it."""
+        """Have something happen to all shards; returns the errors of the requests that fail of it."""
         failures = []
         for shard in list(self.shards.values()):
             failures += [
                 self.problem_of(shard, one) for one in self.handle_events(shard, event) if isinstance(one, FailRequest)
             ]
         return failures
+
+    # ---- instructions
+
+    def enqueue(self, shard: Shard, *instructions: ShardInstruction) -> None:
+        """Carry out instructions when all that has happened to a shard until now is carried out."""
+        shard.queue.extend(instructions)
+        self._advance(shard)
 
     def _advance(self, shard: Shard) -> None:
         """Carry out a shard's instructions, up to one that takes long."""
@@ -326,11 +384,7 @@ class ServerStore:
             elif shard.queue:
                 instruction = shard.queue.popleft()
                 # by type, since `match` asks one case after the other, and this is done several times for each request
-                handler = _HANDLERS.get(type(instruction))
-                if handler is not None:
-                    handler(self, shard, instruction)
-                else:
-                    instruction()  # type: ignore[operator]  # all others have handlers
+                _CARRIED_OUT_BY[type(instruction)](self, shard, instruction)
             else:
                 return
 
@@ -345,7 +399,7 @@ class ServerStore:
 
     def _drop(self, shard: Shard, what: DropRequest) -> None:
         if isinstance(what.token, WorkerRequest):
-            what.token.used(self.context.buffers)
+            what.token.release_body(self.context.buffers)
 
     def _apply(self, shard: Shard, what: ApplyPush) -> None:
         worker, round, token = what.worker, what.round, what.token
@@ -354,7 +408,7 @@ class ServerStore:
         num_update = shard.num_earlier + begin + round
         self._change(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
 
-    def _tell_forgotten(self, shard: Shard, what: RoundsForgotten) -> None:
+    def _report_forgotten(self, shard: Shard, what: RoundsForgotten) -> None:
         whose = "" if what.worker is None else f" of worker {what.worker}"
         _log.warning(
             "key %r, shard %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
@@ -362,18 +416,32 @@ class ServerStore:
         )  # fmt: skip
 
     def _acknowledge(self, shard: Shard, what: AcknowledgePush | RepeatAcknowledgement) -> None:
-        token = what.token
-        assert isinstance(token, WorkerRequest)
-        token.used(self.context.buffers)
-        if token.header.kind != MessageKind.PUSHPULL:  # that is answered as a pull
-            token.connection.answer(token, MessageKind.DONE)
+        request = request_of(what.token)
+        request.release_body(self.context.buffers)
+        if request.header.kind != MessageKind.PUSHPULL:  # that is answered as a pull
+            request.connection.answer(request)
 
-    def _fail(self, shard: Shard, instruction: FailRequest) -> None:
-        token = instruction.token
-        request = token.request if isinstance(token, PullHalf) else token
-        assert isinstance(request, WorkerRequest)
-        request.used(self.context.buffers)
-        request.connection.fail(request, self.problem_of(shard, instruction))
+    def _fail(self, shard: Shard, what: FailRequest) -> None:
+        request = request_of(what.token)
+        request.release_body(self.context.buffers)
+        request.connection.refuse(request, self.problem_of(shard, what))
+
+    def _answer_done(self, shard: Shard, what: AnswerDone) -> None:
+        request = request_of(what.token)
+        request.connection.answer(request)
+
+    def _answer_states(self, shard: Shard, what: AnswerStates) -> None:
+        request = request_of(what.token)
+        request.connection.answer(request, MessageKind.VALUE, shard.pack_states(self.settings.optimizer))
+
+    def _restore_states(self, shard: Shard, what: RestoreStates) -> None:
+        request = request_of(what.token)
+        try:
+            shard.put_states(what.body, self.settings.optimizer)
+            shard.must_save = self.context.saves_always
+        except ReigenError as error:
+            request.connection.refuse(request, error, shard.facts.name)
+        request.release_body(self.context.buffers)
 
     def problem_of(self, shard: Shard, failed: FailRequest) -> RemoteError:
         """What a worker is told of a request that has failed."""
@@ -403,7 +471,7 @@ class ServerStore:
             shard.must_save = self.context.saves_always
 
         num_bytes = shard.num_bytes * (len(update.parts) + 1)
-        self.do([shard], lambda scratch: shard.change(update, optimizer, target, scratch), done, num_bytes)
+        self.compute([shard], lambda scratch: shard.change(update, optimizer, target, scratch), done, num_bytes)
 
     def _save_shard(self, shard: Shard) -> None:
         shard.must_save = False
@@ -419,9 +487,9 @@ class ServerStore:
             if self.context.saves_always:
                 self.fail_all(shard, error)
 
-        self.do([shard], lambda _: snapshots.save_shard(self.number, shard.id, shard.pack()), done, _SMALL_BYTES)
+        self.compute([shard], lambda _: snapshots.save_shard(self.number, shard.id, shard.pack()), done, _SMALL_BYTES)
 
-    def do(
+    def compute(
         self, shards: Sequence[Shard], task: ComputeTask, done: Callable[[BaseException | None], None], num_bytes: int
     ) -> None:
         """Have something computed, then go on with the shards.
@@ -463,21 +531,15 @@ class ServerStore:
             one.waiting = None
         for connection in self.connections.values():
             for request in list(connection.open_requests.values()):
-                connection.fail(request, problem)
+                connection.refuse(request, problem)
         self._notify(ServerNotice("problem", -1, "", problem.reason, problem))
 
-    # ---- answers
-
-    def _answer(self, shard: Shard, what: AnswerPull) -> None:
-        token = what.token
-        request = token.request if isinstance(token, PullHalf) else token
-        assert isinstance(request, WorkerRequest)
-        dtype = DTYPE_NUMBERS[shard.facts.dtype]
-        encoder = self.settings.encoder
-        if request.numbers is not None:
-            memory = self.context.memory
-            rows = memory.new(len(request.numbers) * shard.row_length * shard.dtype.itemsize)
-            shard.rows(request.numbers, rows.array)
+    def _answer_pull(self, shard: Shard, what: AnswerPull) -> None:
+        request, memory = request_of(what.token), self.context.memory
+        dtype, encoder = DTYPE_NUMBERS[shard.facts.dtype], self.settings.encoder
+        if request.rows is not None:
+            rows = memory.new(len(request.rows) * shard.row_length * shard.dtype.itemsize)
+            shard.rows(request.rows, rows.array)
             request.connection.answer_value(request, rows, dtype)
             memory.retire(rows)
         elif request.accepts_encoded and encoder is not None and self.settings.optimizer is None and shard.is_sum:
@@ -486,7 +548,7 @@ class ServerStore:
                 shard.must_save = True
                 shard.queue.appendleft(what)
                 return
-            request.connection.answer_codes(request, codes)
+            request.connection.answer(request, MessageKind.VALUE, codes, _ENCODED)
         else:
             request.connection.answer_value(request, shard.value, dtype)
 
@@ -495,14 +557,14 @@ class ServerStore:
     def expire(self) -> None:
         """Fail what has waited too long."""
         before = time.monotonic() - self.context.deadline_seconds
-        self._open_late(before)
+        self._split_late(before)
         for connection in list(self.connections.values()):
-            asked = [one for one in connection.asked() if one.shard is not None]
+            asked = [one for one in connection.unanswered() if one.shard is not None]
             late = {one.shard for one in asked if one.since <= before}
             # The latest first: what waits for a push of the same worker is to name the others, not that push, which
             # does not count any more once it has expired.
             for request in reversed([one for one in asked if one.shard in late]):
-                tokens = [request] if request.reading is None else [request.reading, request]
+                tokens = [request] if request.pull_half is None else [request.pull_half, request]
                 if request.shard is not None:
                     self.handle_events(request.shard, *map(RequestExpired, tokens))
         self.declarations.expire(before)
@@ -510,13 +572,13 @@ class ServerStore:
 
     def waiting(self, before: float) -> Iterator[WaitingWorker]:
         """Who has waited for other workers since ``before``, or longer."""
-        self._open_late(before)
-        asked = [one for each in self.connections.values() for one in each.asked()]
+        self._split_late(before)
+        asked = [one for each in self.connections.values() for one in each.unanswered()]
         for shard in {one.shard for one in asked if one.shard is not None and one.since <= before}:
             for wait in shard.engine.waits():
-                request = wait.token.request if isinstance(wait.token, PullHalf) else wait.token
-                assert isinstance(request, WorkerRequest)
-                yield WaitingWorker(f"key {shard.facts.name!r}", wait.worker, wait.workers, request.since)
+                yield WaitingWorker(
+                    f"key {shard.facts.name!r}", wait.worker, wait.workers, request_of(wait.token).since
+                )
         yield from self.declarations.waiting()
         yield from self.settings.waiting()
 
@@ -567,22 +629,25 @@ class ServerStore:
             self.declarations.remember(shard.key, shard.facts)
 
 
-_HANDLERS: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
+_CARRIED_OUT_BY: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
     AcknowledgePush: ServerStore._acknowledge,
     RepeatAcknowledgement: ServerStore._acknowledge,
-    AnswerPull: ServerStore._answer,
+    AnswerPull: ServerStore._answer_pull,
     CombineRound: ServerStore._combine,
     ApplyPush: ServerStore._apply,
     ConsistencyState: ServerStore._note_state,
     FailRequest: ServerStore._fail,
     DropRequest: ServerStore._drop,
-    RoundsForgotten: ServerStore._tell_forgotten,
-    RoundRecovered: lambda store, shard, what: None,  # whoever asked has read it
+    RoundsForgotten: ServerStore._report_forgotten,
+    RoundRecovered: lambda store, shard, what: None,  # the answer to RESUME, which has been read
+    AnswerDone: ServerStore._answer_done,
+    AnswerStates: ServerStore._answer_states,
+    RestoreStates: ServerStore._restore_states,
 }
 
 
 def _push_data(token: RequestToken) -> PushData:
-    """What a push gives to its shard."""
-    assert isinstance(token, WorkerRequest)
-    assert token.contribution is not None, "a push is used once, and not before its instruction is carried out"
-    return token.contribution
+    """Return the contribution of a push."""
+    data = request_of(token).contribution
+    assert data is not None, "a push is used once, and not before its instruction is carried out"
+    return data

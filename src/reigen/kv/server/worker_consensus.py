@@ -95,7 +95,7 @@ class WorkerConsensus:
         self.agreement.words.clear()
         waiting, self.waiting = self.waiting, {}
         for request in waiting.values():
-            request.connection.fail(request, problem)
+            request.connection.refuse(request, problem)
 
     def waits(self, expected: Collection[int]) -> Iterator[WaitingWorker]:
         """Who waits for whom."""
