@@ -1250,10 +1250,13 @@ def test_snapshots_are_private_whatever_the_umask(tmp_path):
     ("spoil", "problem"),
     [
         (lambda base, own: base.chmod(0o777), "may be changed by others (mode 0777). Set REIGEN_KV_SNAPSHOT_DIR to a"),
-        (lambda base, own: os.chown(base, 65534, 65534), "belongs to user 65534. Set REIGEN_KV_SNAPSHOT_DIR to a"),
+        (
+            lambda base, own: os.chown(base, 65534, 65534),
+            "belongs to user 65534, this process to user 0. Set REIGEN_KV_SNAPSHOT_DIR to a",
+        ),
         (lambda base, own: os.chown(own, 65534, 65534), "it belongs to user 65534, this process to user"),
         (lambda base, own: os.chown(own.parent, 65534, 65534), "it belongs to user 65534, this process to user"),
-        (lambda base, own: own.chmod(0o750), "it may be used by others (mode 0750, and should be 0700)"),
+        (lambda base, own: own.chmod(0o750), "it may be used by others (mode 0750), and should be of mode 0700"),
         (lambda base, own: (own.rename(base / "x"), own.symlink_to(base / "x")), "it is no directory"),
     ],
 )

@@ -16,7 +16,7 @@ from reigen.context import Handle
 from reigen.errors import MismatchError, ReigenError
 from reigen.kv.local_reduce import sum_row_sparse, sum_tensors
 from reigen.kv.local_store import LocalStore, copy_to_host
-from reigen.kv.store import KeyTensors, Pending, call_when_all_done
+from reigen.kv.store import KeyTensors, Pending, PendingGroup, call_when_all_done
 from reigen.kv.values import Key, RowSparse, TensorSpec, flatten_tensor, tensor_spec
 from reigen.types import ReduceOp, dtype_named
 
@@ -51,23 +51,6 @@ class _PushRound:
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """See `Pending.add_done_callback`."""
         call_when_all_done(self._handles, callback)
-
-
-class _PushRounds:
-    """Several of them as one `Pending`."""
-
-    def __init__(self, rounds: list[_PushRound]) -> None:
-        self._rounds = rounds
-
-    def wait(self, timeout: float | None = None) -> None:
-        for each in self._rounds:
-            each.wait(timeout)
-
-    def done(self) -> bool:
-        return all(each.done() for each in self._rounds)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        call_when_all_done(self._rounds, callback)
 
 
 class AllreduceStore(LocalStore):
@@ -174,7 +157,7 @@ class AllreduceStore(LocalStore):
             )  # fmt: skip
 
     def _push(self, groups: list[KeyTensors], priority: int) -> Pending:
-        return _PushRounds([self._begin(key, tensors) for key, tensors in groups])
+        return PendingGroup([self._begin(key, tensors) for key, tensors in groups])
 
     def _pull(self, groups: list[KeyTensors], priority: int, blocking: bool) -> Pending:
         before = []
@@ -184,7 +167,7 @@ class AllreduceStore(LocalStore):
                 before.append(waiting[-1])
             else:
                 self._give(key, outs)
-        return _PushRounds(before)
+        return PendingGroup(before)
 
     def _pushpull(self, values: list[KeyTensors], outs: list[KeyTensors], priority: int, blocking: bool) -> Pending:
         self._push(values, priority)

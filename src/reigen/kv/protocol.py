@@ -296,6 +296,11 @@ class ShardRange(msgspec.Struct, array_like=True, frozen=True):
     end: int
     server: int
 
+    @property
+    def num_elements(self) -> int:
+        """Number of its elements."""
+        return self.end - self.begin
+
 
 class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
     """DECLARE: what a worker means by a key.
@@ -307,7 +312,6 @@ class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
         stype: ``default`` or ``row_sparse``.
         places: all shards of the key, from rank 0; None from the others.
         is_initialised: rank 0 has sent all shards.
-        reason: why the shards are where they are, for logs.
         generation: how often the key was declared anew: all workers do so to have it cut in another way before the
             first push. Shards of an earlier generation are forgotten where the key is declared with a later one.
     """
@@ -318,7 +322,6 @@ class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
     stype: str = "default"
     places: tuple[ShardRange, ...] | None = None
     is_initialised: bool = False
-    reason: str = ""
     generation: int = 0
 
 

@@ -83,21 +83,6 @@ class Pending(Protocol):
         """Call ``callback`` when they are `done`: now, or on whichever thread finds out, which it must not keep."""
 
 
-class CompletedPending:
-    """A `Pending` of which nothing is pending."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return at once."""
-
-    def done(self) -> bool:
-        """Always."""
-        return True
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call it now."""
-        callback()
-
-
 class KVStore(ABC):
     """A store; `reigen.kv.create` makes one. One thread at a time may use it.
 
@@ -358,7 +343,7 @@ class KVStore(ABC):
         """
 
     def _waited(self, parts: Sequence[Pending], wait: bool) -> Pending:
-        pending = parts[0] if len(parts) == 1 else _PendingGroup(parts, self.one_deadline)
+        pending = parts[0] if len(parts) == 1 else PendingGroup(parts, self.one_deadline)
         if wait:
             pending.wait()
         return pending
@@ -525,22 +510,29 @@ def _is_one_for_each(rows: Any) -> bool:
     return isinstance(rows, (list, tuple)) and any(getattr(each, "ndim", 0) > 0 for each in rows)
 
 
-class _PendingGroup:
-    """Several `Pending` as one."""
+class PendingGroup:
+    """Several `Pending` as one, or none."""
 
-    def __init__(self, parts: Sequence[Pending], one_deadline: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Pending],
+        one_deadline: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         self._parts, self._one_deadline = parts, one_deadline
 
     def wait(self, timeout: float | None = None) -> None:
+        """See `Pending.wait`."""
         until = None if timeout is None else time.monotonic() + timeout
         with self._one_deadline():
             for part in self._parts:
                 part.wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def done(self) -> bool:
+        """See `Pending.done`."""
         return all(part.done() for part in self._parts)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See `Pending.add_done_callback`."""
         call_when_all_done(self._parts, callback)
 
 

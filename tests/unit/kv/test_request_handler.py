@@ -129,7 +129,7 @@ BODIES = st.one_of(
     ),
     st.builds(
         lambda name, shape, dtype, stype, generation, ready: DECLARE_CODEC.encode(
-            DeclareKey(name, shape, dtype, stype, (ShardRange(0, 0, 4, 0),), ready, "", generation)
+            DeclareKey(name, shape, dtype, stype, (ShardRange(0, 0, 4, 0),), ready, generation)
         ),
         st.sampled_from(["dense", "rows", "new", 5]),
         st.sampled_from([(4,), (3, 2), ()]),

@@ -14,7 +14,7 @@ from reigen.config import Config
 from reigen.errors import ArgumentError
 from reigen.kv.client.key_table import KeyState, RequestFactory
 from reigen.kv.client.requests import ClientRequest, KVOperation
-from reigen.kv.client.sharding import ShardPlacement, ShardPlacer, choose_slice_bytes, home_server
+from reigen.kv.client.sharding import ShardPlacer, choose_slice_bytes, home_server
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.protocol import (
     COUNT_UNKNOWN,
@@ -79,7 +79,7 @@ class KeyInitializer:
         for held, answer in zip(holdings, answers, strict=True):
             held.set_placement(answer.places)
             if self._is_first:
-                self._placer.adopt([_placement_of(held, place) for place in answer.places], held.spec.dtype.itemsize)
+                self._placer.adopt(held.id, answer.places, held.spec.dtype.itemsize)
         new = [held for held, answer in zip(holdings, answers, strict=True) if not answer.was_initialised]
         if self._is_first and new:
             self._initialise(new, values, incarnations)
@@ -118,7 +118,7 @@ class KeyInitializer:
         spec = held.spec
         row_length = spec.row_length if spec.stype == ROW_SPARSE else 1
         shards, _ = self._placer.place(held.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
-        return tuple(ShardRange(shard.index, shard.begin, shard.end, shard.server) for shard in shards)
+        return shards
 
     def _at_home(
         self,
@@ -186,12 +186,8 @@ class KeyInitializer:
 def _encode_declaration(held: KeyState, places: tuple[ShardRange, ...] | None, is_initialised: bool) -> bytes:
     spec = held.spec
     return DECLARE_CODEC.encode(
-        DeclareKey(held.name, spec.shape, spec.dtype.name, spec.stype, places, is_initialised, "", held.generation)
+        DeclareKey(held.name, spec.shape, spec.dtype.name, spec.stype, places, is_initialised, held.generation)
     )
-
-
-def _placement_of(held: KeyState, place: ShardRange) -> ShardPlacement:
-    return ShardPlacement(held.id, place.index, place.begin, place.end, place.server)
 
 
 def _format_keys(holdings: Sequence[KeyState]) -> str:

@@ -232,6 +232,6 @@ def collect_residuals(held: KeyState, whose: str) -> Residuals:
     if not held.residuals or any(part is None for part in held.residuals.values()):
         return {}
     parts = [held.residuals.get(place.index) for place in held.places]
-    sizes = [place.end - place.begin for place in held.places]
+    sizes = [place.num_elements for place in held.places]
     known = [np.zeros(size, np.float32) if part is None else part for part, size in zip(parts, sizes, strict=True)]
     return {(held.name, whose): np.concatenate(known)}

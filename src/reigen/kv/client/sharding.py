@@ -21,35 +21,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-import msgspec
+from reigen.kv.protocol import ShardRange
 
 #: The largest shard, where the user does not say: servers on this host, on this host without processors to spare, and
 #: elsewhere.
 LOCAL_SLICE_BYTES, CROWDED_SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 12 << 20, 1 << 20
 #: Elements between two borders: whole words of 1-bit codes.
 ALIGNMENT_ELEMENTS = 32
-
-
-class ShardPlacement(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A part of a key's value.
-
-    Attributes:
-        key: id of the key.
-        index: of the shard in its key, from 0, in the order of the elements.
-        begin, end: its flat elements.
-        server: which keeps it.
-    """
-
-    key: int
-    index: int
-    begin: int
-    end: int
-    server: int
-
-    @property
-    def num_elements(self) -> int:
-        """How many elements it has."""
-        return self.end - self.begin
 
 
 def home_server(key_id: int, num_servers: int) -> int:
@@ -103,7 +81,7 @@ class ShardPlacer:
 
     def place(
         self, key_id: int, num_elements: int, itemsize: int, row_length: int = 1, whole: bool = False
-    ) -> tuple[tuple[ShardPlacement, ...], str]:
+    ) -> tuple[tuple[ShardRange, ...], str]:
         """Place a key, or place it anew.
 
         Args:
@@ -125,19 +103,17 @@ class ShardPlacer:
         sizes = [num_elements] if whole else self._cut(num_elements, itemsize, unit, len(order))
         shards, begin = [], 0
         for index, size in enumerate(sizes):
-            shards.append(ShardPlacement(key_id, index, begin, begin + size, order[index % len(order)]))
+            shards.append(ShardRange(index, begin, begin + size, order[index % len(order)]))
             begin += size
-        self.adopt(shards, itemsize)
+        self.adopt(key_id, shards, itemsize)
         return tuple(shards), self._reason(num_elements, shards, whole, spread)
 
-    def adopt(self, shards: Sequence[ShardPlacement], itemsize: int) -> None:
+    def adopt(self, key_id: int, shards: Sequence[ShardRange], itemsize: int) -> None:
         """Take into account a key that was placed before, by another process of this rank."""
-        if shards:
-            self.forget(shards[0].key)
-            parts = [(shard.server, shard.num_elements * itemsize) for shard in shards]
-            for server, num_bytes in parts:
-                self.loads[server] += num_bytes
-            self._placed[shards[0].key] = parts
+        self.forget(key_id)
+        self._placed[key_id] = [(shard.server, shard.num_elements * itemsize) for shard in shards]
+        for server, num_bytes in self._placed[key_id]:
+            self.loads[server] += num_bytes
 
     def forget(self, key_id: int) -> None:
         """A key is not there any more, or about to be placed elsewhere."""
@@ -155,7 +131,7 @@ class ShardPlacer:
         sizes[-1] -= units * unit - num_elements
         return sizes
 
-    def _reason(self, num_elements: int, shards: Sequence[ShardPlacement], whole: bool, spread: bool) -> str:
+    def _reason(self, num_elements: int, shards: Sequence[ShardRange], whole: bool, spread: bool) -> str:
         if spread:
             servers = len({shard.server for shard in shards})
             return f"{num_elements} elements, the bound is {self._bound}: {len(shards)} shard(s) on {servers} server(s)"

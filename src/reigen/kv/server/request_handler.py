@@ -273,4 +273,4 @@ class RequestHandler:
 
 def _shard_bytes(facts: KeySpec, place: ShardRange) -> int:
     """How long the value of a shard is."""
-    return (place.end - place.begin) * dtype_named(facts.dtype).itemsize
+    return place.num_elements * dtype_named(facts.dtype).itemsize

@@ -561,9 +561,9 @@ class KVServer:
     def _restore(self, snapshots: SnapshotDirectory) -> None:
         """Take the place of the process that this server was before, if there was one."""
         try:
-            for number, facts in snapshots.stores():
+            for number, facts, shards in snapshots.load():
                 store = ServerStore(number, math.inf if facts.staleness is None else facts.staleness, self._around)
-                store.restore(facts)
+                store.restore(facts, shards)
                 self._add_store(store)
                 self._restored.add(number)
                 _log.info("store %d is restored from a snapshot: %d shards", number, len(store.shards))

@@ -161,7 +161,7 @@ class Shard:
 
     def __post_init__(self) -> None:
         self.dtype = dtype_named(self.facts.dtype)
-        self.length = self.place.end - self.place.begin
+        self.length = self.place.num_elements
         self.num_bytes = self.length * self.dtype.itemsize
         self.applied = self.engine.state()
 

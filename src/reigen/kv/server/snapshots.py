@@ -29,11 +29,11 @@ import msgspec
 from numpy.typing import NDArray
 
 from reigen.errors import ConfigError, ReigenError, WireError
+from reigen.files import Buffer, privacy_problem, write_atomically
 from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.kv.protocol import ShardRange
 from reigen.kv.server.shard import KeySpec, ShardId, ShardSnapshot
-from reigen.optim import packed, unpacked, write_atomically
-from reigen.optim.array_files import Buffer
+from reigen.optim import packed, unpacked
 
 _log = logging.getLogger(__name__)
 _SHARD_FILE = re.compile(r"store-(\d+)-([0-9a-f]{16})-(\d+)\.shard")
@@ -60,6 +60,9 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     left: tuple[int, ...]
     missed: tuple[int, ...]
     incarnations: dict[int, int]
+
+
+LoadedShard = tuple[ShardSnapshot, dict[str, NDArray[Any]]]
 
 
 class SnapshotDirectory:
@@ -131,26 +134,19 @@ class SnapshotDirectory:
         with contextlib.suppress(FileNotFoundError):
             self._shard(store, shard).unlink()
 
-    def stores(self) -> Iterator[tuple[int, StoreSnapshot]]:
-        """The stores that were saved.
+    def load(self) -> Iterator[tuple[int, StoreSnapshot, Iterator[LoadedShard]]]:
+        """Yield the number of each store that was saved, what was saved of it, and its shards with their arrays.
 
         Raises:
             WireError: a file is damaged; names it.
         """
-        for path in sorted(self.directory.iterdir()):
-            if match := _STORE_FILE.fullmatch(path.name):
-                yield int(match[1]), _read(path, StoreSnapshot)[0]
-
-    def shards(self, store: int) -> Iterator[tuple[ShardSnapshot, dict[str, NDArray[Any]]]]:
-        """The shards of a store that were saved, with their arrays.
-
-        Raises:
-            WireError: a file is damaged; names it.
-        """
-        for path in sorted(self.directory.iterdir()):
-            match = _SHARD_FILE.fullmatch(path.name)
-            if match and int(match[1]) == store:
-                yield _read(path, ShardSnapshot)
+        names = sorted(path.name for path in self.directory.iterdir())
+        shards = [match for name in names if (match := _SHARD_FILE.fullmatch(name))]
+        for name in names:
+            if match := _STORE_FILE.fullmatch(name):
+                own = [self.directory / each[0] for each in shards if int(each[1]) == int(match[1])]
+                loaded = (_read(path, ShardSnapshot) for path in own)
+                yield int(match[1]), _read(self.directory / name, StoreSnapshot)[0], loaded
 
     def _shard(self, store: int, shard: ShardId) -> Path:
         return self.directory / f"store-{store}-{shard[0]:016x}-{shard[1]}.shard"
@@ -200,30 +196,19 @@ def _make_private(path: Path) -> None:
 
 def _check_parent(path: Path) -> None:
     """Others must not be able to put their directories in the place of those of the jobs."""
-    status = path.stat()
-    if status.st_uid not in {0, os.geteuid()}:
-        problem = f"belongs to user {status.st_uid}"
-    elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        problem = f"may be changed by others (mode {stat.S_IMODE(status.st_mode):04o})"
-    else:
-        return
-    raise ConfigError(
-        f"snapshots cannot be kept in {path}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory of your own, for "
-        "example one in it, which is made if it is not there"
-    )
+    if problem := privacy_problem(path.stat(), is_parent=True):
+        raise ConfigError(
+            f"snapshots cannot be kept in {path}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory of your own, "
+            "for example one in it, which is made if it is not there"
+        )
 
 
 def _check_private(path: Path) -> None:
     status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "it is no directory"
-    elif status.st_uid != os.geteuid():
-        problem = f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
-    elif status.st_mode & 0o077:
-        problem = f"it may be used by others (mode {stat.S_IMODE(status.st_mode):04o}, and should be 0700)"
-    else:
-        return
-    raise ConfigError(f"snapshots cannot be kept in {path}: {problem}")
+    problem = privacy_problem(status) if stat.S_ISDIR(status.st_mode) else "is no directory"
+    if problem:
+        should_be = ", and should be of mode 0700" if problem.startswith("may") else ""
+        raise ConfigError(f"snapshots cannot be kept in {path}: it {problem}{should_be}")
 
 
 def _lock_directory(path: Path) -> int:

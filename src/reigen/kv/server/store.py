@@ -66,7 +66,7 @@ from reigen.kv.server.shard import (
     ShardInstruction,
     ValueUpdate,
 )
-from reigen.kv.server.snapshots import SnapshotDirectory, StoreSnapshot
+from reigen.kv.server.snapshots import LoadedShard, SnapshotDirectory, StoreSnapshot
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.server.store_settings import StoreSettings
 from reigen.kv.server.thread_pool import ComputeTask, ComputeThreads
@@ -275,7 +275,7 @@ class ServerStore:
             engine.handle(WorkerLeft(worker))
         for worker in self.losses:
             engine.handle(WorkerLost(worker, self.context.policy))
-        num_bytes = (place.end - place.begin) * dtype_named(facts.dtype).itemsize
+        num_bytes = place.num_elements * dtype_named(facts.dtype).itemsize
         return Shard(key, facts, place, engine, self.context.memory.new(num_bytes))
 
     def add(self, shard: Shard) -> None:
@@ -608,13 +608,12 @@ class ServerStore:
             if self.context.saves_always:  # what is acknowledged now would be lost
                 self.break_off(RemoteError.of(CollectiveError(f"server could not save a snapshot: {error}")))
 
-    def restore(self, facts: StoreSnapshot) -> None:
+    def restore(self, facts: StoreSnapshot, shards: Iterable[LoadedShard]) -> None:
         """Take over a snapshot, before anything else happens.
 
         Raises:
             ReigenError: it makes no sense.
         """
-        assert self.context.snapshots is not None
         self.left = set(facts.left)
         loss = WorkerLoss("unknown", "it was lost before this server was restarted")
         self.losses = dict.fromkeys(facts.missed, loss)
@@ -622,7 +621,7 @@ class ServerStore:
         self.settings.restore(facts.settings)
         for key, about, places in facts.keys:
             self.declarations.restore(key, about, places)
-        for snapshot, arrays in self.context.snapshots.shards(self.number):
+        for snapshot, arrays in shards:
             shard = self.make_shard(snapshot.key, snapshot.facts, snapshot.place, snapshot.applied)
             shard.restore(snapshot, arrays, self.settings.optimizer)
             self.shards[shard.id] = shard
