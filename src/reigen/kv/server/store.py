@@ -1,6 +1,6 @@
 """One store on one server: requests go in, shards change, answers come out.
 
-What happens when is decided elsewhere (`reigen.kv.consistency` for each shard, `reigen.kv.server.worker_consensus` for
+What happens when is decided elsewhere (`reigen.kv.consistency` for each shard, `reigen.kv.server.consensus` for
 what all workers say alike). What they decide comes back as instructions, which stand in the queue of their shard and
 are carried out in order by one loop (`ServerStore._advance`). What computes is given to a thread if it is long; the
 shard's later instructions wait for it, and other shards go on.
@@ -54,6 +54,7 @@ from reigen.kv.protocol import (
     ShardRange,
 )
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
+from reigen.kv.server.key_declarations import KeyDeclarations
 from reigen.kv.server.reduction import PushData
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest, request_of
 from reigen.kv.server.shard import (
@@ -70,7 +71,6 @@ from reigen.kv.server.snapshots import LoadedShard, SnapshotDirectory, StoreSnap
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.server.store_settings import StoreSettings
 from reigen.kv.server.thread_pool import ComputeTask, ComputeThreads
-from reigen.kv.server.worker_consensus import KeyDeclarations
 from reigen.optim import Optimizer
 from reigen.types import dtype_named
 
@@ -237,7 +237,7 @@ class ServerStore:
     # ---- keys
 
     def plan_shards(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...]) -> None:
-        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
+        """See `reigen.kv.server.consensus.ConsensusStore`."""
         for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.facts != facts]:
             self.layout_version += 1
             self.context.memory.retire(self.shards.pop(shard_id).value)
@@ -250,13 +250,13 @@ class ServerStore:
                 self.planned[key, place.index] = (facts, place)
 
     def has_pushes(self, key: int | None = None) -> bool:
-        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
+        """See `reigen.kv.server.consensus.ConsensusStore`."""
         self.split_waiting(*self.shards.values())
         engines = [shard.engine for shard in self.shards.values() if key is None or shard.key == key]
         return any(engine.has(worker, 1) for engine in engines for worker in range(self.context.num_workers))
 
     def use(self, optimizer: Optimizer) -> None:
-        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
+        """See `reigen.kv.server.consensus.ConsensusStore`."""
         for shard in self.shards.values():
             self._make_use(shard, optimizer)
 
