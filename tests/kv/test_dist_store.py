@@ -647,7 +647,7 @@ def test_what_was_held_back_goes_nowhere_after_the_deadline(monkeypatch: pytest.
         try:
             assert stands.wait(SECONDS)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("reigen.kv.client.deadlines._TOLERANCE_SECONDS", 0.3 - SECONDS)
+                patch.setattr("reigen.kv.client.worker._TOLERANCE_SECONDS", 0.3 - SECONDS)
                 pending = [store.pushpull(keys, value, list(out), wait=False) for out in outs]
                 for each in pending:
                     with pytest.raises(DeadlineError):
@@ -706,7 +706,7 @@ def test_the_error_of_a_deadline_is_raised_once(monkeypatch: pytest.MonkeyPatch)
         value = np.full(2, store.rank + 1, np.float32)
         if store.rank == 0:
             # before the server says who is late
-            monkeypatch.setattr("reigen.kv.client.deadlines._TOLERANCE_SECONDS", 0.2 - SECONDS)
+            monkeypatch.setattr("reigen.kv.client.worker._TOLERANCE_SECONDS", 0.2 - SECONDS)
             with pytest.raises(DeadlineError, match="no answer"):
                 store.pushpull("w", value)
             monkeypatch.undo()

@@ -127,7 +127,7 @@ class Owner:
         batch.complete_part(place, is_done=is_done)
         self.parts.append((batch, place))
 
-    def heed(self, notice: ServerNotice) -> None:
+    def handle_notice(self, notice: ServerNotice) -> None:
         self.notices.append(notice)
 
     def counts(self, server: int) -> list[tuple[int, int, int]]:

@@ -65,8 +65,8 @@ class DistStore(KVStore):
         self._is_closed = self._has_left = False
         self._optimizer: optim.Optimizer | None = None
         self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
-        self._messages = RequestFactory(self._worker)
-        self._key_init = KeyInitializer(self._worker, self._messages, config)
+        self._factory = RequestFactory(self._worker)
+        self._key_init = KeyInitializer(self._worker, self._factory, config)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class DistStore(KVStore):
             self._optimizer = optimizer
             self._key_init.is_whole = not optimizer.is_elementwise
             if self._key_init.is_whole:
-                self._put_together([held for held in self._keys.values() if len(held.places) > 1])
+                self._put_together([entry for entry in self._keys.values() if len(entry.places) > 1])
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """See `KVStore.set_learning_rate`."""
@@ -93,37 +93,37 @@ class DistStore(KVStore):
             from_params(params)
         self._check()
         self._worker.command("set_gradient_compression", {"params": wanted})
-        self._messages.compress(wanted, self.num_workers)
+        self._factory.compress(wanted, self.num_workers)
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
         """See `KVStore.save_optimizer_states`. What compression has not sent is this worker's own: one file each."""
         self._check()
         optim.check_can_be_written(fname)
         states = optim.States(())
-        if self._messages.codec is None or self._optimizer is not None:
+        if self._factory.codec is None or self._optimizer is not None:
             self._optimizing()
             with self.one_deadline():
                 collected = optimizer_states.collect_states(self._worker, self._keys.values())
                 spec = self._optimizer_now() if dump_optimizer else None
             states = optim.States(collected.pieces, spec, collected.facts)
         left: residual_files.Residuals = {}
-        for held in self._keys.values():
-            left.update(collect_residuals(held, self._whose))
+        for entry in self._keys.values():
+            left.update(collect_residuals(entry, self._owner))
         residual_files.merge_residuals(states, left, self._specs).save(fname)
 
     def load_optimizer_states(self, fname: str | Path) -> None:
         """See `KVStore.load_optimizer_states`."""
         self._check()
         states, left = residual_files.load_states(fname, self._specs)
-        if states.pieces or self._messages.codec is None:
+        if states.pieces or self._factory.codec is None:
             optimizer = self._optimizing()
-            held_here = list(self._keys.values())
+            entries = list(self._keys.values())
             with self.one_deadline():
-                optimizer_states.restore_states(self._worker, self._messages, held_here, states, optimizer.name)
-        for (key, whose), residual in left.items():
-            held = self._keys[key]
-            if whose == self._whose and self._messages.codec is not None:
-                held.residuals = {place.index: residual[place.begin : place.end].copy() for place in held.places}
+                optimizer_states.restore_states(self._worker, self._factory, entries, states, optimizer.name)
+        for (key, owner), residual in left.items():
+            entry = self._keys[key]
+            if owner == self._owner and self._factory.codec is not None:
+                entry.residuals = {place.index: residual[place.begin : place.end].copy() for place in entry.places}
 
     # -- the other workers --------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class DistStore(KVStore):
         self._worker.wait_for_all()
 
     def one_deadline(self, until: float | None = None) -> AbstractContextManager[float]:
-        """See `reigen.kv.client.deadlines.CallDeadlines.one`."""
+        """See `reigen.kv.client.worker.CallDeadlines.one`."""
         return self._worker.deadlines.one(until)
 
     def attention(self) -> AbstractContextManager[None]:
@@ -218,25 +218,25 @@ class DistStore(KVStore):
 
     def _init(self, pairs: list[tuple[Key, Any]]) -> None:
         self._check()
-        holdings = [KeyState(key, key_id(key), tensor_spec(value)) for key, value in pairs]
+        entries = [KeyState(key, key_id(key), tensor_spec(value)) for key, value in pairs]
         values: dict[int, Array] = {}
         if self.rank == 0:
-            for held, (_, value) in zip(holdings, pairs, strict=True):
-                values[held.id] = flatten_tensor(copy_to_host(value) if isinstance(value, RowSparse) else value)[0]
+            for entry, (_, value) in zip(entries, pairs, strict=True):
+                values[entry.id] = flatten_tensor(copy_to_host(value) if isinstance(value, RowSparse) else value)[0]
         with self.one_deadline():
-            self._key_init.declare(holdings, values, lambda: self._keys.update((held.name, held) for held in holdings))
+            self._key_init.declare(entries, values, lambda: self._keys.update((entry.name, entry) for entry in entries))
 
     def _push(self, groups: list[KeyTensors], priority: int) -> Pending:
         self._check(pushes=True)
         operation = KVOperation(self._worker, "push", None, [key for key, _ in groups])
-        packing = BatchBuilder(self._messages, self._worker, MessageKind.PUSH, operation, priority, len(groups))
+        builder = BatchBuilder(self._factory, self._worker, MessageKind.PUSH, operation, priority, len(groups))
         for key, tensors in groups:
-            held = self._keys[key]
+            entry = self._keys[key]
             if any(isinstance(tensor, RowSparse) for tensor in tensors):
-                self._messages.push_rows(operation, held, *sum_row_sparse(tensors, held.spec), priority)
+                self._factory.push_rows(operation, entry, *sum_row_sparse(tensors, entry.spec), priority)
             else:
-                packing.add(held, sum_tensors(tensors, held.spec)[0], None)
-        packing.end()
+                builder.add(entry, sum_tensors(tensors, entry.spec)[0], None)
+        builder.end()
         self._worker.flush()
         return operation
 
@@ -244,10 +244,10 @@ class DistStore(KVStore):
         self._check()
         places = _PullTargets(outs for _, outs in groups)
         operation = KVOperation(self._worker, "pull", places.finish, [key for key, _ in groups])
-        packing = BatchBuilder(self._messages, self._worker, MessageKind.PULL, operation, priority, len(groups))
+        builder = BatchBuilder(self._factory, self._worker, MessageKind.PULL, operation, priority, len(groups))
         for (key, _), place in zip(groups, places, strict=True):
-            packing.add(self._keys[key], None, place.elements)
-        packing.end()
+            builder.add(self._keys[key], None, place.elements)
+        builder.end()
         if not blocking:
             self._worker.flush()
         return operation
@@ -259,19 +259,19 @@ class DistStore(KVStore):
         self._check(pushes=True)
         places = _PullTargets(several for _, several in outs)
         operation = KVOperation(self._worker, "pushpull", places.finish, keys)
-        packing = BatchBuilder(self._messages, self._worker, MessageKind.PUSHPULL, operation, priority, len(keys))
+        builder = BatchBuilder(self._factory, self._worker, MessageKind.PUSHPULL, operation, priority, len(keys))
         for (key, tensors), place in zip(values, places, strict=True):
-            held = self._keys[key]
-            packing.add(held, sum_tensors(tensors, held.spec)[0], place.elements)
-        packing.end()
+            entry = self._keys[key]
+            builder.add(entry, sum_tensors(tensors, entry.spec)[0], place.elements)
+        builder.end()
         if not blocking:
             self._worker.flush()
         return operation
 
     def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
         self._check()
-        held = self._keys[key]
-        spec = held.spec
+        entry = self._keys[key]
+        spec = entry.spec
         wanted = np.arange(spec.shape[0]) if rows is None else np.unique(row_numbers(rows, spec.shape[0]))
         received = np.empty((len(wanted), spec.row_length), spec.dtype.storage)
 
@@ -280,14 +280,14 @@ class DistStore(KVStore):
                 out.receive(wanted.copy(), received.reshape(len(wanted), *spec.shape[1:]).copy())
 
         operation = KVOperation(self._worker, f"row_sparse_pull of key {key!r}", finish)
-        self._messages.pull_rows(operation, held, wanted, received, priority)
+        self._factory.pull_rows(operation, entry, wanted, received, priority)
         self._worker.flush()
         return operation
 
     # -- help ---------------------------------------------------------------------------------------------------------
 
     @property
-    def _whose(self) -> str:
+    def _owner(self) -> str:
         return f"worker {self.rank}"
 
     def _check(self, *, pushes: bool = False) -> None:
@@ -309,26 +309,26 @@ class DistStore(KVStore):
             raise WireError("server 0 has no optimizer, and took one before")
         return optim.from_spec(spec)
 
-    def _put_together(self, holdings: list[KeyState]) -> None:
+    def _put_together(self, entries: list[KeyState]) -> None:
         """Have keys that were cut lie in one piece: declare them anew, with the values that they have."""
         values: dict[int, Array] = {}
-        for held in holdings:
+        for entry in entries:
             if self.rank == 0:
-                values[held.id] = np.empty(held.spec.num_elements, held.spec.dtype.storage)
-                operation = KVOperation(self._worker, f"moving key {held.name!r}")
-                self._messages.pull(operation, held, values[held.id], 0)
+                values[entry.id] = np.empty(entry.spec.num_elements, entry.spec.dtype.storage)
+                operation = KVOperation(self._worker, f"moving key {entry.name!r}")
+                self._factory.pull(operation, entry, values[entry.id], 0)
                 operation.wait()
-        for held in holdings:
-            held.generation += 1
-        if holdings:
-            self._key_init.declare(holdings, values)
+        for entry in entries:
+            entry.generation += 1
+        if entries:
+            self._key_init.declare(entries, values)
 
     def _counts(self, server: int) -> Iterable[tuple[int, int, int]]:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.counts`."""
-        for held in list(self._keys.values()):
-            for place in held.places:
+        for entry in list(self._keys.values()):
+            for place in entry.places:
                 if place.server == server:
-                    yield held.id, place.index, held.done[place.index]
+                    yield entry.id, place.index, entry.done[place.index]
 
 
 class _PullTarget:

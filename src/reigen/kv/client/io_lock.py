@@ -54,7 +54,7 @@ class IOLock:
         """Ask who holds it to leave."""
         os.eventfd_write(self._bell, 1)
 
-    def heed(self) -> None:
+    def clear(self) -> None:
         """The bell was heard."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)

@@ -38,16 +38,16 @@ class KeyInitializer:
 
     Args:
         worker: carries the requests.
-        messages: makes them.
+        factory: makes them.
         config: the knobs.
 
     Attributes:
         is_whole: keys that are placed from now on are not cut.
     """
 
-    def __init__(self, worker: KVWorker, messages: RequestFactory, config: Config) -> None:
+    def __init__(self, worker: KVWorker, factory: RequestFactory, config: Config) -> None:
         self._worker = worker
-        self._messages = messages
+        self._factory = factory
         self._is_first = worker.member.number == 0
         num_processes = worker.member.num_workers + worker.num_servers
         slice_bytes, reason = choose_slice_bytes(
@@ -59,12 +59,12 @@ class KeyInitializer:
         self.is_whole = False
 
     def declare(
-        self, holdings: Sequence[KeyState], values: Mapping[int, Array], keep: Callable[[], None] = lambda: None
+        self, entries: Sequence[KeyState], values: Mapping[int, Array], keep: Callable[[], None] = lambda: None
     ) -> None:
         """Create keys, or take part in what others have created. Returns when they can be used.
 
         Args:
-            holdings: the keys; they learn where their shards are.
+            entries: the keys; they learn where their shards are.
             values: (rank 0) by key id, the first values, flat.
             keep: called when the keys are there; from then on they are among those of which servers are told after a
                 reconnection.
@@ -74,19 +74,19 @@ class KeyInitializer:
             DeadlineError: not all workers came; names them.
         """
         incarnations = self._worker.server_incarnations
-        placed = {held.id: self._place(held) for held in holdings} if self._is_first else {}
-        answers = self._at_home(holdings, placed)
-        for held, answer in zip(holdings, answers, strict=True):
-            held.set_placement(answer.places)
+        placed = {entry.id: self._place(entry) for entry in entries} if self._is_first else {}
+        answers = self._at_home(entries, placed)
+        for entry, answer in zip(entries, answers, strict=True):
+            entry.set_placement(answer.places)
             if self._is_first:
-                self._placer.adopt(held.id, answer.places, held.spec.dtype.itemsize)
-        new = [held for held, answer in zip(holdings, answers, strict=True) if not answer.was_initialised]
+                self._placer.adopt(entry.id, answer.places, entry.spec.dtype.itemsize)
+        new = [entry for entry, answer in zip(entries, answers, strict=True) if not answer.was_initialised]
         if self._is_first and new:
             self._initialise(new, values, incarnations)
         keep()
         # a server that was restarted waits until each worker has said how far it is with each key
         is_same = incarnations == self._worker.server_incarnations
-        self._recover([held for held in holdings if held not in new or not is_same])
+        self._recover([entry for entry in entries if entry not in new or not is_same])
 
     def _initialise(self, new: Sequence[KeyState], values: Mapping[int, Array], incarnations: Sequence[int]) -> None:
         """Have all servers hold what is theirs of new keys, and their home servers know that they do.
@@ -104,78 +104,78 @@ class KeyInitializer:
             try:
                 self._elsewhere(new)
                 self._fill(new, values)
-                self._at_home(new, {held.id: held.places for held in new}, is_initialised=True)
+                self._at_home(new, {entry.id: entry.places for entry in new}, is_initialised=True)
             except ArgumentError:
                 if incarnations == self._worker.server_incarnations:
                     raise
             if incarnations == self._worker.server_incarnations:
                 return
             incarnations = self._worker.server_incarnations
-            answers = self._at_home(new, {held.id: held.places for held in new})
-            new = [held for held, answer in zip(new, answers, strict=True) if not answer.was_initialised]
+            answers = self._at_home(new, {entry.id: entry.places for entry in new})
+            new = [entry for entry, answer in zip(new, answers, strict=True) if not answer.was_initialised]
 
-    def _place(self, held: KeyState) -> tuple[ShardRange, ...]:
-        spec = held.spec
+    def _place(self, entry: KeyState) -> tuple[ShardRange, ...]:
+        spec = entry.spec
         row_length = spec.row_length if spec.stype == ROW_SPARSE else 1
-        shards, _ = self._placer.place(held.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
+        shards, _ = self._placer.place(entry.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
         return shards
 
     def _at_home(
         self,
-        holdings: Sequence[KeyState],
+        entries: Sequence[KeyState],
         placed: Mapping[int, tuple[ShardRange, ...]],
         *,
         is_initialised: bool = False,
     ) -> list[KeyDeclared]:
         requests = []
-        operation = KVOperation(self._worker, f"init of {_format_keys(holdings)}")
-        for held in holdings:
-            server = home_server(held.id, self._worker.num_servers)
-            body = _encode_declaration(held, placed.get(held.id), is_initialised)
+        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        for entry in entries:
+            server = home_server(entry.id, self._worker.num_servers)
+            body = _encode_declaration(entry, placed.get(entry.id), is_initialised)
             requests.append(
-                ClientRequest(MessageKind.DECLARE, server, operation, held.id, body=body, flags=int(MessageFlag.HOME))
+                ClientRequest(MessageKind.DECLARE, server, operation, entry.id, body=body, flags=int(MessageFlag.HOME))
             )
         self._ask(operation, requests)
         return [DECLARED_CODEC.decode(bytes(each.answer or b"")) for each in requests]
 
-    def _elsewhere(self, holdings: Sequence[KeyState]) -> None:
+    def _elsewhere(self, entries: Sequence[KeyState]) -> None:
         """Tell the other servers that hold shards."""
-        operation = KVOperation(self._worker, f"init of {_format_keys(holdings)}")
+        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
         requests = []
-        for held in holdings:
-            at_home = home_server(held.id, self._worker.num_servers)
-            for server in sorted({place.server for place in held.places} - {at_home}):
-                body = _encode_declaration(held, held.places, False)
-                requests.append(ClientRequest(MessageKind.DECLARE, server, operation, held.id, body=body))
+        for entry in entries:
+            at_home = home_server(entry.id, self._worker.num_servers)
+            for server in sorted({place.server for place in entry.places} - {at_home}):
+                body = _encode_declaration(entry, entry.places, False)
+                requests.append(ClientRequest(MessageKind.DECLARE, server, operation, entry.id, body=body))
         self._ask(operation, requests)
 
-    def _fill(self, holdings: Sequence[KeyState], values: Mapping[int, Array]) -> None:
-        operation = KVOperation(self._worker, f"init of {_format_keys(holdings)}")
-        for held in holdings:
-            for place in held.places:
-                part = values[held.id][place.begin : place.end]
-                self._worker.submit([self._messages.put(MessageKind.INIT, operation, held, place, part)])
+    def _fill(self, entries: Sequence[KeyState], values: Mapping[int, Array]) -> None:
+        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        for entry in entries:
+            for place in entry.places:
+                part = values[entry.id][place.begin : place.end]
+                self._worker.submit([self._factory.put(MessageKind.INIT, operation, entry, place, part)])
         operation.wait()
 
-    def _recover(self, holdings: Sequence[KeyState]) -> None:
+    def _recover(self, entries: Sequence[KeyState]) -> None:
         """Go on where this worker, or the one whose place it takes, had come to."""
         by_server: dict[int, list[tuple[int, int, int]]] = {}
-        for held in holdings:
-            for place in held.places:
-                by_server.setdefault(place.server, []).append((held.id, place.index, COUNT_UNKNOWN))
+        for entry in entries:
+            for place in entry.places:
+                by_server.setdefault(place.server, []).append((entry.id, place.index, COUNT_UNKNOWN))
         requests = self._worker.ask_servers(
             MessageKind.RESUME,
             "asking how far this worker had come",
             lambda server: pack_counts(by_server[server]),
             by_server,
         )
-        known = {held.id: held for held in holdings}
+        known = {entry.id: entry for entry in entries}
         for request in requests:
             for key, shard, count in unpack_counts(request.answer or b""):
                 if key in known and shard < len(known[key].done):
                     known[key].done[shard] = count
-        for held in holdings:
-            held.round = min(held.done, default=0)
+        for entry in entries:
+            entry.round = min(entry.done, default=0)
 
     def _ask(self, operation: KVOperation, requests: Sequence[ClientRequest]) -> None:
         if requests:
@@ -183,14 +183,14 @@ class KeyInitializer:
             operation.wait()
 
 
-def _encode_declaration(held: KeyState, places: tuple[ShardRange, ...] | None, is_initialised: bool) -> bytes:
-    spec = held.spec
+def _encode_declaration(entry: KeyState, places: tuple[ShardRange, ...] | None, is_initialised: bool) -> bytes:
+    spec = entry.spec
     return DECLARE_CODEC.encode(
-        DeclareKey(held.name, spec.shape, spec.dtype.name, spec.stype, places, is_initialised, held.generation)
+        DeclareKey(entry.name, spec.shape, spec.dtype.name, spec.stype, places, is_initialised, entry.generation)
     )
 
 
-def _format_keys(holdings: Sequence[KeyState]) -> str:
-    names = [repr(held.name) for held in holdings[:3]]
-    more = f" and {len(holdings) - 3} more" if len(holdings) > 3 else ""
-    return f"key {', '.join(names)}{more}" if len(holdings) == 1 else f"keys {', '.join(names)}{more}"
+def _format_keys(entries: Sequence[KeyState]) -> str:
+    names = [repr(entry.name) for entry in entries[:3]]
+    more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+    return f"key {', '.join(names)}{more}" if len(entries) == 1 else f"keys {', '.join(names)}{more}"

@@ -183,7 +183,7 @@ class ClientRequest:
         into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
         codec: decodes a value that is encoded.
         on_done: called when the request is over.
-        tracks: the orders that it is part of (`reigen.kv.client.worker`): that of its key, if any; of a batch,
+        orders: the orders that it is part of (`reigen.kv.client.worker`): that of its key, if any; of a batch,
             several.
         request: its id at the server, 0 before it was submitted.
         sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
@@ -237,8 +237,8 @@ class ClientRequest:
 
     def leave(self) -> Sequence[KeyOrder]:
         """The orders that it is part of, and from now on is not any more."""
-        tracks, self.orders = self.orders, ()
-        return tracks
+        orders, self.orders = self.orders, ()
+        return orders
 
     def header(
         self, store: int, *, is_read: bool, can_read: bool, again: bool
@@ -278,7 +278,7 @@ class ClientRequest:
 
 @dataclass(slots=True, eq=False)
 class BatchRequest(ClientRequest):
-    """A request for several keys, whose `tracks` are in their order. Each key may be answered by itself.
+    """A request for several keys, whose `orders` are in their order. Each key may be answered by itself.
 
     Attributes:
         numbers: of each key, what `ClientRequest.round` would be.
@@ -314,9 +314,9 @@ class BatchRequest(ClientRequest):
 
     def leave(self) -> Sequence[KeyOrder]:
         """See `ClientRequest.leave`."""
-        tracks = [track for place, track in enumerate(self.orders) if place not in self.alone]
+        orders = [order for place, order in enumerate(self.orders) if place not in self.alone]
         self.orders = ()
-        return tracks
+        return orders
 
     def complete_part(self, place: int, *, is_done: bool) -> KeyOrder:
         """A key was answered by itself; returns its order, which the batch is not part of any more."""

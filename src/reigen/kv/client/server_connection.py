@@ -124,13 +124,13 @@ class ServerConnectionOwner(Protocol):
     def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
         """One key of a batch has been answered by itself; the same."""
 
-    def heed(self, notice: ServerNotice) -> None:
+    def handle_notice(self, notice: ServerNotice) -> None:
         """A server says something unasked."""
 
     def counts(self, server: int) -> Iterable[tuple[int, int, int]]:
         """For RESUME: (key, shard, pushes of it that were answered), of all shards of that server."""
 
-    def server_lost_state(self, upstream: ServerConnection) -> None:
+    def server_lost_state(self, connection: ServerConnection) -> None:
         """A server with which this worker has spoken before holds nothing of the store any more."""
 
 
@@ -139,7 +139,7 @@ class ServerConnection:
 
     Args:
         peer: the server.
-        manner: how to talk to it.
+        options: how to talk to it.
         owner: is told what comes.
 
     Attributes:
@@ -152,14 +152,14 @@ class ServerConnection:
         outstanding: what is not answered, by its id, in the order in which it was asked.
     """
 
-    def __init__(self, peer: ServerInfo, manner: ServerConnectionOptions, owner: ServerConnectionOwner) -> None:
+    def __init__(self, peer: ServerInfo, options: ServerConnectionOptions, owner: ServerConnectionOwner) -> None:
         self.peer = peer
         self.is_ready = False
         self.incarnation = 0
         self.lost_since: float | None = time.monotonic()
         self.last_error: Exception | None = None
         self.outstanding: dict[int, ClientRequest] = {}
-        self._options = manner
+        self._options = options
         self._owner = owner
         self._line: KVConnection | None = None
         self._arena: PeerShmArena | None = None
@@ -185,7 +185,7 @@ class ServerConnection:
         self._unread = ""
         #: until when a failed handshake may be that of a server that ended just then
         self._doubt_until = 0.0
-        self._drops = MessageDropper(manner.drop_percent, seed=manner.identity.rank * 1009 + peer.number)
+        self._drops = MessageDropper(options.drop_percent, seed=options.identity.rank * 1009 + peer.number)
 
     @property
     def name(self) -> str:
@@ -227,14 +227,14 @@ class ServerConnection:
             return
         if now < self._retry_at:
             return
-        manner = self._options
+        options = self._options
         host, port = split_address(self.peer.address)
-        channel = None if manner.tls is None else manner.tls.connects()
-        conversation = StreamProtocol(ClientHandshake(manner.secret, manner.identity), MAX_CONTROL_BYTES, channel)
+        channel = None if options.tls is None else options.tls.connects()
+        conversation = StreamProtocol(ClientHandshake(options.secret, options.identity), MAX_CONTROL_BYTES, channel)
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_keepalive(connection, manner.peer_timeout_seconds, bulk=True)
+        set_keepalive(connection, options.peer_timeout_seconds, bulk=True)
         self._attempt = PendingHandshake(connection, conversation, now + _CONNECT_SECONDS)
         try:
             with contextlib.suppress(BlockingIOError):
@@ -252,13 +252,13 @@ class ServerConnection:
             self._give_up(error)
             return
         self._attempt, self._doubt_until = None, 0.0
-        manner = self._options
+        options = self._options
         self._line = KVConnection(
-            connection, session, self, self.name, drops=self._drops, log_messages=manner.log_messages
+            connection, session, self, self.name, drops=self._drops, log_messages=options.log_messages
         )
         self.lost_since, self._made_at, self._is_proven = None, time.monotonic(), False
-        hello = HELLO_CODEC.encode(manner.hello)
-        self._line.send(MessageHeader(int(MessageKind.HELLO), store=manner.store, body_bytes=len(hello)), hello)
+        hello = HELLO_CODEC.encode(options.hello)
+        self._line.send(MessageHeader(int(MessageKind.HELLO), store=options.store, body_bytes=len(hello)), hello)
         self.flush()
 
     def _give_up(self, error: Exception) -> None:
@@ -438,7 +438,7 @@ class ServerConnection:
         elif header.kind == _NOTICE:
             notice = NOTICE_CODEC.decode(bytes(body))
             if notice.what != "unread":
-                self._owner.heed(notice)
+                self._owner.handle_notice(notice)
             elif notice.reason != self._unread:  # that is said on each connection
                 self._unread = notice.reason
                 _log.warning("%s", notice.reason)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -26,8 +27,6 @@ from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
-from reigen.kv.client.connection_poller import ConnectionPoller
-from reigen.kv.client.deadlines import CallDeadlines
 from reigen.kv.client.io_lock import IOLock
 from reigen.kv.client.requests import PUSH_KINDS, READ_KINDS, BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
@@ -50,6 +49,92 @@ _LONGEST_TURN_SECONDS, _MOST_LATE_SECONDS = 1.0, 0.2
 _GOODBYE_SECONDS = 10.0
 #: How long a worker that leaves waits for what it has begun, before it says that it has nothing more to push.
 _LINGER_SECONDS = 5.0
+#: Servers keep the deadline and know who is missing; this end waits a little longer, for a server that says nothing.
+_TOLERANCE_SECONDS = 1.0
+
+
+class CallDeadlines:
+    """The deadlines of one store, whose calls come one after the other.
+
+    Args:
+        seconds: how long a call may take.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        #: when the user's call that is under way has to be over, where it consists of several waits
+        self._until: float | None = None
+
+    @contextlib.contextmanager
+    def one(self, until: float | None = None) -> Iterator[float]:
+        """A block of which all waits end together: by the job's deadline, from now on. One within another is its part.
+
+        Args:
+            until: end by then, on the clock of ``time.monotonic()``.
+
+        Yields:
+            When that is.
+        """
+        if self._until is not None:
+            yield self._until
+            return
+        self._until = time.monotonic() + self._seconds if until is None else until
+        try:
+            yield self._until
+        finally:
+            self._until = None
+
+    def latest(self, what: KVOperation | str) -> float:
+        """When to stop waiting; that of an operation is known where it is first waited for, and is never later."""
+        until = time.monotonic() + self._seconds if self._until is None else self._until
+        latest = until + _TOLERANCE_SECONDS
+        if isinstance(what, str):
+            return latest
+        what.latest = latest if what.latest is None else min(what.latest, latest)
+        return what.latest
+
+
+class ConnectionPoller:
+    """A poll.
+
+    Args:
+        others: to be read from whenever they are readable, for as long as this is used.
+    """
+
+    def __init__(self, others: Iterable[IOLock | JobMembership]) -> None:
+        self._poll = select.poll()
+        self._others = {other.fileno(): other for other in others}
+        for fd in self._others:
+            self._poll.register(fd, select.POLLIN)
+        #: descriptor and events of each connection, and whose a descriptor is
+        self._watched: dict[ServerConnection, tuple[int, int]] = {}
+        self._by_descriptor: dict[int, ServerConnection] = {}
+
+    def update(self, connection: ServerConnection) -> None:
+        """Wait for what the connection needs now."""
+        now = connection.fileno(), select.POLLIN | (select.POLLOUT if connection.wants_to_send else 0)
+        before = self._watched.get(connection, (-1, 0))
+        if now == before:
+            return
+        if before[0] >= 0 and before[0] != now[0] and self._by_descriptor.get(before[0]) is connection:
+            del self._by_descriptor[before[0]]
+            self._poll.unregister(before[0])
+        if now[0] >= 0:
+            self._by_descriptor[now[0]] = connection
+            self._poll.register(*now)
+        self._watched[connection] = now
+
+    def wait(self, timeout_seconds: float) -> Iterator[ServerConnection | IOLock | JobMembership]:
+        """Wait until something is ready, and say what; not of a connection that has gone since."""
+        for fd, _ in self._poll.poll(timeout_seconds * 1000):
+            ready = self._by_descriptor.get(fd) or self._others.get(fd)
+            if ready is not None:
+                yield ready
+
+    def clear(self) -> None:
+        """The connections are closed."""
+        self._watched.clear()
+        self._by_descriptor.clear()
 
 
 class KVWorker:
@@ -99,7 +184,7 @@ class KVWorker:
         #: requests that are held back (see the module), in order, by their identity
         self._held: dict[int, Sequence[ClientRequest]] = {}
         self.bodies = BodyAllocator(ShmArena(f"reigen-kv-worker-{member.number}"))
-        self._watch = ConnectionPoller([self._driving, member])
+        self._poller = ConnectionPoller([self._driving, member])
         self._servers: list[ServerConnection] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
         self._awaited: set[int] = set()
@@ -130,12 +215,12 @@ class KVWorker:
     @property
     def server_hosts(self) -> list[str]:
         """The addresses at which the servers are reached, by number."""
-        return [split_address(upstream.peer.address)[0] for upstream in self._servers]
+        return [split_address(connection.peer.address)[0] for connection in self._servers]
 
     @property
     def server_incarnations(self) -> list[int]:
         """Which process each server was when this worker was last connected to it."""
-        return [upstream.incarnation for upstream in self._servers]
+        return [connection.incarnation for connection in self._servers]
 
     # -- for the store ------------------------------------------------------------------------------------------------
 
@@ -149,32 +234,32 @@ class KVWorker:
                 operation.is_reported = True
                 raise operation.error.anew()
 
-    def submit(self, requests: Sequence[ClientRequest], *tracks: KeyOrder) -> None:
+    def submit(self, requests: Sequence[ClientRequest], *orders: KeyOrder) -> None:
         """Begin requests of one operation, all or some. They leave when there are many bytes of them, or by `flush`.
 
         Args:
             requests: all of one kind.
-            tracks: of their key, none if they are in no order with others; of a batch, those of its keys: all free.
+            orders: of their key, none if they are in no order with others; of a batch, those of its keys: all free.
         """
         operation, is_push = requests[0].operation, requests[0].kind in PUSH_KINDS
         with self._driving:
-            if is_push and not all(track.has_push_slot() for track in tracks):
-                self._drive(operation, lambda: all(track.has_push_slot() for track in tracks), None)
+            if is_push and not all(order.has_push_slot() for order in orders):
+                self._drive(operation, lambda: all(order.has_push_slot() for order in orders), None)
             if self._failure is not None:
                 operation.fail(self._failure)
                 return
-            for track in tracks if is_push else ():
-                track.num_pushes += len(requests)
+            for order in orders if is_push else ():
+                order.num_pushes += len(requests)
             operation.num_left += len(requests)
             self._num_outstanding += len(requests)
             for request in requests:
-                request.orders = tracks
-            busy = next((track for track in tracks if track.held or track.must_wait(requests)), None)
+                request.orders = orders
+            busy = next((order for order in orders if order.held or order.must_wait(requests)), None)
             if busy is not None:  # the only one: keys of batches are free
                 busy.held.append(requests)
                 self._held[id(requests)] = requests
             else:
-                self._ask(requests)
+                self._send(requests)
                 if self._num_unsent_bytes > _FLUSH_BYTES:
                     self._announce()
 
@@ -297,10 +382,10 @@ class KVWorker:
             self._thread.join()
         with self._driving:
             self._fail(CollectiveError("the store was closed"))
-            for upstream in self._servers:
-                upstream.close()
+            for connection in self._servers:
+                connection.close()
             self._servers.clear()
-            self._watch.clear()
+            self._poller.clear()
             self.bodies.arena.close()
         self._driving.close()
         self._counts = lambda _: ()  # the store's, which has this worker
@@ -311,8 +396,8 @@ class KVWorker:
         self._failure = CollectiveError(
             "this process was forked from a worker, and is none: let the worker itself call its store, or fork before"
         )
-        for upstream in self._servers:
-            upstream.close_descriptors()
+        for connection in self._servers:
+            connection.close_descriptors()
         self._driving.close()
 
     # -- what the connections tell ------------------------------------------------------------------------------------
@@ -338,8 +423,8 @@ class KVWorker:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.key_completed`."""
         self._release(batch.kind, [batch.complete_part(place, is_done=is_done)])
 
-    def heed(self, notice: ServerNotice) -> None:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.heed`."""
+    def handle_notice(self, notice: ServerNotice) -> None:
+        """See `reigen.kv.client.server_connection.ServerConnectionOwner.handle_notice`."""
         _log.info("worker %d on host %s: %s (%s)", notice.worker, notice.host, notice.what, notice.reason)
         if notice.problem is not None:
             self._fail(notice.problem.raised())
@@ -348,11 +433,11 @@ class KVWorker:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.counts`."""
         return self._counts(server)
 
-    def server_lost_state(self, upstream: ServerConnection) -> None:
+    def server_lost_state(self, connection: ServerConnection) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.server_lost_state`."""
-        if any(True for _ in self._counts(upstream.peer.number)):
+        if any(True for _ in self._counts(connection.peer.number)):
             raise PeerLostError(
-                f"{upstream.name} was started again and holds nothing: what it held is lost. Servers that write "
+                f"{connection.name} was started again and holds nothing: what it held is lost. Servers that write "
                 "snapshots (REIGEN_KV_SNAPSHOT_DIR) go on from the last one"
             )
 
@@ -365,7 +450,7 @@ class KVWorker:
         if config.kv_shared_memory:
             segment = self.bodies.arena.segment
             hello = structs.replace(hello, machine=machine, pid=os.getpid(), fd=segment.fd, inode=segment.inode)
-        manner = ServerConnectionOptions(
+        options = ServerConnectionOptions(
             Identity(ProcessRole.RANK, member.number, PURPOSE),
             member.secret,
             member.tls,
@@ -377,7 +462,7 @@ class KVWorker:
             config.kv_verbose >= 2,
         )
         for peer in member.servers(start_until):
-            self._servers.append(ServerConnection(peer, manner, self))
+            self._servers.append(ServerConnection(peer, options, self))
         with self._driving:
             self._drive("connecting to servers", lambda: all(each.is_ready for each in self._servers), start_until)
         self.check()
@@ -409,8 +494,8 @@ class KVWorker:
 
     def _flush_all(self) -> None:
         try:
-            for upstream in self._servers:
-                upstream.flush()
+            for connection in self._servers:
+                connection.flush()
         except ReigenError as error:
             self._fail(error)
 
@@ -447,48 +532,48 @@ class KVWorker:
         try:
             now = time.monotonic()
             due = now + timeout
-            for upstream in self._servers:
-                if upstream.lost_since is not None:
-                    self._reconnect(upstream, now)
+            for connection in self._servers:
+                if connection.lost_since is not None:
+                    self._reconnect(connection, now)
                     due = min(due, now + 0.1)
-                upstream.flush()
+                connection.flush()
                 if self._config.kv_resend:  # of what has left
-                    due = min(due, upstream.resend(now) or due)
-                    upstream.flush()
-                self._watch.update(upstream)
-            for ready in self._watch.wait(max(0.0, due - now)):
+                    due = min(due, connection.resend(now) or due)
+                    connection.flush()
+                self._poller.update(connection)
+            for ready in self._poller.wait(max(0.0, due - now)):
                 if ready is self._driving:
-                    self._driving.heed()
+                    self._driving.clear()
                 elif isinstance(ready, ServerConnection):
                     ready.receive()
                 else:
-                    self._learn()
-            for upstream in self._servers:
-                upstream.flush()
+                    self._handle_events()
+            for connection in self._servers:
+                connection.flush()
         except ReigenError as error:
             self._fail(error)
         return self._driving.is_wanted
 
-    def _reconnect(self, upstream: ServerConnection, now: float) -> None:
-        upstream.connect()
-        if upstream.is_connecting or not self._is_too_long(upstream, now):
+    def _reconnect(self, connection: ServerConnection, now: float) -> None:
+        connection.connect()
+        if connection.is_connecting or not self._is_too_long(connection, now):
             return
-        self._learn()  # the scheduler knows better
-        if self._is_too_long(upstream, now):
+        self._handle_events()  # the scheduler knows better
+        if self._is_too_long(connection, now):
             raise PeerLostError(
-                f"{upstream.name} is lost: no connection, or none that led to anything, for "
-                f"{self._patience(upstream):g} s ({upstream.last_error})"
+                f"{connection.name} is lost: no connection, or none that led to anything, for "
+                f"{self._patience(connection):g} s ({connection.last_error})"
             )
 
-    def _is_too_long(self, upstream: ServerConnection, now: float) -> bool:
-        return upstream.lost_since is not None and now - upstream.lost_since > self._patience(upstream)
+    def _is_too_long(self, connection: ServerConnection, now: float) -> bool:
+        return connection.lost_since is not None and now - connection.lost_since > self._patience(connection)
 
-    def _patience(self, upstream: ServerConnection) -> float:
+    def _patience(self, connection: ServerConnection) -> float:
         """For how long there may be no connection."""
-        is_awaited = upstream.peer.number in self._awaited
+        is_awaited = connection.peer.number in self._awaited
         return self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
 
-    def _learn(self) -> None:
+    def _handle_events(self) -> None:
         """Hear what the scheduler tells."""
         for event in self.member.events():
             if isinstance(event, JobEnded):
@@ -528,40 +613,40 @@ class KVWorker:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, requests: Sequence[ClientRequest]) -> None:
+    def _send(self, requests: Sequence[ClientRequest]) -> None:
         for request in requests:
-            for track in request.orders:
-                track.last = request.operation
+            for order in request.orders:
+                order.last = request.operation
                 if request.kind in READ_KINDS:
-                    track.num_reads += 1
+                    order.num_reads += 1
             self._servers[request.server].submit(request)
             self._num_unsent_bytes += len(request.body)
 
-    def _release(self, kind: MessageKind, tracks: Sequence[KeyOrder]) -> None:
+    def _release(self, kind: MessageKind, orders: Sequence[KeyOrder]) -> None:
         """A request of these keys is over: what was held back because of it may go."""
-        for track in tracks:
-            track.num_pushes -= kind in PUSH_KINDS
-            track.num_reads -= kind in READ_KINDS
-        for track in tracks:
-            while track.held and not track.must_wait(track.held[0]):
-                requests = track.held[0]
-                self._ask(requests)
-                track.held.popleft()  # after that: see `KeyOrder.is_free`
+        for order in orders:
+            order.num_pushes -= kind in PUSH_KINDS
+            order.num_reads -= kind in READ_KINDS
+        for order in orders:
+            while order.held and not order.must_wait(order.held[0]):
+                requests = order.held[0]
+                self._send(requests)
+                order.held.popleft()  # after that: see `KeyOrder.is_free`
                 del self._held[id(requests)]
 
     def _fail(self, error: ReigenError) -> None:
         """Nothing works any more."""
         if self._failure is None:
             self._failure = error
-        pending = [request for upstream in self._servers for request in upstream.outstanding.values()]
+        pending = [request for connection in self._servers for request in connection.outstanding.values()]
         pending += [request for requests in self._held.values() for request in requests]
         self._held.clear()
-        for upstream in self._servers:
-            upstream.outstanding.clear()
+        for connection in self._servers:
+            connection.outstanding.clear()
         for request in pending:
             request.operation.fail(error)
-            for track in request.leave():
-                track.held.clear()
+            for order in request.leave():
+                order.held.clear()
             self.over(request)
 
     def _late(self, what: KVOperation | str, *, is_final: bool) -> DeadlineError:
@@ -583,8 +668,8 @@ class KVWorker:
             )
         error = DeadlineError(f"{words}: no answer from {names} in time ({whose})")
         if is_final and operation is not None:
-            for upstream in owing:
-                for request in upstream.outstanding.values():
+            for connection in owing:
+                for request in connection.outstanding.values():
                     if request.operation is operation:
                         request.forget()
             for requests in self._held.values():
@@ -596,5 +681,5 @@ class KVWorker:
         return error
 
     @staticmethod
-    def _owes(upstream: ServerConnection, operation: KVOperation | None) -> bool:
-        return any(operation in {None, request.operation} for request in upstream.outstanding.values())
+    def _owes(connection: ServerConnection, operation: KVOperation | None) -> bool:
+        return any(operation in {None, request.operation} for request in connection.outstanding.values())
