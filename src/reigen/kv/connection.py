@@ -36,14 +36,14 @@ class MessageReceiver(Protocol):
     """Receiver of what arrives. Errors that it raises end `KVConnection.receive`, and the connection is of no use."""
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
-        """Where the body of a message is to land: exactly ``header.body_bytes`` bytes, writable."""
+        """Return where the body of a message is to land: exactly ``header.body_bytes`` bytes, writable."""
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
-        """A message is complete; ``body`` is what `place` returned, empty where nothing followed the header."""
+        """Take a complete message; ``body`` is what `place` returned, empty where nothing followed the header."""
 
 
 class MessageDropper:
-    """Which of the messages that arrive are lost, to try out what happens then (PS_DROP_MSG).
+    """Loses some of the messages that arrive, to try out what happens then (PS_DROP_MSG).
 
     Args:
         percent: how many of a hundred.

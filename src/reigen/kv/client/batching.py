@@ -1,4 +1,4 @@
-"""Batches of a worker: small keys of one call travel in one message to each server; see `reigen.kv.protocol` (l)."""
+"""Batches of a worker: small keys of one call travel in one message to each server (`reigen.kv.protocol`, l)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_BATCHED_KEY_BYTES = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class _KeyGroup:
-    """What goes to one server in one batch."""
+    """Keys that go to one server in one batch."""
 
     entries: list[KeyState] = field(default_factory=list)
     elements: list[Array] = field(default_factory=list)
@@ -28,16 +28,7 @@ class _KeyGroup:
 
 
 class BatchBuilder:
-    """Begins one call for several keys: small ones in batches, which leave when they are full or with `end`.
-
-    Args:
-        factory: begins what travels by itself.
-        worker: carries the batches.
-        kind: PUSH, PULL or PUSHPULL.
-        operation: that all of it is part of.
-        priority: of that.
-        num_keys: of the call.
-    """
+    """Begins one call for ``num_keys`` keys: small ones in batches, which leave when they are full or with `end`."""
 
     def __init__(
         self,
@@ -54,10 +45,10 @@ class BatchBuilder:
         self._groups: dict[tuple[int, str], _KeyGroup] = {}
 
     def add(self, entry: KeyState, elements: Array | None, out: Array | None) -> None:
-        """One more key, which has not come before.
+        """Add a key that has not come before, all of its elements.
 
         Args:
-            entry: the key; all of its elements are meant.
+            entry: the key.
             elements: that are pushed, flat; they stay as they are until `end`. None: PULL.
             out: flat memory that receives what is stored. None: PUSH.
         """
@@ -88,7 +79,7 @@ class BatchBuilder:
             group.outs.append(out)
 
     def end(self) -> None:
-        """There are no more keys."""
+        """Send what is left."""
         for group in self._groups.values():
             self._send(group)
 

@@ -1,4 +1,4 @@
-"""The store whose values lie on servers: ``dist_sync``, ``dist_async`` and ``dist_ssp``."""
+"""Store whose values lie on servers: ``dist_sync``, ``dist_async`` and ``dist_ssp``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from reigen.kv.values import Key, RowSparse, flatten_tensor, row_numbers, tensor
 
 
 class DistStore(KVStore):
-    """A worker's view of a store on servers.
+    """Store on servers, as one worker sees it.
 
     Args:
         kind: its type.
@@ -43,8 +43,7 @@ class DistStore(KVStore):
         number: of the store in its job: the same for all workers.
         staleness: rounds that a worker may be ahead of the slowest one; None: any number.
         on_close: called once when it is closed.
-        start_until: when all servers are to be connected, on the clock of ``time.monotonic()``; None: see
-            `reigen.kv.client.worker.KVWorker`.
+        start_until: see `reigen.kv.client.worker.KVWorker`.
     """
 
     def __init__(
@@ -303,7 +302,7 @@ class DistStore(KVStore):
         return self._optimizer
 
     def _optimizer_now(self) -> optim.Optimizer:
-        """As the servers have it: any worker may have changed its learning rate."""
+        """Return the optimizer as the servers have it: any worker may have changed its learning rate."""
         (spec,) = self._worker.command("get_optimizer", {}, [0])
         if not isinstance(spec, dict):
             raise WireError("server 0 has no optimizer, and took one before")

@@ -1,4 +1,4 @@
-"""How keys come into being on servers: all workers say what they are, rank 0 where their shards lie and what they hold.
+"""Creation of keys on servers: all workers say what they are, rank 0 where their shards lie and what they hold.
 
 The steps stand in `reigen.kv.protocol` (c); those of a worker that takes another's place in (h).
 """
@@ -36,11 +36,6 @@ _log = logging.getLogger(__name__)
 class KeyInitializer:
     """Declares the keys of one store.
 
-    Args:
-        worker: carries the requests.
-        factory: makes them.
-        config: the knobs.
-
     Attributes:
         is_whole: keys that are placed from now on are not cut.
     """
@@ -64,10 +59,9 @@ class KeyInitializer:
         """Create keys, or take part in what others have created. Returns when they can be used.
 
         Args:
-            entries: the keys; they learn where their shards are.
+            entries: the keys; their shards are noted there.
             values: (rank 0) by key id, the first values, flat.
-            keep: called when the keys are there; from then on they are among those of which servers are told after a
-                reconnection.
+            keep: called when the keys are there; from then on servers hear of them after a reconnection.
 
         Raises:
             MismatchError: the workers do not mean the same by a key.
@@ -89,16 +83,16 @@ class KeyInitializer:
         self._recover([entry for entry in entries if entry not in new or not is_same])
 
     def _initialise(self, new: Sequence[KeyState], values: Mapping[int, Array], incarnations: Sequence[int]) -> None:
-        """Have all servers hold what is theirs of new keys, and their home servers know that they do.
+        """Have all servers hold their shards of new keys, and their home servers know that they do.
 
-        What a server has agreed to is in no snapshot before it has the value. One that was started again meanwhile may
+        What a server has agreed to is in no snapshot before it has the value: one that was started again in between may
         have forgotten it. Workers that wait there say it once more by themselves; worker 0, which had its answer, says
         everything again until no server has been another process on the way. What is there already stays.
 
         Args:
             new: the keys.
             values: of them.
-            incarnations: of the servers before they were first told of the keys.
+            incarnations: of the servers before they first heard of the keys.
         """
         while new:
             try:

@@ -1,4 +1,4 @@
-"""What a worker knows of its keys, and the requests that pushes and pulls of them consist of: one for each shard."""
+"""Keys of a worker, and the requests that pushes and pulls of them consist of: one for each shard."""
 
 from __future__ import annotations
 
@@ -20,17 +20,13 @@ _ROW_NUMBER = np.dtype("<i8")
 
 @dataclass(eq=False)
 class KeyState:
-    """A key of a store on servers, as one worker sees it.
+    """Key of a store on servers, as one worker sees it.
 
     Attributes:
-        name: as the user wrote it.
-        id: see `reigen.kv.keys`.
-        spec: what it holds.
-        places: its shards, in the order of their elements.
         round: pushes of this worker so far.
         generation: how often it was declared anew.
         done: by shard, the last push that was answered.
-        order: the order of its operations.
+        order: of its operations.
         residuals: by shard, what compression has not sent yet.
     """
 
@@ -46,42 +42,42 @@ class KeyState:
     _has_failed: bool = False
 
     def set_placement(self, places: tuple[ShardRange, ...]) -> None:
-        """Its shards are there."""
+        """Note where its shards are."""
         self.places = places
         self.done = [0] * len(places)
         self.order.max_pushes = MAX_PENDING_PUSHES * len(places)
         self.residuals.clear()
 
     def last_round(self) -> int:
-        """The number of the last push. One that failed counts only where it was done all the same."""
+        """Return the number of the last push. One that failed counts only where it was done all the same."""
         if self._has_failed and not self.order.num_pushes:
             self._has_failed = False
             self.round = min(self.done, default=self.round)
         return self.round
 
     def next_round(self) -> int:
-        """The number of a push, which is the last one now."""
+        """Return the number of a push, which is the last one now."""
         self.round = self.last_round() + 1
         return self.round
 
     def discard_round(self) -> None:
-        """The last push could not be begun: it does not count."""
+        """Do not count the last push, which could not be begun."""
         self._has_failed = True
 
     def note(self, shard: int, round: int, is_done: bool) -> None:
-        """A push of a shard is over."""
+        """Note the end of a push of a shard."""
         if is_done:
             self.done[shard] = max(self.done[shard], round)
         else:
             self._has_failed = True
 
     def note_request(self, request: ClientRequest) -> None:
-        """A request that pushes to a shard is over."""
+        """Note the end of a request that pushes to a shard."""
         header = request.answer_header
         self.note(request.shard, request.round, header is not None and header.kind != MessageKind.ERROR)
 
     def row_ranges(self) -> Iterator[tuple[ShardRange, int, int]]:
-        """Each shard of a row-sparse key with its first row and the one after its last."""
+        """Yield each shard of a row-sparse key with its first row and the one after its last."""
         length = max(1, self.spec.row_length)
         for place in self.places:
             yield place, place.begin // length, place.end // length
@@ -89,9 +85,6 @@ class KeyState:
 
 class RequestFactory:
     """Makes the requests of pushes and pulls, and begins them.
-
-    Args:
-        worker: carries them.
 
     Attributes:
         codec: encodes what is pushed; None: nothing is encoded.
@@ -181,7 +174,7 @@ class RequestFactory:
     def put(
         self, kind: MessageKind, operation: KVOperation, entry: KeyState, place: ShardRange, body: Array
     ) -> ClientRequest:
-        """A request that gives a shard bytes: INIT and PUT_STATES."""
+        """Return a request that gives a shard bytes: INIT and PUT_STATES."""
         request = self._request(kind, operation, entry, place, 0, 0)
         request.body, request.block = self._worker.bodies.copy(body)
         return request
@@ -228,7 +221,7 @@ class RequestFactory:
 
 
 def collect_residuals(entry: KeyState, owner: str) -> Residuals:
-    """What compression has not sent of a key, as one array; nothing where nothing was pushed."""
+    """Return what compression has not sent of a key, as one array; nothing where nothing was pushed."""
     if not entry.residuals or any(part is None for part in entry.residuals.values()):
         return {}
     parts = [entry.residuals.get(place.index) for place in entry.places]

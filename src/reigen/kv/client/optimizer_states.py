@@ -1,4 +1,4 @@
-"""Optimizer states of a store on servers, in the same files as those of local ones: whatever the number of servers."""
+"""Optimizer states of a store on servers, in the same files as those of local ones, whatever the number of servers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from reigen.optim import Piece, States
 
 
 def collect_states(worker: KVWorker, entries: Iterable[KeyState]) -> States:
-    """The states of keys, from all servers.
+    """Collect the states of keys from all servers.
 
     Raises:
-        CollectiveError: a server does not answer, or what it says makes no sense.
+        CollectiveError: a server does not answer, or its answer makes no sense.
     """
     operation = KVOperation(worker, "asking for optimizer states")
     asked: list[tuple[KeyState, list[ClientRequest]]] = []
@@ -46,7 +46,7 @@ def collect_states(worker: KVWorker, entries: Iterable[KeyState]) -> States:
 
 
 def _merge_shard_states(entry: KeyState, states: States) -> Piece:
-    """The states of a whole key, of those of its shards."""
+    """Put together the states of a key's shards."""
     size, dtype = entry.spec.num_elements, entry.spec.dtype.name
     if states.keys != (entry.name,) or {(piece.num_elements, piece.dtype) for piece in states.pieces} != {
         (size, dtype)
@@ -58,13 +58,13 @@ def _merge_shard_states(entry: KeyState, states: States) -> Piece:
 def restore_states(
     worker: KVWorker, factory: RequestFactory, entries: Sequence[KeyState], saved: States, optimizer: str
 ) -> None:
-    """Give the servers what `collect_states`, or a local store, has collected.
+    """Give the servers states of whole keys, of `collect_states` or a local store.
 
     Args:
         worker: carries the requests.
         factory: makes them.
         entries: the keys of the store.
-        saved: of whole keys.
+        saved: the states.
         optimizer: the name of the one that the store uses.
 
     Raises:

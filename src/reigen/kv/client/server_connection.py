@@ -1,4 +1,4 @@
-"""A worker's connection to one server, and the requests that this server owes an answer: across reconnections.
+"""Connection of a worker to one server, and the requests that this server owes an answer: across reconnections.
 
 The steps, after `connect`:
 
@@ -8,10 +8,10 @@ b. After a reconnection RESUME tells the server how far this worker is, since th
 c. Requests leave as they come. With PS_RESEND, one of which nothing was heard in time is sent again, or asked about
    once the server has said that it has it.
 
-A connection that is lost is made again at once; one after the other that is lost before it has led to anything, after
-longer and longer pauses, and whoever counts how long there was none counts from the first of them.
+A connection that is lost is made again at once. Where one after the other is lost before it has led to anything, pauses
+become longer, and the time without a connection counts from the first of them.
 
-Nothing here blocks. Whoever owns it (`reigen.kv.client.worker`) waits for the socket, and keeps the time.
+Nothing here blocks. The owner (`reigen.kv.client.worker`) waits for the socket, and keeps the time.
 """
 
 from __future__ import annotations
@@ -90,16 +90,13 @@ _RECEIVED, _ANSWERS = (
 
 @dataclass(frozen=True)
 class ServerConnectionOptions:
-    """How a worker talks to all servers.
+    """Options of a worker's connections to all servers.
 
     Attributes:
-        identity: who connects.
-        secret: the job's.
-        tls: encrypt; None: do not.
-        hello: what it says first.
-        store: number of the store.
+        identity: of the worker.
+        hello: its first message.
         resend_seconds: after which a request is sent again; None: never.
-        peer_timeout_seconds: how long the machine of a server may be silent.
+        peer_timeout_seconds: how long the host of a server may be silent.
         drop_percent: of the messages that arrive, to be lost.
         log_messages: all of them.
     """
@@ -116,31 +113,31 @@ class ServerConnectionOptions:
 
 
 class ServerConnectionOwner(Protocol):
-    """Who owns the connections."""
+    """Owner of the connections."""
 
     def over(self, request: ClientRequest) -> None:
-        """A request has been answered; its operation knows already if that was an error."""
+        """Take back a request that has been answered; its operation knows already if that was an error."""
 
     def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
-        """One key of a batch has been answered by itself; the same."""
+        """Note that one key of a batch has been answered by itself; errors as of `over`."""
 
     def handle_notice(self, notice: ServerNotice) -> None:
-        """A server says something unasked."""
+        """Take note of a server's NOTICE."""
 
     def counts(self, server: int) -> Iterable[tuple[int, int, int]]:
-        """For RESUME: (key, shard, pushes of it that were answered), of all shards of that server."""
+        """Yield for RESUME: (key, shard, pushes of it that were answered), of all shards of that server."""
 
     def server_lost_state(self, connection: ServerConnection) -> None:
-        """A server with which this worker has spoken before holds nothing of the store any more."""
+        """Raise an error if a server that is empty now should not be."""
 
 
 class ServerConnection:
-    """See the module. One thread at a time may use it.
+    """Connection to a server. One thread at a time may use it.
 
     Args:
         peer: the server.
-        options: how to talk to it.
-        owner: is told what comes.
+        options: of all connections.
+        owner: gets what comes.
 
     Attributes:
         peer: the server, where it is now.
@@ -189,11 +186,11 @@ class ServerConnection:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name in messages for people."""
         return f"server {self.peer.number} on host {self.peer.host}"
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 while there is no connection, and none is being made."""
+        """Return the socket's descriptor; -1 while there is no connection, and none is being made."""
         if self._line is None:
             return -1 if self._attempt is None else self._attempt.socket.fileno()
         return self._line.fileno()
@@ -291,7 +288,7 @@ class ServerConnection:
             self._doubt_until = 0.0
 
     def lose(self, error: Exception) -> None:
-        """The connection is over; what was not answered is kept, and sent again over the next one."""
+        """End the connection; what was not answered is kept, and sent again over the next one."""
         self.last_error = error
         self._end_attempt()
         if self._line is not None:
@@ -308,7 +305,7 @@ class ServerConnection:
         self._num_copied_bytes = 0
 
     def _note_loss(self, now: float) -> None:
-        """A connection has ended: since when there was none that led to anything, and when to make another."""
+        """Note since when there was no connection that led to anything, and when to make another."""
         if self._is_proven or now - self._made_at >= _SETTLED_SECONDS:
             self._num_fruitless, self._fruitless_since = 0, now
         else:
@@ -331,7 +328,7 @@ class ServerConnection:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: ClientRequest) -> None:
-        """Ask the server; `flush` has it leave."""
+        """Queue a request; `flush` has it leave."""
         request.request = self._num_requests + 1
         self._num_requests += request.num_ids
         self.outstanding[request.request] = request
@@ -518,7 +515,7 @@ class ServerConnection:
         return batch.outs[place]
 
     def _part(self, number: int) -> tuple[BatchRequest, int] | None:
-        """Of which batch an id is that of a key, and of which; None also where that was answered already."""
+        """Return the batch, and the number of the key there, that an id belongs to, unless that was answered."""
         for batch in self.outstanding.values():
             place = number - batch.request - 1
             if isinstance(batch, BatchRequest) and 0 <= place < len(batch.numbers):
@@ -552,7 +549,7 @@ class ServerConnection:
             self._over(batch, header)
 
     def _over(self, request: ClientRequest, header: MessageHeader) -> None:
-        """An answer has been taken; before, there was none: what makes no sense is given up by the owner."""
+        """Give a request that was answered to the owner; one whose answer makes no sense stays outstanding."""
         self._is_proven = True
         request.answer_header = header
         del self.outstanding[request.request]

@@ -38,16 +38,15 @@ def home_server(key_id: int, num_servers: int) -> int:
 def choose_slice_bytes(
     asked: int | None, server_hosts: Sequence[str], num_processes: int, num_processors: int
 ) -> tuple[int, str]:
-    """The largest shard, and the reason for it in words.
+    """Return the largest shard, and the reason for it in words.
 
-    What comes back can begin when the first shard has come from every worker, and ends with a shard that goes back
-    alone. So the time that a shard takes on the wire is added to every pushpull, however large that is. In shared
-    memory that is little, and each shard has a price of its own: what takes its messages has left the caches while
-    values were copied. Where processes wait for processors and not for each other, there is nothing to overlap, and the
-    price counts alone.
+    An answer can begin when the first shard has come from every worker, and ends with a shard that goes back alone.
+    So the time that a shard takes on the wire is added to every pushpull, however large that is. In shared memory that
+    is little, and each shard has a price of its own: its messages have left the caches while values were copied. Where
+    processes wait for processors and not for each other, there is nothing to overlap, and the price counts alone.
 
     Args:
-        asked: what the user says; None: nothing.
+        asked: the user's choice, if any.
         server_hosts: addresses at which servers listen.
         num_processes: workers and servers of the job.
         num_processors: of this host.
@@ -116,7 +115,7 @@ class ShardPlacer:
             self.loads[server] += num_bytes
 
     def forget(self, key_id: int) -> None:
-        """A key is not there any more, or about to be placed elsewhere."""
+        """Discount a key that is not there any more, or about to be placed elsewhere."""
         for server, num_bytes in self._placed.pop(key_id, ()):
             self.loads[server] -= num_bytes
 

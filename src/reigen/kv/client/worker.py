@@ -1,12 +1,12 @@
-"""What a worker of a distributed store does: its requests to all servers, waiting, and what happens meanwhile.
+"""Worker of a distributed store: its requests to all servers, and waiting for them.
 
-Who works here: a caller that waits drives the connections itself, so that a blocking call changes threads not once.
-While nobody waits and something is pending, a thread of the store drives them. It leaves at once when a caller comes,
-and comes back when there have been no calls for a moment.
+A caller that waits drives the connections itself, so that a blocking call changes threads not once. While nobody waits
+and something is pending, a thread of the store drives them. It leaves at once when a caller comes, and comes back when
+there have been no calls for a moment.
 
-The order of a key's operations: requests leave in the order in which they were begun. A server answers a pull when the
-pushes before it are done, since it says how many there were. A push must not be done before an earlier pull is
-answered: it is held back here until then.
+Requests of a key leave in the order in which they were begun. A server answers a pull when the pushes before it are
+done, since it says how many there were. A push must not be done before an earlier pull is answered: it is held back
+here until then.
 """
 
 from __future__ import annotations
@@ -54,11 +54,7 @@ _TOLERANCE_SECONDS = 1.0
 
 
 class CallDeadlines:
-    """The deadlines of one store, whose calls come one after the other.
-
-    Args:
-        seconds: how long a call may take.
-    """
+    """Deadlines of one store's calls, which come one after the other."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -67,13 +63,13 @@ class CallDeadlines:
 
     @contextlib.contextmanager
     def one(self, until: float | None = None) -> Iterator[float]:
-        """A block of which all waits end together: by the job's deadline, from now on. One within another is its part.
+        """Have all waits of a block end together. A block within another is part of that.
 
         Args:
-            until: end by then, on the clock of ``time.monotonic()``.
+            until: the end, on the clock of ``time.monotonic()``; None: the job's deadline, from now on.
 
         Yields:
-            When that is.
+            The end.
         """
         if self._until is not None:
             yield self._until
@@ -85,7 +81,7 @@ class CallDeadlines:
             self._until = None
 
     def latest(self, what: KVOperation | str) -> float:
-        """When to stop waiting; that of an operation is known where it is first waited for, and is never later."""
+        """Return the end of a wait; that of an operation is set where it is first waited for, and is never later."""
         until = time.monotonic() + self._seconds if self._until is None else self._until
         latest = until + _TOLERANCE_SECONDS
         if isinstance(what, str):
@@ -95,11 +91,7 @@ class CallDeadlines:
 
 
 class ConnectionPoller:
-    """A poll.
-
-    Args:
-        others: to be read from whenever they are readable, for as long as this is used.
-    """
+    """Poll of connections, whose descriptors come and go, and of ``others``, which stay and are to be read from."""
 
     def __init__(self, others: Iterable[IOLock | JobMembership]) -> None:
         self._poll = select.poll()
@@ -132,13 +124,13 @@ class ConnectionPoller:
                 yield ready
 
     def clear(self) -> None:
-        """The connections are closed."""
+        """Forget the connections, which are closed."""
         self._watched.clear()
         self._by_descriptor.clear()
 
 
 class KVWorker:
-    """The connections of one store to all servers of its job. Any thread may use it.
+    """Connections of one store to all servers of its job. Any thread may use it.
 
     Args:
         member: this worker's place in the job; it is not closed here.
@@ -150,10 +142,8 @@ class KVWorker:
             from now on.
 
     Attributes:
-        member: see above.
         bodies: memory for what requests send.
         deadlines: of the store's calls.
-        num_servers: how many there are.
 
     Raises:
         DeadlineError: servers did not come in time; names them.
@@ -214,18 +204,18 @@ class KVWorker:
 
     @property
     def server_hosts(self) -> list[str]:
-        """The addresses at which the servers are reached, by number."""
+        """Addresses at which the servers are reached, by number."""
         return [split_address(connection.peer.address)[0] for connection in self._servers]
 
     @property
     def server_incarnations(self) -> list[int]:
-        """Which process each server was when this worker was last connected to it."""
+        """Incarnation of each server when this worker was last connected to it."""
         return [connection.incarnation for connection in self._servers]
 
     # -- for the store ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what has ended all, or what a push that nobody waited for has met."""
+        """Raise what has ended all, or the error of a push that nobody waited for."""
         if self._failure is not None:
             raise self._failure.anew()
         while self._failed:
@@ -264,7 +254,7 @@ class KVWorker:
                     self._announce()
 
     def flush(self) -> None:
-        """What was submitted leaves as far as the kernel takes it; the rest follows by itself."""
+        """Send what was submitted as far as the kernel takes it; the rest follows by itself."""
         if self._has_driver:
             return
         with self._driving:
@@ -281,7 +271,7 @@ class KVWorker:
             servers: which; None: all.
 
         Returns:
-            What each of them answered.
+            The answer of each.
         """
         body = COMMAND_CODEC.encode(StoreCommand(name, arguments))
         requests = self.ask_servers(MessageKind.COMMAND, name, lambda _: body, servers)
@@ -338,13 +328,13 @@ class KVWorker:
         self._driving.ring()
 
     def wait_for_all(self) -> None:
-        """Return when nothing is pending any more, and raise the first error that nobody was told of."""
+        """Return when nothing is pending any more, and raise the first error that was not reported."""
         with self.deadlines.one():
             self._wait_until(lambda: not self._num_outstanding, None)
         self.check()
 
     def linger(self) -> bool:
-        """Wait a while until nothing is pending any more, and raise the first error that nobody was told of.
+        """Wait a while until nothing is pending any more, and raise the first error that was not reported.
 
         Returns:
             Whether nothing is. What is pending then has left: it counts, although this worker says goodbye now.
@@ -362,8 +352,7 @@ class KVWorker:
         """Tell all servers that this worker has nothing more to push.
 
         Args:
-            patience_seconds: how long they may take to hear of it, and not longer than the call's deadline; None: until
-                that.
+            patience_seconds: how long they may take, within the call's deadline; None: until that.
         """
         operation = KVOperation(self, "saying goodbye to the servers")
         self.submit([ClientRequest(MessageKind.GOODBYE, number, operation) for number in range(self.num_servers)])
@@ -478,7 +467,7 @@ class KVWorker:
                 return
 
     def _leave_to_thread(self) -> None:
-        """Nobody waits any more: what is still pending is driven by the store's thread."""
+        """Have the store's thread drive what is still pending."""
         if self._num_outstanding and not self._has_driver and not self._signal.is_set():
             self._signal.set()
 
@@ -569,7 +558,7 @@ class KVWorker:
         return connection.lost_since is not None and now - connection.lost_since > self._patience(connection)
 
     def _patience(self, connection: ServerConnection) -> float:
-        """For how long there may be no connection."""
+        """Return for how long there may be no connection."""
         is_awaited = connection.peer.number in self._awaited
         return self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
 
@@ -588,7 +577,7 @@ class KVWorker:
                 _log.warning("%s; it will be started again", event)
 
     def _run(self) -> None:
-        """The thread that drives while nobody waits."""
+        """Drive while nobody waits: the store's thread."""
         while not self._closing.is_set():
             self._signal.wait()
             num_calls = self._driving.num_releases
@@ -623,7 +612,7 @@ class KVWorker:
             self._num_unsent_bytes += len(request.body)
 
     def _release(self, kind: MessageKind, orders: Sequence[KeyOrder]) -> None:
-        """A request of these keys is over: what was held back because of it may go."""
+        """Send what was held back because of a request of these keys that is over."""
         for order in orders:
             order.num_pushes -= kind in PUSH_KINDS
             order.num_reads -= kind in READ_KINDS
@@ -650,7 +639,7 @@ class KVWorker:
             self.over(request)
 
     def _late(self, what: KVOperation | str, *, is_final: bool) -> DeadlineError:
-        """The error of what did not happen in time; one that is final has the operation's results go nowhere."""
+        """Return the error of what did not happen in time; a final one has the operation's results go nowhere."""
         operation = what if isinstance(what, KVOperation) else None
         words = operation.what if operation is not None else what
         held = {one.server for some in self._held.values() for one in some if operation in {None, one.operation}}
