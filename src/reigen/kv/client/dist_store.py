@@ -226,42 +226,44 @@ class DistStore(KVStore):
             self._key_init.declare(entries, values, lambda: self._keys.update((entry.name, entry) for entry in entries))
 
     def _push(self, groups: list[KeyTensors], priority: int) -> Pending:
-        self._check(pushes=True)
-        operation = KVOperation(self._worker, "push", None, [key for key, _ in groups])
-        builder = BatchBuilder(self._factory, self._worker, MessageKind.PUSH, operation, priority, len(groups))
-        for key, tensors in groups:
-            entry = self._keys[key]
-            if any(isinstance(tensor, RowSparse) for tensor in tensors):
-                self._factory.push_rows(operation, entry, *sum_row_sparse(tensors, entry.spec), priority)
-            else:
-                builder.add(entry, sum_tensors(tensors, entry.spec)[0], None)
-        builder.end()
-        self._worker.flush()
-        return operation
+        return self._begin(MessageKind.PUSH, groups, None, priority, False)
 
     def _pull(self, groups: list[KeyTensors], priority: int, blocking: bool) -> Pending:
-        self._check()
-        places = _PullTargets(outs for _, outs in groups)
-        operation = KVOperation(self._worker, "pull", places.finish, [key for key, _ in groups])
-        builder = BatchBuilder(self._factory, self._worker, MessageKind.PULL, operation, priority, len(groups))
-        for (key, _), place in zip(groups, places, strict=True):
-            builder.add(self._keys[key], None, place.elements)
-        builder.end()
-        if not blocking:
-            self._worker.flush()
-        return operation
+        return self._begin(MessageKind.PULL, None, groups, priority, blocking)
 
     def _pushpull(self, values: list[KeyTensors], outs: list[KeyTensors], priority: int, blocking: bool) -> Pending:
-        keys = [key for key, _ in values]
-        if keys != [key for key, _ in outs]:
+        if [key for key, _ in values] != [key for key, _ in outs]:
             raise ArgumentError("pushpull() needs an out for each key that it is given a value for")
-        self._check(pushes=True)
-        places = _PullTargets(several for _, several in outs)
-        operation = KVOperation(self._worker, "pushpull", places.finish, keys)
-        builder = BatchBuilder(self._factory, self._worker, MessageKind.PUSHPULL, operation, priority, len(keys))
-        for (key, tensors), place in zip(values, places, strict=True):
-            entry = self._keys[key]
-            builder.add(entry, sum_tensors(tensors, entry.spec)[0], place.elements)
+        return self._begin(MessageKind.PUSHPULL, values, outs, priority, blocking)
+
+    def _begin(
+        self,
+        kind: MessageKind,
+        values: list[KeyTensors] | None,
+        outs: list[KeyTensors] | None,
+        priority: int,
+        blocking: bool,
+    ) -> Pending:
+        """Begin a call: push ``values`` of keys, if any, and fill ``outs`` of the same keys, if any."""
+        self._check(pushes=values is not None)
+        keys = [key for key, _ in values or outs or ()]
+        targets = [_PullTarget(several) for _, several in outs or ()]
+
+        def finish() -> None:
+            for target in targets:
+                target.finish()
+
+        operation = KVOperation(self._worker, kind.name.lower(), finish if targets else None, keys)
+        builder = BatchBuilder(self._factory, self._worker, kind, operation, priority, len(keys))
+        for place, key in enumerate(keys):
+            entry, elements = self._keys[key], None
+            if values is not None:
+                tensors = values[place][1]
+                if kind is MessageKind.PUSH and any(isinstance(tensor, RowSparse) for tensor in tensors):
+                    self._factory.push_rows(operation, entry, *sum_row_sparse(tensors, entry.spec), priority)
+                    continue
+                elements = sum_tensors(tensors, entry.spec)[0]
+            builder.add(entry, elements, targets[place].elements if targets else None)
         builder.end()
         if not blocking:
             self._worker.flush()
@@ -342,15 +344,3 @@ class _PullTarget:
         write_tensor(self._outs[0], self.elements, self._aliases)
         for out in self._outs[1:]:
             fill_tensor(out, self.elements)
-
-
-class _PullTargets(list[_PullTarget]):
-    """Those of several keys."""
-
-    def __init__(self, outs: Iterable[list[Any]]) -> None:
-        super().__init__(_PullTarget(several) for several in outs)
-
-    def finish(self) -> None:
-        """All elements are there."""
-        for each in self:
-            each.finish()

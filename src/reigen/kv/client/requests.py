@@ -168,8 +168,7 @@ class KVOperation:
 class ClientRequest:
     """Message to one server, and where its answer belongs.
 
-    Fields that a `reigen.kv.protocol.MessageHeader` has, too, have the same meaning there; ``flags`` lacks those that say
-    where a body is.
+    Fields that a `reigen.kv.protocol.MessageHeader` has, too, have its meaning; ``flags`` lacks where the body is.
 
     Attributes:
         body: in memory that nobody changes; in the arena if ``block``, which is given back when the request is over.

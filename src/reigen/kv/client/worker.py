@@ -90,45 +90,6 @@ class CallDeadlines:
         return what.latest
 
 
-class ConnectionPoller:
-    """Poll of connections, whose descriptors come and go, and of ``others``, which stay and are to be read from."""
-
-    def __init__(self, others: Iterable[IOLock | JobMembership]) -> None:
-        self._poll = select.poll()
-        self._others = {other.fileno(): other for other in others}
-        for fd in self._others:
-            self._poll.register(fd, select.POLLIN)
-        #: descriptor and events of each connection, and whose a descriptor is
-        self._watched: dict[ServerConnection, tuple[int, int]] = {}
-        self._by_descriptor: dict[int, ServerConnection] = {}
-
-    def update(self, connection: ServerConnection) -> None:
-        """Wait for what the connection needs now."""
-        now = connection.fileno(), select.POLLIN | (select.POLLOUT if connection.wants_to_send else 0)
-        before = self._watched.get(connection, (-1, 0))
-        if now == before:
-            return
-        if before[0] >= 0 and before[0] != now[0] and self._by_descriptor.get(before[0]) is connection:
-            del self._by_descriptor[before[0]]
-            self._poll.unregister(before[0])
-        if now[0] >= 0:
-            self._by_descriptor[now[0]] = connection
-            self._poll.register(*now)
-        self._watched[connection] = now
-
-    def wait(self, timeout_seconds: float) -> Iterator[ServerConnection | IOLock | JobMembership]:
-        """Wait until something is ready, and say what; not of a connection that has gone since."""
-        for fd, _ in self._poll.poll(timeout_seconds * 1000):
-            ready = self._by_descriptor.get(fd) or self._others.get(fd)
-            if ready is not None:
-                yield ready
-
-    def clear(self) -> None:
-        """Forget the connections, which are closed."""
-        self._watched.clear()
-        self._by_descriptor.clear()
-
-
 class KVWorker:
     """Connections of one store to all servers of its job. Any thread may use it.
 
@@ -174,7 +135,8 @@ class KVWorker:
         #: requests that are held back (see the module), in order, by their identity
         self._held: dict[int, Sequence[ClientRequest]] = {}
         self.bodies = BodyAllocator(ShmArena(f"reigen-kv-worker-{member.number}"))
-        self._poller = ConnectionPoller([self._driving, member])
+        #: besides the connections, what a turn waits for
+        self._others: dict[int, IOLock | JobMembership] = {each.fileno(): each for each in (self._driving, member)}
         self._servers: list[ServerConnection] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
         self._awaited: set[int] = set()
@@ -374,7 +336,6 @@ class KVWorker:
             for connection in self._servers:
                 connection.close()
             self._servers.clear()
-            self._poller.clear()
             self.bodies.arena.close()
         self._driving.close()
         self._counts = lambda _: ()  # the store's, which has this worker
@@ -529,8 +490,7 @@ class KVWorker:
                 if self._config.kv_resend:  # of what has left
                     due = min(due, connection.resend(now) or due)
                     connection.flush()
-                self._poller.update(connection)
-            for ready in self._poller.wait(max(0.0, due - now)):
+            for ready in self._wait_for_any(max(0.0, due - now)):
                 if ready is self._driving:
                     self._driving.clear()
                 elif isinstance(ready, ServerConnection):
@@ -542,6 +502,16 @@ class KVWorker:
         except ReigenError as error:
             self._fail(error)
         return self._driving.is_wanted
+
+    def _wait_for_any(self, timeout: float) -> list[ServerConnection | IOLock | JobMembership]:
+        poll, ready = select.poll(), dict[int, ServerConnection | IOLock | JobMembership](self._others)
+        for fd in self._others:
+            poll.register(fd, select.POLLIN)
+        for connection in self._servers:
+            if (fd := connection.fileno()) >= 0:
+                ready[fd] = connection
+                poll.register(fd, select.POLLIN | (select.POLLOUT if connection.wants_to_send else 0))
+        return [ready[fd] for fd, _ in poll.poll(timeout * 1000)]
 
     def _reconnect(self, connection: ServerConnection, now: float) -> None:
         connection.connect()
