@@ -1,4 +1,4 @@
-"""The store without servers: every worker holds all values, and sums come from the all-reduce of the job."""
+"""Store without servers: every worker holds all values, and sums come from the all-reduce of the job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INDICES = dtype_named("int64")
 
 
 class _PushRound:
-    """One push of one key on its way."""
+    """Push of one key on its way."""
 
     def __init__(
         self, store: AllreduceStore, key: Key, complete: Callable[[], None], handles: Sequence[Handle]
@@ -54,12 +54,9 @@ class _PushRound:
 
 
 class AllreduceStore(LocalStore):
-    """A store over the job's collectives; ``ring``, or ``horovod`` as MXNet calls it. `reigen.init` joins the job.
+    """Store over the job's collectives; ``ring``, or ``horovod`` as MXNet calls it. `reigen.init` joins the job.
 
     Optimizers and updaters run on every worker alike, on sums that have the same bits everywhere.
-
-    Args:
-        kind: its type.
     """
 
     #: numbers of the stores of this process: the same on workers that make them in the same order
@@ -146,7 +143,7 @@ class AllreduceStore(LocalStore):
             self._stored[key] = stored
 
     def _agree(self, name: str, pairs: list[tuple[Key, TensorSpec]]) -> None:
-        """That all workers initialise the same keys alike."""
+        """Check that all workers initialise the same keys alike."""
         said = ", ".join(f"{key!r}: {spec}" for key, spec in sorted(pairs, key=lambda pair: str(pair[0])))
         words = [word.decode() for word in allgather_bytes(self._context, said.encode(), f"{name}.specs")]
         if len(set(words)) > 1:

@@ -24,12 +24,9 @@ COMPLETED = PendingGroup(())
 
 
 class LocalStore(KVStore):
-    """A store for the devices of one process. Nothing is pending in it: what it was told is done on return.
+    """Store for the devices of one process, of type ``kind``. Nothing is pending in it when a call returns.
 
     Values on devices are added up on the host.
-
-    Args:
-        kind: its type.
     """
 
     def __init__(self, kind: str = "local") -> None:
@@ -155,7 +152,7 @@ class LocalStore(KVStore):
             raise ArgumentError("this store was closed")
 
     def _take(self, key: Key, tensors: list[Any]) -> None:
-        """A round: add values up, and update what is stored."""
+        """Do a round: add values up, and update what is stored."""
         spec = self._specs[key]
         self._rounds[key] += 1
         if any(isinstance(tensor, RowSparse) for tensor in tensors):
@@ -164,7 +161,7 @@ class LocalStore(KVStore):
             self._apply(key, self._total(key, tensors, spec))
 
     def _total(self, key: Key, tensors: list[Any], spec: TensorSpec) -> Array:
-        """The sum of dense values; with compression, of what is left of each."""
+        """Return the sum of dense values; with compression, of what is left of each."""
         if self._codec is None:
             return sum_tensors(tensors, spec)[0]
         parts = []
@@ -225,7 +222,7 @@ class LocalStore(KVStore):
 
 
 def copy_to_host(value: Any) -> Any:
-    """A contiguous copy of a first value in host memory: a tensor of the same framework."""
+    """Return a contiguous copy of a first value in host memory: a tensor of the same framework."""
     if not isinstance(value, RowSparse):
         return _host_tensor(flatten_tensor(value)[0].copy().reshape(tuple(value.shape)), value)
     rows = flatten_tensor(value.values)[0]

@@ -93,7 +93,7 @@ _COUNTS = np.dtype([("key", "<u8"), ("shard", "<u8"), ("count", "<u8")])
 
 
 class MessageKind(IntEnum):
-    """What a message is. Requests of workers are below 64, answers of servers from there on."""
+    """Kind of a message. Requests of workers are below 64, answers of servers from there on."""
 
     HELLO = 1
     DECLARE = 2
@@ -120,7 +120,7 @@ class MessageKind(IntEnum):
 
 
 class MessageFlag(IntFlag):
-    """What else there is to say of a message.
+    """Flags of a message.
 
     Attributes:
         IN_MEMORY: the body lies in the sender's arena.
@@ -163,22 +163,19 @@ _IN_MEMORY = int(MessageFlag.IN_MEMORY)
 
 
 class MessageHeader(msgspec.Struct, frozen=True, gc=False):
-    """The header of a message.
+    """Header of a message.
 
     Attributes:
-        kind: a `MessageKind`.
         request: the id of the request that this is, or answers; 0 for none.
         key: its id (`reigen.kv.keys`), as an unsigned number.
         shard: index of the shard in its key; of a batch, how many keys it is about.
         round: of pushes, as above.
-        flags: of `MessageFlag`.
         dtype: of the body's elements, by `DTYPE_NUMBERS`.
         about: (QUERY, RECEIVED) the kind of the request in question.
         store: number of the store in its job.
         priority: of the answer, higher first.
         body_bytes: length of the body that follows on the connection.
-        offset: where the body lies in the sender's arena.
-        memory_bytes: how long it is there.
+        offset, memory_bytes: where the body lies in the sender's arena, and how long it is there.
     """
 
     kind: int
@@ -240,16 +237,12 @@ def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
 
 
 def pack_counts(counts: Iterable[tuple[int, int, int]]) -> bytes:
-    """The body of RESUME, and of the DONE that answers it.
-
-    Args:
-        counts: (key id, shard index, number of pushes).
-    """
+    """Return the body of RESUME, or of the DONE that answers it, of (key id, shard index, number of pushes)."""
     return np.array(list(counts), _COUNTS).tobytes()
 
 
 def unpack_counts(body: bytes | bytearray | memoryview) -> list[tuple[int, int, int]]:
-    """What `pack_counts` packed.
+    """Return the counts of `pack_counts`.
 
     Raises:
         WireError: it is something else.
@@ -266,13 +259,9 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
     """HELLO, and with the server's number in ``number``, WELCOME.
 
     Attributes:
-        number: of the worker or server.
-        incarnation: which of those that had the number one after the other.
-        host: what people call its host.
+        incarnation: which of the processes that had the number one after the other.
         machine: equal where memory can be shared (`reigen.cluster.host_discovery.host_identity`); empty: it will not.
-        pid: the process.
-        fd: its descriptor of the arena's segment.
-        inode: that file's number: whoever opens it compares.
+        fd, inode: its descriptor of the arena's segment, and that file's number, which the opener compares.
         is_empty: (WELCOME) the server holds nothing of this store yet, and had nothing in a snapshot.
         staleness: of the store (`reigen.kv.consistency.state_machine`), the same for all; None is infinite.
     """
@@ -289,7 +278,7 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShardRange(msgspec.Struct, array_like=True, frozen=True):
-    """One shard of a key: elements ``[begin, end)`` of the flat value are at ``server``."""
+    """Shard of a key: elements ``[begin, end)`` of the flat value are at ``server``."""
 
     index: int
     begin: int
@@ -303,11 +292,10 @@ class ShardRange(msgspec.Struct, array_like=True, frozen=True):
 
 
 class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARE: what a worker means by a key.
+    """DECLARE: meaning of a key, as a worker sees it.
 
     Attributes:
         name: the key as the user wrote it.
-        shape: of the value.
         dtype: its name in `reigen.types.DTYPES`.
         stype: ``default`` or ``row_sparse``.
         places: all shards of the key, from rank 0; None from the others.
@@ -326,12 +314,7 @@ class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KeyDeclared(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARED: where the shards of a key are.
-
-    Attributes:
-        places: all of them.
-        was_initialised: the key had a value before: rank 0's is not wanted.
-    """
+    """DECLARED: all shards of the key, and whether it had a value before, so that rank 0's is not wanted."""
 
     places: tuple[ShardRange, ...]
     was_initialised: bool = False
@@ -345,7 +328,7 @@ class StoreCommand(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CommandResult(msgspec.Struct, array_like=True, frozen=True):
-    """What a COMMAND led to."""
+    """Result of a COMMAND."""
 
     value: Any = None
 
@@ -355,7 +338,6 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         error: a name in `REMOTE_ERRORS`.
-        reason: the message.
         key: the key's name, as the user wrote it; None where it concerns them all.
         workers: the workers at fault.
         details: one line for each worker, where they differ.
@@ -368,7 +350,7 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     details: dict[int, str] = {}
 
     def raised(self) -> ReigenError:
-        """As an error."""
+        """Return it as an error to be raised."""
         name = None if self.key is None else f"key {self.key!r}"
         kind = REMOTE_ERRORS.get(self.error, CollectiveError)
         if issubclass(kind, CollectiveError):
@@ -377,7 +359,7 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: ReigenError, key: int | str | None = None) -> RemoteError:
-        """What to tell of an error."""
+        """Return an error as it is told to a worker."""
         name = next(
             (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in REMOTE_ERRORS), "CollectiveError"
         )
@@ -409,8 +391,6 @@ class ServerNotice(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         what: ``lost``, ``left`` or ``returned``, of workers; ``problem``: nothing works any more, because of it;
             ``unread``: the server cannot map this worker's memory.
-        worker: whom it is about.
-        host: of that worker.
         reason: in words, with the round and the key that it interrupted.
         problem: the error that every call raises from now on, if any.
     """

@@ -1,4 +1,4 @@
-"""What gradient compression has not sent yet, in files of optimizer states: beside the states of each key."""
+"""Residuals of gradient compression in files of optimizer states: beside the states of each key."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def merge_residuals(states: States, residuals: Residuals, specs: Mapping[Key, Te
 
 
 def split_residuals(states: States) -> tuple[States, Residuals]:
-    """What `merge_residuals` put together; the pieces of a key may be cut."""
+    """Take apart what `merge_residuals` put together; the pieces of a key may be cut."""
     residuals: Residuals = {}
     pieces = []
     for key in states.keys:
@@ -47,11 +47,7 @@ def split_residuals(states: States) -> tuple[States, Residuals]:
 
 
 def load_states(fname: str | Path, specs: Mapping[Key, TensorSpec]) -> tuple[States, Residuals]:
-    """Read a file for a store.
-
-    Args:
-        fname: the file.
-        specs: what the store's keys hold.
+    """Read a file for a store whose keys hold ``specs``.
 
     Raises:
         ArgumentError: it is no file of states, it is damaged, or it is of other keys.

@@ -1,4 +1,4 @@
-"""Taking one's part in a job with parameter servers: workers join it, servers and the scheduler serve until its end."""
+"""Roles in a job with parameter servers: workers join it, servers and the scheduler serve until its end."""
 
 from __future__ import annotations
 

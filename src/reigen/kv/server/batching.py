@@ -98,7 +98,7 @@ class KeyBatch:
         return self.rounds[-1]
 
     def end_round(self) -> None:
-        """Forget the first round."""
+        """Forget the first round, which is over."""
         self.rounds.popleft()
         if not self.rounds:
             for shard in self.shards:

@@ -1,4 +1,4 @@
-"""What all workers must say alike before it holds: what a key is, which optimizer a store has."""
+"""Consensus of all workers before something holds: what a key is, which optimizer a store has."""
 
 from __future__ import annotations
 

@@ -32,12 +32,12 @@ _MOST_ELEMENTS = 1 << 40
 
 @dataclass
 class _KeyRecord:
-    """A key at its home.
+    """Key at its home.
 
     Attributes:
         consensus: of all workers, on what the key is.
         places: the shards, as rank 0 said.
-        agreed: what all workers have said, once they have.
+        agreed: their word, once all have said it.
         is_initialised: rank 0 has sent all shards.
     """
 
@@ -49,7 +49,7 @@ class _KeyRecord:
 
 
 class KeyDeclarations:
-    """The declared keys of a store."""
+    """Declared keys of a store."""
 
     def __init__(self, store: ConsensusStore) -> None:
         self._store = store
@@ -62,7 +62,7 @@ class KeyDeclarations:
         """Take in a DECLARE; it is answered now or later.
 
         Raises:
-            ReigenError: what is told to this worker alone.
+            ReigenError: for this worker alone.
         """
         key, facts = request.header.key, _key_spec(declare)
         if key_id(declare.name) != key:
@@ -93,7 +93,7 @@ class KeyDeclarations:
         self._at_home(request, record, facts, declare)
 
     def settle(self) -> None:
-        """The expected workers are others now: answer who waited for one that is not any more."""
+        """Answer who waited for a worker that is not expected any more."""
         for key, record in list(self._records.items()):
             if record.agreed is None or (0 not in self._store.expected() and not record.is_initialised):
                 self._decide(key, record)
@@ -110,23 +110,23 @@ class KeyDeclarations:
             record.consensus.expire(before, missing)
 
     def waiting(self) -> Iterator[WaitingWorker]:
-        """Who waits for whom to say what a key is, or for worker 0 to send its value."""
+        """Yield who waits for others to say what a key is, or for worker 0 to send its value."""
         for record in self._records.values():
             yield from record.consensus.waits(self._store.expected() if record.agreed is None else (0,))
 
     def initialised(self) -> list[tuple[int, KeySpec, tuple[ShardRange, ...]]]:
-        """The keys that have their home here and can be used, for a snapshot."""
+        """Return the keys that have their home here and can be used, for a snapshot."""
         records = self._records.items()
         return [(key, one.agreed, one.places) for key, one in records if one.agreed and one.is_initialised]
 
     def restore(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...]) -> None:
-        """Take over what `initialised` told."""
+        """Take over a key of `initialised`."""
         consensus = WorkerConsensus(f"what the key {facts.name!r} is")
         self._records[key] = _KeyRecord(consensus, facts.generation, places, facts, is_initialised=True)
         self._known[key] = facts
 
     def remember(self, key: int, facts: KeySpec) -> None:
-        """A shard of a key is here."""
+        """Note that a shard of a key is here."""
         self._known[key] = facts
 
     def _at_home(self, request: WorkerRequest, record: _KeyRecord, facts: KeySpec, declare: DeclareKey) -> None:

@@ -1,4 +1,4 @@
-"""What each kind of request does to a store: where its body lands, what is checked, what then happens to a shard."""
+"""Requests to a store, by their kinds: where a body lands, what is checked, and what then happens to a shard."""
 
 from __future__ import annotations
 
@@ -41,11 +41,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 class RequestHandler:
-    """Takes the requests of a store's workers.
-
-    Args:
-        store: what they are about.
-    """
+    """Takes the requests of a store's workers."""
 
     def __init__(self, store: ServerStore) -> None:
         self.store = store
@@ -66,7 +62,7 @@ class RequestHandler:
         }
 
     def place(self, header: MessageHeader) -> NDArray[np.uint8]:
-        """Where the body of a request is to land.
+        """Return where the body of a request is to land.
 
         Raises:
             WireError: it has a length that no such request has.
@@ -84,7 +80,7 @@ class RequestHandler:
         return self.store.context.buffers.take(header.body_bytes)
 
     def arrived(self, connection: WorkerConnection, header: MessageHeader, received: NDArray[np.uint8]) -> None:
-        """A request is there; it is answered now or later.
+        """Take in a request; it is answered now or later.
 
         Raises:
             WireError: no worker of this version sends that.
@@ -257,7 +253,6 @@ class RequestHandler:
         return numbers
 
     def _most_bytes(self, header: MessageHeader, shard: Shard | None) -> int:
-        """How long the body of a request may be."""
         if header.flags & _BATCH:
             return MAX_BATCH_BODY_BYTES
         if shard is None:
@@ -272,5 +267,4 @@ class RequestHandler:
 
 
 def _shard_bytes(facts: KeySpec, place: ShardRange) -> int:
-    """How long the value of a shard is."""
     return place.num_elements * dtype_named(facts.dtype).itemsize

@@ -1,4 +1,4 @@
-"""A worker's request on a server, from its arrival to its answer, and the connection that it came by."""
+"""Requests of workers on a server, from their arrival to their answer, and the connections that they come by."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ENCODE_ANSWER = int(MessageFlag.ENCODE_ANSWER)
 
 @dataclass(eq=False, slots=True)
 class WorkerRequest:
-    """A request. It is its own token for `reigen.kv.consistency.state_machine`.
+    """Request of a worker. It is its own token for `reigen.kv.consistency.state_machine`.
 
     Attributes:
         since: when it came, on the clock of ``time.monotonic()``.
@@ -72,7 +72,7 @@ class WorkerRequest:
         return bool(self.header.flags & _ENCODE_ANSWER)
 
     def events(self) -> list[ConsistencyEvent]:
-        """The push, the pull, or both, for the engine of its shard."""
+        """Return the push, the pull, or both, for the engine of its shard."""
         header, worker = self.header, self.connection.worker
         if header.kind not in PUSH_KINDS:
             return [PullRequested(worker, header.round, self)]
@@ -98,13 +98,13 @@ class WorkerRequest:
 
 @dataclass(slots=True, eq=False)
 class PullHalf:
-    """The second half of a PUSHPULL: its own token, since the first is one, too."""
+    """Second half of a PUSHPULL: its own token, since the first is one, too."""
 
     request: WorkerRequest
 
 
 def request_of(token: RequestToken) -> WorkerRequest:
-    """The request of a token."""
+    """Return the request of a token."""
     request = token.request if isinstance(token, PullHalf) else token
     assert isinstance(request, WorkerRequest)
     return request
@@ -112,11 +112,9 @@ def request_of(token: RequestToken) -> WorkerRequest:
 
 @dataclass(eq=False)
 class WorkerConnection:
-    """A worker's connection to one store of a server.
+    """Connection of a worker to one store of a server.
 
     Attributes:
-        hello: as the worker introduced itself.
-        store: number of the store.
         peer: the worker's arena, if it can be read here.
         open_requests: by id, those without an answer.
         must_flush: something was queued since the last flush.
@@ -155,7 +153,7 @@ class WorkerConnection:
         return request in self.open_requests or request in self._sending
 
     def body_of(self, header: MessageHeader, received: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """A request's body: what was received, or a part of the worker's arena.
+        """Return a request's body: what was received, or a part of the worker's arena.
 
         Raises:
             WireError: it is not where the header says.

@@ -1,4 +1,4 @@
-"""One shard on its server: the value, what an optimizer keeps of it, and the arithmetic of a round.
+"""Shard on its server: the value, the optimizer's states, and the arithmetic of a round.
 
 What computes (`Shard.change`, `Shard.pack`) runs in one thread at a time, one of a pool or the server's own; where it
 writes to is decided in the server's thread, which also counts who reads a value (`reigen.kv.server.buffers`).
@@ -35,7 +35,7 @@ OPTIMIZER_FACT = "optimizer"
 
 
 class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What all workers mean by a key; see `reigen.kv.protocol.DeclareKey`."""
+    """Meaning of a key, the same for all workers; see `reigen.kv.protocol.DeclareKey`."""
 
     name: int | str
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a snapshot says of a shard beside its arrays.
+    """Facts of a shard's snapshot beside its arrays.
 
     Attributes:
         applied: the state of its engine.
@@ -97,7 +97,7 @@ class RestoreStates(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class ValueUpdate:
-    """One change of a value.
+    """Change of a value.
 
     Attributes:
         parts: what is added up, in rank order.
@@ -115,14 +115,11 @@ ShardInstruction = ConsistencyInstruction | ConsistencyState | AnswerDone | Answ
 
 @dataclass(eq=False)
 class Shard:
-    """A shard.
+    """Part of a key's value.
 
     Attributes:
-        key: id of its key.
-        facts: what the workers mean by the key.
-        place: which of its elements these are.
+        place: which of the key's elements these are.
         engine: its rounds.
-        value: what is stored now.
         slot: what the optimizer keeps of it.
         queue: instructions, in order; the state of the engine that an event led to stands behind those of that event.
         is_busy: a thread works on it.
@@ -133,9 +130,7 @@ class Shard:
             whose states were loaded.
         is_dirty: it differs from the latest snapshot.
         must_save: a snapshot is due.
-        dtype: of its elements.
         length: how many elements it has.
-        num_bytes: how many bytes its value has.
     """
 
     key: int
@@ -187,12 +182,12 @@ class Shard:
 
     @property
     def num_rows(self) -> int:
-        """How many whole rows of a row-sparse key these are."""
+        """Number of whole rows of a row-sparse key."""
         return self.length // self.row_length if self.row_length else 0
 
     @property
     def array(self) -> NDArray[Any]:
-        """The elements that are stored."""
+        """Elements that are stored."""
         return self.value.array.view(self.dtype.storage)
 
     def write(self, data: NDArray[np.uint8]) -> None:
@@ -202,7 +197,7 @@ class Shard:
         self.is_dirty = True
 
     def use(self, optimizer: Optimizer) -> None:
-        """From now on, or on with other numbers, update by ``optimizer``.
+        """Update by ``optimizer``, or go on with other numbers of it.
 
         Raises:
             UnsupportedTypeError: elements of this type cannot be updated.
@@ -240,7 +235,7 @@ class Shard:
         return not (self.is_busy or self.waiting) and self.engine.is_next(round)
 
     def settle(self, target: ValueBuffer, memory: ValueAllocator) -> None:
-        """The next value is there."""
+        """Take the next value."""
         if target is not self.value:
             memory.retire(self.value)
             self.value = target
@@ -276,7 +271,7 @@ class Shard:
             self.slot.apply(step, out[begin:end], total.block(begin, end), begin, accumulation_dtype(self.dtype))
 
     def _assign(self, update: ValueUpdate, out: NDArray[Any], is_rows: bool, scratch: ReductionScratch) -> None:
-        """The sum takes the place of what was stored; rows that nobody gave are zero."""
+        """Put the sum in the place of what was stored; rows that nobody gave are zero."""
         if not is_rows:
             ShardSum(self.dtype, self.length, self._dense(update.parts), update.scale, scratch).into(out)
             return
@@ -305,7 +300,7 @@ class Shard:
         np.take(shaped, numbers, axis=0, out=out.view(self.dtype.storage).reshape(len(numbers), self.row_length))
 
     def encoded(self, codec: Codec) -> bytes:
-        """The value as codes, the same ones for all workers that ask between two changes, and after a restart."""
+        """Return the value as codes, the same for all workers that ask between two changes, and after a restart."""
         if self._encoded[0] != self.num_changes:
             if self._residual is None:
                 self._residual = codec.begin(self.length, self.dtype)
@@ -316,14 +311,14 @@ class Shard:
         return self._encoded[1]
 
     def pack_states(self, optimizer: Optimizer | None) -> bytes:
-        """The answer to GET_STATES: states of one piece, or of none where no optimizer updates the shard."""
+        """Return the answer to GET_STATES: states of one piece, or of none where no optimizer updates the shard."""
         if optimizer is None or self.slot is None:
             return States(()).to_bytes()
         piece = piece_of(self.slot, self.facts.name, math.prod(self.facts.shape), self.place.begin)
         return States([piece], None, {OPTIMIZER_FACT: optimizer.name}).to_bytes()
 
     def put_states(self, body: NDArray[np.uint8], optimizer: Optimizer | None) -> None:
-        """Take over what `pack_states` gave, from this or another job.
+        """Take over states of `pack_states`, from this or another job.
 
         Raises:
             ArgumentError: it is damaged, there is no optimizer, or the states are of another one.
@@ -364,7 +359,7 @@ class Shard:
     # ---- snapshots
 
     def pack(self) -> list[Buffer]:
-        """All of it, as it is now, for a snapshot."""
+        """Return all of it, as it is now, for a snapshot."""
         arrays = {} if self.slot is None else {f"state {name}": array for name, array in self.slot.arrays.items()}
         arrays["value"] = self.array
         if self._residual is not None:

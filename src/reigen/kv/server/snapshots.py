@@ -1,9 +1,9 @@
 """Snapshots of a server on disk, so that another process can take its place: a file for each shard, one for each store.
 
 ``DIRECTORY/job-SECRET-JOB/server-NUMBER/``, where SECRET is a hash of the job's secret and JOB its number: no job reads
-the snapshots of another, or changes them. Whatever a server finds under its own job and number is that of its
-predecessor, and is restored; whether anybody remembers the predecessor does not matter. Only the end of the job
-removes anything, when all workers have left in good order.
+the snapshots of another, or changes them. A server restores what it finds under its own job and number: that is its
+predecessor's, whether anybody remembers that or not. Only the end of the job removes anything, when all workers have
+left in good order.
 
 Files are those of `reigen.optim.array_files` and are replaced as a whole: there is always the last one that was
 complete. Shards are saved at different times: each is as it was after some round, which its file says. Directories are
@@ -43,7 +43,7 @@ _TEMPORARY_FILE = re.compile(r"\.store-.*\.tmp")
 
 
 class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a snapshot says of a store beside its shards.
+    """Facts of a store's snapshot beside its shards.
 
     Attributes:
         staleness: None is infinite.
@@ -66,7 +66,7 @@ LoadedShard = tuple[ShardSnapshot, dict[str, NDArray[Any]]]
 
 
 class SnapshotDirectory:
-    """The files of one server. Different shards may be saved by different threads.
+    """Files of one server. Different shards may be saved by different threads.
 
     Args:
         directory: of all jobs (REIGEN_KV_SNAPSHOT_DIR).
@@ -114,23 +114,15 @@ class SnapshotDirectory:
         return not self.directory.exists()
 
     def save_store(self, store: int, facts: StoreSnapshot) -> None:
-        """Replace what is kept of a store.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace what is kept of a store; raises OSError if it cannot be written."""
         write_atomically(self.directory / f"store-{store}.store", packed(facts, {}), mode=0o600)
 
     def save_shard(self, store: int, shard: ShardId, contents: list[Buffer]) -> None:
-        """Replace what is kept of a shard.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace what is kept of a shard; raises OSError if it cannot be written."""
         write_atomically(self._shard(store, shard), contents, mode=0o600)
 
     def forget_shard(self, store: int, shard: ShardId) -> None:
-        """A shard is not there any more."""
+        """Remove what is kept of a shard."""
         with contextlib.suppress(FileNotFoundError):
             self._shard(store, shard).unlink()
 
@@ -162,10 +154,6 @@ def _read(path: Path, facts: Any) -> tuple[Any, dict[str, NDArray[Any]]]:
 def find_saved_jobs(directory: str, secret: bytes) -> tuple[SavedJob, ...]:
     """Find the jobs with this secret of which servers of this host have saved something, the latest first.
 
-    Args:
-        directory: of all jobs (REIGEN_KV_SNAPSHOT_DIR).
-        secret: the jobs'.
-
     Returns:
         At most `MAX_SAVED_JOBS`. What cannot be read is left out: its server will say so.
     """
@@ -195,7 +183,6 @@ def _make_private(path: Path) -> None:
 
 
 def _check_parent(path: Path) -> None:
-    """Others must not be able to put their directories in the place of those of the jobs."""
     if problem := privacy_problem(path.stat(), is_parent=True):
         raise ConfigError(
             f"snapshots cannot be kept in {path}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory of your own, "
@@ -212,7 +199,7 @@ def _check_private(path: Path) -> None:
 
 
 def _lock_directory(path: Path) -> int:
-    """The directory, opened and locked for as long as it is open."""
+    """Return the directory, opened and locked for as long as it is open."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""When workers wait long for each other: what is said about it, and when. Decides; asks no clock.
+"""Report of workers that wait long for each other. Decides; asks no clock.
 
-A server looks about once a second at the requests that it has not answered. Whoever has waited for
-REIGEN_STALL_CHECK_TIME_SECONDS is told of, and again after two, four, eight times as long; then, that it is over.
+A server looks about once a second at the requests that it has not answered. Those that have waited for
+REIGEN_STALL_CHECK_TIME_SECONDS are reported, and again after two, four, eight times as long; then, that it is over.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ _MOST_LINES = 8
 
 
 class WaitingWorker(NamedTuple):
-    """Somebody waits.
+    """Worker that waits.
 
     Attributes:
         what: for what: ``key 'weight'``.
-        worker: who.
         missing: the workers that have not done their part.
-        since: since when, in seconds on some steady clock.
+        since: in seconds on some steady clock.
     """
 
     what: str

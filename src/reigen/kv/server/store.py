@@ -82,11 +82,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What all stores of a server share.
+    """Parts that all stores of a server share.
 
     Attributes:
-        server: this server's number.
-        num_workers: of the job.
         memory: where values are.
         buffers: where bodies are received.
         workers: the threads that compute.
@@ -111,7 +109,7 @@ class ServerContext:
 
 @dataclass
 class WorkerLoss:
-    """A worker that was lost: on which host, and how that was noticed."""
+    """Loss of a worker: on which host, and how it was noticed."""
 
     host: str
     reason: str
@@ -119,22 +117,20 @@ class WorkerLoss:
 
 @dataclass(eq=False)
 class ServerStore:
-    """One store on one server.
+    """Store on one server.
 
     Attributes:
         number: of the store in its job.
-        staleness: as of `reigen.kv.consistency.state_machine`.
         connections: of its workers, by number.
         incarnations: of the workers' processes, the latest ones.
-        shards: that are here.
         planned: shards that are to be here, and have no value yet.
-        broken: what every request leads to from now on.
-        aborted: what all that concerns more than a shard leads to from now on; shards know it themselves.
+        broken: the answer to every request from now on.
+        aborted: the answer to all that concerns more than a shard; shards know it themselves.
         left: workers that have nothing more to push.
         losses: workers that are lost.
         must_save: something has changed that is no shard's, and is in no snapshot.
         is_unsaved: such a snapshot could not be written.
-        num_laid_out: grows whenever a shard comes or goes.
+        layout_version: grows whenever a shard comes or goes.
     """
 
     number: int
@@ -166,7 +162,7 @@ class ServerStore:
         return tuple(worker for worker in range(self.context.num_workers) if worker not in gone)
 
     def connected(self, connection: WorkerConnection) -> None:
-        """A worker is there, perhaps again, perhaps in the place of another."""
+        """Take a worker's connection, perhaps another one, perhaps of another process in its place."""
         worker, before = connection.worker, self.connections.get(connection.worker)
         if before is not None:
             before.end()
@@ -178,14 +174,14 @@ class ServerStore:
         self.must_save = True
 
     def disconnected(self, connection: WorkerConnection) -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         connection.end()
         if self.connections.get(connection.worker) is connection:
             del self.connections[connection.worker]
             self._all(WorkerDisconnected(connection.worker))
 
     def has_left(self, worker: int, host: str) -> None:
-        """A worker is not waited for any more; it may have told the process that this server was before."""
+        """Wait for a worker no more; it may have said goodbye to the process that this server was before."""
         if worker not in self.left:
             self.left.add(worker)
             self._all(WorkerLeft(worker))
@@ -193,7 +189,7 @@ class ServerStore:
             self._notify(ServerNotice("left", worker, host, f"worker {worker} has left"))
 
     def lost(self, worker: int, host: str, reason: str, incarnation: int = 0) -> None:
-        """The scheduler has given a worker's process up; it may have been replaced meanwhile."""
+        """Note that the scheduler has given a worker's process up; it may have been replaced in between."""
         if worker in self.left or (incarnation and self.incarnations.get(worker, incarnation) != incarnation):
             return
         self.losses[worker] = WorkerLoss(host, reason)
@@ -209,14 +205,14 @@ class ServerStore:
         self._notify(ServerNotice("lost", worker, host, problem.reason if problem else what, problem))
 
     def found(self, worker: int, host: str) -> None:
-        """A worker that was lost is there again: it was silent."""
+        """Note that a worker that was lost is there again: it was silent."""
         if self.losses.pop(worker, None) is not None:
             self._all(WorkerReappeared(worker))
             self.must_save = True
             self._notify(ServerNotice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
 
     def returned(self, worker: int, host: str) -> None:
-        """Another process is there in place of a worker that was lost."""
+        """Note that another process is there in place of a worker that was lost."""
         was_gone = self.losses.pop(worker, None) is not None or worker in self.left
         self.left.discard(worker)
         self._all(WorkerReturned(worker))
@@ -266,7 +262,7 @@ class ServerStore:
             shard.use(optimizer)
 
     def make_shard(self, key: int, facts: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
-        """A shard without a value yet. Its engine knows who has gone."""
+        """Return a shard without a value yet, whose engine knows who has gone."""
         if state is None:
             engine = ConsistencyEngine(self.context.num_workers, self.staleness)
         else:
@@ -279,7 +275,7 @@ class ServerStore:
         return Shard(key, facts, place, engine, self.context.memory.new(num_bytes))
 
     def add(self, shard: Shard) -> None:
-        """A shard that has its value."""
+        """Add a shard that has its value."""
         self.shards[shard.id] = shard
         self.layout_version += 1
         self._make_use(shard, self.settings.optimizer)
@@ -444,7 +440,7 @@ class ServerStore:
         request.release_body(self.context.buffers)
 
     def problem_of(self, shard: Shard, failed: FailRequest) -> RemoteError:
-        """What a worker is told of a request that has failed."""
+        """Return the error of a request that has failed."""
         kind = "DeadlineError" if failed.late else "PeerLostError" if failed.workers else "ArgumentError"
         reason = failed.reason
         if failed.late:
@@ -495,8 +491,8 @@ class ServerStore:
         """Have something computed, then go on with the shards.
 
         Args:
-            shards: that nothing else is done to meanwhile.
-            task: what; in another thread if it is long.
+            shards: that nothing else is done to until then.
+            task: in another thread if it is long.
             done: called then, in this one, with what it raised.
             num_bytes: that it goes through.
         """
@@ -516,7 +512,7 @@ class ServerStore:
         self.context.workers.begin(task, ended)
 
     def fail_all(self, shard: Shard, error: BaseException) -> None:
-        """A shard could not be updated: nothing of this store can be trusted any more."""
+        """Break off, since a shard could not be updated: nothing of this store can be trusted any more."""
         how = "".join(traceback.format_exception(error))
         _log.error("key %r could not be updated: %s", shard.facts.name, how)
         reason = f"server could not update the value: {type(error).__name__}: {error}"
@@ -524,7 +520,7 @@ class ServerStore:
         self.break_off(RemoteError.of(told, shard.facts.name))
 
     def break_off(self, problem: RemoteError) -> None:
-        """Every request leads to this error from now on; all workers are told."""
+        """Answer every request with this error from now on; all workers are told."""
         self.broken = self.broken or problem
         for one in self.shards.values():
             one.queue.clear()
@@ -571,7 +567,7 @@ class ServerStore:
         self.settings.expire(before)
 
     def waiting(self, before: float) -> Iterator[WaitingWorker]:
-        """Who has waited for other workers since ``before``, or longer."""
+        """Yield who has waited for other workers since ``before``, or longer."""
         self._split_late(before)
         asked = [one for each in self.connections.values() for one in each.unanswered()]
         for shard in {one.shard for one in asked if one.shard is not None and one.since <= before}:

@@ -32,16 +32,12 @@ _CONSENSUS_COMMANDS = {"set_optimizer": "the optimizer", "set_gradient_compressi
 
 
 class StoreSettings:
-    """The settings of one store.
-
-    Args:
-        store: whose they are.
-        num_workers: of the job; sums of so many are encoded for them.
+    """Settings of one store.
 
     Attributes:
         optimizer: updates values; None: sums take their place.
         codec: decodes what workers push; None: it is not encoded.
-        encoder: encodes sums for workers that take them so.
+        encoder: encodes sums of ``num_workers`` contributions for workers that take them so.
     """
 
     def __init__(self, store: ConsensusStore, num_workers: int) -> None:
@@ -57,7 +53,7 @@ class StoreSettings:
         """Carry out a COMMAND; it is answered now or later.
 
         Raises:
-            ReigenError: what is told to this worker alone.
+            ReigenError: for this worker alone.
         """
         match command.name:
             case "set_optimizer" | "set_gradient_compression":
@@ -75,7 +71,7 @@ class StoreSettings:
                 raise ArgumentError(f"servers know no command {command.name!r:.100}; there are {names}")
 
     def settle(self) -> None:
-        """The expected workers are others now."""
+        """Decide again, since other workers are expected now."""
         for name in self._consensus:
             self._decide(name)
 
@@ -90,20 +86,20 @@ class StoreSettings:
             consensus.expire(before, self._store.expected())
 
     def waiting(self) -> Iterator[WaitingWorker]:
-        """Who waits for whom to say the same."""
+        """Yield who waits for others to say the same."""
         for consensus in self._consensus.values():
             yield from consensus.waits(self._store.expected())
 
     def state(self) -> dict[str, Any]:
-        """For a snapshot."""
+        """Return the settings for a snapshot."""
         spec = None if self.optimizer is None else self.optimizer.to_spec()
         return {"words": dict(self._words), "optimizer": spec}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` told.
+        """Take over the settings of `state`.
 
         Raises:
-            ConfigError, ArgumentError: it makes no sense.
+            ConfigError, ArgumentError: they make no sense.
         """
         self._words = {str(name): bytes(word) for name, word in state["words"].items()}
         for name, word in self._words.items():
@@ -169,7 +165,7 @@ def _check_argument(name: str, argument: dict[str, Any]) -> None:
 
 
 def _canonical_bytes(argument: dict[str, Any]) -> bytes:
-    """Equal for equal arguments, whatever the order in which they were written."""
+    """Return the same bytes for equal arguments, whatever the order in which they were written."""
     return msgspec.msgpack.encode({name: argument[name] for name in sorted(argument)})
 
 
