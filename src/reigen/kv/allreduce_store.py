@@ -144,13 +144,13 @@ class AllreduceStore(LocalStore):
 
     def _agree(self, name: str, pairs: list[tuple[Key, TensorSpec]]) -> None:
         """Check that all workers initialise the same keys alike."""
-        said = ", ".join(f"{key!r}: {spec}" for key, spec in sorted(pairs, key=lambda pair: str(pair[0])))
-        words = [word.decode() for word in allgather_bytes(self._context, said.encode(), f"{name}.specs")]
-        if len(set(words)) > 1:
-            odd = [rank for rank, word in enumerate(words) if word != words[0]]
+        own = ", ".join(f"{key!r}: {spec}" for key, spec in sorted(pairs, key=lambda pair: str(pair[0])))
+        specs = [each.decode() for each in allgather_bytes(self._context, own.encode(), f"{name}.specs")]
+        ranks = [rank for rank, spec in enumerate(specs) if spec != specs[0]]
+        if ranks:
             raise MismatchError(
-                "the workers do not initialise the same keys alike", tensor="init", ranks=odd,
-                details=dict(enumerate(words)),
+                "the workers do not initialise the same keys alike", tensor="init", ranks=ranks,
+                details=dict(enumerate(specs)),
             )  # fmt: skip
 
     def _push(self, groups: list[KeyTensors], priority: int) -> Pending:
@@ -165,10 +165,6 @@ class AllreduceStore(LocalStore):
             else:
                 self._give(key, outs)
         return PendingGroup(before)
-
-    def _pushpull(self, values: list[KeyTensors], outs: list[KeyTensors], priority: int, blocking: bool) -> Pending:
-        self._push(values, priority)
-        return self._pull(outs, priority, blocking)
 
     def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
         self.catch_up(key)
@@ -207,8 +203,8 @@ class AllreduceStore(LocalStore):
         of_rows = self._context.allgather(rows, spec.dtype, name=f"{name}.rows")
 
         def complete() -> None:
-            everyones: Array = of_rows.wait().on_host
-            parts = RowSparse(of_indices.wait().on_host, everyones, (spec.shape[0], spec.row_length))
+            gathered: Array = of_rows.wait().on_host
+            parts = RowSparse(of_indices.wait().on_host, gathered, (spec.shape[0], spec.row_length))
             self._apply_rows(key, *sum_row_sparse([parts], TensorSpec(spec.dtype, parts.shape, spec.stype)))
 
         return _PushRound(self, key, complete, [of_indices, of_rows])

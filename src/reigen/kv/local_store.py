@@ -167,12 +167,12 @@ class LocalStore(KVStore):
         parts = []
         codes = bytearray(self._codec.max_bytes(spec.num_elements))
         for device, tensor in enumerate(tensors):
-            whose = key, f"device {device}"
-            residual = self._residuals.get(whose)
+            owner = key, f"device {device}"
+            residual = self._residuals.get(owner)
             if residual is None:
                 residual = self._codec.begin(spec.num_elements, spec.dtype)
             if residual is not None:
-                self._residuals[whose] = residual
+                self._residuals[owner] = residual
             self._codec.encode(flatten_tensor(tensor)[0], residual, codes)
             part = np.empty(spec.num_elements, spec.dtype.storage)
             self._codec.decode(codes, part)

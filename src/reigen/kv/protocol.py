@@ -291,15 +291,13 @@ class ShardRange(msgspec.Struct, array_like=True, frozen=True):
         return self.end - self.begin
 
 
-class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARE: meaning of a key, as a worker sees it.
+class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Meaning of a key, the same for all workers.
 
     Attributes:
         name: the key as the user wrote it.
         dtype: its name in `reigen.types.DTYPES`.
         stype: ``default`` or ``row_sparse``.
-        places: all shards of the key, from rank 0; None from the others.
-        is_initialised: rank 0 has sent all shards.
         generation: how often the key was declared anew: all workers do so to have it cut in another way before the
             first push. Shards of an earlier generation are forgotten where the key is declared with a later one.
     """
@@ -308,9 +306,20 @@ class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     stype: str = "default"
+    generation: int = 0
+
+    def __str__(self) -> str:
+        kind = "" if self.stype == "default" else f" ({self.stype})"
+        again = f", declared anew {self.generation} time(s)" if self.generation else ""
+        return f"{self.name!r}: {self.dtype} {self.shape}{kind}{again}"
+
+
+class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
+    """DECLARE: meaning of a key; from rank 0 all its shards, too, and whether it has sent them."""
+
+    spec: KeySpec
     places: tuple[ShardRange, ...] | None = None
     is_initialised: bool = False
-    generation: int = 0
 
 
 class KeyDeclared(msgspec.Struct, array_like=True, frozen=True):

@@ -12,21 +12,21 @@ from reigen.errors import ArgumentError, ConfigError
 from reigen.kv.values import Key, TensorSpec
 from reigen.optim import Piece, States
 
-#: Names of arrays that are residuals begin so; what follows says whose.
+#: Names of arrays that are residuals begin so; what follows is the owner.
 _PREFIX = "residual "
 
-#: Of whole keys: key and whose ("device 1", "worker 0") -> what was not sent.
+#: Of whole keys: key and owner ("device 1", "worker 0") -> what was not sent.
 Residuals = dict[tuple[Key, str], NDArray[np.float32]]
 
 
 def merge_residuals(states: States, residuals: Residuals, specs: Mapping[Key, TensorSpec]) -> States:
     """Optimizer states of whole keys, and residuals, as one."""
     pieces = {piece.key: piece for piece in states.pieces}
-    for (key, whose), residual in residuals.items():
+    for (key, owner), residual in residuals.items():
         spec = specs[key]
         size = spec.num_elements
         old = pieces.get(key) or Piece(key, size, 0, size, spec.dtype.name, 0, None, {})
-        arrays = {**old.arrays, _PREFIX + whose: residual}
+        arrays = {**old.arrays, _PREFIX + owner: residual}
         pieces[key] = Piece(key, size, 0, size, old.dtype, old.count, old.rate, arrays)
     return States(list(pieces.values()), states.optimizer, states.facts)
 

@@ -20,6 +20,7 @@ from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     MAX_BATCH_KEYS,
     REMOTE_ERROR_CODEC,
+    KeySpec,
     KVHello,
     MessageFlag,
     MessageHeader,
@@ -34,7 +35,7 @@ from reigen.kv.server.batching import BatchHandler, KeyBatch
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
-from reigen.kv.server.shard import KeySpec, Shard
+from reigen.kv.server.shard import Shard
 from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena

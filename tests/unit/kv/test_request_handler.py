@@ -15,6 +15,7 @@ from reigen.kv.protocol import (
     DECLARE_CODEC,
     DTYPE_NUMBERS,
     DeclareKey,
+    KeySpec,
     KVHello,
     MessageFlag,
     MessageHeader,
@@ -27,7 +28,6 @@ from reigen.kv.protocol import (
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
-from reigen.kv.server.shard import KeySpec
 from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads
 from reigen.optim import SGD
@@ -129,7 +129,7 @@ BODIES = st.one_of(
     ),
     st.builds(
         lambda name, shape, dtype, stype, generation, ready: DECLARE_CODEC.encode(
-            DeclareKey(name, shape, dtype, stype, (ShardRange(0, 0, 4, 0),), ready, generation)
+            DeclareKey(KeySpec(name, shape, dtype, stype, generation), (ShardRange(0, 0, 4, 0),), ready)
         ),
         st.sampled_from(["dense", "rows", "new", 5]),
         st.sampled_from([(4,), (3, 2), ()]),

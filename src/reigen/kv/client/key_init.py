@@ -22,6 +22,7 @@ from reigen.kv.protocol import (
     DECLARED_CODEC,
     DeclareKey,
     KeyDeclared,
+    KeySpec,
     MessageFlag,
     MessageKind,
     ShardRange,
@@ -115,33 +116,43 @@ class KeyInitializer:
         return shards
 
     def _at_home(
-        self,
-        entries: Sequence[KeyState],
-        placed: Mapping[int, tuple[ShardRange, ...]],
-        *,
-        is_initialised: bool = False,
+        self, entries: Sequence[KeyState], placed: Mapping[int, tuple[ShardRange, ...]], *, is_initialised: bool = False
     ) -> list[KeyDeclared]:
-        requests = []
+        """Declare keys at their home servers; return the answers."""
         operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
-        for entry in entries:
-            server = home_server(entry.id, self._worker.num_servers)
-            body = _encode_declaration(entry, placed.get(entry.id), is_initialised)
-            requests.append(
-                ClientRequest(MessageKind.DECLARE, server, operation, entry.id, body=body, flags=int(MessageFlag.HOME))
-            )
-        self._ask(operation, requests)
+        requests = [
+            self._declaration(operation, entry, self._home(entry), placed.get(entry.id), is_initialised)
+            for entry in entries
+        ]
+        self._worker.ask(requests)
         return [DECLARED_CODEC.decode(bytes(each.answer or b"")) for each in requests]
 
     def _elsewhere(self, entries: Sequence[KeyState]) -> None:
-        """Tell the other servers that hold shards."""
+        """Declare keys at the other servers that hold shards."""
         operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
-        requests = []
-        for entry in entries:
-            at_home = home_server(entry.id, self._worker.num_servers)
-            for server in sorted({place.server for place in entry.places} - {at_home}):
-                body = _encode_declaration(entry, entry.places, False)
-                requests.append(ClientRequest(MessageKind.DECLARE, server, operation, entry.id, body=body))
-        self._ask(operation, requests)
+        self._worker.ask(
+            [
+                self._declaration(operation, entry, server, entry.places)
+                for entry in entries
+                for server in sorted({place.server for place in entry.places} - {self._home(entry)})
+            ]
+        )
+
+    def _home(self, entry: KeyState) -> int:
+        return home_server(entry.id, self._worker.num_servers)
+
+    def _declaration(
+        self,
+        operation: KVOperation,
+        entry: KeyState,
+        server: int,
+        places: tuple[ShardRange, ...] | None,
+        is_initialised: bool = False,
+    ) -> ClientRequest:
+        spec = KeySpec(entry.name, entry.spec.shape, entry.spec.dtype.name, entry.spec.stype, entry.generation)
+        body = DECLARE_CODEC.encode(DeclareKey(spec, places, is_initialised))
+        flags = int(MessageFlag.HOME) if server == self._home(entry) else 0
+        return ClientRequest(MessageKind.DECLARE, server, operation, entry.id, body=body, flags=flags)
 
     def _fill(self, entries: Sequence[KeyState], values: Mapping[int, Array]) -> None:
         operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
@@ -170,18 +181,6 @@ class KeyInitializer:
                     known[key].done[shard] = count
         for entry in entries:
             entry.round = min(entry.done, default=0)
-
-    def _ask(self, operation: KVOperation, requests: Sequence[ClientRequest]) -> None:
-        if requests:
-            self._worker.submit(requests)
-            operation.wait()
-
-
-def _encode_declaration(entry: KeyState, places: tuple[ShardRange, ...] | None, is_initialised: bool) -> bytes:
-    spec = entry.spec
-    return DECLARE_CODEC.encode(
-        DeclareKey(entry.name, spec.shape, spec.dtype.name, spec.stype, places, is_initialised, entry.generation)
-    )
 
 
 def _format_keys(entries: Sequence[KeyState]) -> str:

@@ -246,10 +246,14 @@ class KVWorker:
         operation = KVOperation(self, what)
         numbers = range(self.num_servers) if servers is None else servers
         requests = [ClientRequest(kind, number, operation, body=body(number)) for number in numbers]
+        self.ask(requests)
+        return requests
+
+    def ask(self, requests: Sequence[ClientRequest]) -> None:
+        """Submit requests of one operation, if any, and wait for it."""
         if requests:
             self.submit(requests)
-            operation.wait()
-        return requests
+            requests[0].operation.wait()
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
         """See `reigen.kv.client.requests.OperationWaiter.wait_for`."""

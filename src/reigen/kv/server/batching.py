@@ -185,8 +185,8 @@ class BatchHandler:
                     f"there is no key {key} on server {self._store.context.server}; it was never initialised, or the "
                     "server has lost it"
                 )
-            if DTYPE_NUMBERS[shard.facts.dtype] != dtype or not shard.is_whole or shard.facts.stype != "default":
-                raise WireError(f"key {shard.facts.name!r} in a batch of others")
+            if DTYPE_NUMBERS[shard.spec.dtype] != dtype or not shard.is_whole or shard.spec.stype != "default":
+                raise WireError(f"key {shard.spec.name!r} in a batch of others")
             shards.append(shard)
         if sum(shard.num_bytes for shard in shards) > MAX_BATCH_BYTES:
             raise WireError(f"a batch of more than {MAX_BATCH_BYTES} bytes")

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from reigen.errors import CollectiveError, DeadlineError, MismatchError
-from reigen.kv.protocol import RemoteError, ShardRange
+from reigen.kv.protocol import KeySpec, RemoteError, ShardRange
 from reigen.kv.server.requests import WorkerRequest
-from reigen.kv.server.shard import KeySpec
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.optim import Optimizer
 
@@ -28,7 +27,7 @@ class ConsensusStore(Protocol):
     def expected(self) -> tuple[int, ...]:
         """Return the workers that the others wait for, ascending."""
 
-    def plan_shards(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...]) -> None:
+    def plan_shards(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
         """Expect the values of a key's shards, and drop those of earlier generations."""
 
     def has_pushes(self, key: int | None = None) -> bool:

@@ -14,6 +14,7 @@ from reigen.kv.protocol import (
     DECLARED_CODEC,
     DeclareKey,
     KeyDeclared,
+    KeySpec,
     MessageFlag,
     MessageKind,
     RemoteError,
@@ -21,7 +22,6 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.server.consensus import ConsensusStore, WorkerConsensus
 from reigen.kv.server.requests import WorkerRequest
-from reigen.kv.server.shard import KeySpec
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.values import DENSE, ROW_SPARSE
 from reigen.types import DTYPES
@@ -64,33 +64,33 @@ class KeyDeclarations:
         Raises:
             ReigenError: for this worker alone.
         """
-        key, facts = request.header.key, _key_spec(declare)
-        if key_id(declare.name) != key:
-            raise WireError(f"the key {declare.name!r} has another id than {key}")
+        key, spec = request.header.key, declare.spec
+        if key_id(spec.name) != key:
+            raise WireError(f"the key {spec.name!r} has another id than {key}")
         _check_declaration(declare)
         known = self._known.get(key)
-        if known is not None and known.name != facts.name:
+        if known is not None and known.name != spec.name:
             raise ArgumentError(
-                f"the keys {known.name!r} and {facts.name!r} have the same number of 64 bits; rename one of them"
+                f"the keys {known.name!r} and {spec.name!r} have the same number of 64 bits; rename one of them"
             )
         if not request.header.flags & MessageFlag.HOME:
             if request.connection.worker != 0:
-                raise WireError(f"worker {request.connection.worker} says where the shards of {facts.name!r} are")
-            if known is not None and known != facts and self._store.has_pushes(key):
-                raise ArgumentError(f"the key {facts.name!r} was pushed; it cannot be declared anew")
-            self._lay_out(key, facts, declare.places)
+                raise WireError(f"worker {request.connection.worker} says where the shards of {spec.name!r} are")
+            if known is not None and known != spec and self._store.has_pushes(key):
+                raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared anew")
+            self._lay_out(key, spec, declare.places)
             self._answer(request, declare.places or (), was_initialised=False)
             return
         record = self._records.get(key)
         if record is not None and record.is_initialised:
             # a worker that takes another's place does not know how often it was declared anew
-            facts = msgspec.structs.replace(facts, generation=max(facts.generation, record.generation))
-        if record is None or declare.generation > record.generation:
+            spec = msgspec.structs.replace(spec, generation=max(spec.generation, record.generation))
+        if record is None or spec.generation > record.generation:
             if record is not None and self._store.has_pushes(key):
-                raise ArgumentError(f"the key {facts.name!r} was pushed; it cannot be declared anew")
-            what = f"what the key {facts.name!r} is"
-            record = self._records[key] = _KeyRecord(WorkerConsensus(what), declare.generation)
-        self._at_home(request, record, facts, declare)
+                raise ArgumentError(f"the key {spec.name!r} was pushed; it cannot be declared anew")
+            what = f"what the key {spec.name!r} is"
+            record = self._records[key] = _KeyRecord(WorkerConsensus(what), spec.generation)
+        self._at_home(request, record, spec, declare)
 
     def settle(self) -> None:
         """Answer who waited for a worker that is not expected any more."""
@@ -119,31 +119,31 @@ class KeyDeclarations:
         records = self._records.items()
         return [(key, one.agreed, one.places) for key, one in records if one.agreed and one.is_initialised]
 
-    def restore(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...]) -> None:
+    def restore(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
         """Take over a key of `initialised`."""
-        consensus = WorkerConsensus(f"what the key {facts.name!r} is")
-        self._records[key] = _KeyRecord(consensus, facts.generation, places, facts, is_initialised=True)
-        self._known[key] = facts
+        consensus = WorkerConsensus(f"what the key {spec.name!r} is")
+        self._records[key] = _KeyRecord(consensus, spec.generation, places, spec, is_initialised=True)
+        self._known[key] = spec
 
-    def remember(self, key: int, facts: KeySpec) -> None:
+    def remember(self, key: int, spec: KeySpec) -> None:
         """Note that a shard of a key is here."""
-        self._known[key] = facts
+        self._known[key] = spec
 
-    def _at_home(self, request: WorkerRequest, record: _KeyRecord, facts: KeySpec, declare: DeclareKey) -> None:
+    def _at_home(self, request: WorkerRequest, record: _KeyRecord, spec: KeySpec, declare: DeclareKey) -> None:
         worker, key = request.connection.worker, request.header.key
         if record.agreed is None:
             if worker == 0:
                 if not declare.places:
-                    raise WireError(f"worker 0 does not say where the shards of the key {facts.name!r} are")
+                    raise WireError(f"worker 0 does not say where the shards of the key {spec.name!r} are")
                 record.places = declare.places
-            record.consensus.take(request, facts)
+            record.consensus.take(request, spec)
             self._decide(key, record)
             return
-        if facts != record.agreed:
+        if spec != record.agreed:
             raise MismatchError(
                 "this worker means something else by the key than all did before",
                 ranks=[worker],
-                details={worker: f"{facts}; before it was {record.agreed}"},
+                details={worker: f"{spec}; before it was {record.agreed}"},
             )
         if worker == 0 and declare.is_initialised and not record.is_initialised:
             record.is_initialised = self._store.must_save = True
@@ -160,20 +160,20 @@ class KeyDeclarations:
             if consensus.waiting:
                 reason = f"{consensus.what}: worker 0, whose value counts, has gone"
                 consensus.fail(RemoteError("PeerLostError", reason, None, (0,)))
-        elif (facts := consensus.settle(expected)) is not None:
-            record.agreed = facts
-            self._lay_out(key, facts, record.places)
+        elif (spec := consensus.settle(expected)) is not None:
+            record.agreed = spec
+            self._lay_out(key, spec, record.places)
             first = consensus.waiting.pop(0, None)
             if first is not None:
                 self._answer(first, record.places, was_initialised=False)
 
-    def _lay_out(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...] | None) -> None:
+    def _lay_out(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...] | None) -> None:
         if not places:
-            raise WireError(f"nothing is said of where the shards of the key {facts.name!r} are")
+            raise WireError(f"nothing is said of where the shards of the key {spec.name!r} are")
         before = self._known.get(key)
-        if before is None or before.generation <= facts.generation:
-            self._known[key] = facts
-            self._store.plan_shards(key, facts, places)
+        if before is None or before.generation <= spec.generation:
+            self._known[key] = spec
+            self._store.plan_shards(key, spec, places)
 
     @staticmethod
     def _answer(request: WorkerRequest, places: tuple[ShardRange, ...], *, was_initialised: bool) -> None:
@@ -184,19 +184,15 @@ class KeyDeclarations:
 
 def _check_declaration(declare: DeclareKey) -> None:
     """Raise WireError where no worker means that."""
-    num_elements = math.prod(declare.shape)
-    is_known = declare.dtype in DTYPES and declare.stype in {DENSE, ROW_SPARSE}
-    if not is_known or min(declare.shape, default=0) < 0 or declare.generation < 0 or num_elements > _MOST_ELEMENTS:
-        raise WireError(f"a key like no other: {_key_spec(declare)}")
-    grain = max(1, math.prod(declare.shape[1:])) if declare.stype == ROW_SPARSE else 1
-    places = declare.places or ()
+    spec, places = declare.spec, declare.places or ()
+    num_elements = math.prod(spec.shape)
+    is_known = spec.dtype in DTYPES and spec.stype in {DENSE, ROW_SPARSE}
+    if not is_known or min(spec.shape, default=0) < 0 or spec.generation < 0 or num_elements > _MOST_ELEMENTS:
+        raise WireError(f"a key like no other: {spec}")
+    grain = max(1, math.prod(spec.shape[1:])) if spec.stype == ROW_SPARSE else 1
     if len({place.index for place in places}) < len(places):
-        raise WireError(f"shards of the key {declare.name!r} that are the same")
+        raise WireError(f"shards of the key {spec.name!r} that are the same")
     for place in places:
         is_shard = 0 <= place.begin <= place.end <= num_elements and 0 <= place.index < 1 << 32
         if not is_shard or place.begin % grain or place.end % grain:
-            raise WireError(f"a shard that is no part of the key {_key_spec(declare)}: {place}")
-
-
-def _key_spec(declare: DeclareKey) -> KeySpec:
-    return KeySpec(declare.name, declare.shape, declare.dtype, declare.stype, declare.generation)
+            raise WireError(f"a shard that is no part of the key {spec}: {place}")

@@ -17,6 +17,7 @@ from reigen.kv.protocol import (
     DECLARE_CODEC,
     MAX_CONTROL_BYTES,
     PUSH_KINDS,
+    KeySpec,
     MessageFlag,
     MessageHeader,
     MessageKind,
@@ -27,7 +28,7 @@ from reigen.kv.protocol import (
 from reigen.kv.server.batching import MAX_BATCH_BODY_BYTES, BatchHandler
 from reigen.kv.server.reduction import PushData
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest
-from reigen.kv.server.shard import AnswerDone, AnswerStates, KeySpec, RestoreStates, Shard
+from reigen.kv.server.shard import AnswerDone, AnswerStates, RestoreStates, Shard
 from reigen.kv.server.store import ServerStore
 from reigen.types import dtype_named
 
@@ -231,7 +232,7 @@ class RequestHandler:
         if header.flags & _ENCODED:
             codec = self.store.settings.codec
             if codec is None or not shard.dtype.is_floating:
-                raise WireError(f"codes for key {shard.facts.name!r}, whose gradients are not compressed")
+                raise WireError(f"codes for key {shard.spec.name!r}, whose gradients are not compressed")
             codec.check(body, shard.length)
             return PushData(body, codec)
         if len(body) != shard.num_bytes:
@@ -245,8 +246,8 @@ class RequestHandler:
         return num_rows
 
     def _row_numbers(self, shard: Shard, body: NDArray[np.uint8]) -> NDArray[np.int64]:
-        if shard.facts.stype != "row_sparse" or len(body) % 8:
-            raise WireError(f"rows of key {shard.facts.name!r}, which is {shard.facts.stype}, in {len(body)} bytes")
+        if shard.spec.stype != "row_sparse" or len(body) % 8:
+            raise WireError(f"rows of key {shard.spec.name!r}, which is {shard.spec.stype}, in {len(body)} bytes")
         numbers = body.view(np.int64)
         if len(numbers) and (numbers[0] < 0 or numbers[-1] >= shard.num_rows or (np.diff(numbers) <= 0).any()):
             raise WireError(f"rows that are not ascending, or not below {shard.num_rows}")
@@ -266,5 +267,5 @@ class RequestHandler:
         return max(shard.num_bytes, 0 if codec is None else codec.max_bytes(shard.length))
 
 
-def _shard_bytes(facts: KeySpec, place: ShardRange) -> int:
-    return place.num_elements * dtype_named(facts.dtype).itemsize
+def _shard_bytes(spec: KeySpec, place: ShardRange) -> int:
+    return place.num_elements * dtype_named(spec.dtype).itemsize

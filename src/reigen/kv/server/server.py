@@ -311,7 +311,7 @@ class KVServer:
             store.expire()
         before = now - self._stalls.seconds
         waiting = [one for store in self._stores.values() for one in store.waiting(before)]
-        if text := self._stalls.told(waiting, now):
+        if text := self._stalls.report(waiting, now):
             _log.warning("%s", text)
 
     def _silent(self) -> list[_AcceptedConnection]:

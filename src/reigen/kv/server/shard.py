@@ -21,7 +21,7 @@ from reigen.errors import ArgumentError, ConfigError, UnsupportedError, Unsuppor
 from reigen.files import Buffer
 from reigen.kv.consistency.events import ConsistencyInstruction, RequestToken
 from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
-from reigen.kv.protocol import ShardRange
+from reigen.kv.protocol import KeySpec, ShardRange
 from reigen.kv.server.buffers import ReductionScratch, ValueAllocator, ValueBuffer
 from reigen.kv.server.reduction import BLOCK_ELEMENTS, PushData, ShardSum, accumulation_dtype, narrow, sum_rows
 from reigen.optim import Optimizer, States, packed, piece_of
@@ -32,21 +32,6 @@ ShardId = tuple[int, int]
 
 #: The fact of a file, or of states on their way, that says whose they are.
 OPTIMIZER_FACT = "optimizer"
-
-
-class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Meaning of a key, the same for all workers; see `reigen.kv.protocol.DeclareKey`."""
-
-    name: int | str
-    shape: tuple[int, ...]
-    dtype: str
-    stype: str
-    generation: int
-
-    def __str__(self) -> str:
-        kind = "" if self.stype == "default" else f" ({self.stype})"
-        again = f", declared anew {self.generation} time(s)" if self.generation else ""
-        return f"{self.name!r}: {self.dtype} {self.shape}{kind}{again}"
 
 
 class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +45,7 @@ class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     """
 
     key: int
-    facts: KeySpec
+    spec: KeySpec
     place: ShardRange
     applied: ConsistencyState
     count: int = 0
@@ -134,7 +119,7 @@ class Shard:
     """
 
     key: int
-    facts: KeySpec
+    spec: KeySpec
     place: ShardRange
     engine: ConsistencyEngine
     value: ValueBuffer
@@ -155,7 +140,7 @@ class Shard:
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dtype = dtype_named(self.facts.dtype)
+        self.dtype = dtype_named(self.spec.dtype)
         self.length = self.place.num_elements
         self.num_bytes = self.length * self.dtype.itemsize
         self.applied = self.engine.state()
@@ -168,7 +153,7 @@ class Shard:
     @property
     def is_whole(self) -> bool:
         """Whether it is all of its key."""
-        return self.length == math.prod(self.facts.shape)
+        return self.length == math.prod(self.spec.shape)
 
     @property
     def is_sum(self) -> bool:
@@ -178,7 +163,7 @@ class Shard:
     @property
     def row_length(self) -> int:
         """Elements of a row of a row-sparse key."""
-        return math.prod(self.facts.shape[1:])
+        return math.prod(self.spec.shape[1:])
 
     @property
     def num_rows(self) -> int:
@@ -259,12 +244,12 @@ class Shard:
             rows, sums = sum_rows(self.dtype, self.row_length, update.parts, update.scale)
             shaped = out.reshape(self.num_rows, self.row_length)
             self.slot.update_rows(
-                optimizer, shaped, rows, sums, key=self.facts.name, num_update=update.num_update,
+                optimizer, shaped, rows, sums, key=self.spec.name, num_update=update.num_update,
                 grad_type=accumulation_dtype(self.dtype),
             )  # fmt: skip
             return
         total = ShardSum(self.dtype, self.length, self._dense(update.parts), update.scale, scratch)
-        step = self.slot.begin(optimizer, key=self.facts.name, num_update=update.num_update)
+        step = self.slot.begin(optimizer, key=self.spec.name, num_update=update.num_update)
         block = BLOCK_ELEMENTS if optimizer.is_elementwise else max(self.length, 1)
         for begin in range(0, self.length, block):
             end = min(begin + block, self.length)
@@ -314,7 +299,7 @@ class Shard:
         """Return the answer to GET_STATES: states of one piece, or of none where no optimizer updates the shard."""
         if optimizer is None or self.slot is None:
             return States(()).to_bytes()
-        piece = piece_of(self.slot, self.facts.name, math.prod(self.facts.shape), self.place.begin)
+        piece = piece_of(self.slot, self.spec.name, math.prod(self.spec.shape), self.place.begin)
         return States([piece], None, {OPTIMIZER_FACT: optimizer.name}).to_bytes()
 
     def put_states(self, body: NDArray[np.uint8], optimizer: Optimizer | None) -> None:
@@ -329,9 +314,9 @@ class Shard:
             raise ArgumentError(str(error)) from None
         if optimizer is None:
             raise ArgumentError("there is no optimizer whose states could be loaded; call set_optimizer() before")
-        whose = saved.facts.get(OPTIMIZER_FACT, "none")
-        if whose != optimizer.name:
-            raise ArgumentError(f"these are states of the optimizer {whose!r}, the store uses {optimizer.name!r}")
+        name = saved.facts.get(OPTIMIZER_FACT, "none")
+        if name != optimizer.name:
+            raise ArgumentError(f"these are states of the optimizer {name!r}, the store uses {optimizer.name!r}")
         if [(piece.begin, piece.end) for piece in saved.pieces] != [(self.place.begin, self.place.end)]:
             raise ArgumentError(f"these are not the states of the elements {self.place.begin} to {self.place.end}")
         piece = saved.pieces[0]
@@ -366,7 +351,7 @@ class Shard:
             arrays["residual"] = self._residual
         if self._encoded[0] == self.num_changes:
             arrays["codes"] = np.frombuffer(self._encoded[1], np.uint8)
-        about = ShardSnapshot(self.key, self.facts, self.place, self.applied, num_earlier=self.num_earlier)
+        about = ShardSnapshot(self.key, self.spec, self.place, self.applied, num_earlier=self.num_earlier)
         if self.slot is not None:
             about = msgspec.structs.replace(about, count=self.slot.count, rate=self.slot.rate, has_slot=True)
         return packed(about, arrays)

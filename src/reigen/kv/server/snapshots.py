@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from reigen.errors import ConfigError, ReigenError, WireError
 from reigen.files import Buffer, privacy_problem, write_atomically
 from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
-from reigen.kv.protocol import ShardRange
-from reigen.kv.server.shard import KeySpec, ShardId, ShardSnapshot
+from reigen.kv.protocol import KeySpec, ShardRange
+from reigen.kv.server.shard import ShardId, ShardSnapshot
 from reigen.optim import packed, unpacked
 
 _log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     Attributes:
         staleness: None is infinite.
         settings: of `reigen.kv.server.store_settings.StoreSettings.state`.
-        keys: that have their home here: id, facts, places.
+        keys: that have their home here: id, spec, places.
         left: workers that have left.
         missed: workers that were lost, and the others go on without.
         incarnations: of all workers' processes that have been here.

@@ -29,18 +29,14 @@ class WaitingWorker(NamedTuple):
 
 
 class StallReporter:
-    """What a server has said of those who wait.
-
-    Args:
-        seconds: how long somebody may wait before it is told of; infinite: nothing is told.
-    """
+    """Decides when to report; ``seconds`` is how long a worker may wait before; infinite: never."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._next = seconds
 
-    def told(self, waiting: Sequence[WaitingWorker], now: float) -> str | None:
-        """What is to be said now; None: nothing.
+    def report(self, waiting: Sequence[WaitingWorker], now: float) -> str | None:
+        """Return the text to be logged now, if any.
 
         Args:
             waiting: at least those that have waited for ``seconds``.
@@ -48,8 +44,8 @@ class StallReporter:
         """
         late = [one for one in waiting if one.missing and now - one.since >= self.seconds]
         if not late:
-            was_told, self._next = self._next > self.seconds, self.seconds
-            return "Stall over: no worker waits for others any more" if was_told else None
+            was_reported, self._next = self._next > self.seconds, self.seconds
+            return "Stall over: no worker waits for others any more" if was_reported else None
         longest = now - min(one.since for one in late)
         if longest < self._next:
             return None

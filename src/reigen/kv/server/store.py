@@ -46,6 +46,7 @@ from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     NOTICE_CODEC,
     PUSH_KINDS,
+    KeySpec,
     MessageFlag,
     MessageHeader,
     MessageKind,
@@ -60,7 +61,6 @@ from reigen.kv.server.requests import WorkerConnection, WorkerRequest, request_o
 from reigen.kv.server.shard import (
     AnswerDone,
     AnswerStates,
-    KeySpec,
     RestoreStates,
     Shard,
     ShardId,
@@ -232,9 +232,9 @@ class ServerStore:
 
     # ---- keys
 
-    def plan_shards(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...]) -> None:
+    def plan_shards(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
         """See `reigen.kv.server.consensus.ConsensusStore`."""
-        for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.facts != facts]:
+        for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.spec != spec]:
             self.layout_version += 1
             self.context.memory.retire(self.shards.pop(shard_id).value)
             if self.context.snapshots is not None:
@@ -243,7 +243,7 @@ class ServerStore:
             del self.planned[shard_id]
         for place in places:
             if place.server == self.context.server and (key, place.index) not in self.shards:
-                self.planned[key, place.index] = (facts, place)
+                self.planned[key, place.index] = (spec, place)
 
     def has_pushes(self, key: int | None = None) -> bool:
         """See `reigen.kv.server.consensus.ConsensusStore`."""
@@ -261,7 +261,7 @@ class ServerStore:
         if optimizer is not None and shard.dtype.is_floating:  # others may be stored, too; a push of them is an error
             shard.use(optimizer)
 
-    def make_shard(self, key: int, facts: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
+    def make_shard(self, key: int, spec: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
         """Return a shard without a value yet, whose engine knows who has gone."""
         if state is None:
             engine = ConsistencyEngine(self.context.num_workers, self.staleness)
@@ -271,8 +271,8 @@ class ServerStore:
             engine.handle(WorkerLeft(worker))
         for worker in self.losses:
             engine.handle(WorkerLost(worker, self.context.policy))
-        num_bytes = place.num_elements * dtype_named(facts.dtype).itemsize
-        return Shard(key, facts, place, engine, self.context.memory.new(num_bytes))
+        num_bytes = place.num_elements * dtype_named(spec.dtype).itemsize
+        return Shard(key, spec, place, engine, self.context.memory.new(num_bytes))
 
     def add(self, shard: Shard) -> None:
         """Add a shard that has its value."""
@@ -302,15 +302,15 @@ class ServerStore:
                 f"there is no shard {header.shard} of a key {header.key} on server {self.context.server}; "
                 "it was never initialised, or the server has lost it"
             )
-        if header.dtype and header.dtype != DTYPE_NUMBERS[shard.facts.dtype]:
-            raise WireError(f"elements of another type than those of key {shard.facts.name!r}")
+        if header.dtype and header.dtype != DTYPE_NUMBERS[shard.spec.dtype]:
+            raise WireError(f"elements of another type than those of key {shard.spec.name!r}")
         request.shard = shard
         return shard
 
     def refuse(self, request: WorkerRequest, error: ReigenError) -> None:
         """Answer a request with an error instead of carrying it out."""
         request.release_body(self.context.buffers)
-        request.connection.refuse(request, error, None if request.shard is None else request.shard.facts.name)
+        request.connection.refuse(request, error, None if request.shard is None else request.shard.spec.name)
 
     def handle_events(self, shard: Shard, *events: ConsistencyEvent) -> list[ConsistencyInstruction]:
         """Have events happen to a shard, and begin with what they lead to, which is returned."""
@@ -405,10 +405,10 @@ class ServerStore:
         self._change(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
 
     def _report_forgotten(self, shard: Shard, what: RoundsForgotten) -> None:
-        whose = "" if what.worker is None else f" of worker {what.worker}"
+        owner = "" if what.worker is None else f" of worker {what.worker}"
         _log.warning(
             "key %r, shard %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
-            "snapshot: they are lost", shard.facts.name, shard.place.index, what.first, what.last, whose,
+            "snapshot: they are lost", shard.spec.name, shard.place.index, what.first, what.last, owner,
         )  # fmt: skip
 
     def _acknowledge(self, shard: Shard, what: AcknowledgePush | RepeatAcknowledgement) -> None:
@@ -436,7 +436,7 @@ class ServerStore:
             shard.put_states(what.body, self.settings.optimizer)
             shard.must_save = self.context.saves_always
         except ReigenError as error:
-            request.connection.refuse(request, error, shard.facts.name)
+            request.connection.refuse(request, error, shard.spec.name)
         request.release_body(self.context.buffers)
 
     def problem_of(self, shard: Shard, failed: FailRequest) -> RemoteError:
@@ -445,12 +445,12 @@ class ServerStore:
         reason = failed.reason
         if failed.late:
             reason += f"; nothing happened for {self.context.deadline_seconds:g} s"
-        told = [
+        losses = [
             f"worker {one} on host {self.losses[one].host} is lost: {self.losses[one].reason}"
             for one in failed.workers
             if one in self.losses
         ]
-        return RemoteError(kind, "; ".join([reason, *told]), shard.facts.name, failed.workers)
+        return RemoteError(kind, "; ".join([reason, *losses]), shard.spec.name, failed.workers)
 
     # ---- what takes time
 
@@ -479,7 +479,7 @@ class ServerStore:
             if error is None:
                 shard.is_dirty = False
                 return
-            _log.error("no snapshot of key %r: %s", shard.facts.name, str(error))
+            _log.error("no snapshot of key %r: %s", shard.spec.name, str(error))
             if self.context.saves_always:
                 self.fail_all(shard, error)
 
@@ -514,10 +514,10 @@ class ServerStore:
     def fail_all(self, shard: Shard, error: BaseException) -> None:
         """Break off, since a shard could not be updated: nothing of this store can be trusted any more."""
         how = "".join(traceback.format_exception(error))
-        _log.error("key %r could not be updated: %s", shard.facts.name, how)
+        _log.error("key %r could not be updated: %s", shard.spec.name, how)
         reason = f"server could not update the value: {type(error).__name__}: {error}"
-        told = error if isinstance(error, ReigenError) else CollectiveError(reason)
-        self.break_off(RemoteError.of(told, shard.facts.name))
+        problem = error if isinstance(error, ReigenError) else CollectiveError(reason)
+        self.break_off(RemoteError.of(problem, shard.spec.name))
 
     def break_off(self, problem: RemoteError) -> None:
         """Answer every request with this error from now on; all workers are told."""
@@ -532,7 +532,7 @@ class ServerStore:
 
     def _answer_pull(self, shard: Shard, what: AnswerPull) -> None:
         request, memory = request_of(what.token), self.context.memory
-        dtype, encoder = DTYPE_NUMBERS[shard.facts.dtype], self.settings.encoder
+        dtype, encoder = DTYPE_NUMBERS[shard.spec.dtype], self.settings.encoder
         if request.rows is not None:
             rows = memory.new(len(request.rows) * shard.row_length * shard.dtype.itemsize)
             shard.rows(request.rows, rows.array)
@@ -572,9 +572,7 @@ class ServerStore:
         asked = [one for each in self.connections.values() for one in each.unanswered()]
         for shard in {one.shard for one in asked if one.shard is not None and one.since <= before}:
             for wait in shard.engine.waits():
-                yield WaitingWorker(
-                    f"key {shard.facts.name!r}", wait.worker, wait.workers, request_of(wait.token).since
-                )
+                yield WaitingWorker(f"key {shard.spec.name!r}", wait.worker, wait.workers, request_of(wait.token).since)
         yield from self.declarations.waiting()
         yield from self.settings.waiting()
 
@@ -615,13 +613,13 @@ class ServerStore:
         self.losses = dict.fromkeys(facts.missed, loss)
         self.incarnations = dict(facts.incarnations)
         self.settings.restore(facts.settings)
-        for key, about, places in facts.keys:
-            self.declarations.restore(key, about, places)
+        for key, spec, places in facts.keys:
+            self.declarations.restore(key, spec, places)
         for snapshot, arrays in shards:
-            shard = self.make_shard(snapshot.key, snapshot.facts, snapshot.place, snapshot.applied)
+            shard = self.make_shard(snapshot.key, snapshot.spec, snapshot.place, snapshot.applied)
             shard.restore(snapshot, arrays, self.settings.optimizer)
             self.shards[shard.id] = shard
-            self.declarations.remember(shard.key, shard.facts)
+            self.declarations.remember(shard.key, shard.spec)
 
 
 _CARRIED_OUT_BY: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
