@@ -257,11 +257,7 @@ class KVWorker:
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
         """See `reigen.kv.client.requests.OperationWaiter.wait_for`."""
-        while operation.num_left:
-            with self._driving:
-                is_woken = self._drive(operation, lambda: not operation.num_left, until)
-            if is_woken:
-                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
+        self._drive_until(operation, lambda: not operation.num_left, until)
         self._leave_to_thread()
 
     @contextlib.contextmanager
@@ -276,18 +272,10 @@ class KVWorker:
 
     def attend(self, oldest: KVOperation, is_enough: Callable[[], bool]) -> None:
         """See `reigen.kv.store.KVStore.attend`."""
-
-        def is_done() -> bool:
-            return not oldest.num_left or is_enough()
-
-        is_woken = True
-        while is_woken:
-            with self._driving:
-                self._num_unsent_bytes = 0
-                self._flush_all()
-                is_woken = self._drive(oldest, is_done, None)
-            if is_woken:
-                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
+        with self._driving:
+            self._num_unsent_bytes = 0
+            self._flush_all()
+        self._drive_until(oldest, lambda: not oldest.num_left or is_enough(), None)
 
     def interrupt(self) -> None:
         """See `reigen.kv.store.KVStore.interrupt`."""
@@ -296,7 +284,7 @@ class KVWorker:
     def wait_for_all(self) -> None:
         """Return when nothing is pending any more, and raise the first error that was not reported."""
         with self.deadlines.one():
-            self._wait_until(lambda: not self._num_outstanding, None)
+            self._drive_until("what was begun", lambda: not self._num_outstanding, None)
         self.check()
 
     def linger(self) -> bool:
@@ -308,9 +296,9 @@ class KVWorker:
         with self.deadlines.one() as until:
             try:
                 enough = min(until, time.monotonic() + _LINGER_SECONDS)
-                self._wait_until(lambda: not self._num_outstanding, enough)
+                self._drive_until("what was begun", lambda: not self._num_outstanding, enough)
             except DeadlineError:
-                self._wait_until(lambda: not self._held, None)
+                self._drive_until("what was begun", lambda: not self._held, None)
         self.check()
         return not self._num_outstanding
 
@@ -421,15 +409,14 @@ class KVWorker:
             self._drive("connecting to servers", lambda: all(each.is_ready for each in self._servers), start_until)
         self.check()
 
-    def _wait_until(self, is_done: Callable[[], bool], until: float | None) -> None:
+    def _drive_until(self, what: KVOperation | str, is_done: Callable[[], bool], until: float | None) -> None:
         """Return when something is done, or nothing works any more; see `_drive`."""
-        while not is_done():
+        is_woken = not is_done()
+        while is_woken:
             with self._driving:
-                is_woken = self._drive("what was begun", is_done, until)
+                is_woken = self._drive(what, is_done, until)
             if is_woken:
-                self._closing.wait(_NAP_SECONDS)
-            elif self._failure is not None:
-                return
+                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
 
     def _leave_to_thread(self) -> None:
         """Have the store's thread drive what is still pending."""
