@@ -92,6 +92,17 @@ def test_a_rank_that_ends_without_a_word_has_died():
     assert table.due() is None
 
 
+def test_epochs_count_changes():
+    table, heard = GroupTable(), []
+    for rank in range(4):
+        (told,) = table.handle(rank, register(GROUP, rank, 4, f"h{rank}", f"m{rank}"), 0.0)
+        heard.append(told)
+    heard += table.handle(3, LeaveJob(), 1.0)[-1:]
+    assert table.handle(0, ABORT, 1.0) == []
+    heard += table.ended(1, 1.0)[-1:]  # a death and an abort are two changes
+    assert [(owner, answer.epoch) for owner, answer in heard] == [(0, 1), (1, 2), (2, 3), (3, 4), (3, 5), (3, 7)]
+
+
 def test_a_rank_that_leaves_is_told_at_once_and_its_end_is_nothing_new():
     table = entered("a", "a", "b")
     assert table.handle(1, LeaveJob(), 1.0) == to([0, 1, 2], left(1, "host a"))
