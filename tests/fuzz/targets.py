@@ -365,8 +365,8 @@ def call(script: Script) -> bytes:
         ),
         messages.EnterBarrier(text, sequence),
         messages.AbandonBarrier(text, sequence, script.number(2) == 1),
-        messages.MissingQuery(),
-        messages.SilentQuery(float(sequence)),
+        messages.StatusQuery(),
+        messages.StatusQuery(float(sequence)),
         messages.MemberHeartbeat(),
         messages.LeaveJob(),
     ]

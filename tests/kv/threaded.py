@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from reigen.cluster.membership.messages import JobEnded, MemberLost, MembershipEvent, ServerInfo, ServerMoved
+from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned, MembershipEvent, ServerInfo
 from reigen.config import Config
 from reigen.errors import DeadlineError
 from reigen.kv.client.dist_store import DistStore
@@ -106,7 +106,8 @@ class Job:
         self.stop_server(number, exit_code=1)
         self.tell(MemberLost("server", number, "here", "its process ended", will_return=True))
         self.peers[number] = self.start_server(number, self.peers[number].incarnation + 1)
-        self.tell(ServerMoved(self.peers[number]))
+        peer = self.peers[number]
+        self.tell(MemberReturned("server", number, peer.host, peer.incarnation, peer.address))
 
     def lose_worker(self, store: DistStore) -> None:
         """A worker dies; everybody hears of it."""

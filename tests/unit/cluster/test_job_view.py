@@ -17,12 +17,10 @@ from reigen.cluster.membership.messages import (
     MemberRefused,
     MemberReturned,
     MembershipNews,
-    MissingReply,
     RegisterMember,
     ServerInfo,
     ServerList,
-    ServerMoved,
-    SilentReply,
+    StatusReply,
     format_members,
 )
 from reigen.cluster.membership.view import JobView
@@ -32,6 +30,10 @@ JOB = 4711
 ME = RegisterMember("worker", -1, "here", 77, {"worker": 3, "server": 2})
 SERVERS = (ServerInfo(0, "10.0.0.1:5000", 11, "a"), ServerInfo(1, "10.0.0.2:5000", 12, "b"))
 LOST = MemberLost("worker", 2, "c", "its process ended")
+
+
+def moved(server: ServerInfo) -> MemberReturned:
+    return MemberReturned("server", server.number, server.host, server.incarnation, server.address)
 
 
 def placed(*, is_loss_fatal: bool = True) -> JobView:
@@ -148,17 +150,17 @@ def test_without_which_nodes_nobody_can_go_on() -> None:
 def test_a_server_that_moved_is_found_at_its_new_place() -> None:
     new = ServerInfo(1, "10.0.0.3:6000", 13, "c")
     early = JobView(ME, is_loss_fatal=True)
-    early.take(MembershipNews((ServerMoved(new),)))
+    early.take(MembershipNews((moved(new),)))
     assert (early.servers, early.events) == ({}, []), "servers are known when all are"
     standing = placed()
-    standing.take(MembershipNews((MemberLost("server", 1, "b", "silent", will_return=True), ServerMoved(new))))
+    standing.take(MembershipNews((MemberLost("server", 1, "b", "silent", will_return=True), moved(new))))
     assert standing.servers[1] == new
     assert standing.lost == {}
     newer = ServerInfo(0, "10.0.0.4:6000", 14, "d")
     standing.events.clear()
     standing.take(ServerList((newer, new)))  # of a scheduler that was started again: the news was missed
     assert standing.servers == {0: newer, 1: new}
-    assert standing.events == [ServerMoved(newer)]
+    assert standing.events == [moved(newer)]
 
 
 def test_the_end_of_the_job_ends_waiting() -> None:
@@ -179,10 +181,9 @@ def test_a_job_that_ends_before_all_have_come_has_missed_its_start() -> None:
 
 def test_answers_are_kept() -> None:
     standing = placed()
-    answer = MissingReply((0, 2), ())
+    answer = StatusReply((0, 2), (), 3.0, 2)
     standing.take(answer)
-    standing.take(SilentReply(3.0, 2))
-    assert (standing.missing, standing.silent) == (answer, {3.0: 2})
+    assert standing.status == {3.0: answer}
 
 
 def test_nodes_in_words() -> None:

@@ -22,9 +22,9 @@ from reigen.cluster.membership.messages import (
     MemberMessage,
     MembershipNews,
     MembershipReply,
-    MissingQuery,
-    MissingReply,
     RegisterMember,
+    StatusQuery,
+    StatusReply,
 )
 from reigen.config import load_config
 from reigen.errors import DeadlineError
@@ -81,7 +81,7 @@ def assigned(call: MemberMessage) -> MembershipReply | None:
 
 def test_who_is_missing_at_the_start_is_asked_of_the_scheduler() -> None:
     def answer(call: MemberMessage) -> MembershipReply | None:
-        return MissingReply((), (1,)) if isinstance(call, MissingQuery) else assigned(call)
+        return StatusReply((), (1,)) if isinstance(call, StatusQuery) else assigned(call)
 
     with member_of(answer) as member, pytest.raises(DeadlineError, match="server 1 of 1 worker"):
         member.servers(time.monotonic())
@@ -102,7 +102,7 @@ def test_what_the_scheduler_said_before_it_went_is_heard_though_it_did_not_hear_
 
 def test_a_scheduler_that_ends_the_job_instead_of_an_answer_says_who_is_missing() -> None:
     def answer(call: MemberMessage) -> MembershipReply | None:
-        if isinstance(call, MissingQuery):
+        if isinstance(call, StatusQuery):
             return MembershipNews((JobEnded(1, "server 1 did not come in time", is_late=True),))
         return assigned(call)
 

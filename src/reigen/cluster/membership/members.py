@@ -13,10 +13,8 @@ from reigen.cluster.membership.messages import (
     MemberLost,
     MemberReturned,
     MemberRole,
-    MembershipEvent,
     RegisterMember,
     ServerInfo,
-    ServerMoved,
 )
 
 NEVER = math.inf
@@ -190,11 +188,9 @@ class Member:
         return MemberLeft(self.role, self.number, self.host)
 
     @property
-    def return_event(self) -> MembershipEvent:
+    def return_event(self) -> MemberReturned:
         """Says that it is there again."""
-        if self.role == "server":
-            return ServerMoved(self.server_info)
-        return MemberReturned(self.role, self.number, self.host, self.incarnation)
+        return MemberReturned(self.role, self.number, self.host, self.incarnation, self.address)
 
     @property
     def loss_reason(self) -> str:

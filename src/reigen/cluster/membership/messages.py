@@ -14,7 +14,7 @@ d. A worker sends EnterBarrier, and BarrierDone comes when all have. One that do
    AbandonBarrier: if not all have come by then, the barrier is broken, and BarrierBroken comes to all, whenever they
    enter. On a new connection workers say so again, of the barriers at which they wait, of the last one of every name,
    and of the latest that were broken.
-e. MissingQuery asks whom the start waits for, SilentQuery of how many nothing was heard.
+e. StatusQuery asks whom the start waits for, and of how many nothing was heard.
 f. A member that goes in good order sends Leave, and hears of it as News. A rank that cannot go on sends Abort with its
    reason. A connection that ends before that: the member is lost; or, where its role may, it connects again, as it does
    when the service has gone.
@@ -115,24 +115,23 @@ class MemberReturned(msgspec.Struct, tag="returned", array_like=True, frozen=Tru
 
     Attributes:
         incarnation: as before: the process that was silent; another one: a replacement.
+        address: where a server is to be found from now on.
     """
 
     role: MemberRole
     number: int
     host: str
     incarnation: int
+    address: str = ""
 
     def __str__(self) -> str:
-        return f"{self.role} {self.number} is there again, on host {self.host}"
+        where = f" at {self.address}" if self.address else ""
+        return f"{self.role} {self.number} is there again, on host {self.host}{where}"
 
-
-class ServerMoved(msgspec.Struct, tag="moved", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A server that was lost has been started again, and is to be found there from now on."""
-
-    server: ServerInfo
-
-    def __str__(self) -> str:
-        return f"server {self.server.number} is there again, on host {self.server.host} at {self.server.address}"
+    @property
+    def server(self) -> ServerInfo:
+        """A server that has returned."""
+        return ServerInfo(self.number, self.address, self.incarnation, self.host)
 
 
 class JobEnded(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -159,7 +158,7 @@ class JobEnded(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_
         return f"the job is over: {self.reason}"
 
 
-MembershipEvent = MemberLost | MemberLeft | MemberAborted | MemberReturned | ServerMoved | JobEnded
+MembershipEvent = MemberLost | MemberLeft | MemberAborted | MemberReturned | JobEnded
 
 
 # -- of members -------------------------------------------------------------------------------------------------------
@@ -256,14 +255,10 @@ class LeaveJob(msgspec.Struct, tag=24, array_like=True, frozen=True, forbid_unkn
     """The member goes in good order."""
 
 
-class MissingQuery(msgspec.Struct, tag=25, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whom does the start wait for?"""
+class StatusQuery(msgspec.Struct, tag=25, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Whom does the start wait for, and of how many was nothing heard for so many seconds?"""
 
-
-class SilentQuery(msgspec.Struct, tag=26, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Of how many was nothing heard for so many seconds?"""
-
-    seconds: float
+    seconds: float = 0.0
 
 
 # -- of the service ---------------------------------------------------------------------------------------------------
@@ -327,27 +322,22 @@ class BarrierBroken(msgspec.Struct, tag=35, array_like=True, frozen=True, forbid
     missing: tuple[int, ...]
 
 
-class MissingReply(msgspec.Struct, tag=36, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Numbers of those that have not come."""
+class StatusReply(msgspec.Struct, tag=36, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Numbers of those that have not come; how many are lost, or were not heard of for so long."""
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]
-
-
-class SilentReply(msgspec.Struct, tag=37, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How many workers and servers are lost, or were not heard of for so long."""
-
-    seconds: float
-    num_nodes: int
+    seconds: float = 0.0
+    num_silent: int = 0
 
 
 MemberMessage = (
     RegisterMember | MemberHeartbeat | LeaveJob | AbortMessage
-    | EnterBarrier | AbandonBarrier | MissingQuery | SilentQuery
+    | EnterBarrier | AbandonBarrier | StatusQuery
 )  # fmt: skip
 MembershipReply = (
     MemberAssigned | MemberRefused | ServerList | MembershipNews
-    | BarrierDone | BarrierBroken | MissingReply | SilentReply
+    | BarrierDone | BarrierBroken | StatusReply
 )  # fmt: skip
 
 MEMBER_CODEC: MessageCodec[MemberMessage] = MessageCodec(MemberMessage, MAX_MESSAGE_BYTES)

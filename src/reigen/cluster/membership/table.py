@@ -17,7 +17,7 @@ C. *Loss.* A connection that ends without Leave or Abort may be made again withi
    for the heartbeat's timeout counts as lost, too. All are told (`MemberLost`).
 D. *Return.* A lost member that says something is there again, the same process; another process that registers for the
    number of a lost one takes its place (``is_recovery``) and goes on with barriers where the others are. All are told:
-   `MemberReturned`, or `ServerMoved`. One that was away says whom it holds for lost (`RegisterMember.lost`), and hears
+   `MemberReturned`. One that was away says whom it holds for lost (`RegisterMember.lost`), and hears
    which of them have returned. But where a loss is final (a rank, a worker under abort, a server that is not started
    again, or not in time) it is refused. While the process that has the number is connected, and may be dead without
    anybody's knowing, another that comes for it waits for a sign of life, or the end, of the first.
@@ -88,12 +88,10 @@ from reigen.cluster.membership.messages import (
     MembershipEvent,
     MembershipNews,
     MembershipReply,
-    MissingQuery,
-    MissingReply,
     RegisterMember,
     ServerList,
-    SilentQuery,
-    SilentReply,
+    StatusQuery,
+    StatusReply,
     format_members,
 )
 
@@ -448,13 +446,11 @@ class MembershipTable:
                 self._announce(*self._held.add(self._abort, self._now + member.policy.hold_seconds))
         elif isinstance(message, EnterBarrier | AbandonBarrier) and member.role == "worker":
             self._meet(owner, message)
-        elif isinstance(message, MissingQuery):
-            self._say(owner, MissingReply(*self.absent()))
-        elif isinstance(message, SilentQuery):
+        elif isinstance(message, StatusQuery):
             members, since = self._members.values(), self._now - message.seconds
             silent = [m for m in members if m.state is MemberState.HERE and m.heard_at < since]
             num_lost = sum(m.state is MemberState.LOST for m in members)
-            self._say(owner, SilentReply(message.seconds, len(silent) + num_lost))
+            self._say(owner, StatusReply(*self.absent(), message.seconds, len(silent) + num_lost))
 
     def _revive(self, member: Member) -> None:
         """Something was heard of the process that has the place."""

@@ -34,13 +34,11 @@ from reigen.cluster.membership.messages import (
     MembershipEvent,
     MembershipNews,
     MembershipReply,
-    MissingReply,
     RegisterMember,
     SavedJob,
     ServerInfo,
     ServerList,
-    ServerMoved,
-    SilentReply,
+    StatusReply,
 )
 from reigen.errors import CollectiveError, ConfigError, PeerLostError, ReigenError
 
@@ -72,8 +70,7 @@ class JobView:
         lost: what is lost now, and how that was noticed.
         left: workers, or ranks, that have left in good order, with their hosts.
         events: what nobody has asked for yet.
-        missing: the answer to who is missing, if that was asked.
-        silent: answers to how many were silent, by for how long.
+        status: answers to queries, by seconds of silence.
     """
 
     def __init__(
@@ -99,8 +96,7 @@ class JobView:
         self._passed: dict[str, EnterBarrier | AbandonBarrier] = {}
         #: and by name the latest ones that were broken: others may be that far behind
         self._broken: dict[str, deque[AbandonBarrier]] = {}
-        self.missing: MissingReply | None = None
-        self.silent: dict[float, int] = {}
+        self.status: dict[float, StatusReply] = {}
 
     @property
     def name(self) -> str:
@@ -192,10 +188,8 @@ class JobView:
         elif isinstance(message, BarrierDone | BarrierBroken):
             if (message.name, message.sequence) in self._waiting:
                 self._outcomes[message.name, message.sequence] = message
-        elif isinstance(message, SilentReply):
-            self.silent[message.seconds] = message.num_nodes
         else:
-            self.missing = message
+            self.status[message.seconds] = message
         return []
 
     def _take_place(self, message: MemberAssigned) -> list[MemberMessage]:
@@ -225,7 +219,7 @@ class JobView:
     def _find(self, message: ServerList) -> None:
         for peer in message.servers:
             if self.servers.setdefault(peer.number, peer) != peer:  # it moved while there was no scheduler
-                self._learn(ServerMoved(peer))
+                self._learn(MemberReturned("server", peer.number, peer.host, peer.incarnation, peer.address))
 
     def _learn(self, event: MembershipEvent) -> None:
         """Keep what an event says, once."""
@@ -239,14 +233,13 @@ class JobView:
                 if event.number in self.left:
                     return
                 self.left[event.number] = event.host
+            if isinstance(event, MemberReturned) and event.role == "server":
+                if not self.servers or self.servers.get(event.number) == event.server:
+                    return  # before all have come, nobody knows where it was
+                self.servers[event.number] = event.server
         elif isinstance(event, MemberAborted):
             teller = "" if event.number == self.number else f"{event.role} {event.number}, host {event.host}"
             self._abort = self._abort or error_from_abort(event.abort, teller)
-        elif isinstance(event, ServerMoved):
-            self.lost.pop(("server", event.server.number), None)
-            if not self.servers or self.servers.get(event.server.number) == event.server:
-                return  # before all have come, nobody knows where it was
-            self.servers[event.server.number] = event.server
         elif self.failure is None:
             self.failure = event.error()
         self._tell(event)

@@ -24,7 +24,7 @@ from msgspec import structs
 
 from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
-from reigen.cluster.membership.messages import JobEnded, MemberLost, ServerMoved
+from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
@@ -529,9 +529,9 @@ class KVWorker:
         for event in self.member.events():
             if isinstance(event, JobEnded):
                 raise event.error()
-            if isinstance(event, ServerMoved):
-                self._awaited.discard(event.server.number)
-                self._servers[event.server.number].moved(event.server)
+            if isinstance(event, MemberReturned) and event.role == "server":
+                self._awaited.discard(event.number)
+                self._servers[event.number].moved(event.server)
             elif isinstance(event, MemberLost) and event.role == "server":
                 if not event.will_return:
                     raise PeerLostError(f"{event}")

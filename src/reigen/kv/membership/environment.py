@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reigen.cluster.bootstrap.job_credentials import JobCredentials, derive_job_secret
 from reigen.cluster.environ import PORT_IS_HELD_VARIABLE, RENDEZVOUS_VARIABLE, detect_job
 from reigen.config import Config
 from reigen.errors import ConfigError
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
 
 KVRole = Literal["worker", "server", "scheduler"]
 KV_ROLES: tuple[KVRole, ...] = ("worker", "server", "scheduler")
@@ -64,6 +67,14 @@ class ProcessConfig:
     def name(self) -> str:
         """For people: ``server 1``, ``worker``."""
         return self.role if self.number is None else f"{self.role} {self.number}"
+
+    def create_tls_context(self) -> TlsContext | None:
+        """What encrypts all of this process's connections, if they are to be."""
+        if not self.config.tls:
+            return None
+        from reigen.net.tls import TlsContext
+
+        return TlsContext()
 
 
 def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole | None = None) -> ProcessConfig:

@@ -20,6 +20,9 @@ class JobMembership(Protocol):
 
     Attributes:
         role: ``worker`` or ``server``.
+        number: which one: a worker's rank, a server's number.
+        job: its number, not 0: the same for all schedulers that it has.
+        is_recovery: this process takes the place of one that was lost.
         num_workers: how many workers the job was started with.
         num_servers: how many servers.
         incarnation: of this process, never 0.
@@ -29,24 +32,15 @@ class JobMembership(Protocol):
     """
 
     role: MemberRole
+    number: int
+    job: int
+    is_recovery: bool
     num_workers: int
     num_servers: int
     incarnation: int
     secret: bytes
     tls: TlsContext | None
     host: str
-
-    @property
-    def number(self) -> int:
-        """Which one: a worker's rank, a server's number."""
-
-    @property
-    def job(self) -> int:
-        """The job's number, not 0: the same for all schedulers that it has."""
-
-    @property
-    def is_recovery(self) -> bool:
-        """Whether this process takes the place of one that was lost."""
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
         """All servers by number, as they are to be found now; waits until all have come for the first time.

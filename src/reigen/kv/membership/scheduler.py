@@ -13,7 +13,6 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.membership.control_service import ControlService
@@ -33,9 +32,6 @@ from reigen.kv.membership import discovery
 from reigen.kv.membership.environment import ProcessConfig
 from reigen.net.auth import Identity, ProcessRole
 
-if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
-    from reigen.net.tls import TlsContext
-
 _log = logging.getLogger(__name__)
 
 SCHEDULER_IDENTITY = Identity(ProcessRole.RANK, 0, "kv scheduler")
@@ -51,7 +47,6 @@ class Scheduler(ControlService):
 
     Args:
         settings: of the job, with the role ``scheduler``.
-        tls: encrypt all connections.
         left_fd: a descriptor to which the numbers of workers that leave in good order are written, a line each; -1:
             none.
 
@@ -59,7 +54,7 @@ class Scheduler(ControlService):
         ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken.
     """
 
-    def __init__(self, settings: ProcessConfig, tls: TlsContext | None = None, left_fd: int = -1) -> None:
+    def __init__(self, settings: ProcessConfig, left_fd: int = -1) -> None:
         config = settings.config
         self._settings, self._left_fd = settings, left_fd
         secret, follows = discovery.scheduler_secret(settings)
@@ -81,7 +76,7 @@ class Scheduler(ControlService):
                 peer_timeout_seconds=config.peer_timeout_seconds,
                 must_speak=True,
                 port_is_held=settings.port_is_held,
-                tls=tls,
+                tls=settings.create_tls_context(),
             )
         except OSError as error:
             raise ConfigError(_explain_port(settings, join_address(*address), error)) from None
@@ -211,12 +206,7 @@ def _job_spec(settings: ProcessConfig) -> JobSpec:
 
 def run_scheduler(settings: ProcessConfig, left_fd: int = -1) -> int:
     """Be the scheduler of a job; returns the exit code. Arguments and errors as of `Scheduler`."""
-    tls = None
-    if settings.config.tls:
-        from reigen.net.tls import TlsContext
-
-        tls = TlsContext()
-    scheduler = Scheduler(settings, tls, left_fd)
+    scheduler = Scheduler(settings, left_fd)
     try:
         return scheduler.serve()
     finally:

@@ -32,11 +32,11 @@ from reigen.cluster.membership.messages import (
     MemberMessage,
     MemberRole,
     MembershipEvent,
-    MissingQuery,
     RegisterMember,
     SavedJob,
     ServerInfo,
-    SilentQuery,
+    StatusQuery,
+    StatusReply,
     format_members,
 )
 from reigen.cluster.membership.rendezvous import split_address
@@ -48,7 +48,7 @@ from reigen.net import auth
 from reigen.net.stream import connect_stream
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
-    from reigen.net.tls import TlsContext
+    pass
 
 _log = logging.getLogger(__name__)
 SavedJobFinder = Callable[[bytes], tuple[SavedJob, ...]]
@@ -77,12 +77,12 @@ class SchedulerClient:
         self.num_workers, self.num_servers = settings.num_workers, settings.num_servers
         self.incarnation = 1 + secrets.randbits(62)
         self.secret = b""
-        self.tls = _load_tls(settings)
+        self.tls = settings.create_tls_context()
         self.host = host_identity(config.host_id or "")[1]
-        number = -1 if settings.number is None else settings.number
+        self.number, self.job, self.is_recovery = -1 if settings.number is None else settings.number, 0, False
         counts: dict[MemberRole, int] = {"worker": settings.num_workers, "server": settings.num_servers}
         me = RegisterMember(
-            self.role, number, self.host, self.incarnation, counts, address, is_restart=settings.is_restart
+            self.role, self.number, self.host, self.incarnation, counts, address, is_restart=settings.is_restart
         )
         self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
         self._config, self._deadline = config, deadline
@@ -129,25 +129,11 @@ class SchedulerClient:
                 member._await(lambda: standing.is_assigned, deadline + _TOLERANCE_SECONDS)
                 if not standing.is_assigned:
                     raise standing.failure or member._too_late("it takes no part in the conversation")
+                member.number, member.job, member.is_recovery = standing.number, standing.job, standing.is_recovery
         except BaseException:
             member.close()
             raise
         return member
-
-    @property
-    def number(self) -> int:
-        """See `Membership`."""
-        return self._view.number
-
-    @property
-    def job(self) -> int:
-        """See `Membership`."""
-        return self._view.job
-
-    @property
-    def is_recovery(self) -> bool:
-        """See `Membership`."""
-        return self._view.is_recovery
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
         """See `Membership.servers`."""
@@ -157,10 +143,7 @@ class SchedulerClient:
             if servers:
                 return tuple(servers[number] for number in sorted(servers))
             self._raise_failure()
-            standing = self._view
-            standing.missing = None
-            self._ask(MissingQuery(), lambda: standing.missing is not None, _TOLERANCE_SECONDS)
-            missing = standing.missing
+            missing = self._ask_status(0.0, _TOLERANCE_SECONDS)
             if servers:  # they came just now
                 return tuple(servers[number] for number in sorted(servers))
             if missing is None:  # it may have ended the job in the meantime, and says why
@@ -216,10 +199,9 @@ class SchedulerClient:
         """See `Membership.num_dead_nodes`."""
         with self._changed:
             standing = self._view
-            standing.silent.pop(timeout, None)
             patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
-            self._ask(SilentQuery(timeout), lambda: timeout in standing.silent, patience)
-            return standing.silent.pop(timeout, len(standing.lost))
+            answer = self._ask_status(timeout, patience)
+            return len(standing.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
         """See `Membership.leave`."""
@@ -268,10 +250,13 @@ class SchedulerClient:
         if failure is not None or self._is_closing:
             raise PeerLostError(str(failure or f"this process, {self._view.name}, has left the job"))
 
-    def _ask(self, question: MemberMessage, is_answered: Callable[[], bool], patience_seconds: float) -> None:
-        """Have the scheduler answer, if it does so within that time."""
-        self._post(question)
-        self._await(is_answered, time.monotonic() + patience_seconds)
+    def _ask_status(self, seconds: float, patience_seconds: float) -> StatusReply | None:
+        """The scheduler's answer, if it comes within that time."""
+        answers = self._view.status
+        answers.pop(seconds, None)
+        self._post(StatusQuery(seconds))
+        self._await(lambda: seconds in answers, time.monotonic() + patience_seconds)
+        return answers.pop(seconds, None)
 
     def _is_over_at(self, entry: BarrierEntry, deadline: float) -> bool:
         """Wait for the scheduler's word of a barrier; whether it came. Raises where there is nothing to hope for."""
@@ -367,7 +352,7 @@ class SchedulerClient:
 
     def _reach_one(self) -> MemberConnection | str:
         """A connection to the scheduler, or why there is none."""
-        me = auth.Identity(auth.ProcessRole.RANK, max(0, self.number), f"kv {self.role}")
+        me = auth.Identity(auth.ProcessRole.RANK, max(0, self._view.number), f"kv {self.role}")
         problem = "nobody tells where it is"
         for pointer in self._locator.candidates():
             limit = time.monotonic() + _TRY_SECONDS
@@ -430,11 +415,3 @@ class SchedulerClient:
         if self._view.events:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._bell, 1)
-
-
-def _load_tls(settings: ProcessConfig) -> TlsContext | None:
-    if not settings.config.tls:
-        return None
-    from reigen.net.tls import TlsContext
-
-    return TlsContext()
