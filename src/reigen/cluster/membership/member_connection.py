@@ -19,13 +19,7 @@ from reigen.net.stream import AuthenticatedStream
 
 
 class MemberConnection:
-    """Says and hears for a view. Its owner sees to it that one thread at a time uses both.
-
-    Args:
-        stream: to the service; belongs to this object from now on.
-        view: takes what the service says.
-        peer_timeout_seconds: see `reigen.net.sockets.set_keepalive`.
-        saved: see `JobView.registration`.
+    """Says and hears for a view; one thread at a time may use both. The stream belongs to it from now on.
 
     Attributes:
         service: who is at the other end.

@@ -98,17 +98,9 @@ def parameter_server_job(
     start_seconds: float = 30.0,
     deadline_seconds: float = 600.0,
 ) -> JobSpec:
-    """A job of workers and servers.
+    """A job of workers, under a policy for their losses, and servers, which return where they have snapshots.
 
-    Args:
-        num_workers: how many.
-        num_servers: how many.
-        policy: what becomes of the others if a worker is lost.
-        servers_return: a server that is lost is started again, and has snapshots to go on from.
-        heartbeat_timeout_seconds: how long one may be silent; infinite without heartbeats.
-        return_seconds: how long others wait for a process in place of a lost server; and see `JobSpec`.
-        start_seconds: how long for all servers.
-        deadline_seconds: and for all workers.
+    Times are of `RolePolicy`; ``start_seconds`` and ``return_seconds`` of servers, ``deadline_seconds`` of workers.
     """
     workers = RolePolicy(
         num_workers,

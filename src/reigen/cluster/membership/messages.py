@@ -2,22 +2,18 @@
 
 The protocol, after the handshake of ``net.auth``, one msgspec message a frame, on one connection for each member:
 
-a. A member sends Register: its role and number, where it runs, and, if it is a server, of which jobs it has snapshots
-   on its disk. The service answers Assigned, or Refused with the reason, and ends the connection. What members say is
-   enough to know the job again: a service that was started anew learns from those that connect again who is there, up
-   to which epoch changes were heard, and which job it is: the job's number is chosen by its first service, and members
-   say it ever after. So do snapshots, when the processes that wrote them have died with the service.
+a. A member sends Register; the service answers Assigned, or Refused with the reason, and ends the connection. What
+   members say is enough to know the job again: a service that was started anew learns from those that connect again who
+   is there, and which job and epoch it is. So do snapshots, when the processes that wrote them have died with it.
 b. When all servers have come, and whenever a member registers after that, it is sent ServerList.
-c. What happens to others comes as News. The epoch counts these changes. A member that sends heartbeats sends one every
-   now and then.
-d. A worker sends EnterBarrier, and BarrierDone comes when all have. One that does not want to wait any more sends
-   AbandonBarrier: if not all have come by then, the barrier is broken, and BarrierBroken comes to all, whenever they
-   enter. On a new connection workers say so again, of the barriers at which they wait, of the last one of every name,
-   and of the latest that were broken.
+c. What happens to others comes as News. A member with heartbeats sends one every now and then.
+d. A worker sends EnterBarrier, and BarrierDone comes when all have; or AbandonBarrier, and BarrierBroken comes to all,
+   whenever they enter. On a new connection workers say so again, of the barriers at which they wait, of the last one of
+   every name, and of the latest that were broken.
 e. StatusQuery asks whom the start waits for, and of how many nothing was heard.
-f. A member that goes in good order sends Leave, and hears of it as News. A rank that cannot go on sends Abort with its
-   reason. A connection that ends before that: the member is lost; or, where its role may, it connects again, as it does
-   when the service has gone.
+f. A member that goes in good order sends Leave, and hears of it as News. A rank that cannot go on sends Abort. A
+   connection that ends before that: the member is lost; or, where its role may, it connects again, as it does when the
+   service has gone.
 """
 
 from __future__ import annotations

@@ -314,7 +314,8 @@ class ServerStore:
 
     def handle_events(self, shard: Shard, *events: ConsistencyEvent) -> list[ConsistencyInstruction]:
         """Have events happen to a shard, and begin with what they lead to, which is returned."""
-        self.split_waiting(shard)
+        if shard.waiting is not None:
+            self.split_waiting(shard)
         return self._decide(shard, events)
 
     def _decide(self, shard: Shard, events: Sequence[ConsistencyEvent]) -> list[ConsistencyInstruction]:
