@@ -192,6 +192,26 @@ def test_who_enters_late_is_told_what_has_happened():
     assert answer == [(3, assigned(3)), (3, MembershipNews((died(1, host="h"), left(0, "h"))))]
 
 
+def test_who_enters_late_hears_of_a_lost_host_at_once():
+    table = Rooms()
+    for rank, machine in enumerate("abbcc"):
+        table.handle(rank, register(GROUP, rank, 6, f"host {machine}", machine), 0.0)
+    for rank in (1, 3, 2):
+        table.ended(rank, 1.0 + rank / 100)
+    table.tick(2.0)
+    told = table.handle(5, register(GROUP, 5, 6, "host a", "a"), 3.0)
+    assert told[1:] == to([5], died(1, 2, host="host b", whole=True), died(3, host="host c"))
+
+
+def test_who_aborted_comes_before_who_left():
+    table = entered("a", "b", "b", "c")
+    table.ended(1, 1.0)
+    table.handle(3, LeaveJob(), 1.01)
+    table.handle(0, ABORT, 1.02)
+    (_, news), *_ = table.tick(2.0)
+    assert news.events == (died(1, host="host b"), aborted(0, "host a"), left(3, "host c"))
+
+
 def test_the_end_of_the_service_tells_what_is_held():
     table = entered("a", "b")
     table.handle(0, ABORT, 1.0)

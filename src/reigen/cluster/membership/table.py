@@ -56,9 +56,8 @@ K. *Attribution.* What goes wrong at one time is held for a moment, and told in 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
-import msgspec
+from msgspec import structs
 
 from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 from reigen.cluster.membership.abort_message import AbortMessage
@@ -298,7 +297,7 @@ class MembershipTable:
             variables = "" if role == "rank" else " (DMLC_NUM_WORKER, DMLC_NUM_SERVER)"
             expected = " and ".join(f"{number} {each}(s)" for each, number in message.counts.items())
             return f"it expects {expected}, but this job has {' and '.join(map(str, counts.values()))}{variables}"
-        if role not in counts or message.number >= counts[role] or (role == "rank" and message.number < 0):
+        if role not in counts or message.number >= counts[role]:
             return f"there is no {role} {message.number} among {counts.get(role, 0)}"
         is_lasting = self.spec.roles[role].on_loss is LossPolicy.ABORT
         if self._goes_on and not message.is_known and role == "server" and is_lasting:
@@ -417,13 +416,14 @@ class MembershipTable:
             self._is_open, told = True, list(self._member_of)
         for owner in told if servers else ():
             self._say(owner, ServerList(tuple(server.server_info for server in servers)))
+        together: dict[MemberLost | None, list[Member]] = {}
+        for member in self._lost():
+            together.setdefault(member.loss, []).append(member)
         past: list[MembershipEvent | None] = []
-        for loss, some in groupby(self._lost(), key=lambda member: member.loss):
-            first, *others = some  # but those that have returned
+        for loss, (first, *others) in together.items():  # but those that have returned
             assert loss is not None
-            numbers = tuple(sorted(member.number for member in others))
-            again = msgspec.structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers)
-            past.append(again)
+            numbers = tuple(sorted(other.number for other in others))
+            past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
         past.append(self._abort)
         past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
         self._tell([newcomer], [event for event in past if event is not None and event not in self._held])
@@ -726,4 +726,4 @@ class GroupTable:
 
 def _truncate_abort(abort: AbortMessage) -> AbortMessage:
     reason = abort.reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
-    return msgspec.structs.replace(abort, reason=reason, kind=abort.kind[:64], ranks=abort.ranks[:MAX_SIZE])
+    return structs.replace(abort, reason=reason, kind=abort.kind[:64], ranks=abort.ranks[:MAX_SIZE])
