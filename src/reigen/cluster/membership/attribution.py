@@ -54,10 +54,10 @@ class HeldEvents:
     def release(self, now: float = NEVER) -> list[MembershipEvent]:
         """What is due, in order."""
         followers = (member for machine in self._losses for member in self.of_host(machine))
-        all_are_lost = bool(self._losses) and not any(member.state is MemberState.HERE for member in followers)
+        all_are_lost = bool(self._losses) and not any(member.state is MemberState.PRESENT for member in followers)
         if now < self.until and not all_are_lost:
             return []
-        told: list[MembershipEvent] = []
+        released: list[MembershipEvent] = []
         for machine, losses in self._losses.items():
             first, *others = (loss for _, loss in losses)
             loss = msgspec.structs.replace(
@@ -68,10 +68,10 @@ class HeldEvents:
             )
             for member, _ in losses:
                 member.loss = loss
-            told.append(loss)
-        told += sorted(self._events, key=lambda event: isinstance(event, MemberLeft))
+            released.append(loss)
+        released += sorted(self._events, key=lambda event: isinstance(event, MemberLeft))
         self._losses, self._events, self.until = {}, [], NEVER
-        return told
+        return released
 
     def of_host(self, machine: str) -> Iterator[Member]:
         """Members that have been on one host."""

@@ -18,7 +18,7 @@ class _Barrier:
     Attributes:
         entered: how often each worker has.
         num_over: how often all have, or one has given up.
-        broken: what is told of those that were given up, as long as somebody may come to them.
+        broken: what is outcomes of those that were given up, as long as somebody may come to them.
         waiting: by worker: for which of its times it waits for an answer; no empty ones.
     """
 
@@ -64,25 +64,25 @@ class BarrierTable:
     def complete(
         self, needed: Collection[int], *, all_known: bool = True
     ) -> list[tuple[int, BarrierDone | BarrierBroken]]:
-        """What is over now and was not told, for whom.
+        """Barriers that are over now and were not announced, and for whom.
 
         Args:
             needed: workers without which no barrier is done.
             all_known: it is known of all workers where they are. Otherwise one may have passed a barrier that another
                 wants to give up, and nothing is given up.
         """
-        told = self._complete(needed)
+        outcomes = self._complete(needed)
         if self._giving_up and all_known:
             for (worker, name), message in self._giving_up.items():
                 self.hear(worker, EnterBarrier(name, message.sequence), needed)
-            told += self._complete(needed)
+            outcomes += self._complete(needed)
             for (worker, name), message in self._giving_up.items():
                 if message.sequence > self._barriers[name].num_over:
                     self._barriers[name].num_over = message.sequence
                     self._break(worker, message, needed)
             self._giving_up.clear()
-            told += self._complete(needed)
-        return told
+            outcomes += self._complete(needed)
+        return outcomes
 
     def _break(self, worker: int, message: AbandonBarrier, needed: Collection[int]) -> None:
         name, sequence = message.name, message.sequence
@@ -92,7 +92,7 @@ class BarrierTable:
             del one.broken[min(one.broken)]
 
     def _complete(self, needed: Collection[int]) -> list[tuple[int, BarrierDone | BarrierBroken]]:
-        told: list[tuple[int, BarrierDone | BarrierBroken]] = []
+        outcomes: list[tuple[int, BarrierDone | BarrierBroken]] = []
         names = self._changed if self._needed == frozenset(needed) else set(self._barriers)
         self._changed, self._needed = set(), frozenset(needed)
         for name in sorted(names) if needed else ():
@@ -101,12 +101,12 @@ class BarrierTable:
             one.num_over = max(one.num_over, lowest)
             for worker in sorted(one.waiting):
                 over = sorted(sequence for sequence in one.waiting[worker] if sequence <= one.num_over)
-                told += [(worker, one.broken.get(sequence) or BarrierDone(name, sequence)) for sequence in over]
+                outcomes += [(worker, one.broken.get(sequence) or BarrierDone(name, sequence)) for sequence in over]
                 one.waiting[worker].difference_update(over)
             one.waiting = {worker: sequences for worker, sequences in one.waiting.items() if sequences}
             lowest = min([lowest, *one.entered.values()])  # one that is lost now may come back
             one.broken = {sequence: what for sequence, what in one.broken.items() if sequence >= lowest}
-        return told
+        return outcomes
 
     def missing(self, name: str, sequence: int, needed: Collection[int]) -> tuple[int, ...]:
         """Whom the barrier waits for, ascending."""

@@ -29,7 +29,7 @@ from reigen.net.stream import connect_stream
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-#: How long saying a last word may take.
+#: How long saying a last message may take.
 _GOODBYE_SECONDS = 1.0
 #: How long whoever is let down waits for the end of a rank that has left.
 _LINGER_SECONDS = 0.7
@@ -79,7 +79,7 @@ class MembershipClient:
         )
         self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()
-        self._has_spoken = False
+        self._has_ended = False
         deadline = time.monotonic() + timeout_seconds
         try:
             identity = Identity(ProcessRole.RANK, rank, "membership")
@@ -104,18 +104,18 @@ class MembershipClient:
         See `JobView.rank_error` for which of several reasons is told.
         """
         with self._lock:
-            self._listen()
+            self._receive()
             return self._view.rank_error(needed)
 
     def abort(self, error: CollectiveError) -> None:
         """Tell the others that this rank cannot go on, and why; the first call counts."""
         with self._lock:
-            self._say(self._view.abort(error))
+            self._send_last(self._view.abort(error))
 
     def leave(self) -> None:
         """Tell the others that this rank is going in good order, if it has not given up."""
         with self._lock:
-            self._say(LeaveJob())
+            self._send_last(LeaveJob())
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, as `LocalPeers.linger` does, unless it is ``over``.
@@ -125,7 +125,7 @@ class MembershipClient:
         until = time.monotonic() + _LINGER_SECONDS
         while not over() and (left := until - time.monotonic()) > 0:
             with self._lock:
-                self._listen()
+                self._receive()
                 if all(rank == self.rank or ("rank", rank) in self._view.lost for rank in ranks):
                     return
             self.wait_for_death(min(left, _LINGER_SLICE_SECONDS))
@@ -143,7 +143,7 @@ class MembershipClient:
         Where packets are lost that takes a while: what it said must have arrived.
         """
         with self._lock:
-            self._connection.close(self._peer_timeout_seconds if self._has_spoken else 0.0)
+            self._connection.close(self._peer_timeout_seconds if self._has_ended else 0.0)
 
     def close_descriptors(self) -> None:
         """See `reigen.cluster.fork_safety`."""
@@ -155,27 +155,27 @@ class MembershipClient:
             while not self._connection.is_assigned:
                 if not self._connection.wait(deadline):
                     raise TimeoutError
-                self._connection.listen()
+                self._connection.receive()
                 if problem := self._view.refusal:
                     raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {problem}")
         except BaseException:
             self._connection.close()
             raise
 
-    def _say(self, word: LeaveJob | AbortMessage) -> None:
-        if self._has_spoken or self.fileno() < 0:
+    def _send_last(self, message: LeaveJob | AbortMessage) -> None:
+        if self._has_ended or self.fileno() < 0:
             return
-        self._has_spoken = True
+        self._has_ended = True
         with contextlib.suppress(OSError):  # whoever cannot be told learns it otherwise
-            self._connection.say(word)
+            self._connection.send(message)
             self._connection.flush_until(time.monotonic() + _GOODBYE_SECONDS)
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         """Take in all news that is there."""
         if self.fileno() < 0:
             return
         try:
-            self._connection.listen()
+            self._connection.receive()
         except (OSError, AuthenticationError, WireError) as error:
             self._view.fail(self._loss(error))
             self._connection.close()

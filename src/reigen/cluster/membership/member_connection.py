@@ -19,11 +19,11 @@ from reigen.net.stream import AuthenticatedStream
 
 
 class MemberConnection:
-    """Says and hears for a view; one thread at a time may use both. The stream belongs to it from now on.
+    """Sends and receives for a view; one thread at a time may use both. The stream belongs to it from now on.
 
     Attributes:
         service: who is at the other end.
-        num_heard: messages of the service.
+        num_received: messages of the service.
         is_assigned: the member has its place, on this connection.
     """
 
@@ -32,9 +32,9 @@ class MemberConnection:
     ) -> None:
         self.service, self._view = stream.peer, view
         self._socket, self._protocol = stream.hand_over()
-        self.num_heard, self.is_assigned = 0, False
+        self.num_received, self.is_assigned = 0, False
         set_keepalive(self._socket, peer_timeout_seconds)
-        self.say(view.registration(saved))
+        self.send(view.registration(saved))
 
     def fileno(self) -> int:
         """Readable when there is news; -1 when closed."""
@@ -45,33 +45,33 @@ class MemberConnection:
         """Whether something is still to be sent."""
         return bool(self._protocol.outgoing)
 
-    def say(self, message: MemberMessage) -> None:
+    def send(self, message: MemberMessage) -> None:
         """Queue a message."""
         self._protocol.send(MEMBER_CODEC.encode(message))
 
-    def listen(self) -> None:
+    def receive(self) -> None:
         """Take in all that has come, and queue what the view says to that.
 
         Raises:
             OSError: the connection has ended, and everything that came before was taken in.
             AuthenticationError, WireError: the bytes are not the service's.
         """
-        num_before = self.num_heard
+        num_before = self.num_received
         while True:
             try:
                 with translate_connection_losses():
                     data = self._socket.recv(self._protocol.num_wanted_bytes)
             except BlockingIOError:
                 return
-            if not data and self.num_heard > num_before:
+            if not data and self.num_received > num_before:
                 return
             if not data:
                 raise ConnectionResetError("the other end closed the connection")
             for payload in self._protocol.receive(data):
                 message = MEMBERSHIP_REPLY_CODEC.decode(payload)
-                self.num_heard += 1
+                self.num_received += 1
                 for answer in self._view.take(message):
-                    self.say(answer)
+                    self.send(answer)
                 self.is_assigned |= isinstance(message, MemberAssigned)
 
     def flush(self) -> None:

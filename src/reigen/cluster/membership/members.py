@@ -126,7 +126,7 @@ class MemberState(Enum):
     #: has not come yet
     ABSENT = auto()
     #: connected, or may connect again
-    HERE = auto()
+    PRESENT = auto()
     LOST = auto()
     LEFT = auto()
     #: has said that it cannot go on: its end is no loss

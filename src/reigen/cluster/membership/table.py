@@ -148,28 +148,28 @@ class MembershipTable:
         self._abort: MemberAborted | None = None
         self._now = -NEVER
         self._due = NEVER
-        self._said: OutgoingReplies = []
+        self._replies: OutgoingReplies = []
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def handle(self, owner: ConnectionId, message: MemberMessage, now: float) -> OutgoingReplies:
-        """Take in what a connection says; returns who is to be told what, in this order.
+        """Take in what a connection says; returns replies, to be sent in this order.
 
-        A connection that is told `MemberRefused` is to be closed then.
+        A connection that is sent `MemberRefused` is to be closed then.
         """
-        self._pass(now)
+        self._advance(now)
         if isinstance(message, RegisterMember):
             self._register(owner, message)
         elif self.stop is None:
             if owner in self._duplicate_connections:
-                self._go_over_to(owner)
+                self._switch_connection(owner)
             if owner in self._member_of:
-                self._hear(owner, message)
-        return self._settle()
+                self._receive(owner, message)
+        return self._finish()
 
     def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
         """A connection has ended; ``silent``: because nothing was heard of its host any more."""
-        self._pass(now)
+        self._advance(now)
         for member in self._members.values():
             if member.replacement is not None and member.replacement[0] == owner:
                 member.replacement = None
@@ -181,25 +181,25 @@ class MembershipTable:
             others = reversed(self._duplicate_connections.items())
             spare = next((other for other, member in others if member is gone), None)
             if spare is not None and self.stop is None:
-                self._go_over_to(spare)
-            elif self.stop is None and gone.state is MemberState.HERE:
-                self._miss(gone, silent=silent)
-        return self._settle()
+                self._switch_connection(spare)
+            elif self.stop is None and gone.state is MemberState.PRESENT:
+                self._lose_connection(gone, silent=silent)
+        return self._finish()
 
     def tick(self, now: float) -> OutgoingReplies:
-        """Time has passed; returns who is to be told what. What has come meanwhile is to be handled before."""
-        self._pass(now)
+        """Time has passed; returns replies. What has come meanwhile is to be handled before."""
+        self._advance(now)
         self._expire(now)
-        return self._settle()
+        return self._finish()
 
     def due(self) -> float | None:
         """When to call `tick`; None: something else must happen first."""
         return None if self._due == NEVER else self._due
 
     def flush(self) -> OutgoingReplies:
-        """The service ends: tell now what is held."""
+        """The service ends; returns what is held."""
         self._announce(*self._held.release())
-        return self._settle()
+        return self._finish()
 
     @property
     def is_empty(self) -> bool:
@@ -232,7 +232,7 @@ class MembershipTable:
         num_others = sum(one.role == message.role and one.number < 0 for one in self._waiting.values())
         return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in mine)
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """Step H: whoever need not wait any more. Servers come first: they may know that the job is not a new one."""
         for owner in sorted(self._waiting, key=lambda one: not self._waiting[one].saved):
             message = self._waiting.pop(owner)
@@ -248,32 +248,32 @@ class MembershipTable:
             self._refuse(owner, f"all {num} {message.role}(s) of this job are there already")
             return
         if message.is_known and message.incarnation not in self._assigned:
-            self._learn(message.left, goes_on=message.is_open)
+            self._take_history(message.left, goes_on=message.is_open)
         if not self._is_open:  # else the snapshots are of this service's time
             for saved in (one for one in message.saved if one.job == self.job):
-                self._learn(saved.left, goes_on=True)
+                self._take_history(saved.left, goes_on=True)
         if member.is_final and not member.incarnation:
             self._refuse(owner, f"{member.name} was given up: {member.loss_reason}")
         elif member.state is MemberState.ABSENT or (message.is_known and not member.incarnation):
             recovers = message.is_recovery if message.is_known else self._is_restarted or message.is_restart
-            self._seat(owner, member, message, is_recovery=recovers)
+            self._assign_place(owner, member, message, is_recovery=recovers)
         elif member.incarnation == message.incarnation:
             self._connect_again(owner, member, message)
         elif message.is_known:
             self._refuse(owner, f"another process has become {member.name}")
         else:
-            self._succeed(owner, member, message)
+            self._replace(owner, member, message)
         if self._member_of.get(owner) is member:
             self._correct(owner, message)
             for one in message.barriers if member.role == "worker" else ():
-                self._meet(owner, one)
+                self._enter_barrier(owner, one)
 
     def _correct(self, owner: ConnectionId, message: RegisterMember) -> None:
         """Step D: tell a member that was away who has returned meanwhile, or will have."""
         for key in message.lost:
             believed = self._members.get(key)
-            if believed is not None and believed.state is MemberState.HERE:
-                self._tell([owner], [believed.return_event])
+            if believed is not None and believed.state is MemberState.PRESENT:
+                self._send_news([owner], [believed.return_event])
             elif believed is not None:
                 believed.is_missed = believed.state is MemberState.ABSENT
 
@@ -316,10 +316,10 @@ class MembershipTable:
         mine = self._of_role(message.role)
         free = [member for member in mine if member.state is MemberState.ABSENT]
         free += [member for member in mine if member.state is MemberState.LOST]
-        free += [member for member in mine if member.state is MemberState.HERE and member.owner is None]
+        free += [member for member in mine if member.state is MemberState.PRESENT and member.owner is None]
         return free[0] if free else None
 
-    def _learn(self, left: tuple[int, ...], *, goes_on: bool) -> None:
+    def _take_history(self, left: tuple[int, ...], *, goes_on: bool) -> None:
         """Step H: a member knows of the time before this service, or its snapshots do."""
         self._goes_on = self._goes_on or goes_on
         if not self._is_restarted:
@@ -332,11 +332,11 @@ class MembershipTable:
             if gone is not None and gone.state is MemberState.ABSENT:
                 gone.state, gone.until = MemberState.LEFT, NEVER
 
-    def _succeed(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
+    def _replace(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
         """Another process comes for a place that somebody has, or had."""
         if member.state is MemberState.LEFT:
             self._refuse(owner, f"{member.name} has left this job before; it cannot come back")
-        elif member.owner is not None and member.state is MemberState.HERE:
+        elif member.owner is not None and member.state is MemberState.PRESENT:
             if member.replacement is not None or member.policy.heartbeat_timeout_seconds == NEVER:
                 self._refuse(owner, f"{member.name} is there already, on host {member.host}")
             else:
@@ -345,7 +345,7 @@ class MembershipTable:
             member.replacement = owner, message
             self._lose(member, "its process ended")
 
-    def _seat(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
+    def _assign_place(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
         """A process gets a place."""
         is_news = member.state is MemberState.LOST or member.is_missed or (is_recovery and not message.is_known)
         member.is_missed = False
@@ -354,7 +354,7 @@ class MembershipTable:
         if member.owner is not None:  # a process that is silent; whatever it says now, it is too late
             self._member_of.pop(member.owner)
             self._refuse(member.owner, f"another process has become {member.name}")
-        member.state, member.loss, member.is_recovery = MemberState.HERE, None, is_recovery
+        member.state, member.loss, member.is_recovery = MemberState.PRESENT, None, is_recovery
         member.incarnation = message.incarnation
         self.epoch += 1
         self._duplicate_connections = {
@@ -366,7 +366,7 @@ class MembershipTable:
         self._place(owner, member, message, barriers)
         if is_news:
             self._announce(member.return_event)
-        self._introduce(owner)
+        self._send_state(owner)
 
     def _connect_again(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
         """The process that has the place has a new connection."""
@@ -377,9 +377,9 @@ class MembershipTable:
             self._duplicate_connections[member.owner] = self._member_of.pop(member.owner)
         self._place(owner, member, message)
         self._revive(member)
-        self._introduce(owner)
+        self._send_state(owner)
 
-    def _go_over_to(self, owner: ConnectionId) -> None:
+    def _switch_connection(self, owner: ConnectionId) -> None:
         """Another connection of a process turns out to be the one that it uses: what it said on two came disordered."""
         member = self._duplicate_connections.pop(owner)
         if member.owner is not None:
@@ -387,7 +387,7 @@ class MembershipTable:
         member.owner = owner
         self._member_of[owner] = member
         self._assign(owner, member)  # so that it says again what it waits for
-        self._introduce(owner)
+        self._send_state(owner)
 
     def _place(
         self, owner: ConnectionId, member: Member, message: RegisterMember, barriers: tuple[tuple[str, int], ...] = ()
@@ -406,16 +406,16 @@ class MembershipTable:
         self._assign(owner, member, barriers)
 
     def _assign(self, owner: ConnectionId, member: Member, barriers: tuple[tuple[str, int], ...] = ()) -> None:
-        self._say(owner, MemberAssigned(member.number, member.is_recovery, self.job, self.epoch, barriers))
+        self._reply(owner, MemberAssigned(member.number, member.is_recovery, self.job, self.epoch, barriers))
 
-    def _introduce(self, newcomer: ConnectionId) -> None:
+    def _send_state(self, newcomer: ConnectionId) -> None:
         """Step B: tell one member, or everybody, where the servers are; and one what has happened before."""
         servers = self._of_role("server")
-        told = [newcomer] if self._is_open else []
+        receivers = [newcomer] if self._is_open else []
         if not self._is_open and all(server.incarnation for server in servers):
-            self._is_open, told = True, list(self._member_of)
-        for owner in told if servers else ():
-            self._say(owner, ServerList(tuple(server.server_info for server in servers)))
+            self._is_open, receivers = True, list(self._member_of)
+        for owner in receivers if servers else ():
+            self._reply(owner, ServerList(tuple(server.server_info for server in servers)))
         together: dict[MemberLost | None, list[Member]] = {}
         for member in self._lost():
             together.setdefault(member.loss, []).append(member)
@@ -426,31 +426,31 @@ class MembershipTable:
             past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
         past.append(self._abort)
         past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
-        self._tell([newcomer], [event for event in past if event is not None and event not in self._held])
+        self._send_news([newcomer], [event for event in past if event is not None and event not in self._held])
 
     # -- signs of life, and their absence -----------------------------------------------------------------------------
 
-    def _hear(self, owner: ConnectionId, message: MemberMessage) -> None:
+    def _receive(self, owner: ConnectionId, message: MemberMessage) -> None:
         member = self._member_of[owner]
         if member.is_final:
             self._refuse(owner, f"it was given up: {member.loss_reason}")
             return
         self._revive(member)
-        if isinstance(message, LeaveJob) and member.state is MemberState.HERE:
+        if isinstance(message, LeaveJob) and member.state is MemberState.PRESENT:
             member.state, member.until = MemberState.LEFT, NEVER
             self._announce(*self._held.add(member.left_event))
-        elif isinstance(message, AbortMessage) and member.role == "rank" and member.state is MemberState.HERE:
+        elif isinstance(message, AbortMessage) and member.role == "rank" and member.state is MemberState.PRESENT:
             member.state = MemberState.ABORTED
             if self._abort is None:
                 self._abort = MemberAborted(member.role, member.number, member.host, _truncate_abort(message))
                 self._announce(*self._held.add(self._abort, self._now + member.policy.hold_seconds))
         elif isinstance(message, EnterBarrier | AbandonBarrier) and member.role == "worker":
-            self._meet(owner, message)
+            self._enter_barrier(owner, message)
         elif isinstance(message, StatusQuery):
             members, since = self._members.values(), self._now - message.seconds
-            silent = [m for m in members if m.state is MemberState.HERE and m.heard_at < since]
+            silent = [m for m in members if m.state is MemberState.PRESENT and m.heard_at < since]
             num_lost = sum(m.state is MemberState.LOST for m in members)
-            self._say(owner, StatusReply(*self.absent(), message.seconds, len(silent) + num_lost))
+            self._reply(owner, StatusReply(*self.absent(), message.seconds, len(silent) + num_lost))
 
     def _revive(self, member: Member) -> None:
         """Something was heard of the process that has the place."""
@@ -460,25 +460,25 @@ class MembershipTable:
             self._refuse(claimant, f"{member.name} is there already, on host {member.host}")
         if member.state is MemberState.LOST:
             self._announce(*self._held.release())
-            member.state, member.loss = MemberState.HERE, None
+            member.state, member.loss = MemberState.PRESENT, None
             self._announce(member.return_event)
-        if member.state is MemberState.HERE:
+        if member.state is MemberState.PRESENT:
             member.until = self._now + member.policy.heartbeat_timeout_seconds
 
-    def _miss(self, member: Member, *, silent: bool) -> None:
+    def _lose_connection(self, member: Member, *, silent: bool) -> None:
         """Steps C, K: the connection of a member has ended."""
         if member.policy.reconnect_seconds and member.replacement is None:
             member.until = self._now + member.policy.reconnect_seconds
             return
         is_host = silent and member.policy.hold_seconds > 0
         for each in list(self._held.of_host(member.machine)) if is_host else [member]:
-            if each.state is MemberState.HERE:
+            if each.state is MemberState.PRESENT:
                 self._lose(each, "its host is silent" if is_host else "its process ended", is_silent=is_host)
 
     def _lose(self, member: Member, reason: str, *, is_silent: bool = False) -> None:
         """Steps B, C, D: the process that has the place is gone, or as good as."""
         claimant, member.replacement = member.replacement, None
-        if member.state is MemberState.HERE and not self._is_open and not self._is_restarted:
+        if member.state is MemberState.PRESENT and not self._is_open and not self._is_restarted:
             self._forget(member)
         elif member.state is not MemberState.LOST:
             member.state, member.lost_at = MemberState.LOST, self._now
@@ -487,7 +487,9 @@ class MembershipTable:
             self._refuse(claimant[0], f"{member.loss}; this job does not go on without it")
         elif claimant is not None:
             owner, message = claimant
-            self._seat(owner, member, message, is_recovery=member.state is MemberState.LOST or message.is_restart)
+            self._assign_place(
+                owner, member, message, is_recovery=member.state is MemberState.LOST or message.is_restart
+            )
 
     def _report_loss(self, member: Member, reason: str, *, is_awaited: bool, is_silent: bool = False) -> None:
         policy, will_return = member.policy, is_awaited and member.policy.on_loss is LossPolicy.WAIT
@@ -515,9 +517,9 @@ class MembershipTable:
         for member in list(self._members.values()):
             if self.stop is not None or member.until > now:
                 continue
-            if member.state is MemberState.HERE and member.owner is None:
+            if member.state is MemberState.PRESENT and member.owner is None:
                 self._lose(member, "its process ended")
-            elif member.state is MemberState.HERE:
+            elif member.state is MemberState.PRESENT:
                 self._lose(member, f"nothing was heard of it for {member.policy.heartbeat_timeout_seconds:g} s")
             elif member.state is MemberState.LOST:
                 reason = f"nobody came in its place within {member.policy.return_seconds:g} s"
@@ -539,7 +541,7 @@ class MembershipTable:
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 
-    def _meet(self, owner: ConnectionId, message: EnterBarrier | AbandonBarrier) -> None:
+    def _enter_barrier(self, owner: ConnectionId, message: EnterBarrier | AbandonBarrier) -> None:
         """Step F."""
         name = message.name
         if len(name.encode(errors="replace")) > MAX_BARRIER_NAME_BYTES or not self._barriers.accepts(name):
@@ -563,7 +565,7 @@ class MembershipTable:
         for number, outcome in self._barriers.complete(self._needed(), all_known=all_known):
             owner = self._members["worker", number].owner
             if owner is not None:
-                self._say(owner, outcome)
+                self._reply(owner, outcome)
 
     def absent(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Workers and servers that have not come yet, or are lost."""
@@ -573,7 +575,7 @@ class MembershipTable:
         )
         return workers, servers
 
-    # -- what everybody is told ---------------------------------------------------------------------------------------
+    # -- news of all ---------------------------------------------------------------------------------------------------
 
     def _lost(self) -> list[Member]:
         """Members that are lost; the first of them is the reason for others."""
@@ -582,22 +584,22 @@ class MembershipTable:
     def _announce(self, *events: MembershipEvent) -> None:
         """Step J."""
         self.epoch += len(events)
-        self._tell(list(self._member_of), events)
+        self._send_news(list(self._member_of), events)
 
-    def _tell(self, owners: list[ConnectionId], events: Sequence[MembershipEvent]) -> None:
+    def _send_news(self, owners: list[ConnectionId], events: Sequence[MembershipEvent]) -> None:
         for start in range(0, len(events), _MAX_EVENTS):
             news = MembershipNews(tuple(events[start : start + _MAX_EVENTS]), self.epoch)
-            self._said += [(owner, news) for owner in owners]
+            self._replies += [(owner, news) for owner in owners]
 
     def _refuse(self, owner: ConnectionId, reason: str) -> None:
-        self._say(owner, MemberRefused(reason))
+        self._reply(owner, MemberRefused(reason))
 
-    def _say(self, owner: ConnectionId, answer: MembershipReply) -> None:
-        self._said.append((owner, answer))
+    def _reply(self, owner: ConnectionId, answer: MembershipReply) -> None:
+        self._replies.append((owner, answer))
 
     # -- time, and what follows for all -------------------------------------------------------------------------------
 
-    def _pass(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
         if now > self._due + _LATE_SECONDS:  # this process did not run
             lost_seconds = now - self._due
             self._awaited_until += lost_seconds
@@ -607,25 +609,25 @@ class MembershipTable:
                 if member.owner is not None:
                     member.heard_at = now
                     fresh = now + member.policy.heartbeat_timeout_seconds
-                    member.until = max(member.until, fresh) if member.state is MemberState.HERE else member.until
+                    member.until = max(member.until, fresh) if member.state is MemberState.PRESENT else member.until
         self._now = now
 
-    def _settle(self) -> OutgoingReplies:
+    def _finish(self) -> OutgoingReplies:
         """What follows for all from what has just happened."""
         if self._waiting and self.stop is None:
-            self._let_in()
+            self._admit_waiting()
         self._announce(*self._held.release(self._now))
         if self.stop is None and "worker" in self.spec.roles:
             self._complete()
-            self._see_the_end()
+            self._check_end()
         times = [self._held.until, self._awaited_until, *(member.until for member in self._members.values())]
         if self._waiting and not self._is_begun:
             times.append(self._known_first_until)
         self._due = NEVER if self.stop is not None else min(times)
-        said, self._said = self._said, []
+        said, self._replies = self._replies, []
         return said
 
-    def _see_the_end(self) -> None:
+    def _check_end(self) -> None:
         """Step G."""
         states = {member.state for member in self._of_role("worker")}
         policy, lost = self.spec.roles["worker"].on_loss, self._lost()
@@ -661,9 +663,9 @@ class MembershipTable:
         for member in self._members.values():
             assert member.owner is None or self._member_of[member.owner] is member
             assert (member.state is MemberState.LOST) == (member.loss is not None)
-            assert member.replacement is None or (member.state is MemberState.HERE and member.owner is not None)
+            assert member.replacement is None or (member.state is MemberState.PRESENT and member.owner is not None)
             assert member.state is not MemberState.ABSENT or member.owner is None
-        assert not self._said
+        assert not self._replies
         assert not self._duplicate_connections.keys() & self._member_of.keys()
 
 
@@ -700,12 +702,12 @@ class GroupTable:
         return min((due for table in self._tables.values() if (due := table.due()) is not None), default=None)
 
     def tick(self, now: float) -> OutgoingReplies:
-        """Time has passed; returns who is to be told what."""
-        return [told for table in self._tables.values() if table.due() is not None for told in table.tick(now)]
+        """Time has passed; returns replies."""
+        return [reply for table in self._tables.values() if table.due() is not None for reply in table.tick(now)]
 
     def flush(self) -> OutgoingReplies:
-        """The service ends: tell now what is held."""
-        return [told for table in self._tables.values() for told in table.flush()]
+        """The service ends; returns what is held."""
+        return [reply for table in self._tables.values() for reply in table.flush()]
 
     def validate(self) -> None:
         """Assert what must hold between two events."""

@@ -63,7 +63,7 @@ class JobView:
         is_assigned: the service has given this process its number.
         job: the number of the job; 0 before that.
         epoch: the latest of which it has heard.
-        has_left: it has said, or will say, that it goes in good order.
+        has_left: it has messages, or will say, that it goes in good order.
         failure: why there is nothing more to hope for, None while there is.
         refusal: the service's reason for that, if it was the one.
         servers: where they are, by number; empty until all have come.
@@ -89,8 +89,8 @@ class JobView:
         self._abort: CollectiveError | None = None
         self.events: list[MembershipEvent] = []
         self._entered: Counter[str] = Counter()
-        #: barriers at which this process waits, with what is said of them to a service that was started anew; how
-        #: those ended that are over; and by name what is said of the last one at which it does not wait any more
+        #: barriers at which this process waits, with what is messages of them to a service that was started anew; how
+        #: those ended that are over; and by name what is messages of the last one at which it does not wait any more
         self._waiting: dict[BarrierEntry, EnterBarrier | AbandonBarrier] = {}
         self._outcomes: dict[BarrierEntry, BarrierDone | BarrierBroken] = {}
         self._passed: dict[str, EnterBarrier | AbandonBarrier] = {}
@@ -106,7 +106,7 @@ class JobView:
 
     @property
     def is_out(self) -> bool:
-        """Whether this process may go: a worker that leaves, once the service has said that it knows."""
+        """Whether this process may go: a worker that leaves, once the service has messages that it knows."""
         return not self.has_left or self._registration.role == "server" or self.number in self.left
 
     def registration(self, saved: tuple[SavedJob, ...] = ()) -> RegisterMember:
@@ -130,8 +130,8 @@ class JobView:
 
     def _barriers(self) -> tuple[EnterBarrier | AbandonBarrier, ...]:
         """What a service that was started anew has to know: others may still wait at the last one of each name."""
-        said = {*self._passed.values(), *self._waiting.values(), *chain.from_iterable(self._broken.values())}
-        return tuple(sorted(said, key=lambda one: (one.name, one.sequence)))
+        messages = {*self._passed.values(), *self._waiting.values(), *chain.from_iterable(self._broken.values())}
+        return tuple(sorted(messages, key=lambda one: (one.name, one.sequence)))
 
     def enter(self, barrier: str) -> BarrierEntry:
         """This process is at a barrier."""
@@ -151,13 +151,13 @@ class JobView:
 
     def forget(self, entry: BarrierEntry) -> None:
         """This process does not wait there any more."""
-        said, outcome = self._waiting.pop(entry), self._outcomes.pop(entry, None)
+        messages, outcome = self._waiting.pop(entry), self._outcomes.pop(entry, None)
         if isinstance(outcome, BarrierDone):
-            said = EnterBarrier(*entry, is_over=True)
+            messages = EnterBarrier(*entry, is_over=True)
         elif outcome is not None:
-            said = AbandonBarrier(*entry, is_over=True)
-            self._broken.setdefault(entry[0], deque(maxlen=_MOST_BROKEN)).append(said)
-        self._passed[entry[0]] = said
+            messages = AbandonBarrier(*entry, is_over=True)
+            self._broken.setdefault(entry[0], deque(maxlen=_MOST_BROKEN)).append(messages)
+        self._passed[entry[0]] = messages
 
     def fatal_loss(self) -> MemberLost | None:
         """The first node that is lost and without which the job cannot go on."""
@@ -260,7 +260,7 @@ class JobView:
         """Why what waits for the ranks ``needed`` will never succeed, or None while it may.
 
         Ranks that died without a word are the cause of what the others did then, so they are named first, and those
-        that were lost first before others. Then comes what a rank said that gave up; ranks that left; the service.
+        that were lost first before others. Then comes what a rank messages that gave up; ranks that left; the service.
         """
         wanted = set(needed)
         for loss in dict.fromkeys(self.lost.values()):

@@ -87,7 +87,7 @@ class SchedulerClient:
         self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
         self._config, self._deadline = config, deadline
         self._locator = SchedulerLocator(settings)
-        #: guards what stands here and `_standing`
+        #: guards what stands here and `_view`
         self._changed = threading.Condition()
         self._is_closing = False
         #: when this process goes though no scheduler has heard that it leaves
@@ -122,14 +122,14 @@ class SchedulerClient:
             DeadlineError: there was no scheduler by the deadline.
         """
         member = cls(settings, listener_address or "", deadline, find_saved)
-        standing = member._view
+        view = member._view
         member._thread.start()
         try:
             with member._changed:
-                member._await(lambda: standing.is_assigned, deadline + _TOLERANCE_SECONDS)
-                if not standing.is_assigned:
-                    raise standing.failure or member._too_late("it takes no part in the conversation")
-                member.number, member.job, member.is_recovery = standing.number, standing.job, standing.is_recovery
+                member._await(lambda: view.is_assigned, deadline + _TOLERANCE_SECONDS)
+                if not view.is_assigned:
+                    raise view.failure or member._too_late("it takes no part in the conversation")
+                member.number, member.job, member.is_recovery = view.number, view.job, view.is_recovery
         except BaseException:
             member.close()
             raise
@@ -161,16 +161,16 @@ class SchedulerClient:
     def barrier(self, name: str, deadline: float) -> None:
         """See `Membership.barrier`."""
         with self._changed:
-            standing = self._view
-            entry = standing.enter(name)
+            view = self._view
+            entry = view.enter(name)
             self._post(EnterBarrier(*entry))
             try:
                 if not self._is_over_at(entry, deadline):
-                    self._post(standing.give_up(entry))
+                    self._post(view.give_up(entry))
                     self._is_over_at(entry, time.monotonic() + _TOLERANCE_SECONDS)
-                outcome = standing.outcome(entry)
+                outcome = view.outcome(entry)
             finally:
-                standing.forget(entry)
+                view.forget(entry)
         if outcome is None:
             raise DeadlineError(
                 f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
@@ -198,10 +198,10 @@ class SchedulerClient:
     def num_dead_nodes(self, timeout: float) -> int:
         """See `Membership.num_dead_nodes`."""
         with self._changed:
-            standing = self._view
+            view = self._view
             patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
             answer = self._ask_status(timeout, patience)
-            return len(standing.lost) if answer is None else answer.num_silent
+            return len(view.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
         """See `Membership.leave`."""
@@ -260,12 +260,12 @@ class SchedulerClient:
 
     def _is_over_at(self, entry: BarrierEntry, deadline: float) -> bool:
         """Wait for the scheduler's word of a barrier; whether it came. Raises where there is nothing to hope for."""
-        standing = self._view
-        self._await(lambda: standing.outcome(entry) is not None or standing.fatal_loss() is not None, deadline)
-        if standing.outcome(entry) is not None:
+        view = self._view
+        self._await(lambda: view.outcome(entry) is not None or view.fatal_loss() is not None, deadline)
+        if view.outcome(entry) is not None:
             return True
         self._raise_failure()
-        if loss := standing.fatal_loss():
+        if loss := view.fatal_loss():
             ranks = (loss.number,) if loss.role == "worker" else ()
             raise PeerLostError(f"barrier {entry[0]!r}: {loss}", ranks=ranks)
         return False
@@ -305,7 +305,7 @@ class SchedulerClient:
                     _log.warning("the connection to the scheduler has ended (%s); connecting again", error)
             finally:
                 connection.close()
-            if connection.num_heard:
+            if connection.num_received:
                 until, pause = time.monotonic() + self._config.peer_timeout_seconds, _PAUSE_SECONDS
                 continue
             with self._changed:  # it has hung up without a word
@@ -316,10 +316,10 @@ class SchedulerClient:
     def _is_over(self) -> bool:
         """Whether there is nothing more to say or hear. A scheduler that is started again must hear of a Leave, too."""
         with self._changed:
-            standing = self._view
-            if standing.failure is not None or not self._is_closing:
-                return standing.failure is not None
-            return standing.is_out or time.monotonic() >= self._gone_at
+            view = self._view
+            if view.failure is not None or not self._is_closing:
+                return view.failure is not None
+            return view.is_out or time.monotonic() >= self._gone_at
 
     def _connect(self, until: float) -> MemberConnection:
         """Reach the scheduler, wherever it is now."""
@@ -379,7 +379,7 @@ class SchedulerClient:
             selector.register(connection, selectors.EVENT_READ)
             while not self._is_over:
                 if connection.is_assigned and beat and time.monotonic() >= due:
-                    connection.say(MemberHeartbeat())
+                    connection.send(MemberHeartbeat())
                     due = time.monotonic() + beat
                 self._hand_out(connection)
                 writing = selectors.EVENT_WRITE if connection.has_more else 0
@@ -392,7 +392,7 @@ class SchedulerClient:
                     elif events & selectors.EVENT_READ:
                         with self._changed:
                             try:
-                                connection.listen()
+                                connection.receive()
                             finally:
                                 self._ring()
                     if events & selectors.EVENT_WRITE:
@@ -407,7 +407,7 @@ class SchedulerClient:
         self._locator.keep(self.secret)
         with self._changed:
             while self._outbox:
-                connection.say(self._outbox.popleft())
+                connection.send(self._outbox.popleft())
 
     def _ring(self) -> None:
         """Wake whoever waits for what has changed."""
