@@ -14,9 +14,7 @@ from reigen.cluster.membership.control_service import (
     GetValue,
     PutValue,
     RendezvousStore,
-    RequestRefused,
-    ValueFound,
-    ValueStored,
+    StoreReply,
 )
 from reigen.cluster.membership.listener import MAX_UNAUTHENTICATED
 from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient
@@ -306,31 +304,31 @@ def test_the_store_serves_waiters_when_the_value_comes():
     assert store.handle("a", GetValue(1, "key")) == []
     assert store.handle("b", GetValue(7, "key")) == []
     store.forget_all("b")
-    assert store.handle("c", PutValue(3, "key", b"v")) == [("c", ValueStored(3)), ("a", ValueFound(1, b"v"))]
-    assert store.handle("b", GetValue(8, "key")) == [("b", ValueFound(8, b"v"))]
+    assert store.handle("c", PutValue(3, "key", b"v")) == [("c", StoreReply(3)), ("a", StoreReply(1, b"v"))]
+    assert store.handle("b", GetValue(8, "key")) == [("b", StoreReply(8, b"v"))]
 
 
 def test_the_store_is_bounded():
     store = RendezvousStore()
     for number in range(64):
-        assert store.handle("a", PutValue(number, f"k{number}", b"x" * (1 << 20))) == [("a", ValueStored(number))]
+        assert store.handle("a", PutValue(number, f"k{number}", b"x" * (1 << 20))) == [("a", StoreReply(number))]
     [(_, reply)] = store.handle("a", PutValue(99, "one more", b"x"))
-    assert isinstance(reply, RequestRefused)
-    assert "full" in reply.reason
-    assert store.handle("a", PutValue(100, "k0", b"")) == [("a", ValueStored(100))]
-    assert store.handle("a", PutValue(101, "one more", b"x")) == [("a", ValueStored(101))]
+    assert reply.problem
+    assert "full" in reply.problem
+    assert store.handle("a", PutValue(100, "k0", b"")) == [("a", StoreReply(100))]
+    assert store.handle("a", PutValue(101, "one more", b"x")) == [("a", StoreReply(101))]
 
 
 def test_the_number_of_keys_is_bounded():
     store = RendezvousStore()
     replies = [store.handle("a", PutValue(number, str(number), b"")) for number in range(MAX_KEYS + 1)]
-    assert replies[-2] == [("a", ValueStored(MAX_KEYS - 1))]
-    assert isinstance(replies[-1][0][1], RequestRefused)
+    assert replies[-2] == [("a", StoreReply(MAX_KEYS - 1))]
+    assert replies[-1][0][1].problem
 
 
 def test_a_reply_of_the_wrong_kind_is_an_error(server, monkeypatch):
     client = RendezvousClient(server.address, SECRET, 0, 60.0)
-    monkeypatch.setattr(client, "_call", lambda *_: ValueStored(1))
+    monkeypatch.setattr(client, "_call", lambda *_: StoreReply(1))
     with pytest.raises(WireError):
         client.get("key", 1.0)
     client.close()

@@ -4,13 +4,13 @@ The launcher hosts it, or rank 0 where somebody else has started the ranks; the 
 Membership is stated in `cluster.membership.messages`. The protocol of the store, after the handshake of ``net.auth``,
 one msgspec message a frame:
 
-a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers Done(request),
-   and serves everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays
-   and is answered: Value(request, value).
-b. A rank sends Get(request, key). The service answers Value(request, value) at once, or when the key is put. If the
-   rank does not want to wait, and there is no value, the answer is Absent(request).
-c. A rank that gave up waiting sends Forget(request). An answer that crosses it on the way is ignored.
-d. What cannot be served is answered with Refused(request, reason).
+a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers, and serves
+   everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays and is the
+   answer's.
+b. A rank sends Get(request, key). The service answers with the value at once, or when the key is put. If the rank does
+   not want to wait, and there is no value, the answer has none.
+c. A rank that gave up waiting sends Cancel(request). An answer that crosses it on the way is ignored.
+d. What cannot be served is answered with the problem.
 e. A launcher's agent on another host sends Gets that need not wait, and is answered: both hear that the other one is
    alive (`heard_at`).
 
@@ -77,34 +77,15 @@ class CancelGet(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unkn
     request: int
 
 
-class ValueStored(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The value is kept."""
+class StoreReply(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Answer to a request: it is done; with the value that was asked for, None where there is none; or refused."""
 
     request: int
-
-
-class ValueFound(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The value that was asked for."""
-
-    request: int
-    value: bytes
-
-
-class ValueAbsent(msgspec.Struct, tag=12, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """There is no value of that key now."""
-
-    request: int
-
-
-class RequestRefused(msgspec.Struct, tag=6, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The request cannot be served."""
-
-    request: int
-    reason: str
+    value: bytes | None = None
+    problem: str = ""
 
 
 StoreRequest = PutValue | GetValue | CancelGet
-StoreReply = ValueStored | ValueFound | ValueAbsent | RequestRefused
 
 REQUEST_CODEC: MessageCodec[StoreRequest | MemberMessage] = MessageCodec(
     StoreRequest | MemberMessage, MAX_MESSAGE_BYTES
@@ -134,15 +115,15 @@ class RendezvousStore:
         try:
             check_entry(message.key, message.value if isinstance(message, PutValue) else b"")
         except ArgumentError as error:
-            return [(owner, RequestRefused(message.request, str(error)))]
+            return [(owner, StoreReply(message.request, problem=str(error)))]
         if isinstance(message, PutValue):
             return self._put(owner, message)
         if message.key in self._values:
-            return [(owner, ValueFound(message.request, self._values[message.key]))]
+            return [(owner, StoreReply(message.request, self._values[message.key]))]
         if not message.wait:
-            return [(owner, ValueAbsent(message.request))]
+            return [(owner, StoreReply(message.request))]
         if sum(len(waiters) for waiters in self._waiting.values()) >= MAX_WAITERS:
-            return [(owner, RequestRefused(message.request, f"more than {MAX_WAITERS} requests wait already"))]
+            return [(owner, StoreReply(message.request, problem=f"more than {MAX_WAITERS} requests wait already"))]
         self._waiting.setdefault(message.key, []).append((owner, message.request))
         return []
 
@@ -153,20 +134,14 @@ class RendezvousStore:
     def _put(self, owner: Any, message: PutValue) -> list[tuple[Any, StoreReply]]:
         old = self._values.get(message.key)
         if message.only_first and old is not None:
-            return [(owner, ValueFound(message.request, old))]
+            return [(owner, StoreReply(message.request, old))]
         num_bytes = self._num_bytes + len(message.value) - len(old or b"")
         if num_bytes > MAX_STORE_BYTES or (old is None and len(self._values) >= MAX_KEYS):
-            return [
-                (
-                    owner,
-                    RequestRefused(
-                        message.request, f"the rendezvous is full ({MAX_KEYS} keys, {MAX_STORE_BYTES} bytes)"
-                    ),
-                )
-            ]
+            problem = f"the rendezvous is full ({MAX_KEYS} keys, {MAX_STORE_BYTES} bytes)"
+            return [(owner, StoreReply(message.request, problem=problem))]
         self._values[message.key], self._num_bytes = message.value, num_bytes
-        served: list[tuple[Any, StoreReply]] = [(owner, ValueStored(message.request))]
-        served += [(who, ValueFound(request, message.value)) for who, request in self._waiting.pop(message.key, [])]
+        served: list[tuple[Any, StoreReply]] = [(owner, StoreReply(message.request))]
+        served += [(who, StoreReply(request, message.value)) for who, request in self._waiting.pop(message.key, [])]
         return served
 
     def _forget(self, gone: Callable[[Any, int], bool]) -> None:

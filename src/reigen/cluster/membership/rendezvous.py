@@ -16,10 +16,8 @@ from reigen.cluster.membership.control_service import (
     CancelGet,
     GetValue,
     PutValue,
-    RequestRefused,
     StoreReply,
     StoreRequest,
-    ValueFound,
     check_entry,
 )
 from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES
@@ -187,7 +185,7 @@ class RendezvousClient:
         with self._lock:
             request = self._next_request()
             reply = self._call(PutValue(request, key, value, only_first=True), request, key, self._timeout_seconds)
-        return reply.value if isinstance(reply, ValueFound) else value
+        return value if reply.value is None else reply.value
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key``, waited for.
@@ -200,8 +198,8 @@ class RendezvousClient:
         with self._lock:
             request = self._next_request()
             reply = self._call(GetValue(request, key), request, key, timeout_seconds)
-        if not isinstance(reply, ValueFound):
-            raise WireError(f"the rendezvous answered a Get with {type(reply).__name__}")
+        if reply.value is None:
+            raise WireError("the rendezvous answered a Get without a value")
         return reply.value
 
     def peek(self, key: str) -> bytes | None:
@@ -214,7 +212,7 @@ class RendezvousClient:
         with self._lock:
             request = self._next_request()
             reply = self._call(GetValue(request, key, wait=False), request, key, self._timeout_seconds)
-        return reply.value if isinstance(reply, ValueFound) else None
+        return reply.value
 
     def close(self) -> None:
         """Leave. What was put stays. May be called twice."""
@@ -237,8 +235,8 @@ class RendezvousClient:
             raise _key_timeout_error(key, timeout_seconds) from None
         except OSError as error:
             raise self._lost(error) from None
-        if isinstance(reply, RequestRefused):
-            raise ArgumentError(f"rendezvous key {key!r}: {reply.reason}")
+        if reply.problem:
+            raise ArgumentError(f"rendezvous key {key!r}: {reply.problem}")
         return reply
 
     def _give_up(self, request: int) -> None:
