@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         exports = parse_exports(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
         return run_job(
-            _options(chosen, NetworkOptions.of(environ), tuple(exports)),
+            _options(chosen, NetworkOptions.from_environ(environ), tuple(exports)),
             as_mxnet(environ) if chosen.as_mxnet else environ,
             launcher=chosen.launcher,
         )

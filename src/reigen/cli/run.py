@@ -104,7 +104,7 @@ def _options(
         output_directory=chosen.output_directory,
         hosts=tuple(resolve_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
         ssh=parse_ssh_options(chosen),
-        network=NetworkOptions.of(environ),
+        network=NetworkOptions.from_environ(environ),
         exports=exports,
         sync_directory=chosen.sync_dst_dir,
         mpi_args=_words("--mpi-args", wishes.get("mpi_args", "")),

@@ -147,11 +147,7 @@ def add_ssh_options(add: AddArgument) -> None:
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: the same)")
     add("--ssh-command", default="ssh", metavar="CMD", help="ssh, with options of its own: 'ssh -F FILE'")
     add("--ssh-no-host-key-check", dest="check_host_keys", action="store_false", help="accept unknown hosts")
-    add(
-        "--remote-python",
-        metavar="FILE",
-        help="the Python there, with Reigen in it (default: this one's path)",
-    )
+    add("--remote-python", metavar="FILE", help="the Python there, with Reigen in it (default: this one's path)")
 
 
 def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:

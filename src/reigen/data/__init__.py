@@ -4,12 +4,4 @@ from reigen.data.partition import Remainder, share, share_length
 from reigen.data.sampler import ShuffleSplitSampler, SplitSampler
 from reigen.data.slices import split_and_load, split_data
 
-__all__ = [
-    "Remainder",
-    "ShuffleSplitSampler",
-    "SplitSampler",
-    "share",
-    "share_length",
-    "split_and_load",
-    "split_data",
-]
+__all__ = ["Remainder", "ShuffleSplitSampler", "SplitSampler", "share", "share_length", "split_and_load", "split_data"]

@@ -26,10 +26,7 @@ _COUNTERPARTS: dict[str, tuple[str, dict[str, str]]] = {
     "Signum": ("signum", {"momentum": "momentum", "wd_lh": "wd_lh"}),
     "Adam": ("adam", {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon", "lazy_update": "lazy_update"}),
     "AdaGrad": ("adagrad", {"eps": "float_stable_eps"}),
-    "RMSProp": (
-        "rmsprop",
-        {name: name for name in ("gamma1", "gamma2", "epsilon", "centered", "clip_weights")},
-    ),
+    "RMSProp": ("rmsprop", {name: name for name in ("gamma1", "gamma2", "epsilon", "centered", "clip_weights")}),
     "Ftrl": ("ftrl", {"lamda1": "lamda1", "beta": "beta"}),
     "LAMB": (
         "lamb",

@@ -14,12 +14,12 @@ class NoteChannel(Protocol):
 
     @property
     def is_operational(self) -> bool:
-        """Whether notes still go anywhere."""
+        """Return whether notes are still delivered."""
         ...
 
     @property
     def unsent(self) -> int:
-        """Notes that have not left yet."""
+        """Number of notes that have not left yet."""
         ...
 
     def post(self, topic: Topic, data: bytes) -> None:
@@ -31,5 +31,5 @@ class NoteChannel(Protocol):
         ...
 
     def observe(self, observer: EngineObserver | None) -> None:
-        """Tell ``observer`` what the engine does."""
+        """Report the engine's events to ``observer``."""
         ...
