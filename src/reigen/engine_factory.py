@@ -152,7 +152,7 @@ def create_multi_host_engine(
         undo.callback(mesh.close)
         lookout = FailureDetector(membership, neighbours, star.lost)
         network = undo.enter_context(closing(_create_network(choice, meeting, mesh, lookout, config)))
-        groups = layout.machines if choice.shares_memory else [(r,) for r in range(size)]
+        groups = layout.hosts if choice.shares_memory else [(r,) for r in range(size)]
         backend = undo.enter_context(closing(compose_backend(groups, rank, local, network, range(size), until)))
         coordinator = create_coordinator(config, size) if rank == 0 else None
         looks, device = _spin_count(_SYSCALL_LOOKS, len(layout.local)), create_device_backend(config, backend)
