@@ -94,39 +94,30 @@ class LocalGroup(Protocol):
     @property
     def reserved_bytes(self) -> int:
         """Size of this rank's own segment."""
-        ...
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
-        ...
 
     def shrink(self, nbytes: int) -> None:
         """Give back memory that was reserved beyond ``nbytes`` and not mapped by any rank."""
-        ...
 
     def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
         """Map the memory that every member has reserved, each at its own offset; the second half."""
-        ...
 
     def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """Map the memory that one member has reserved; every member does."""
-        ...
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
         """Return the reason why these members will never answer, or None while they may."""
-        ...
 
     def abort(self, error: CollectiveError) -> None:
         """Report to the others that this rank cannot go on, and why; the first call counts."""
-        ...
 
     def wait_for_death(self, timeout_seconds: float) -> None:
         """Wait until some process has ended, or for the time given."""
-        ...
 
     def subset(self, members: Sequence[int]) -> LocalGroup:
         """Return some of them, this rank among them, numbered anew."""
-        ...
 
 
 class LocalSubset:

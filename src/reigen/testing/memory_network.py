@@ -20,14 +20,10 @@ from reigen.backends.base import (
     Backend,
     BackendCapabilities,
     FailureCheck,
-    MemoryRegion,
-    MissingRanksCallback,
-    PhaseCallback,
-    ProgressHook,
+    FlatBackend,
     ReduceBuffer,
 )
 from reigen.backends.buffer_list import BufferList, rank_slice
-from reigen.backends.null import NullBackend
 from reigen.errors import CollectiveError, DeadlineError
 from reigen.kernels.reduce import BlockReducer, Reduction
 
@@ -73,7 +69,7 @@ class MemoryNetwork:
         """Release nothing."""
 
 
-class MemoryBackend:
+class MemoryBackend(FlatBackend):
     """`reigen.backends.base.Backend` over such a network, without its own docstrings where the interface says all."""
 
     name = "memory"
@@ -83,12 +79,8 @@ class MemoryBackend:
         self, network: MemoryNetwork, hub: Hub, ranks: tuple[int, ...], rank: int, failure: FailureCheck
     ) -> None:
         self.rank, self.size = ranks.index(rank), len(ranks)
-        self.phase_ended: PhaseCallback | None = None
-        self.lacking: MissingRanksCallback | None = None
-        self.progress_hook: ProgressHook | None = None
         self._network, self._hub, self._ranks, self._failure = network, hub, ranks, failure
         self._key = hub.enter(ranks, rank)
-        self._memory = NullBackend()
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
         """Implement `Backend.allreduce`."""
@@ -101,12 +93,6 @@ class MemoryBackend:
         self.reduce_scatter(total, counts, own, reduction, deadline)
         self.allgather(own, counts, total, deadline)
         target.write(0, total)
-
-    def reduce_to_owners(
-        self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
-    ) -> None:
-        """Implement `Backend.reduce_to_owners`: every rank is alone on its host, and owns all."""
-        self.allreduce([buffer], reduction, deadline)
 
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
@@ -150,17 +136,6 @@ class MemoryBackend:
         for peer in peers:
             self._send(peer, b"")
         self._receive(peers, deadline)
-
-    def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """Implement `Backend.allocate` with ordinary memory."""
-        return self._memory.allocate(nbytes, deadline)
-
-    def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """Implement `Backend.allocate_shared`: every rank is alone on its host."""
-        return self.allocate(nbytes, deadline)
-
-    def free(self, offset: int) -> None:
-        """Implement `Backend.free`: the region ends with its last reference."""
 
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
         """Implement `Backend.split`."""
