@@ -31,8 +31,19 @@ Facts are fields; the message is made from them, so that programs never parse En
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format numbers of ranks for a message, in ascending order: ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 class ReigenError(Exception):

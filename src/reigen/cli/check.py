@@ -24,7 +24,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Line of the report: what was checked, under which heading, and the finding.
+    """Line of the report: a finding under a heading.
 
     ``is_problem``: no job can run here because of it.
     """
@@ -178,9 +178,9 @@ def _try_futex() -> None:
 
     from reigen.net.futex import FutexWord
 
-    word = FutexWord(np.zeros(64, np.uint8), 0)
-    word.wait(1, 0.0)  # its value is another, so it returns at once
-    word.wake()
+    futex = FutexWord(np.zeros(64, np.uint8), 0)
+    futex.wait(1, 0.0)  # its value is another, so it returns at once
+    futex.wake()
 
 
 def _host() -> list[CheckResult]:

@@ -121,7 +121,7 @@ def _measure(mesh: ConnectionPool, rank: int, pair: tuple[int, int]) -> Pair:
     peer = sum(pair) - rank
     try:
         stream = mesh.open([peer], "check", time.monotonic() + _CONNECT_SECONDS, bulk=True)[peer]
-        with_peer = _Talk(BulkConnection(*stream.detach()), time.monotonic() + _PAIR_SECONDS)
+        with_peer = _PeerMeasurement(BulkConnection(*stream.detach()), time.monotonic() + _PAIR_SECONDS)
     except (OSError, ReigenError) as error:
         return Pair(pair, str(error))
     try:
@@ -136,7 +136,7 @@ def _measure(mesh: ConnectionPool, rank: int, pair: tuple[int, int]) -> Pair:
         with_peer.close()
 
 
-class _Talk:
+class _PeerMeasurement:
     """Measurements with one peer, which makes the other half of each."""
 
     def __init__(self, link: BulkConnection, deadline: float) -> None:

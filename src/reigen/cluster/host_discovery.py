@@ -17,10 +17,9 @@ from dataclasses import dataclass
 import msgspec
 
 from reigen.cluster.local_peers import process_namespace_id
-from reigen.cluster.membership.abort_message import format_ranks
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.topology import Topology
-from reigen.errors import ConfigError, DeadlineError, PeerLostError
+from reigen.errors import ConfigError, DeadlineError, PeerLostError, format_ranks
 
 #: Seconds between looks whether rank 0 still lives.
 _SLICE_SECONDS = 0.2

@@ -24,15 +24,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.cluster.membership.abort_message import (
-    AbortMessage,
-    error_from_abort,
-    format_ranks,
-    left_error,
-    make_abort_message,
-)
+from reigen.cluster.membership.abort_message import AbortMessage, error_from_abort, left_error, make_abort_message
 from reigen.cluster.membership.rendezvous import Rendezvous
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError, format_ranks
 from reigen.net.futex import FutexWord, memory_fences
 from reigen.net.shm_segment import ShmSegment, round_up
 from reigen.resources.limits import explain_limit

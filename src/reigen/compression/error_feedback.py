@@ -41,12 +41,12 @@ class ErrorFeedback(Codec):
 
     @property
     def block_multiple(self) -> int | None:  # type: ignore[override]
-        """That of ``codec``."""
+        """Multiple of ``codec``."""
         return self.codec.block_multiple
 
     @property
     def name(self) -> str:
-        """That of ``codec``."""
+        """Name of ``codec``."""
         return self.codec.name
 
     def params(self) -> Params:

@@ -1,4 +1,4 @@
-"""Interface between a job and what starts it on hosts: launchers, their agents, and the registry of launchers.
+"""Interface between a job and the engine that runs it on hosts: launchers, their agents, and their registry.
 
 A launcher says which processes run on which hosts, and gets one agent process onto each host that is not this one. It
 starts no rank, decides nothing about the job's end, retries nothing and prints nothing. The supervisor

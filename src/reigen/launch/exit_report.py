@@ -46,7 +46,7 @@ def format_exit_report(finish: FinishJob, tail: Sequence[bytes], locations: Proc
 
 
 def describe_exit(exit_code: int, cause: str = "") -> str:
-    """Describe a process's exit code, and what the kernel says of it: ``killed by SIGKILL; CAUSE``."""
+    """Describe a process's exit code, and the kernel's cause of its end: ``killed by SIGKILL; CAUSE``."""
     text = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
     return f"{text}; {cause}" if cause else text
 

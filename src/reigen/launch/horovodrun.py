@@ -114,7 +114,7 @@ class HorovodrunOption:
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is a flag without a value."""
+        """True if it is a flag without a value."""
         return self.parse in {_switch, _inverse}
 
 

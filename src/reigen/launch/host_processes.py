@@ -62,7 +62,7 @@ class ProcessListener(Protocol):
         """A rank has printed this."""
 
     def closed(self, rank: int, stream: int) -> None:
-        """Nothing more comes from this stream of this rank: its end."""
+        """Stream of this rank has ended."""
 
     def exited(self, rank: int, exit_code: int, cause: str) -> None:
         """Process has ended; a negative code is minus the signal's number, ``cause`` as in ``JobFailure``."""
@@ -150,7 +150,7 @@ class LocalProcesses:
         self.start(command, replace(spec, environ={**spec.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
 
     def terminate(self, ranks: Sequence[int]) -> None:
-        """Send SIGTERM to these ranks and to what is in their sessions."""
+        """Send SIGTERM to these ranks and to all processes in their sessions."""
         self._signal_groups(ranks, signal.SIGTERM)
         self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
 
@@ -179,7 +179,7 @@ class LocalProcesses:
                 self._loop.watch(pipe.file, self._reader(pipe))
 
     def turn(self) -> float | None:
-        """Reap orphans; see whether what is to end has ended, and what the OOM killer does."""
+        """Reap orphans; look whether left-over processes have ended, and at the OOM killer's counters."""
         running = {process.pid for process in self._processes.values() if process.returncode is None}
         reap_orphans(running | self.spared)
         if self._is_killing:

@@ -234,7 +234,7 @@ class JobState:
                 return [] if self.running else self._finish()
 
     def validate(self) -> None:
-        """Assert what must hold between two events."""
+        """Assert the invariants between two events."""
         assert self.phase is JobPhase.DONE or bool(self.running) == (self.phase is not JobPhase.SWEEPING)
         assert self.phase is not JobPhase.RUNNING or self.signum is None
         assert self.phase is not JobPhase.RUNNING or self.failure is None or self._continue_on_failure

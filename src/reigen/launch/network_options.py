@@ -1,4 +1,4 @@
-"""What the launcher has to know of the ranks' knobs: it listens for them, on the same network, in the same manner."""
+"""Network knobs of the ranks for the launcher, which listens for them on the same network."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class InheritedDescriptors:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Both descriptors."""
+        """Payload and channel."""
         return self.payload, self.channel
 
     def substitute(self, command: Sequence[str]) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class InheritedDescriptors:
 
 
 class PayloadFile:
-    """Payload that comes in pieces; ``descriptor`` belongs to the one who takes it when it is complete."""
+    """Payload that comes in pieces; the user of the complete one closes ``descriptor``."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("reigen-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -88,7 +88,7 @@ class KVStore(mx.kvstore.KVStore):
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Number of this worker."""
         return self.store.rank
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reigen.errors import format_ranks
 from reigen.observe.analysis import (
     CollectiveRow,
     MatchedCollective,
@@ -92,10 +93,10 @@ def _advise_unfinished(trace: Trace) -> list[str]:
     for tensor, waiting in sorted(by_tensor.items(), key=lambda item: min(item[1].values()))[:3]:
         missing = [rank for rank in range(trace.size) if rank not in waiting]
         text = (
-            f"at the end rank(s) {_format_ranks(list(waiting))} had been waiting in {tensor!r} for "
+            f"at the end rank(s) {format_ranks(waiting)} had been waiting in {tensor!r} for "
             f"{format_time(trace.end - min(waiting.values()))}"
         )
-        advice.append(f"{text}; rank(s) {_format_ranks(missing)} had not submitted it: look there" if missing else text)
+        advice.append(f"{text}; rank(s) {format_ranks(missing)} had not submitted it: look there" if missing else text)
     return advice
 
 
@@ -167,11 +168,7 @@ def _advise_accuracy(trace: Trace) -> list[str]:
         advice.append(f"{trace.num_dropped} events or pages came too fast and were dropped: figures are of the rest")
     if len(trace.names) < trace.size:
         absent = [rank for rank in range(trace.size) if rank not in trace.names]
-        advice.append(f"nothing was heard of rank(s) {_format_ranks(absent)}")
+        advice.append(f"nothing was heard of rank(s) {format_ranks(absent)}")
     if trace.is_cut:
         advice.append("the file breaks off in the middle of a record: figures are of what is before")
     return advice
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))

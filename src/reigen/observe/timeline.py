@@ -1,4 +1,4 @@
-"""One rank's part in the timeline of a job: when to record, where to send it, which rank writes.
+"""Timeline of a job on one rank: when to record, where to send it, which rank writes.
 
 Every rank has a `Timeline` from the beginning; it costs nothing until it is started. `reigen.observe.messages` has the
 protocol.
@@ -40,7 +40,7 @@ _log = logging.getLogger("reigen")
 
 
 class Timeline:
-    """One rank's part in the job's timelines, of which there is at most one at a time.
+    """Timelines of the job on one rank, at most one at a time.
 
     The ``channel`` must not have received anything yet: notes without a listener are dropped.
     """

@@ -32,7 +32,7 @@ class TraceFile:
         with contextlib.ExitStack() as on_failure:
             with open_replacement(path) as self._fd:
                 on_failure.callback(os.close, self._fd)
-                #: where the closing bracket's line begins
+                #: offset of the closing bracket's line
                 self._end = 0
                 self._put(b"[\n" + first)
             on_failure.pop_all()

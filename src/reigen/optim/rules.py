@@ -119,7 +119,7 @@ class Test(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """No states."""
+        """Empty: it keeps no states."""
         return ()
 
     @property

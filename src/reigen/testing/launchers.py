@@ -336,7 +336,7 @@ def _orphans(check: _LauncherCheck) -> None:
 
 
 def _stopped_job(check: _LauncherCheck) -> None:
-    """SIGINT and SIGTERM end the job, with what ranks have started."""
+    """SIGINT and SIGTERM end the job, with all descendants of ranks."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         with check.start(f"subprocess.Popen(['sleep', '600'], start_new_session=True)\n{_WAIT}") as job:
             job.wait_until_ready()
@@ -346,7 +346,7 @@ def _stopped_job(check: _LauncherCheck) -> None:
 
 
 def _killed_supervisor(check: _LauncherCheck) -> None:
-    """Nothing is left of a job whose supervisor is killed, on any host."""
+    """Killed supervisor: no process of the job is left, on any host."""
     with check.start(_WAIT) as job:
         job.wait_until_ready()
         os.kill(job.launcher()[1], signal.SIGKILL)
@@ -355,7 +355,7 @@ def _killed_supervisor(check: _LauncherCheck) -> None:
 
 
 def _killed_watchdog(check: _LauncherCheck) -> None:
-    """Nothing is left of a job whose first process is killed, on any host."""
+    """Killed first process: no process of the job is left, on any host."""
     with check.start(_WAIT) as job:
         job.wait_until_ready()
         os.kill(job.launcher()[0], signal.SIGKILL)
@@ -363,7 +363,7 @@ def _killed_watchdog(check: _LauncherCheck) -> None:
 
 
 def _killed_agent(check: _LauncherCheck) -> None:
-    """A host whose agent is killed is lost: it is named, and the others end."""
+    """Killed agent: its host is lost and named, and the others end."""
     with check.start(_WAIT) as job:
         job.wait_until_ready()
         agent = f"{sys.executable} -P -m {_AGENT}"

@@ -51,7 +51,7 @@ class Hub:
 
 
 class MemoryNetwork:
-    """One rank's end of a `reigen.backends.base.HostNetwork`; ``failure`` is asked while a rank waits."""
+    """End of one rank of a `reigen.backends.base.HostNetwork`; ``failure`` is asked while a rank waits."""
 
     name = "memory"
 

@@ -195,7 +195,7 @@ class PoolCache:
 
     @property
     def resources(self) -> Resources:
-        """Everything that the pools keep between calls."""
+        """Resources that the pools keep between calls."""
         return RankPool(1, processes=self._processes).resources
 
     def close(self, *, kill: bool = False) -> None:

@@ -22,7 +22,7 @@ from reigen.backends.mpi.progress import MpiProgress, MpiSharedState
 from reigen.backends.null import NullBackend
 from reigen.cluster.bootstrap.mpi_library import can_survive_failures, mpi_exit_handler
 from reigen.cluster.membership.rendezvous import Rendezvous
-from reigen.errors import DeadlineError
+from reigen.errors import DeadlineError, format_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -140,5 +140,6 @@ def _get_all(rendezvous: Rendezvous, keys: Mapping[int, str], failure: FailureCh
         if (error := failure(missing)) is not None:
             raise error
         if time.monotonic() >= deadline:
-            names = ", ".join(map(str, missing))
-            raise DeadlineError(f"rank(s) {names} did not come to make a backend over MPI", ranks=missing)
+            raise DeadlineError(
+                f"rank(s) {format_ranks(missing)} did not come to make a backend over MPI", ranks=missing
+            )

@@ -25,7 +25,7 @@ import numpy as np
 
 from reigen.cluster.bootstrap.mpi_library import MpiExitHandler
 from reigen.cluster.membership.abort_message import ERRORS_BY_NAME, has_left
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
@@ -197,8 +197,9 @@ class MpiProgress:
             return error
         if not missing:
             return DeadlineError("all ranks take their part, but MPI did not bring the data in time (REIGEN_DEADLINE)")
-        names = ", ".join(map(str, others))
-        return DeadlineError(f"rank(s) {names} did not take their part in time (REIGEN_DEADLINE)", ranks=others)
+        return DeadlineError(
+            f"rank(s) {format_ranks(others)} did not take their part in time (REIGEN_DEADLINE)", ranks=others
+        )
 
     def _receive_status(self) -> None:
         """Take the ranks' messages beside the data."""
@@ -263,7 +264,7 @@ class MpiProgress:
             pause.wait(LOOK_SECONDS / 2)
         gone = [self.ranks[member] for member in self._dead()]
         if known is None and gone:
-            known = PeerLostError(f"rank(s) {', '.join(map(str, gone))} died, says MPI ({text})", ranks=gone)
+            known = PeerLostError(f"rank(s) {format_ranks(gone)} died, says MPI ({text})", ranks=gone)
         known = known or CollectiveError(f"MPI failed: {text}")
         self.break_off(known)
         return known

@@ -41,8 +41,7 @@ from reigen.backends.tcp.algorithm import (
 from reigen.backends.tcp.allreduce import DirectAllreduce, LatencyAllreduce, RingAllreduce, TcpGroup
 from reigen.backends.tcp.event_loop import TcpEventLoop
 from reigen.cluster.connection_pool import ConnectionPool
-from reigen.cluster.membership.abort_message import format_ranks
-from reigen.errors import CollectiveError, SharedMemoryError
+from reigen.errors import CollectiveError, SharedMemoryError, format_ranks
 from reigen.kernels.reduce import BlockReducer, Reduction
 
 #: Up to so many ranks all connections are made with the backend; beyond, each when it is first needed.

@@ -74,7 +74,7 @@ def identify_mpirun(version: str) -> tuple[MpirunFamily | None, str]:
 
 
 def mpirun_command(mpirun: Mpirun, options: LaunchOptions, context: MpirunContext) -> list[str]:
-    """Return the command line that starts a job; raises ConfigError where this family cannot do what is asked for."""
+    """Return the command line that starts a job; raises ConfigError where this family lacks an option."""
     if options.sync_directory is not None:
         raise ConfigError("--sync-dst-dir: mpirun copies nothing; use --launcher ssh, or a directory that all share")
     if options.inherited is not None:

@@ -25,7 +25,7 @@ class _OutputStream:
 
 
 class OutputMux:
-    """All streams of all processes.
+    """Multiplexer of the streams of all processes.
 
     ``groups`` returns the sources that have to pause when a reader does not keep up; ``complain`` is called when a file
     cannot be written.
