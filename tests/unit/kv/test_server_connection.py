@@ -472,7 +472,11 @@ def test_what_was_not_answered_is_sent_again_after_a_reconnection(bench: Make) -
     one.upstream.receive()
     one.upstream.flush()
     again = one.server.hear(3)
-    assert [header.request for header, _ in again] == [first.header.request, third.header.request, fourth.header.request]
+    assert [header.request for header, _ in again] == [
+        first.header.request,
+        third.header.request,
+        fourth.header.request,
+    ]
     assert [bool(header.flags & MessageFlag.RESENT) for header, _ in again] == [True, True, False]
     assert one.owner.num_empty == 0
 
