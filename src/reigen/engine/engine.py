@@ -28,7 +28,7 @@ from reigen.backends.base import Backend, ProgressHook
 from reigen.backends.device import DeviceBackend
 from reigen.engine.control_channel import BACKLOG_RETRY_SECONDS, CHECK_SECONDS, ControlChannel, NoteListener
 from reigen.engine.coordinator import Coordinator
-from reigen.engine.execution import execute, execute_allreduce, make_neutral_buffers
+from reigen.engine.execution import execute, make_neutral_buffers
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.engine.messages import (
     MAX_NOTE_BYTES,
@@ -468,8 +468,7 @@ class Engine:
                 observer.began(batch)
                 if backend is not None:
                     backend.phase_ended = observer.phase_ended
-            run = execute_allreduce if first.kind is OperationKind.ALLREDUCE and not first.device else execute
-            results = run(self._process_set_groups, members, deadline)
+            results = execute(self._process_set_groups, members, deadline)
         except (SharedMemoryError, DeviceError) as error:
             results = [error.of(name) for name in names]
             clear_frames(error)
