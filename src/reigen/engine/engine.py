@@ -28,7 +28,7 @@ from reigen.backends.base import Backend, ProgressHook
 from reigen.backends.device import DeviceBackend
 from reigen.engine.control_channel import BACKLOG_RETRY_SECONDS, CHECK_SECONDS, ControlChannel, NoteListener
 from reigen.engine.coordinator import Coordinator
-from reigen.engine.execution import execute, make_neutral_buffers
+from reigen.engine.execution import execute, execute_allreduce, make_neutral_buffers
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.engine.messages import (
     MAX_NOTE_BYTES,
@@ -468,7 +468,12 @@ class Engine:
                 observer.began(batch)
                 if backend is not None:
                     backend.phase_ended = observer.phase_ended
-            results = execute(self._process_set_groups, members, deadline)
+            on_host = first.kind is OperationKind.ALLREDUCE and not first.device
+            results = (
+                execute_allreduce(team, members, deadline)
+                if on_host
+                else execute(self._process_set_groups, members, deadline)
+            )
         except (SharedMemoryError, DeviceError) as error:
             results = [error.of(name) for name in names]
             clear_frames(error)

@@ -17,7 +17,7 @@ from reigen.types import DTYPES, ReduceOp
 
 
 def execute(teams: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
-    """Run a batch, all of one kind and process set; return an outcome for each member.
+    """Run a batch, all of one kind and process set, but allreduces in host memory; return an outcome for each member.
 
     Process sets that a batch makes or unmakes are entered into, or taken out of, ``teams``. Errors are those of
     `reigen.backends.base` and `reigen.backends.device`.
@@ -26,8 +26,6 @@ def execute(teams: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadl
     team = teams[first.process_set]
     if first.device:
         return execute_on_device(team, batch, deadline)
-    if first.kind is OperationKind.ALLREDUCE:
-        return _allreduce(team, batch, deadline)
     if first.kind is OperationKind.ADD_SET:
         return [_add_set(teams, first, response, deadline)]
     if first.kind is OperationKind.REMOVE_SET:
@@ -56,8 +54,8 @@ def _backend(team: ProcessSetGroup) -> Backend:
     return team.backend
 
 
-def _allreduce(team: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
-    """Those of one type and reduction go to the backend together, in order."""
+def execute_allreduce(team: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
+    """`execute` for allreduces in host memory: those of one type and reduction go to the backend together, in order."""
     runs: dict[tuple[str, ReduceOp, int, float, float, bool], list[ReduceBuffer]] = {}
     results, num_ranks = [], len(team.ranks)
     for operation, response, task in batch:
