@@ -12,7 +12,6 @@ import msgspec
 from reigen.cluster.membership.abort_message import (
     AbortMessage,
     error_from_abort,
-    format_ranks,
     left_error,
     make_abort_message,
 )
@@ -40,7 +39,7 @@ from reigen.cluster.membership.messages import (
     ServerList,
     StatusReply,
 )
-from reigen.errors import CollectiveError, ConfigError, PeerLostError, ReigenError
+from reigen.errors import CollectiveError, ConfigError, PeerLostError, ReigenError, format_ranks
 
 _log = logging.getLogger(__name__)
 
