@@ -36,7 +36,7 @@ class HeldEvents:
         return event in self._events or any(loss == event for some in self._losses.values() for _, loss in some)
 
     def add_loss(self, member: Member, loss: MemberLost, now: float) -> list[MembershipEvent]:
-        """A member is lost; returns what to tell now."""
+        """Add a loss; returns events to announce now."""
         if not member.policy.hold_seconds:
             return [loss]
         self.until = min(self.until, now + member.policy.hold_seconds)
@@ -44,7 +44,7 @@ class HeldEvents:
         return []
 
     def add(self, event: MembershipEvent, until: float = NEVER) -> list[MembershipEvent]:
-        """A member leaves or, with a time until which to hold that, aborts; returns what to tell now."""
+        """Add a departure, or an abort with the time until which to hold it; returns events to announce now."""
         self.until = min(self.until, until)
         if self.until == NEVER:
             return [event]
@@ -52,7 +52,7 @@ class HeldEvents:
         return []
 
     def release(self, now: float = NEVER) -> list[MembershipEvent]:
-        """What is due, in order."""
+        """Return the events that are due, in order."""
         followers = (member for machine in self._losses for member in self.of_host(machine))
         all_are_lost = bool(self._losses) and not any(member.state is MemberState.PRESENT for member in followers)
         if now < self.until and not all_are_lost:
@@ -74,5 +74,5 @@ class HeldEvents:
         return released
 
     def of_host(self, machine: str) -> Iterator[Member]:
-        """Members that have been on one host."""
+        """Return the members that have been on one host."""
         return (one for one in self._members if one.state is not MemberState.ABSENT and one.machine == machine)

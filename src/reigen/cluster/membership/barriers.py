@@ -43,7 +43,7 @@ class BarrierTable:
         self._needed: frozenset[int] = frozenset()
 
     def accepts(self, name: str) -> bool:
-        """Whether one more may be known."""
+        """Return whether the table has a place for a name."""
         return name in self._barriers or len(self._barriers) < MAX_BARRIERS
 
     def hear(self, worker: int, message: EnterBarrier | AbandonBarrier, needed: Collection[int]) -> None:
@@ -109,16 +109,16 @@ class BarrierTable:
         return outcomes
 
     def missing(self, name: str, sequence: int, needed: Collection[int]) -> tuple[int, ...]:
-        """Whom the barrier waits for, ascending."""
+        """Return the workers that the barrier waits for, ascending."""
         entered = self._named(name).entered
         return tuple(sorted(worker for worker in needed if entered.get(worker, 0) < sequence))
 
     def over(self) -> tuple[tuple[str, int], ...]:
-        """How often each is over, by name."""
+        """Return how often each barrier is over, by name."""
         return tuple(sorted((name, one.num_over) for name, one in self._barriers.items() if one.num_over))
 
     def forget(self, worker: int) -> None:
-        """As if the worker had never come."""
+        """Forget a worker: it may come for the first time."""
         for one in self._barriers.values():
             one.entered.pop(worker, None)
             one.waiting.pop(worker, None)

@@ -1,4 +1,4 @@
-"""A rank's membership: its connection to the control service, open for as long as it is in the job.
+"""Membership of a rank: its connection to the control service, open for as long as it is in the job.
 
 The connection is what the others know of this rank's life: when the process ends, however it ends, the kernel closes
 it; when the host goes silent, keepalive does. `cluster.membership.messages` states the protocol,
@@ -38,7 +38,7 @@ _LINGER_SLICE_SECONDS = 0.01
 
 
 class MembershipClient:
-    """A rank among the others of its room. Threads may share one.
+    """Membership of one rank among those of its room. Threads may share one.
 
     Args:
         address: ``host:port`` of the control service.
@@ -99,7 +99,7 @@ class MembershipClient:
         return self._connection.fileno()
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why what waits for the ranks ``needed`` will never succeed, or None while it may. Does not wait.
+        """Return why waiting for the ranks ``needed`` will never succeed, or None while it may. Does not wait.
 
         See `JobView.rank_error` for which of several reasons is told.
         """

@@ -99,7 +99,7 @@ _LAUNCHER = Identity(ProcessRole.LAUNCHER, 0)
 
 
 class RendezvousStore:
-    """What is kept, and who waits for what. No I/O; an owner is whatever names a connection."""
+    """Values, and requests that wait for them. No I/O; an owner is any name of a connection."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -128,7 +128,7 @@ class RendezvousStore:
         return []
 
     def forget_all(self, owner: Any) -> None:
-        """An owner has gone: it waits for nothing any more."""
+        """Forget the requests of an owner that has gone."""
         self._forget(lambda who, _: who is owner)
 
     def _put(self, owner: Any, message: PutValue) -> list[tuple[Any, StoreReply]]:
@@ -154,7 +154,7 @@ class RendezvousStore:
 
 
 class ControlService:
-    """The service: one loop over a listener, in a thread of its own (`start`), or driven by its owner (`turn`).
+    """Service of a job: one loop over a listener, in a thread of its own (`start`), or driven by its owner (`turn`).
 
     Args:
         secret: the job's 32 bytes.
@@ -235,13 +235,13 @@ class ControlService:
         self._listener.close()
 
     def on_register(self, message: RegisterMember) -> None:
-        """A process registers."""
+        """Hook: a process registers."""
 
     def on_events(self, events: Sequence[MembershipEvent]) -> None:
-        """Members are about to be told of these events."""
+        """Hook: these events are about to be announced."""
 
     def on_refusal(self, reason: str) -> None:
-        """A process is not let in, or a member has lost its place."""
+        """Hook: a process is refused, or a member has lost its place."""
 
     def _serve(self) -> None:
         while self.turn():

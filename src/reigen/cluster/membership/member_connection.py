@@ -1,4 +1,4 @@
-"""One member's connection to its control service, from registration on. Never waits, but where a deadline is given."""
+"""Connection of a member to its control service, from registration on. Waits only where a deadline is given."""
 
 from __future__ import annotations
 

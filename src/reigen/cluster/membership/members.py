@@ -24,7 +24,7 @@ ConnectionId = Hashable
 
 
 class LossPolicy(Enum):
-    """What becomes of the others when a member is lost; for workers the words of REIGEN_KV_ON_WORKER_LOSS."""
+    """Consequence of a member's loss for the others; for workers the words of REIGEN_KV_ON_WORKER_LOSS."""
 
     #: they cannot go on, and it cannot come back
     ABORT = "abort"
@@ -36,7 +36,7 @@ class LossPolicy(Enum):
 
 @dataclass(frozen=True)
 class RolePolicy:
-    """How members of one role come, stay and go. Times are in seconds.
+    """Policy for the members of one role. Times are in seconds.
 
     Attributes:
         count: how many there are.
@@ -59,7 +59,7 @@ class RolePolicy:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """What a job was started with.
+    """Roles of a job, and their policies.
 
     Attributes:
         roles: its members.
@@ -72,7 +72,7 @@ class JobSpec:
 
     @property
     def counts(self) -> dict[MemberRole, int]:
-        """How many members there are of each role."""
+        """Return how many members there are of each role."""
         return {role: policy.count for role, policy in self.roles.items()}
 
 
@@ -83,7 +83,7 @@ RECONNECT_GRACE_SECONDS = 1.0
 
 
 def rank_job(size: int) -> JobSpec:
-    """A job of ranks: each is there for as long as its one connection, and none comes back."""
+    """Specify a job of ranks: each has one connection, whose end is its own, and does not come back."""
     return JobSpec(MappingProxyType({"rank": RolePolicy(size, hold_seconds=RANK_HOLD_SECONDS)}))
 
 
@@ -98,7 +98,7 @@ def parameter_server_job(
     start_seconds: float = 30.0,
     deadline_seconds: float = 600.0,
 ) -> JobSpec:
-    """A job of workers, under a policy for their losses, and servers, which return where they have snapshots.
+    """Specify a job of workers, under a policy for their losses, and servers, which return where they have snapshots.
 
     Times are of `RolePolicy`; ``start_seconds`` and ``return_seconds`` of servers, ``deadline_seconds`` of workers.
     """
@@ -121,7 +121,7 @@ def parameter_server_job(
 
 
 class MemberState(Enum):
-    """What is known of a member."""
+    """State of a member."""
 
     #: has not come yet
     ABSENT = auto()
@@ -135,7 +135,7 @@ class MemberState(Enum):
 
 @dataclass(slots=True)
 class Member:
-    """A place in the job, and the process that has it.
+    """Place in the job, and the process that has it.
 
     Attributes:
         owner: its connection, None where there is none.
@@ -171,33 +171,33 @@ class Member:
 
     @property
     def server_info(self) -> ServerInfo:
-        """A server as workers need to know it."""
+        """Describe a server for workers."""
         return ServerInfo(self.number, self.address, self.incarnation, self.host)
 
     @property
     def left_event(self) -> MemberLeft:
-        """Says that it has left."""
+        """Make the event of its departure."""
         return MemberLeft(self.role, self.number, self.host)
 
     @property
     def return_event(self) -> MemberReturned:
-        """Says that it is there again."""
+        """Make the event of its return."""
         return MemberReturned(self.role, self.number, self.host, self.incarnation, self.address)
 
     @property
     def loss_reason(self) -> str:
-        """How its loss was noticed."""
+        """Return how its loss was noticed."""
         return "" if self.loss is None else self.loss.reason
 
     @property
     def is_final(self) -> bool:
-        """Whether it is lost, and its place stays empty."""
+        """Return whether it is lost, and its place stays empty."""
         if self.loss is None or self.policy.on_loss is LossPolicy.CONTINUE:
             return False
         return not self.loss.will_return
 
     @property
     def is_needed(self) -> bool:
-        """Whether others cannot go on without it now."""
+        """Return whether others cannot go on without it now."""
         is_optional = self.state is MemberState.LOST and self.policy.on_loss is LossPolicy.CONTINUE
         return self.state is not MemberState.LEFT and not is_optional

@@ -40,7 +40,7 @@ MAX_SAVED_JOBS = 4
 
 
 class ServerInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A server, as workers need to know it.
+    """Server, as workers need to know it.
 
     Attributes:
         number: from 0.
@@ -56,7 +56,7 @@ class ServerInfo(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fi
 
 
 class MemberLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A member has ended, or is silent, and did not say so before.
+    """Loss of a member: it has ended or is silent, without Leave or Abort.
 
     Attributes:
         reason: how that was noticed, for people: "its process ended", "nothing was heard of it for 20 s".
@@ -79,7 +79,7 @@ class MemberLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbi
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All that were lost, ascending."""
+        """Return all that were lost, ascending."""
         return tuple(sorted((self.number, *self.others)))
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class MemberLost(msgspec.Struct, tag="lost", array_like=True, frozen=True, forbi
 
 
 class MemberLeft(msgspec.Struct, tag="left", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A member has gone in good order. It is not waited for any more."""
+    """Departure of a member in good order. It is not waited for any more."""
 
     role: MemberRole
     number: int
@@ -98,7 +98,7 @@ class MemberLeft(msgspec.Struct, tag="left", array_like=True, frozen=True, forbi
 
 
 class MemberAborted(msgspec.Struct, tag="aborted", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A member cannot go on, and says why."""
+    """Abort of a member that cannot go on."""
 
     role: MemberRole
     number: int
@@ -107,7 +107,7 @@ class MemberAborted(msgspec.Struct, tag="aborted", array_like=True, frozen=True,
 
 
 class MemberReturned(msgspec.Struct, tag="returned", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A member that was lost is there again, or another process in its place.
+    """Return of a lost member, or another process in its place.
 
     Attributes:
         incarnation: as before: the process that was silent; another one: a replacement.
@@ -126,12 +126,12 @@ class MemberReturned(msgspec.Struct, tag="returned", array_like=True, frozen=Tru
 
     @property
     def server(self) -> ServerInfo:
-        """A server that has returned."""
+        """Describe a server that has returned."""
         return ServerInfo(self.number, self.address, self.incarnation, self.host)
 
 
 class JobEnded(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The job is over; nothing more will be heard.
+    """End of the job; no more news will come.
 
     Attributes:
         exit_code: 0: all workers have left in good order; WORKERS_LOST_EXIT_CODE: it ends since some are lost.
@@ -146,7 +146,7 @@ class JobEnded(msgspec.Struct, tag="stop", array_like=True, frozen=True, forbid_
     workers: tuple[int, ...] = ()
 
     def error(self) -> CollectiveError:
-        """The error of a process of the job that wants to go on."""
+        """Make the error of a process of the job that wants to go on."""
         kind = DeadlineError if self.is_late else PeerLostError
         return kind(f"the job is over: {self.reason}", ranks=self.workers)
 
@@ -161,7 +161,7 @@ MembershipEvent = MemberLost | MemberLeft | MemberAborted | MemberReturned | Job
 
 
 class EnterBarrier(msgspec.Struct, tag=21, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A worker is at a barrier, for the ``sequence``-th time at one of this name.
+    """Arrival of a worker at a barrier, for the ``sequence``-th time at one of this name.
 
     Attributes:
         is_over: it has heard that all have come.
@@ -173,7 +173,7 @@ class EnterBarrier(msgspec.Struct, tag=21, array_like=True, frozen=True, forbid_
 
 
 class AbandonBarrier(msgspec.Struct, tag=22, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A worker that is at a barrier does not want to wait any more.
+    """End of a worker's patience at a barrier.
 
     Attributes:
         is_over: it has heard that the barrier is broken.
@@ -185,7 +185,7 @@ class AbandonBarrier(msgspec.Struct, tag=22, array_like=True, frozen=True, forbi
 
 
 class SavedJob(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A job of which a server has found snapshots on its disk: all its servers had come once.
+    """Job of which a server has found snapshots on its disk: all its servers had come once.
 
     Attributes:
         job: its number.
@@ -197,7 +197,7 @@ class SavedJob(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
 
 
 class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A process wants to be a member, or is one, and has a new connection.
+    """Registration of a process that wants to be a member, or is one and has a new connection.
 
     Attributes:
         role: what it is.
@@ -239,20 +239,20 @@ class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbi
 
     @property
     def is_known(self) -> bool:
-        """Whether a service of this job has told it its number before."""
+        """Return whether it has had its number from a service of this job before."""
         return self.job != 0
 
 
 class MemberHeartbeat(msgspec.Struct, tag=23, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The process runs."""
+    """Sign of life of a process."""
 
 
 class LeaveJob(msgspec.Struct, tag=24, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The member goes in good order."""
+    """Departure of the sender in good order."""
 
 
 class StatusQuery(msgspec.Struct, tag=25, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whom does the start wait for, and of how many was nothing heard for so many seconds?"""
+    """Query of members that have not come, and the number of those silent for so many seconds."""
 
     seconds: float = 0.0
 
@@ -261,7 +261,7 @@ class StatusQuery(msgspec.Struct, tag=25, array_like=True, frozen=True, forbid_u
 
 
 class MemberAssigned(msgspec.Struct, tag=30, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The member has its place.
+    """Place of the member.
 
     Attributes:
         number: which.
@@ -279,33 +279,33 @@ class MemberAssigned(msgspec.Struct, tag=30, array_like=True, frozen=True, forbi
 
 
 class MemberRefused(msgspec.Struct, tag=31, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The process cannot be in this job."""
+    """Refusal: the process cannot be in this job."""
 
     reason: str
 
 
 class ServerList(msgspec.Struct, tag=32, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Where all servers are, by number."""
+    """Addresses of all servers, by number."""
 
     servers: tuple[ServerInfo, ...]
 
 
 class MembershipNews(msgspec.Struct, tag=33, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What has happened up to an epoch, in the order in which to believe it."""
+    """Events up to an epoch, in the order in which to believe them."""
 
     events: tuple[MembershipEvent, ...]
     epoch: int = 0
 
 
 class BarrierDone(msgspec.Struct, tag=34, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """All workers have come."""
+    """End of a barrier: all workers have come."""
 
     name: str
     sequence: int
 
 
 class BarrierBroken(msgspec.Struct, tag=35, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A worker has given the barrier up: it counts as one that nobody has passed.
+    """Failure of a barrier that a worker has given up: no worker passes it.
 
     Attributes:
         worker: which.
@@ -319,7 +319,7 @@ class BarrierBroken(msgspec.Struct, tag=35, array_like=True, frozen=True, forbid
 
 
 class StatusReply(msgspec.Struct, tag=36, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Numbers of those that have not come; how many are lost, or were not heard of for so long."""
+    """Members that have not come, and the number of those that are lost, or silent for so long."""
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]

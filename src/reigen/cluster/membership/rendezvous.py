@@ -1,4 +1,4 @@
-"""The rendezvous: where the ranks of a job tell each other how to be found.
+"""Rendezvous of a job's ranks: a key-value store in which they publish their addresses.
 
 A key-value service in the launcher, for the few hundred bytes that a rank must know of the others before they can talk
 directly. `cluster.membership.control_service` is the service and states its protocol; here are the ranks' ends of it.
@@ -32,7 +32,7 @@ __all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClien
 
 
 class Rendezvous(Protocol):
-    """What a rank uses."""
+    """Interface of a rendezvous to a rank."""
 
     def put(self, key: str, value: bytes) -> None:
         """Make ``value`` known under ``key``; a later value replaces it."""
@@ -55,7 +55,7 @@ class Rendezvous(Protocol):
 
 
 class LocalRendezvous:
-    """The service in memory, for ranks that are threads of one process. All of them share one object."""
+    """Rendezvous in memory, for ranks that are threads of one process. All of them share one object."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -95,7 +95,7 @@ class LocalRendezvous:
 
 
 class PrefixRendezvous:
-    """A part of a rendezvous with keys of its own, for ranks that meet apart from the others.
+    """Part of a rendezvous with keys of its own, for ranks that meet apart from the others.
 
     Args:
         rendezvous: the whole.
@@ -128,7 +128,7 @@ class PrefixRendezvous:
 
 
 class RendezvousClient:
-    """A rank's authenticated connection to the launcher's service. Threads that share one take turns.
+    """Authenticated connection of a rank to the launcher's service. Threads that share one take turns.
 
     Args:
         address: ``host:port``.
@@ -250,7 +250,7 @@ class RendezvousClient:
 
 
 def service_lost_error(address: str, host: Identity | None, detail: str) -> PeerLostError:
-    """The error of a control service that cannot be used any more.
+    """Make the error of a control service that cannot be used any more.
 
     Args:
         address: ``host:port``.

@@ -107,7 +107,7 @@ OutgoingReplies = list[tuple[ConnectionId, MembershipReply]]
 
 
 class MembershipTable:
-    """One job's members. An owner names a connection; times are of any steady clock, in seconds.
+    """Members of one job. An owner names a connection; times are of any steady clock, in seconds.
 
     Args:
         spec: what the job was started with.
@@ -168,7 +168,7 @@ class MembershipTable:
         return self._finish()
 
     def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
-        """A connection has ended; ``silent``: because nothing was heard of its host any more."""
+        """Handle the end of a connection; ``silent``: its host is not heard of any more."""
         self._advance(now)
         for member in self._members.values():
             if member.replacement is not None and member.replacement[0] == owner:
@@ -187,7 +187,7 @@ class MembershipTable:
         return self._finish()
 
     def tick(self, now: float) -> OutgoingReplies:
-        """Time has passed; returns replies. What has come meanwhile is to be handled before."""
+        """Handle the passing of time, behind all that has come meanwhile; returns replies."""
         self._advance(now)
         self._expire(now)
         return self._finish()
@@ -197,13 +197,13 @@ class MembershipTable:
         return None if self._due == NEVER else self._due
 
     def flush(self) -> OutgoingReplies:
-        """The service ends; returns what is held."""
+        """Return what is held: the service ends."""
         self._announce(*self._held.release())
         return self._finish()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no member has a connection."""
+        """Return whether no member has a connection."""
         return not self._member_of
 
     # -- registering --------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class MembershipTable:
         return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in mine)
 
     def _admit_waiting(self) -> None:
-        """Step H: whoever need not wait any more. Servers come first: they may know that the job is not a new one."""
+        """Step H: admit processes that need not wait any more, servers first: they may know the job."""
         for owner in sorted(self._waiting, key=lambda one: not self._waiting[one].saved):
             message = self._waiting.pop(owner)
             if self._must_wait(message):
@@ -278,7 +278,7 @@ class MembershipTable:
                 believed.is_missed = believed.state is MemberState.ABSENT
 
     def _problem(self, owner: ConnectionId, message: RegisterMember) -> str:
-        """Why a process cannot be in the job; empty if it can."""
+        """Return why a process cannot be in the job; empty if it can."""
         role, counts = message.role, self.spec.counts
         if self.stop is not None:
             return f"the job is over: {self.stop.reason}"
@@ -310,7 +310,7 @@ class MembershipTable:
         return ""
 
     def _choose(self, message: RegisterMember) -> Member | None:
-        """The place that a process asks for, or gets; None: all are taken."""
+        """Return the place that a process asks for, or gets; None: all are taken."""
         if message.number >= 0:
             return self._members[message.role, message.number]
         mine = self._of_role(message.role)
@@ -333,7 +333,7 @@ class MembershipTable:
                 gone.state, gone.until = MemberState.LEFT, NEVER
 
     def _replace(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
-        """Another process comes for a place that somebody has, or had."""
+        """Handle another process that comes for a place that is, or was, taken."""
         if member.state is MemberState.LEFT:
             self._refuse(owner, f"{member.name} has left this job before; it cannot come back")
         elif member.owner is not None and member.state is MemberState.PRESENT:
@@ -346,7 +346,7 @@ class MembershipTable:
             self._lose(member, "its process ended")
 
     def _assign_place(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
-        """A process gets a place."""
+        """Give a process its place."""
         is_news = member.state is MemberState.LOST or member.is_missed or (is_recovery and not message.is_known)
         member.is_missed = False
         if member.state is MemberState.LOST:
@@ -369,7 +369,7 @@ class MembershipTable:
         self._send_state(owner)
 
     def _connect_again(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
-        """The process that has the place has a new connection."""
+        """Take a new connection of the process that has the place."""
         if member.is_final:
             self._refuse(owner, f"it was given up: {member.loss_reason}")
             return
@@ -380,7 +380,7 @@ class MembershipTable:
         self._send_state(owner)
 
     def _switch_connection(self, owner: ConnectionId) -> None:
-        """Another connection of a process turns out to be the one that it uses: what it said on two came disordered."""
+        """Take another connection of a process for the one that it uses: messages on two came disordered."""
         member = self._duplicate_connections.pop(owner)
         if member.owner is not None:
             self._duplicate_connections[member.owner] = self._member_of.pop(member.owner)
@@ -453,7 +453,7 @@ class MembershipTable:
             self._reply(owner, StatusReply(*self.absent(), message.seconds, len(silent) + num_lost))
 
     def _revive(self, member: Member) -> None:
-        """Something was heard of the process that has the place."""
+        """Take a sign of life of the process that has the place."""
         member.heard_at = self._now
         if member.replacement is not None:
             claimant, member.replacement = member.replacement[0], None
@@ -510,7 +510,7 @@ class MembershipTable:
         member.until = self._now + member.policy.start_seconds
 
     def _expire(self, now: float) -> None:
-        """What follows from silence."""
+        """Handle times that are over."""
         if self.stop is None and self._awaited_until <= now:
             reason = "all workers have left or are lost, and nobody came in their place"
             self._end(JobEnded(WORKERS_LOST_EXIT_CODE, reason))
@@ -558,7 +558,7 @@ class MembershipTable:
         return [member for member in self._members.values() if member.role == role]
 
     def _complete(self) -> None:
-        """Barriers that are over now: all have come, or somebody has given up."""
+        """Answer at barriers that are over now: all have come, or one has given up."""
         all_known = not self._is_restarted or all(
             one.state is not MemberState.ABSENT for one in self._of_role("worker")
         )
@@ -613,7 +613,7 @@ class MembershipTable:
         self._now = now
 
     def _finish(self) -> OutgoingReplies:
-        """What follows for all from what has just happened."""
+        """Draw the consequences for all; returns replies."""
         if self._waiting and self.stop is None:
             self._admit_waiting()
         self._announce(*self._held.release(self._now))
@@ -693,7 +693,7 @@ class GroupTable:
         return table.handle(owner, message, now)
 
     def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
-        """A connection has ended; see `MembershipTable.ended`."""
+        """Handle the end of a connection; see `MembershipTable.ended`."""
         table = self._table_of.pop(owner, None)
         return [] if table is None else table.ended(owner, now, silent=silent)
 
@@ -702,11 +702,11 @@ class GroupTable:
         return min((due for table in self._tables.values() if (due := table.due()) is not None), default=None)
 
     def tick(self, now: float) -> OutgoingReplies:
-        """Time has passed; returns replies."""
+        """Handle the passing of time; returns replies."""
         return [reply for table in self._tables.values() if table.due() is not None for reply in table.tick(now)]
 
     def flush(self) -> OutgoingReplies:
-        """The service ends; returns what is held."""
+        """Return what is held: the service ends."""
         return [reply for table in self._tables.values() for reply in table.flush()]
 
     def validate(self) -> None:

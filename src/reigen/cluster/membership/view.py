@@ -50,7 +50,7 @@ BarrierEntry = tuple[str, int]
 
 
 class JobView:
-    """The job, seen from one of its members.
+    """View of a job that one of its members has.
 
     Args:
         registration: what this process says of itself at first.
@@ -105,11 +105,11 @@ class JobView:
 
     @property
     def is_out(self) -> bool:
-        """Whether this process may go: a worker that leaves, once the service has messages that it knows."""
+        """Return whether this process may go: a worker that leaves, once the service has confirmed it."""
         return not self.has_left or self._registration.role == "server" or self.number in self.left
 
     def registration(self, saved: tuple[SavedJob, ...] = ()) -> RegisterMember:
-        """What to say first on a new connection.
+        """Make the first message on a new connection.
 
         Args:
             saved: jobs of which a server has found snapshots; they count while it has no number.
@@ -128,28 +128,28 @@ class JobView:
         )
 
     def _barriers(self) -> tuple[EnterBarrier | AbandonBarrier, ...]:
-        """What a service that was started anew has to know: others may still wait at the last one of each name."""
+        """Return barriers for a service that was started anew: others may still wait at the last one of each name."""
         messages = {*self._passed.values(), *self._waiting.values(), *chain.from_iterable(self._broken.values())}
         return tuple(sorted(messages, key=lambda one: (one.name, one.sequence)))
 
     def enter(self, barrier: str) -> BarrierEntry:
-        """This process is at a barrier."""
+        """Enter a barrier."""
         self._entered[barrier] += 1
         entry = barrier, self._entered[barrier]
         self._waiting[entry] = EnterBarrier(*entry)
         return entry
 
     def give_up(self, entry: BarrierEntry) -> AbandonBarrier:
-        """This process does not want to wait any more; what to say to the service, whose word counts."""
+        """Give up a barrier; returns the message to the service, which decides."""
         self._waiting[entry] = AbandonBarrier(*entry)
         return AbandonBarrier(*entry)
 
     def outcome(self, entry: BarrierEntry) -> BarrierDone | BarrierBroken | None:
-        """How the barrier ended, None if it has not."""
+        """Return how the barrier ended, None if it has not."""
         return self._outcomes.get(entry)
 
     def forget(self, entry: BarrierEntry) -> None:
-        """This process does not wait there any more."""
+        """Stop waiting at a barrier."""
         messages, outcome = self._waiting.pop(entry), self._outcomes.pop(entry, None)
         if isinstance(outcome, BarrierDone):
             messages = EnterBarrier(*entry, is_over=True)
@@ -159,14 +159,14 @@ class JobView:
         self._passed[entry[0]] = messages
 
     def fatal_loss(self) -> MemberLost | None:
-        """The first node that is lost and without which the job cannot go on."""
+        """Return the first member that is lost and without which the job cannot go on."""
         for loss in self.lost.values():
             if not loss.will_return and (loss.role == "server" or self._is_loss_fatal):
                 return loss
         return None
 
     def fail(self, error: ReigenError) -> None:
-        """There is nothing more to hope for."""
+        """Fail, for good."""
         if self.failure is None:
             self.failure = error
             if self.is_assigned:
@@ -192,7 +192,7 @@ class JobView:
         return []
 
     def _take_place(self, message: MemberAssigned) -> list[MemberMessage]:
-        """This process has its number; say again what a service that was started anew cannot know."""
+        """Take the number; returns what a service that was started anew cannot know."""
         self.epoch = max(self.epoch, message.epoch)
         if not self.is_assigned:
             self.number, self.is_recovery, self.is_assigned = message.number, message.is_recovery, True
@@ -251,12 +251,12 @@ class JobView:
     # -- ranks --------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> AbortMessage:
-        """This rank itself cannot go on; returns what to say to the service."""
+        """Give up as a rank; returns the message to the service."""
         self._abort = self._abort or error
         return make_abort_message(error, self.number)
 
     def rank_error(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why what waits for the ranks ``needed`` will never succeed, or None while it may.
+        """Return why waiting for the ranks ``needed`` will never succeed, or None while it may.
 
         Ranks that died without a word are the cause of what the others did then, so they are named first, and those
         that were lost first before others. Then comes what a rank messages that gave up; ranks that left; the service.

@@ -1,4 +1,4 @@
-"""What this process is in a job with parameter servers: found in the environment, with the reason.
+"""Role of this process in a job with parameter servers, from the environment, with the reason.
 
 The variables are MXNet's, whoever sets them: `reigen run -s`, `reigen launch`, MXNet's launchers or a person. DMLC_ROLE
 is ``worker``, ``server`` or ``scheduler``; DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT say where the scheduler is,
@@ -32,7 +32,7 @@ _MOST_NODES = 1 << 16
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """What a process needs to know in order to take its part.
+    """Configuration of a process in a job with parameter servers.
 
     Attributes:
         role: what it is.
@@ -69,7 +69,7 @@ class ProcessConfig:
         return self.role if self.number is None else f"{self.role} {self.number}"
 
     def create_tls_context(self) -> TlsContext | None:
-        """What encrypts all of this process's connections, if they are to be."""
+        """Create what encrypts all of this process's connections, if they are to be."""
         if not self.config.tls:
             return None
         from reigen.net.tls import TlsContext
@@ -78,7 +78,7 @@ class ProcessConfig:
 
 
 def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole | None = None) -> ProcessConfig:
-    """What this process is.
+    """Read the configuration of this process from the environment.
 
     Args:
         environ: environment variables.
@@ -138,7 +138,7 @@ def _job_number(secret: bytes, port: int) -> int:
 def _task_number(
     environ: Mapping[str, str], role: KVRole, num_workers: int, num_servers: int
 ) -> tuple[str | None, str]:
-    """The number that somebody gave to this process, and who: the task's, or its rank where workers have ranks."""
+    """Return this process's number and its origin: the task's, or its rank where workers have ranks."""
     if role == "scheduler":
         return None, ""
     if text := environ.get("DMLC_TASK_ID"):

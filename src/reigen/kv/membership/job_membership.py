@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
 
 
 class JobMembership(Protocol):
-    """A worker's or a server's place in its job. Any thread may use it.
+    """Membership of a worker or a server in its job. Any thread may use it.
 
     Attributes:
         role: ``worker`` or ``server``.
@@ -65,13 +65,13 @@ class JobMembership(Protocol):
         """
 
     def events(self) -> list[MembershipEvent]:
-        """What has happened since the last call. Does not wait."""
+        """Return the events since the last call. Does not wait."""
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `events` has something to tell."""
+        """Return a descriptor that is readable while there are `events`."""
 
     def num_dead_nodes(self, timeout: float) -> int:
-        """How many workers and servers are lost now, or were not heard of for ``timeout`` seconds.
+        """Count workers and servers that are lost now, or were not heard of for ``timeout`` seconds.
 
         Where the scheduler does not answer: those of whose loss was heard.
         """
@@ -80,4 +80,4 @@ class JobMembership(Protocol):
         """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""
 
     def close(self) -> None:
-        """End the connection: whoever has not said `leave` is lost for the others. Repeatable."""
+        """End the connection: without `leave` before it, this node is lost for the others. Repeatable."""

@@ -43,7 +43,7 @@ _KNOWN_FIRST_SECONDS = 15.0
 
 
 class Scheduler(ControlService):
-    """The scheduler; connections queue from now on, before `serve`.
+    """Scheduler of one job; connections queue from now on, before `serve`.
 
     Args:
         settings: of the job, with the role ``scheduler``.
@@ -109,7 +109,7 @@ class Scheduler(ControlService):
         return stop.exit_code
 
     def _look_for_the_missing(self) -> bool:
-        """The start takes long: say whom it waits for; False if it is for everybody."""
+        """Log whom a long start waits for; returns False if it is for all."""
         self._alarm, config = None, self._settings.config
         if not self._has_begun:
             _log.error("no worker and no server came within %g s (REIGEN_DEADLINE)", config.deadline_seconds)
@@ -167,7 +167,7 @@ def _explain_port(settings: ProcessConfig, address: str, error: OSError) -> str:
 
 
 def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool) -> tuple[float, str]:
-    """How long unknown processes wait for those that know the job (`cluster.membership.table`, step H), and why.
+    """Return how long unknown processes wait for those that know the job (`cluster.membership.table`, step H), and why.
 
     Where a job could not survive the loss of its scheduler and another process, nobody waits.
 

@@ -1,4 +1,4 @@
-"""A worker's or a server's place in its job: its connection to the scheduler, kept by a small thread.
+"""Membership of a worker or a server: its connection to the scheduler, kept by a small thread.
 
 The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
 gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
@@ -136,7 +136,7 @@ class SchedulerClient:
         return member
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
-        """See `Membership.servers`."""
+        """See `JobMembership.servers`."""
         with self._changed:
             servers = self._view.servers
             self._await(lambda: bool(servers), deadline)
@@ -159,7 +159,7 @@ class SchedulerClient:
         )
 
     def barrier(self, name: str, deadline: float) -> None:
-        """See `Membership.barrier`."""
+        """See `JobMembership.barrier`."""
         with self._changed:
             view = self._view
             entry = view.enter(name)
@@ -184,7 +184,7 @@ class SchedulerClient:
             )
 
     def events(self) -> list[MembershipEvent]:
-        """See `Membership.events`."""
+        """See `JobMembership.events`."""
         with self._changed:
             with contextlib.suppress(OSError):  # nothing was written, or it is closed
                 os.eventfd_read(self._bell)
@@ -192,11 +192,11 @@ class SchedulerClient:
             return events
 
     def fileno(self) -> int:
-        """See `Membership.fileno`."""
+        """See `JobMembership.fileno`."""
         return self._bell
 
     def num_dead_nodes(self, timeout: float) -> int:
-        """See `Membership.num_dead_nodes`."""
+        """See `JobMembership.num_dead_nodes`."""
         with self._changed:
             view = self._view
             patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
@@ -204,14 +204,14 @@ class SchedulerClient:
             return len(view.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
-        """See `Membership.leave`."""
+        """See `JobMembership.leave`."""
         with self._changed:
             if not self._view.has_left:
                 self._view.has_left = True
                 self._post(LeaveJob())
 
     def close(self) -> None:
-        """See `Membership.close`."""
+        """See `JobMembership.close`."""
         with self._changed:
             if self._is_closing:
                 return
@@ -251,7 +251,7 @@ class SchedulerClient:
             raise PeerLostError(str(failure or f"this process, {self._view.name}, has left the job"))
 
     def _ask_status(self, seconds: float, patience_seconds: float) -> StatusReply | None:
-        """The scheduler's answer, if it comes within that time."""
+        """Return the scheduler's answer, if it comes within that time."""
         answers = self._view.status
         answers.pop(seconds, None)
         self._post(StatusQuery(seconds))
@@ -314,7 +314,7 @@ class SchedulerClient:
 
     @property
     def _is_over(self) -> bool:
-        """Whether there is nothing more to say or hear. A scheduler that is started again must hear of a Leave, too."""
+        """Return whether nothing is to be sent or received. A scheduler that is started again must hear of a Leave, too."""
         with self._changed:
             view = self._view
             if view.failure is not None or not self._is_closing:
@@ -351,7 +351,7 @@ class SchedulerClient:
         )
 
     def _reach_one(self) -> MemberConnection | str:
-        """A connection to the scheduler, or why there is none."""
+        """Return a connection to the scheduler, or why there is none."""
         me = auth.Identity(auth.ProcessRole.RANK, max(0, self._view.number), f"kv {self.role}")
         problem = "nobody tells where it is"
         for pointer in self._locator.candidates():
@@ -410,7 +410,7 @@ class SchedulerClient:
                 connection.send(self._outbox.popleft())
 
     def _ring(self) -> None:
-        """Wake whoever waits for what has changed."""
+        """Wake the threads that wait for a change."""
         self._changed.notify_all()
         if self._view.events:
             with contextlib.suppress(OSError):
