@@ -314,7 +314,7 @@ class SchedulerClient:
 
     @property
     def _is_over(self) -> bool:
-        """Return whether nothing is to be sent or received. A scheduler that is started again must hear of a Leave, too."""
+        """Return whether no message is to come or go. A scheduler that is started again must hear of a Leave, too."""
         with self._changed:
             view = self._view
             if view.failure is not None or not self._is_closing:
