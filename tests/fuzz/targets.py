@@ -364,7 +364,7 @@ def call(script: Script) -> bytes:
             role, number, text, incarnation, {**counts, "server": max(2, expected)}, text, left=(number,)
         ),
         messages.EnterBarrier(text, sequence),
-        messages.AbandonBarrier(text, sequence, script.number(2) == 1),
+        messages.EnterBarrier(text, sequence, is_abandoned=True, is_over=script.number(2) == 1),
         messages.StatusQuery(),
         messages.StatusQuery(float(sequence)),
         messages.MemberHeartbeat(),

@@ -5,9 +5,7 @@ from __future__ import annotations
 from msgspec import structs
 
 from reigen.cluster.membership.messages import (
-    AbandonBarrier,
-    BarrierBroken,
-    BarrierDone,
+    BarrierOver,
     EnterBarrier,
     JobEnded,
     LeaveJob,
@@ -78,19 +76,19 @@ def test_a_refusal_later_says_that_it_was_replaced() -> None:
 def test_a_new_scheduler_is_told_again_where_this_node_waits() -> None:
     standing = placed()
     first, second = standing.enter("b"), standing.enter("a")
-    standing.take(BarrierDone(*first))
+    standing.take(BarrierOver(*first))
     standing.forget(first)
     standing.take(MembershipNews((MemberLeft("worker", 2, "c"), MemberLeft("server", 1, "b"))))
     assert standing.registration().left == (2,)
     third = standing.enter("c")
     standing.give_up(third)
     # of every barrier the last time, and where it waits
-    again = [EnterBarrier("a", 1), EnterBarrier("b", 1, is_over=True), AbandonBarrier("c", 1)]
+    again = [EnterBarrier("a", 1), EnterBarrier("b", 1, is_over=True), EnterBarrier("c", 1, is_abandoned=True)]
     assert standing.take(MemberAssigned(1, is_recovery=False, job=JOB)) == again
     assert standing.registration().barriers == tuple(again)
-    standing.take(BarrierBroken("c", 1, 0, (2,)))
+    standing.take(BarrierOver("c", 1, 0, (2,)))
     standing.forget(third)
-    assert standing.registration().barriers[-1] == AbandonBarrier("c", 1, is_over=True)
+    assert standing.registration().barriers[-1] == EnterBarrier("c", 1, is_abandoned=True, is_over=True)
     standing.has_left = True
     assert standing.take(MemberAssigned(1, is_recovery=False, job=JOB))[-1] == LeaveJob()
     assert standing.outcome(second) is None
@@ -108,14 +106,14 @@ def test_a_worker_goes_when_a_scheduler_has_heard_that_it_leaves() -> None:
 def test_barriers_of_one_name_are_counted() -> None:
     standing = placed()
     first = standing.enter("epoch")
-    standing.take(BarrierDone("epoch", 1))
-    assert standing.outcome(first) == BarrierDone("epoch", 1)
+    standing.take(BarrierOver("epoch", 1))
+    assert standing.outcome(first) == BarrierOver("epoch", 1)
     standing.forget(first)
     second = standing.enter("epoch")
-    standing.take(BarrierDone("epoch", 1))  # an answer that comes late
+    standing.take(BarrierOver("epoch", 1))  # an answer that comes late
     assert standing.outcome(second) is None
-    standing.take(BarrierDone("epoch", 2))
-    assert standing.outcome(second) == BarrierDone("epoch", 2)
+    standing.take(BarrierOver("epoch", 2))
+    assert standing.outcome(second) == BarrierOver("epoch", 2)
 
 
 def test_who_takes_a_place_goes_on_there_with_barriers() -> None:

@@ -12,9 +12,7 @@ from reigen.cluster.membership.barriers import MAX_BARRIERS
 from reigen.cluster.membership.members import RECONNECT_GRACE_SECONDS, JobSpec, LossPolicy, parameter_server_job
 from reigen.cluster.membership.messages import (
     MEMBERSHIP_REPLY_CODEC,
-    AbandonBarrier,
-    BarrierBroken,
-    BarrierDone,
+    BarrierOver,
     EnterBarrier,
     JobEnded,
     LeaveJob,
@@ -168,7 +166,7 @@ def test_a_process_that_ends_before_the_start_is_forgotten() -> None:
     assert job.come("w0'") == {"w0'": [assigned(0, False)]}
     job.come("s0")
     assert job.say("w1", EnterBarrier("b", 1)) == {}
-    assert job.say("w0'", EnterBarrier("b", 1)) == {"w0'": [BarrierDone("b", 1)], "w1": [BarrierDone("b", 1)]}
+    assert job.say("w0'", EnterBarrier("b", 1)) == {"w0'": [BarrierOver("b", 1)], "w1": [BarrierOver("b", 1)]}
 
 
 def test_servers_that_do_not_come_end_the_job() -> None:
@@ -397,7 +395,7 @@ def test_after_a_restart_who_is_held_for_lost_is_announced_when_it_comes() -> No
 def test_a_barrier_is_done_when_all_have_entered_as_often() -> None:
     job = started()
     assert job.say("w0", EnterBarrier("b", 1)) == {}
-    done = BarrierDone("b", 1)
+    done = BarrierOver("b", 1)
     assert job.say("w1", EnterBarrier("b", 1)) == {"w0": [done], "w1": [done]}
     assert job.say("w1", EnterBarrier("b", 1)) == {"w1": [done]}
     assert job.say("w1", EnterBarrier("b", 2)) == job.say("w0", EnterBarrier("c", 2)) == {}
@@ -407,21 +405,21 @@ def test_a_barrier_that_one_gives_up_is_broken_for_all_whenever_they_come() -> N
     job = Job(parameter_server_job(3, 1), "s0", "w0", "w1", "w2")
     for owner in ("w0", "w1"):
         job.say(owner, EnterBarrier("b", 1))
-    broken = BarrierBroken("b", 1, 0, (2,))
-    assert job.say("w0", AbandonBarrier("b", 1)) == {"w0": [broken], "w1": [broken]}
+    broken = BarrierOver("b", 1, 0, (2,))
+    assert job.say("w0", EnterBarrier("b", 1, is_abandoned=True)) == {"w0": [broken], "w1": [broken]}
     assert job.say("w0", EnterBarrier("b", 2)) == {}  # it tries again
     assert job.say("w2", EnterBarrier("b", 1)) == {"w2": [broken]}
     assert job.say("w2", EnterBarrier("b", 1)) == {"w2": [broken]}  # whose answer got lost
     assert job.say("w2", EnterBarrier("b", 2)) == {}
-    done = BarrierDone("b", 2)
+    done = BarrierOver("b", 2)
     assert job.say("w1", EnterBarrier("b", 2)) == {"w0": [done], "w1": [done], "w2": [done]}
-    assert job.say("w0", AbandonBarrier("b", 2)) == {"w0": [done]}  # too late: all have come
+    assert job.say("w0", EnterBarrier("b", 2, is_abandoned=True)) == {"w0": [done]}  # too late: all have come
 
 
 def test_a_replacement_passes_over_barriers_that_are_broken() -> None:
     job = started(WAIT)
     job.say("w0", EnterBarrier("b", 1))
-    job.say("w0", AbandonBarrier("b", 1))
+    job.say("w0", EnterBarrier("b", 1, is_abandoned=True))
     job.end("w1")
     assert job.come("w1'")["w1'"][0] == assigned(1, True, (("b", 1),))
 
@@ -431,25 +429,25 @@ def test_after_a_restart_nothing_is_given_up_that_somebody_may_have_passed(passe
     job = Job(parameter_server_job(2, 1))
     job.come("s0", known=True)
     job.come("w0", known=True)
-    assert job.say("w0", AbandonBarrier("b", 1)) == {}  # worker 1 may have heard that all came
+    assert job.say("w0", EnterBarrier("b", 1, is_abandoned=True)) == {}  # worker 1 may have heard that all came
     one = structs.replace(register("w1", known=True), barriers=(EnterBarrier("b", 1, is_over=True),) if passed else ())
     told = job.say("w1", one)
-    assert told["w0"][-1] == BarrierDone("b", 1) if passed else BarrierBroken("b", 1, 0, (1,))
+    assert told["w0"][-1] == BarrierOver("b", 1) if passed else BarrierOver("b", 1, 0, (1,))
 
 
 def test_how_a_barrier_ended_is_told_again_by_those_who_know_it() -> None:
     job = Job(parameter_server_job(2, 1))
     job.come("s0", known=True)
-    broken = (AbandonBarrier("b", 1, is_over=True),)
+    broken = (EnterBarrier("b", 1, is_abandoned=True, is_over=True),)
     job.say("w0", structs.replace(register("w0", known=True), barriers=broken))
     told = job.say("w1", structs.replace(register("w1", known=True), barriers=(EnterBarrier("b", 1),)))
-    assert told["w1"][-1] == BarrierBroken("b", 1, 0, (1,))
+    assert told["w1"][-1] == BarrierOver("b", 1, 0, (1,))
 
 
 def test_a_worker_that_leaves_is_not_waited_for_at_barriers() -> None:
     job = started()
     job.say("w0", EnterBarrier("b", 1))
-    assert job.say("w1", LeaveJob())["w0"] == [MemberLeft("worker", 1, "h1"), BarrierDone("b", 1)]
+    assert job.say("w1", LeaveJob())["w0"] == [MemberLeft("worker", 1, "h1"), BarrierOver("b", 1)]
 
 
 def test_a_replacement_goes_on_with_the_barriers_where_the_others_are() -> None:
@@ -459,16 +457,16 @@ def test_a_replacement_goes_on_with_the_barriers_where_the_others_are() -> None:
         job.say("w1", EnterBarrier("b", sequence))
     job.say("w0", EnterBarrier("b", 3))
     job.end("w1")
-    assert job.wait(1)["w0"][-1] != BarrierDone("b", 3)
+    assert job.wait(1)["w0"][-1] != BarrierOver("b", 3)
     assert job.come("w1'")["w1'"][0] == assigned(1, True, (("b", 2),))
-    assert job.say("w1'", EnterBarrier("b", 3))["w0"] == [BarrierDone("b", 3)]
+    assert job.say("w1'", EnterBarrier("b", 3))["w0"] == [BarrierOver("b", 3)]
 
 
 def test_those_who_go_on_without_a_worker_do_not_wait_for_it_at_barriers() -> None:
     job = started(CONTINUE)
     job.say("w0", EnterBarrier("b", 1))
     job.end("w1")
-    assert job.wait(1)["w0"][-1] == BarrierDone("b", 1)
+    assert job.wait(1)["w0"][-1] == BarrierOver("b", 1)
 
 
 def test_barriers_are_bounded() -> None:
@@ -552,7 +550,7 @@ def test_a_scheduler_that_is_started_again_learns_from_the_nodes_who_is_there() 
     job.come("s0", known=True)
     told = job.come("w0", known=True)
     assert told == {"w0": [assigned(0, False), ServerList((peer("s0"),))]}
-    assert job.say("w0", EnterBarrier("b", 7))["w1"] == [BarrierDone("b", 7)]
+    assert job.say("w0", EnterBarrier("b", 7))["w1"] == [BarrierOver("b", 7)]
     assert job.beat(60, "w0", "w1", "s0") == {}
 
 

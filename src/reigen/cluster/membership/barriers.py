@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from reigen.cluster.membership.messages import AbandonBarrier, BarrierBroken, BarrierDone, EnterBarrier
+from reigen.cluster.membership.messages import BarrierOver, EnterBarrier
 
 #: Names of barriers in one job, and broken ones of one name that are remembered for those who come late.
 MAX_BARRIERS = 1024
@@ -24,7 +24,7 @@ class _Barrier:
 
     entered: dict[int, int] = field(default_factory=dict)
     num_over: int = 0
-    broken: dict[int, BarrierBroken] = field(default_factory=dict)
+    broken: dict[int, BarrierOver] = field(default_factory=dict)
     waiting: dict[int, set[int]] = field(default_factory=dict)
 
 
@@ -37,7 +37,7 @@ class BarrierTable:
     def __init__(self) -> None:
         self._barriers: dict[str, _Barrier] = {}
         #: workers that do not want to wait any more, by names
-        self._giving_up: dict[tuple[int, str], AbandonBarrier] = {}
+        self._giving_up: dict[tuple[int, str], EnterBarrier] = {}
         #: names for which something has changed since the last `complete`, and who was needed then
         self._changed: set[str] = set()
         self._needed: frozenset[int] = frozenset()
@@ -46,11 +46,11 @@ class BarrierTable:
         """Return whether the table has a place for a name."""
         return name in self._barriers or len(self._barriers) < MAX_BARRIERS
 
-    def hear(self, worker: int, message: EnterBarrier | AbandonBarrier, needed: Collection[int]) -> None:
+    def hear(self, worker: int, message: EnterBarrier, needed: Collection[int]) -> None:
         """A worker enters, gives up, or says again how one ended. Answers come from the next `complete`, or a later."""
         name, sequence = message.name, message.sequence
         one = self._named(name)
-        if not message.is_over and isinstance(message, AbandonBarrier):
+        if not message.is_over and message.is_abandoned:
             self._giving_up[worker, name] = message
             return
         one.entered[worker] = max(one.entered.get(worker, 0), sequence)
@@ -58,12 +58,10 @@ class BarrierTable:
             one.waiting.setdefault(worker, set()).add(sequence)
         else:
             one.num_over = max(one.num_over, sequence)
-            if isinstance(message, AbandonBarrier):
+            if message.is_abandoned:
                 self._break(worker, message, needed)
 
-    def complete(
-        self, needed: Collection[int], *, all_known: bool = True
-    ) -> list[tuple[int, BarrierDone | BarrierBroken]]:
+    def complete(self, needed: Collection[int], *, all_known: bool = True) -> list[tuple[int, BarrierOver]]:
         """Barriers that are over now and were not announced, and for whom.
 
         Args:
@@ -84,15 +82,15 @@ class BarrierTable:
             outcomes += self._complete(needed)
         return outcomes
 
-    def _break(self, worker: int, message: AbandonBarrier, needed: Collection[int]) -> None:
+    def _break(self, worker: int, message: EnterBarrier, needed: Collection[int]) -> None:
         name, sequence = message.name, message.sequence
         one = self._named(name)
-        one.broken.setdefault(sequence, BarrierBroken(name, sequence, worker, self.missing(name, sequence, needed)))
+        one.broken.setdefault(sequence, BarrierOver(name, sequence, worker, self.missing(name, sequence, needed)))
         if len(one.broken) > MAX_BARRIERS:
             del one.broken[min(one.broken)]
 
-    def _complete(self, needed: Collection[int]) -> list[tuple[int, BarrierDone | BarrierBroken]]:
-        outcomes: list[tuple[int, BarrierDone | BarrierBroken]] = []
+    def _complete(self, needed: Collection[int]) -> list[tuple[int, BarrierOver]]:
+        outcomes: list[tuple[int, BarrierOver]] = []
         names = self._changed if self._needed == frozenset(needed) else set(self._barriers)
         self._changed, self._needed = set(), frozenset(needed)
         for name in sorted(names) if needed else ():
@@ -101,7 +99,7 @@ class BarrierTable:
             one.num_over = max(one.num_over, lowest)
             for worker in sorted(one.waiting):
                 over = sorted(sequence for sequence in one.waiting[worker] if sequence <= one.num_over)
-                outcomes += [(worker, one.broken.get(sequence) or BarrierDone(name, sequence)) for sequence in over]
+                outcomes += [(worker, one.broken.get(sequence) or BarrierOver(name, sequence)) for sequence in over]
                 one.waiting[worker].difference_update(over)
             one.waiting = {worker: sequences for worker, sequences in one.waiting.items() if sequences}
             lowest = min([lowest, *one.entered.values()])  # one that is lost now may come back

@@ -7,9 +7,9 @@ a. A member sends Register; the service answers Assigned, or Refused with the re
    is there, and which job and epoch it is. So do snapshots, when the processes that wrote them have died with it.
 b. When all servers have come, and whenever a member registers after that, it is sent ServerList.
 c. What happens to others comes as News. A member with heartbeats sends one every now and then.
-d. A worker sends EnterBarrier, and BarrierDone comes when all have; or AbandonBarrier, and BarrierBroken comes to all,
-   whenever they enter. On a new connection workers say so again, of the barriers at which they wait, of the last one of
-   every name, and of the latest that were broken.
+d. A worker sends EnterBarrier, and BarrierOver comes when all have; or when one of them gives it up, and then it comes
+   to all, whenever they enter. On a new connection workers say so again, of the barriers at which they wait, of the
+   last one of every name, and of the latest that were broken.
 e. StatusQuery asks whom the start waits for, and of how many nothing was heard.
 f. A member that goes in good order sends Leave, and hears of it as News. A rank that cannot go on sends Abort. A
    connection that ends before that: the member is lost; or, where its role may, it connects again, as it does when the
@@ -164,23 +164,13 @@ class EnterBarrier(msgspec.Struct, tag=21, array_like=True, frozen=True, forbid_
     """Arrival of a worker at a barrier, for the ``sequence``-th time at one of this name.
 
     Attributes:
-        is_over: it has heard that all have come.
+        is_abandoned: it does not want to wait any more.
+        is_over: it has heard that all have come; or, if it is abandoned, that it is broken.
     """
 
     name: str
     sequence: int
-    is_over: bool = False
-
-
-class AbandonBarrier(msgspec.Struct, tag=22, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """End of a worker's patience at a barrier.
-
-    Attributes:
-        is_over: it has heard that the barrier is broken.
-    """
-
-    name: str
-    sequence: int
+    is_abandoned: bool = False
     is_over: bool = False
 
 
@@ -233,7 +223,7 @@ class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbi
     left: tuple[int, ...] = ()
     lost: tuple[tuple[MemberRole, int], ...] = ()
     is_open: bool = False
-    barriers: tuple[EnterBarrier | AbandonBarrier, ...] = ()
+    barriers: tuple[EnterBarrier, ...] = ()
     saved: tuple[SavedJob, ...] = ()
     is_restart: bool = False
 
@@ -297,25 +287,23 @@ class MembershipNews(msgspec.Struct, tag=33, array_like=True, frozen=True, forbi
     epoch: int = 0
 
 
-class BarrierDone(msgspec.Struct, tag=34, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """End of a barrier: all workers have come."""
-
-    name: str
-    sequence: int
-
-
-class BarrierBroken(msgspec.Struct, tag=35, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Failure of a barrier that a worker has given up: no worker passes it.
+class BarrierOver(msgspec.Struct, tag=34, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """End of a barrier: all workers have come, or it is broken for all of them, since one has given it up.
 
     Attributes:
-        worker: which.
+        worker: the one that has; -1: none.
         missing: those that had not come then.
     """
 
     name: str
     sequence: int
-    worker: int
-    missing: tuple[int, ...]
+    worker: int = -1
+    missing: tuple[int, ...] = ()
+
+    @property
+    def is_broken(self) -> bool:
+        """Return whether no worker passes it."""
+        return self.worker >= 0
 
 
 class StatusReply(msgspec.Struct, tag=36, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -329,11 +317,11 @@ class StatusReply(msgspec.Struct, tag=36, array_like=True, frozen=True, forbid_u
 
 MemberMessage = (
     RegisterMember | MemberHeartbeat | LeaveJob | AbortMessage
-    | EnterBarrier | AbandonBarrier | StatusQuery
+    | EnterBarrier | StatusQuery
 )  # fmt: skip
 MembershipReply = (
     MemberAssigned | MemberRefused | ServerList | MembershipNews
-    | BarrierDone | BarrierBroken | StatusReply
+    | BarrierOver | StatusReply
 )  # fmt: skip
 
 MEMBER_CODEC: MessageCodec[MemberMessage] = MessageCodec(MemberMessage, MAX_MESSAGE_BYTES)

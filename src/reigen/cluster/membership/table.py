@@ -74,7 +74,6 @@ from reigen.cluster.membership.members import (
 )
 from reigen.cluster.membership.messages import (
     MAX_BARRIER_NAME_BYTES,
-    AbandonBarrier,
     EnterBarrier,
     JobEnded,
     LeaveJob,
@@ -444,7 +443,7 @@ class MembershipTable:
             if self._abort is None:
                 self._abort = MemberAborted(member.role, member.number, member.host, _truncate_abort(message))
                 self._announce(*self._held.add(self._abort, self._now + member.policy.hold_seconds))
-        elif isinstance(message, EnterBarrier | AbandonBarrier) and member.role == "worker":
+        elif isinstance(message, EnterBarrier) and member.role == "worker":
             self._enter_barrier(owner, message)
         elif isinstance(message, StatusQuery):
             members, since = self._members.values(), self._now - message.seconds
@@ -541,7 +540,7 @@ class MembershipTable:
 
     # -- barriers -----------------------------------------------------------------------------------------------------
 
-    def _enter_barrier(self, owner: ConnectionId, message: EnterBarrier | AbandonBarrier) -> None:
+    def _enter_barrier(self, owner: ConnectionId, message: EnterBarrier) -> None:
         """Step F."""
         name = message.name
         if len(name.encode(errors="replace")) > MAX_BARRIER_NAME_BYTES or not self._barriers.accepts(name):

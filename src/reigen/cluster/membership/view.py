@@ -16,9 +16,7 @@ from reigen.cluster.membership.abort_message import (
     make_abort_message,
 )
 from reigen.cluster.membership.messages import (
-    AbandonBarrier,
-    BarrierBroken,
-    BarrierDone,
+    BarrierOver,
     EnterBarrier,
     JobEnded,
     LeaveJob,
@@ -90,11 +88,11 @@ class JobView:
         self._entered: Counter[str] = Counter()
         #: barriers at which this process waits, with what is messages of them to a service that was started anew; how
         #: those ended that are over; and by name what is messages of the last one at which it does not wait any more
-        self._waiting: dict[BarrierEntry, EnterBarrier | AbandonBarrier] = {}
-        self._outcomes: dict[BarrierEntry, BarrierDone | BarrierBroken] = {}
-        self._passed: dict[str, EnterBarrier | AbandonBarrier] = {}
+        self._waiting: dict[BarrierEntry, EnterBarrier] = {}
+        self._outcomes: dict[BarrierEntry, BarrierOver] = {}
+        self._passed: dict[str, EnterBarrier] = {}
         #: and by name the latest ones that were broken: others may be that far behind
-        self._broken: dict[str, deque[AbandonBarrier]] = {}
+        self._broken: dict[str, deque[EnterBarrier]] = {}
         self.status: dict[float, StatusReply] = {}
 
     @property
@@ -127,10 +125,10 @@ class JobView:
             saved=() if self.is_assigned else saved,
         )
 
-    def _barriers(self) -> tuple[EnterBarrier | AbandonBarrier, ...]:
+    def _barriers(self) -> tuple[EnterBarrier, ...]:
         """Return barriers for a service that was started anew: others may still wait at the last one of each name."""
-        messages = {*self._passed.values(), *self._waiting.values(), *chain.from_iterable(self._broken.values())}
-        return tuple(sorted(messages, key=lambda one: (one.name, one.sequence)))
+        known = {*self._passed.values(), *self._waiting.values(), *chain.from_iterable(self._broken.values())}
+        return tuple(sorted(known, key=lambda one: (one.name, one.sequence)))
 
     def enter(self, barrier: str) -> BarrierEntry:
         """Enter a barrier."""
@@ -139,24 +137,23 @@ class JobView:
         self._waiting[entry] = EnterBarrier(*entry)
         return entry
 
-    def give_up(self, entry: BarrierEntry) -> AbandonBarrier:
+    def give_up(self, entry: BarrierEntry) -> EnterBarrier:
         """Give up a barrier; returns the message to the service, which decides."""
-        self._waiting[entry] = AbandonBarrier(*entry)
-        return AbandonBarrier(*entry)
+        self._waiting[entry] = EnterBarrier(*entry, is_abandoned=True)
+        return self._waiting[entry]
 
-    def outcome(self, entry: BarrierEntry) -> BarrierDone | BarrierBroken | None:
+    def outcome(self, entry: BarrierEntry) -> BarrierOver | None:
         """Return how the barrier ended, None if it has not."""
         return self._outcomes.get(entry)
 
     def forget(self, entry: BarrierEntry) -> None:
         """Stop waiting at a barrier."""
-        messages, outcome = self._waiting.pop(entry), self._outcomes.pop(entry, None)
-        if isinstance(outcome, BarrierDone):
-            messages = EnterBarrier(*entry, is_over=True)
-        elif outcome is not None:
-            messages = AbandonBarrier(*entry, is_over=True)
-            self._broken.setdefault(entry[0], deque(maxlen=_MOST_BROKEN)).append(messages)
-        self._passed[entry[0]] = messages
+        message, outcome = self._waiting.pop(entry), self._outcomes.pop(entry, None)
+        if outcome is not None:
+            message = EnterBarrier(*entry, is_abandoned=outcome.is_broken, is_over=True)
+            if outcome.is_broken:
+                self._broken.setdefault(entry[0], deque(maxlen=_MOST_BROKEN)).append(message)
+        self._passed[entry[0]] = message
 
     def fatal_loss(self) -> MemberLost | None:
         """Return the first member that is lost and without which the job cannot go on."""
@@ -184,7 +181,7 @@ class JobView:
             self.epoch = max(self.epoch, message.epoch)
             for event in message.events:
                 self._learn(event)
-        elif isinstance(message, BarrierDone | BarrierBroken):
+        elif isinstance(message, BarrierOver):
             if (message.name, message.sequence) in self._waiting:
                 self._outcomes[message.name, message.sequence] = message
         else:

@@ -25,7 +25,6 @@ from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.member_connection import MemberConnection
 from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
-    BarrierBroken,
     EnterBarrier,
     LeaveJob,
     MemberHeartbeat,
@@ -175,7 +174,7 @@ class SchedulerClient:
             raise DeadlineError(
                 f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
             )
-        if isinstance(outcome, BarrierBroken):
+        if outcome.is_broken:
             who = format_members(workers=outcome.missing) or "somebody"
             raise DeadlineError(
                 f"{who} did not come to barrier {name!r} in time: worker {outcome.worker} waited until its "
