@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.membership.abort_message import format_ranks
 from reigen.cluster.membership.rendezvous import Rendezvous, split_address
 from reigen.errors import AuthenticationError, DeadlineError, PeerLostError
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
+from reigen.net.fork_safety import close_in_children
 from reigen.net.sockets import bound_retransmit_backoff, set_keepalive
 from reigen.net.stream import HANDSHAKE_SECONDS, AuthenticatedStream, StreamProtocol
 
@@ -227,7 +227,7 @@ class ConnectionPool:
         self._kept.clear()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         self._listener.close()
         for half in [*self._strangers, *self._kept.values()]:
             half.connection.close()

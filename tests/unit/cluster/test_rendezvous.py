@@ -16,11 +16,11 @@ from reigen.cluster.membership.control_service import (
     ValueFound,
     ValueStored,
 )
-from reigen.cluster.membership.listener import MAX_UNAUTHENTICATED
 from reigen.cluster.membership.liveness import RequestRefused
 from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient, RendezvousServer
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.listener import MAX_UNAUTHENTICATED
 from reigen.net.stream import connect_stream
 from tests.patience import patiently
 

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 import pytest
 
 from reigen.cluster.bootstrap.job_credentials import derive_job_secret
-from reigen.cluster.membership.listener import ClientConnection, MessageListener
 from reigen.config import load_config
 from reigen.errors import DeadlineError
 from reigen.kv.membership.environment import read_process_config
@@ -31,6 +30,7 @@ from reigen.kv.membership.messages import (
 from reigen.kv.membership.nodes import JobEnded
 from reigen.kv.membership.scheduler_client import SchedulerClient, _flush
 from reigen.net import auth
+from reigen.net.listener import ClientConnection, MessageListener
 from reigen.net.stream import StreamProtocol
 from tests.kv.jobs import Port
 

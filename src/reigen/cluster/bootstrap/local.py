@@ -38,9 +38,9 @@ import msgspec
 
 from reigen.cluster.bootstrap.job_credentials import SECRET_FILE_VARIABLE
 from reigen.cluster.environ import SECRET_VARIABLE
-from reigen.cluster.fork_safety import close_in_children
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import SECRET_BYTES, ClientHandshake, Handshake, Identity, ProcessRole, ServerHandshake
+from reigen.net.fork_safety import close_in_children
 from reigen.net.stream import AuthenticatedStream, StreamProtocol
 
 _log = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class LocalBootstrapServer:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         self._listener.close()
         self._token.close()
 

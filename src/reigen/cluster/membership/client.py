@@ -14,16 +14,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.abort_message import AbortMessage, make_abort_message
 from reigen.cluster.membership.control_service import LIVENESS_REPLY_CODEC, MAX_MESSAGE_BYTES, REQUEST_CODEC
 from reigen.cluster.membership.failure_state import FailureState
-from reigen.cluster.membership.listener import SILENCE_ERRNOS
 from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessUpdate, RequestRefused
 from reigen.cluster.membership.rendezvous import service_lost_error, split_address
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.fork_safety import close_in_children
+from reigen.net.listener import SILENCE_ERRNOS
 from reigen.net.stream import AuthenticatedStream, connect_stream
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
@@ -152,7 +152,7 @@ class MembershipClient:
             self._stream.close()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         self._stream.close()
 
     def _enter(self, message: EnterGroup, deadline: float) -> None:

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from reigen.cluster.membership.abort_message import AbortMessage
-from reigen.cluster.membership.listener import ClientConnection, MessageListener
 from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessReply, LivenessTable, RequestRefused
 from reigen.errors import ArgumentError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
+from reigen.net.listener import ClientConnection, MessageListener
 from reigen.net.stream import HANDSHAKE_SECONDS
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS

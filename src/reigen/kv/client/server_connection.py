@@ -322,7 +322,7 @@ class ServerConnection:
         self.lose(ConnectionAbortedError("closed by this worker"))
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         if self._attempt is not None:
             self._attempt.socket.close()
         if self._line is not None:

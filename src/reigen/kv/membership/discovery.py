@@ -19,11 +19,11 @@ from contextlib import suppress
 
 from reigen.cluster.addresses import choose_listen_address, is_local_address
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint, bootstrap_socket_name, fetch_endpoints
-from reigen.cluster.membership.listener import join_address
 from reigen.errors import ConfigError
 from reigen.kv.membership.environment import ProcessConfig
 from reigen.net.auth import SECRET_BYTES
 from reigen.net.interfaces import choose_address, local_addresses
+from reigen.net.listener import join_address
 
 _log = logging.getLogger(__name__)
 

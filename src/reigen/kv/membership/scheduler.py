@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
-from reigen.cluster.membership.listener import ClientConnection, MessageListener, join_address
 from reigen.errors import ConfigError
 from reigen.kv.consistency.events import LossPolicy
 from reigen.kv.membership import discovery
@@ -35,6 +34,7 @@ from reigen.kv.membership.messages import (
 )
 from reigen.kv.membership.node_state import JobSpec
 from reigen.kv.membership.nodes import JobEnded, MembershipEvent, NodeLeft, NodeLost
+from reigen.net.listener import ClientConnection, MessageListener, join_address
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext

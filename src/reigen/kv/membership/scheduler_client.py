@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
@@ -45,6 +44,7 @@ from reigen.kv.membership.messages import (
 )
 from reigen.kv.membership.nodes import MembershipEvent, NodeRole, ServerInfo
 from reigen.net import auth
+from reigen.net.fork_safety import close_in_children
 from reigen.net.sockets import set_keepalive
 from reigen.net.stream import StreamProtocol, connect_stream
 
@@ -245,7 +245,7 @@ class SchedulerClient:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         for each in (self._waker, self._wakened, self._connection):
             if each is not None:
                 each.close()

@@ -19,7 +19,6 @@ from collections.abc import Callable
 import numpy as np
 
 from reigen.cluster.host_discovery import host_identity
-from reigen.cluster.membership.listener import MAX_UNAUTHENTICATED, check_address, join_address
 from reigen.config import Config
 from reigen.errors import AuthenticationError, MismatchError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
@@ -47,6 +46,7 @@ from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena, explain_mapping_failure
 from reigen.net.auth import AuthSession, Identity, ProcessRole, ServerHandshake
+from reigen.net.listener import MAX_UNAUTHENTICATED, check_address, join_address
 from reigen.net.sockets import limit_receive_window, num_arrived_bytes, round_trip_seconds, set_keepalive
 from reigen.net.stream import StreamProtocol
 from reigen.net.tls import TlsSocket

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.errors import AuthenticationError, ConfigError, WireError
 from reigen.net.auth import Identity, ServerHandshake
+from reigen.net.fork_safety import close_in_children
 from reigen.net.sockets import set_keepalive
 from reigen.net.stream import HANDSHAKE_SECONDS, StreamProtocol
 
@@ -167,7 +167,7 @@ class MessageListener:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         for each in (self._listener, self._waker, self._wakened, *self._guests):
             each.close()
 

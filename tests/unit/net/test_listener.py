@@ -7,8 +7,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from reigen.cluster.membership.listener import MessageListener
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.listener import MessageListener
 from reigen.net.stream import connect_stream
 from tests.patience import patiently
 
@@ -55,7 +55,7 @@ def test_who_must_speak_and_does_not_is_closed_at_the_deadline():
 
 
 def test_a_crowd_that_says_nothing_does_not_stay(monkeypatch):
-    monkeypatch.setattr("reigen.cluster.membership.listener.MAX_UNAUTHENTICATED", 2)
+    monkeypatch.setattr("reigen.net.listener.MAX_UNAUTHENTICATED", 2)
     with (
         receiving(must_speak=True) as (reception, _),
         guest(reception) as first,
