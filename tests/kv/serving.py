@@ -37,7 +37,7 @@ from reigen.kv.protocol import (
 from reigen.kv.server.server import KVServer, open_listener
 from reigen.kv.shm_arena import PeerShmArena, ShmArena
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
 
 SECRET = b"k" * 32
 SECONDS = 40.0
@@ -115,7 +115,7 @@ class RawWorker:
     ):
         host, _, port = address.rpartition(":")
         me = Identity(ProcessRole.RANK, number, PURPOSE)
-        stream = connect_stream((host, int(port)), secret, me, 1 << 12, time.monotonic() + SECONDS)
+        stream = open_connection((host, int(port)), secret, me, 1 << 12, time.monotonic() + SECONDS)
         self.line = KVConnection(*stream.detach(), self, f"server of {number}")
         self.number, self.store, self.messages, self.notices = number, store, {}, []
         self.ids = itertools.count(1)

@@ -47,7 +47,7 @@ from reigen.kv.server.flow_control import MIN_WINDOW_BYTES
 from reigen.kv.server.server import KVServer, open_listener
 from reigen.kv.server.snapshots import SnapshotDirectory, find_saved_jobs
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
 from reigen.optim import LARS, SGD, Adam, FactorScheduler, States, Test, unpacked
 from tests.kv.serving import SECONDS, SECRET, FakeMember, RawWorker, Serving, refused_connection, start
 
@@ -980,7 +980,7 @@ def proven(serving):
     """A connection of somebody who knows the secret, and says nothing more."""
     host, _, port = serving.address.rpartition(":")
     me = Identity(ProcessRole.RANK, 0, PURPOSE)
-    return connect_stream((host, int(port)), serving.member.secret, me, 1 << 12, time.monotonic() + SECONDS)
+    return open_connection((host, int(port)), serving.member.secret, me, 1 << 12, time.monotonic() + SECONDS)
 
 
 def has_ended(stream):

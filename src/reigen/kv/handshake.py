@@ -6,7 +6,7 @@ import contextlib
 import socket
 from dataclasses import dataclass
 
-from reigen.net.stream import StreamProtocol
+from reigen.net.connection import StreamProtocol
 
 
 @dataclass(eq=False)

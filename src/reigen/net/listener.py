@@ -1,85 +1,213 @@
-"""Where authenticated connections for small messages arrive: what every service of a job has in common. No thread.
+"""Listeners: where connections are accepted and authenticated.
 
 Everything is bounded: how many connections may be unproven and for how long, how large a message is, and how much may
-wait to be sent to somebody who does not read. A connection that breaks a rule is closed; no other connection notices.
+wait to be sent to an end that does not read. A connection that breaks a rule is closed; no other connection notices.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import ipaddress
 import logging
-import selectors
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from reigen.errors import AuthenticationError, ConfigError, WireError
-from reigen.net.auth import Identity, ServerHandshake
+from reigen.net.auth import Identity
+from reigen.net.connection import Connection, ConnectionOptions
+from reigen.net.event_loop import Callback, EventLoop, Timer
 from reigen.net.fork_safety import close_in_children
-from reigen.net.sockets import set_keepalive
-from reigen.net.stream import HANDSHAKE_SECONDS, StreamProtocol
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
 _log = logging.getLogger(__name__)
 
+#: How long a connection that was accepted may take to prove itself. Where every third packet is lost, what is said in a
+#: handshake may have to be said a dozen times.
+HANDSHAKE_SECONDS = 20.0
 #: Connections that have not proven themselves; one more closes the oldest of them.
 MAX_UNAUTHENTICATED = 128
 #: What may wait to be sent to one end.
 MAX_UNREAD_BYTES = 8 << 20
-_BACKLOG = 512
-#: epoll counts milliseconds in 31 bits.
-_LONGEST_WAIT_SECONDS = 86_400.0
-#: What the kernel says of a connection whose peer's machine does not answer.
+_BACKLOG = 1024
+#: The pause behind a connection that could not be accepted, because no descriptors are left.
+_PAUSE_SECONDS = 0.05
+#: What the kernel says of a connection whose peer's host does not answer.
 SILENCE_ERRNOS = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET}
 )
 
 
-class ClientConnection:
-    """One connection.
+def open_listening_socket(host: str, port: int = 0, *, port_is_held: bool = False) -> tuple[socket.socket, str]:
+    """Open a socket at which connections queue from now on; returns it and its address, ``host:port``.
+
+    Args:
+        host: an address of one interface.
+        port: 0: the kernel chooses.
+        port_is_held: the launcher holds the port by SO_REUSEPORT, which this socket then needs, too.
+
+    Raises:
+        ConfigError: ``host`` is not the address of an interface.
+        OSError: the port is taken, or the address is not this host's.
+    """
+    check_address(host)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=port_is_held)
+    listening.setblocking(False)
+    return listening, join_address(host, listening.getsockname()[1])
+
+
+class Listener:
+    """Accepts connections and authenticates them, while its loop runs.
+
+    At most `MAX_UNAUTHENTICATED` connections are pending at a time, and none longer than its deadline. Nothing that
+    comes from one is parsed before the other end has proven to know the secret.
+
+    Args:
+        loop: run by the owner; connections queue in the kernel while it does not.
+        listening: from `open_listening_socket`; closed with the listener.
+        options: of the connections.
+        on_authenticated: called with each connection whose other end is proven; it is the owner's from then on. Where
+            it returns a callback, the connection stays pending until `confirm`, and the callback has to close it.
+        handshake_seconds: how long a connection may be pending, before it is proven and after.
 
     Attributes:
-        deadline: until when it must have proven itself.
-        has_spoken: it has sent a message.
+        num_refused: connections that came to nothing.
+        last_refusal: the reason for the last one of them.
     """
 
-    def __init__(self, connection: socket.socket, conversation: StreamProtocol, deadline: float) -> None:
-        self.socket, self.conversation, self.deadline = connection, conversation, deadline
-        self.has_spoken = False
+    def __init__(
+        self,
+        loop: EventLoop,
+        listening: socket.socket,
+        options: ConnectionOptions,
+        on_authenticated: Callable[[Connection], Callback | None],
+        *,
+        handshake_seconds: float = HANDSHAKE_SECONDS,
+    ) -> None:
+        self._loop, self._listening, self._options = loop, listening, options
+        self._on_authenticated, self._handshake_seconds = on_authenticated, handshake_seconds
+        self.num_refused, self.last_refusal = 0, ""
+        #: deadline of each pending connection, and what closes it; the oldest first
+        self._pending: dict[Connection, tuple[float, Callback]] = {}
+        self._timer: Timer | None = None
+        self._address = join_address(*listening.getsockname()[:2])
+        self._listen()
+        close_in_children(self)
 
-    @property
-    def peer(self) -> Identity | None:
-        """Who is at the other end, None until it has proven to know the secret."""
-        return self.conversation.peer
+    def confirm(self, connection: Connection) -> None:
+        """Count a connection as pending no more: it has said something, or has ended. May be called twice."""
+        self._pending.pop(connection, None)
+
+    def refuse(self, why: str) -> None:
+        """Count a connection that came to nothing, for `num_refused`; the owner closes it."""
+        self.num_refused, self.last_refusal = self.num_refused + 1, why
+
+    def close(self) -> None:
+        """Stop listening, and end all connections that are not proven. May be called twice."""
+        self._loop.unwatch(self._listening)
+        for connection in [each for each in self._pending if not each.is_authenticated]:
+            self._loop.unwatch(connection)
+        self.close_descriptors()
+        self._pending.clear()
+
+    def close_descriptors(self) -> None:
+        """See `reigen.net.fork_safety`."""
+        self._listening.close()
+        for connection in self._pending:
+            if not connection.is_authenticated:
+                connection.close()
+
+    def _listen(self) -> None:
+        if self._listening.fileno() >= 0:
+            self._loop.watch(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        try:
+            connection = self._options.accept(self._listening.accept()[0])
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptors left: those who do not prove themselves give theirs back
+            _log.warning("a connection could not be accepted: %s", error)
+            oldest = next((each for each in self._pending if not each.is_authenticated), None)
+            if oldest is not None:
+                self._drop(oldest, "took the last descriptor of this process")
+            else:  # the socket stays readable: without a pause this thread would spin
+                self._loop.unwatch(self._listening)
+                self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, self._listen)
+            return
+        self._add(connection, partial(self._close, connection))
+        self._loop.watch(connection, partial(self._advance, connection))
+
+    def _advance(self, connection: Connection) -> None:
+        try:
+            is_proven = connection.advance()
+        except (OSError, AuthenticationError, WireError) as error:
+            self._drop(connection, str(error))
+            return
+        if not is_proven:
+            step = partial(self._advance, connection)
+            self._loop.watch(connection, step, step if connection.num_unsent_bytes else None)
+            return
+        self._loop.unwatch(connection)
+        del self._pending[connection]
+        if (drop := self._on_authenticated(connection)) is not None:
+            self._add(connection, drop)
+
+    def _add(self, connection: Connection, drop: Callback) -> None:
+        """Let a connection be pending, among the unproven ones or among those that have said nothing."""
+        alike = [each for each in self._pending if each.is_authenticated == connection.is_authenticated]
+        deadline = time.monotonic() + self._handshake_seconds
+        self._pending[connection] = deadline, drop
+        if len(alike) >= MAX_UNAUTHENTICATED:
+            self._drop(alike[0], f"was the oldest of more than {MAX_UNAUTHENTICATED} without a proof")
+        if self._timer is None:
+            self._timer = self._loop.call_at(deadline, self._drop_late)
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for connection in [each for each, (deadline, _) in self._pending.items() if deadline <= now]:
+            self._drop(connection, "did not prove in time that it knows this job's secret")
+        deadlines = [deadline for deadline, _ in self._pending.values()]
+        self._timer = self._loop.call_at(min(deadlines), self._drop_late) if deadlines else None
+
+    def _drop(self, connection: Connection, why: str) -> None:
+        self.refuse(why)
+        what = "said anything" if connection.is_authenticated else "proven to know the secret"
+        _log.info("a connection to %s has ended, and nobody there has %s: %s", self._address, what, why)
+        self._pending.pop(connection)[1]()
+
+    def _close(self, connection: Connection) -> None:
+        self._loop.unwatch(connection)
+        connection.close()
 
 
 class MessageListener:
-    """Listens, authenticates, and hands over what proven ends say. Whoever owns it calls `turn` from one thread.
+    """A listener and its connections: hands over the messages of authenticated ends. One thread calls `turn`.
 
     Args:
         secret: the job's 32 bytes.
         address: host and port to listen on, of one interface; port 0: the kernel chooses.
-        me: who listens.
+        me: identity of the listener.
         max_message_bytes: the largest message, both ways.
-        receive: is called with each message of a guest; an AuthenticationError or WireError ends that connection.
-        gone: is called when a connection has ended, and with whether the guest's whole machine is silent.
+        receive: called with each message; an AuthenticationError or WireError ends that connection.
+        gone: called when a connection has ended, and with whether the peer's whole host is silent.
         handshake_seconds: how long a connection may be unauthenticated.
-        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
-        must_speak: a connection counts as unauthenticated until it has said something.
-        port_is_held: the launcher holds the port by SO_REUSEPORT, which this listener then needs, too.
-        tls: encrypt everything; whoever connects must do so, too.
+        peer_timeout_seconds: silence after which a host counts as lost.
+        must_speak: a connection is pending until it has sent a message.
+        port_is_held: see `open_listening_socket`.
+        tls: encrypt everything; the other end must do so, too.
 
     Attributes:
         address: ``host:port``; connections queue there from now on.
 
     Raises:
-        ConfigError: the host is not the address of an interface.
-        OSError: the port is taken, or the address is not this machine's.
+        ConfigError, OSError: see `open_listening_socket`.
     """
 
     def __init__(
@@ -88,8 +216,8 @@ class MessageListener:
         address: tuple[str, int],
         me: Identity,
         max_message_bytes: int,
-        receive: Callable[[ClientConnection, bytes], None],
-        gone: Callable[[ClientConnection, bool], None],
+        receive: Callable[[Connection, bytes], None],
+        gone: Callable[[Connection, bool], None],
         *,
         handshake_seconds: float = HANDSHAKE_SECONDS,
         peer_timeout_seconds: float = 20.0,
@@ -97,167 +225,108 @@ class MessageListener:
         port_is_held: bool = False,
         tls: TlsContext | None = None,
     ) -> None:
-        host, port = address
-        check_address(host)
-        self._secret, self._me, self._max_message_bytes = secret, me, max_message_bytes
-        self._receive, self._gone = receive, gone
-        self._handshake_seconds = handshake_seconds
-        self._peer_timeout_seconds, self._must_speak = peer_timeout_seconds, must_speak
-        self._tls = tls
-        self._guests: dict[socket.socket, ClientConnection] = {}
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=port_is_held)
-        self._listener.setblocking(False)
-        self.address = join_address(host, self._listener.getsockname()[1])
-        self._waker, self._wakened = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wakened, selectors.EVENT_READ)
-        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._receive, self._gone, self._must_speak = receive, gone, must_speak
+        self._clients: set[Connection] = set()
+        self._is_ending = False
+        listening, self.address = open_listening_socket(*address, port_is_held=port_is_held)
+        options = ConnectionOptions(secret, me, max_message_bytes, tls, peer_timeout_seconds)
+        self._loop = EventLoop()
+        self._listener = Listener(
+            self._loop, listening, options, self._on_authenticated, handshake_seconds=handshake_seconds
+        )
         close_in_children(self)
 
     @property
     def num_clients(self) -> int:
-        """How many connections there are whose ends are proven."""
-        return sum(guest.peer is not None for guest in self._guests.values())
+        """Number of authenticated connections."""
+        return len(self._clients)
 
     def turn(self, due: float | None) -> bool:
         """Wait for what happens next, at most until ``due`` (``time.monotonic()``), and handle it.
 
         Returns:
-            False once `end` has been called.
+            False once `end` has been called; then it does not wait.
         """
-        goes_on = True
-        for key, events in self._selector.select(self._seconds_until(due)):
-            if key.fileobj is self._wakened:
-                goes_on = False
-            elif key.fileobj is self._listener:
-                self._accept()
-            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._guests:
-                self._serve(self._guests[key.fileobj], events)
-        self._drop_slow()
-        return goes_on
+        due = 0.0 if self._is_ending else due
+        self._loop.wait(None if due is None else max(0.0, due - time.monotonic()))
+        return not self._is_ending
 
-    def send(self, guest: ClientConnection, message: bytes) -> None:
-        """Queue a message; what was queued for somebody who has gone meanwhile is lost."""
-        if guest.socket in self._guests:
-            guest.conversation.send(message)
-            self._watch(guest)
+    def send(self, client: Connection, message: bytes) -> None:
+        """Queue a message; it is lost where the connection has ended meanwhile."""
+        if client in self._clients:
+            client.post(message)
+            self._watch(client)
 
-    def drop(self, guest: ClientConnection) -> None:
+    def drop(self, client: Connection) -> None:
         """End a connection, without `gone` being called."""
-        if self._guests.pop(guest.socket, None) is not None:
-            self._selector.unregister(guest.socket)
-            with contextlib.suppress(OSError):
-                guest.socket.send(guest.conversation.outgoing)
-            guest.socket.close()
+        if client in self._clients:
+            with suppress(OSError):
+                client.flush()
+            self._forget(client)
 
     def end(self) -> None:
         """Have `turn` return, from any thread. May be called twice."""
-        self._waker.close()
+        self._is_ending = True
+        self._loop.wake()
 
     def flush_and_close_all(self) -> None:
         """Send the last words as well as can be done without waiting, and end all connections."""
-        for guest in list(self._guests.values()):
-            self.drop(guest)
+        for client in list(self._clients):
+            self.drop(client)
 
     def close(self) -> None:
         """Stop listening and end all connections. May be called twice."""
         self.flush_and_close_all()
-        self._selector.close()
-        self.close_descriptors()
+        self._listener.close()
+        self._loop.close()
 
     def close_descriptors(self) -> None:
         """See `reigen.net.fork_safety`."""
-        for each in (self._listener, self._waker, self._wakened, *self._guests):
-            each.close()
+        self._loop.close()
+        for client in self._clients:
+            client.close()
 
-    def _seconds_until(self, due: float | None) -> float | None:
-        deadlines = [one.deadline for one in self._strangers()]
-        deadlines += [] if due is None else [due]
-        return min(_LONGEST_WAIT_SECONDS, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
+    def _on_authenticated(self, client: Connection) -> Callback | None:
+        self._clients.add(client)
+        self._watch(client)
+        return partial(self._lose, client) if self._must_speak else None
 
-    def _accept(self) -> None:
+    def _watch(self, client: Connection) -> None:
+        flush = partial(self._serve, client, self._flush) if client.num_unsent_bytes else None
+        self._loop.watch(client, partial(self._serve, client, self._read), flush)
+
+    def _serve(self, client: Connection, step: Callable[[Connection], None]) -> None:
         try:
-            connection, _ = self._listener.accept()
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptors left: those who do not prove themselves give theirs back
-            if not self._drop_oldest_stranger():
-                time.sleep(0.05)  # the listener stays readable: without a pause this thread would spin
-            return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_keepalive(connection, self._peer_timeout_seconds)
-        channel = None if self._tls is None else self._tls.accepts()
-        conversation = StreamProtocol(ServerHandshake(self._secret, self._me), self._max_message_bytes, channel)
-        self._guests[connection] = ClientConnection(
-            connection, conversation, time.monotonic() + self._handshake_seconds
-        )
-        self._selector.register(connection, selectors.EVENT_READ)
-        if len(self._strangers()) > MAX_UNAUTHENTICATED:
-            self._drop_oldest_stranger()
-
-    def _serve(self, guest: ClientConnection, events: int) -> None:
-        try:
-            if events & selectors.EVENT_READ:
-                self._read(guest)
-            self._flush(guest)
-        except BlockingIOError:
-            return
+            step(client)
         except OSError as error:
-            self._lose(guest, silent=error.errno in SILENCE_ERRNOS)
+            self._lose(client, silent=error.errno in SILENCE_ERRNOS)
         except (AuthenticationError, WireError):
-            self._lose(guest)
+            self._lose(client)
 
-    def _read(self, guest: ClientConnection) -> None:
-        data = guest.socket.recv(guest.conversation.num_wanted_bytes)
-        if not data:
-            raise ConnectionResetError
-        for payload in guest.conversation.receive(data):
-            guest.has_spoken = True
-            if guest.socket in self._guests:  # not once it was dropped
-                self._receive(guest, payload)
+    def _read(self, client: Connection) -> None:
+        for message in client.read():
+            self._listener.confirm(client)
+            if client in self._clients:  # not once it was dropped
+                self._receive(client, message)
+        if client in self._clients:
+            self._flush(client)
 
-    def _flush(self, guest: ClientConnection) -> None:
-        if guest.socket not in self._guests:
-            return
-        outgoing = guest.conversation.outgoing
-        if len(outgoing) > MAX_UNREAD_BYTES:
+    def _flush(self, client: Connection) -> None:
+        if client.num_unsent_bytes > MAX_UNREAD_BYTES:
             raise WireError("somebody asks for more than it reads")
-        if outgoing:
-            with contextlib.suppress(BlockingIOError):
-                del outgoing[: guest.socket.send(outgoing)]
-        self._watch(guest)
+        client.flush()
+        self._watch(client)
 
-    def _watch(self, guest: ClientConnection) -> None:
-        writing = selectors.EVENT_WRITE if guest.conversation.outgoing else 0
-        self._selector.modify(guest.socket, selectors.EVENT_READ | writing)
+    def _lose(self, client: Connection, *, silent: bool = False) -> None:
+        if client in self._clients:
+            self._forget(client)
+            self._gone(client, silent)
 
-    def _strangers(self) -> list[ClientConnection]:
-        guests = self._guests.values()
-        return [one for one in guests if one.peer is None or (self._must_speak and not one.has_spoken)]
-
-    def _drop_slow(self) -> None:
-        now = time.monotonic()
-        for one in self._strangers():
-            if one.deadline <= now:
-                self._lose(one)
-
-    def _drop_oldest_stranger(self) -> bool:
-        strangers = self._strangers()
-        if strangers:
-            self._lose(min(strangers, key=lambda one: one.deadline))
-        return bool(strangers)
-
-    def _lose(self, guest: ClientConnection, *, silent: bool = False) -> None:
-        if self._guests.pop(guest.socket, None) is not None:
-            self._selector.unregister(guest.socket)
-            if guest.peer is None:
-                _log.info("a connection to %s has ended, and nobody there has proven to know the secret", self.address)
-            elif self._must_speak and not guest.has_spoken:
-                _log.info("a connection to %s has ended, and nobody there has said anything", self.address)
-            self._gone(guest, silent)
-            guest.socket.close()
+    def _forget(self, client: Connection) -> None:
+        self._clients.discard(client)
+        self._loop.unwatch(client)
+        self._listener.confirm(client)
+        client.close()
 
 
 def check_address(host: str) -> None:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import TAG_BYTES, AuthSession, Identity, ProcessRole
 from reigen.net.bulk_connection import MAX_REASON_BYTES, BulkConnection, PeerAborted
-from reigen.net.stream import accept_stream, connect_stream
+from reigen.net.connection import open_connection
 from reigen.net.tls import TlsContext
+from tests.accepting import accept_connection
 
 SECRET = b"s" * 32
 ZERO, ONE = Identity(ProcessRole.RANK, 0, "ring 0"), Identity(ProcessRole.RANK, 1, "ring 0")
@@ -31,11 +32,11 @@ def connected(tls=None):
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         accepted = []
         thread = threading.Thread(
-            target=lambda: accepted.append(accept_stream(listener.accept()[0], SECRET, ZERO, 1 << 16, soon(), tls))
+            target=lambda: accepted.append(accept_connection(listener.accept()[0], SECRET, ZERO, 1 << 16, soon(), tls))
         )
         thread.start()
         stack.callback(thread.join)
-        client = connect_stream(listener.getsockname(), SECRET, ONE, 1 << 16, soon(), tls)
+        client = open_connection(listener.getsockname(), SECRET, ONE, 1 << 16, soon(), tls)
     return client, accepted[0]
 
 

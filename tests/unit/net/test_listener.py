@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 import pytest
 
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.connection import open_connection
 from reigen.net.listener import MessageListener
-from reigen.net.stream import connect_stream
 from tests.patience import patiently
 
 SECRET = b"r" * 32
@@ -36,7 +36,7 @@ def receiving(**facts):
 def guest(reception):
     host, port = reception.address.split(":")
     return closing(
-        connect_stream((host, int(port)), SECRET, Identity(ProcessRole.RANK, 1), 1 << 12, time.monotonic() + 60)
+        open_connection((host, int(port)), SECRET, Identity(ProcessRole.RANK, 1), 1 << 12, time.monotonic() + 60)
     )
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
-from reigen.net.stream import StreamProtocol, accept_stream, connect_stream
+from reigen.net.connection import StreamProtocol, open_connection
+from tests.accepting import accept_connection
 
 SECRET = b"s" * 32
 RANK, LAUNCHER = Identity(ProcessRole.RANK, 5), Identity(ProcessRole.LAUNCHER, 0)
@@ -31,11 +32,11 @@ def pair(listener):
     accepted = []
 
     def serve():
-        accepted.append(accept_stream(listener.accept()[0], SECRET, LAUNCHER, 1 << 20, soon()))
+        accepted.append(accept_connection(listener.accept()[0], SECRET, LAUNCHER, 1 << 20, soon()))
 
     thread = threading.Thread(target=serve)
     thread.start()
-    client = connect_stream(listener.getsockname(), SECRET, RANK, 1 << 20, soon())
+    client = open_connection(listener.getsockname(), SECRET, RANK, 1 << 20, soon())
     thread.join()
     yield client, accepted[0]
     client.close()
@@ -101,7 +102,7 @@ def test_a_server_of_another_kind_is_refused(listener, talk):
     thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(AuthenticationError):
-        connect_stream(listener.getsockname(), SECRET, RANK, 100, soon())
+        open_connection(listener.getsockname(), SECRET, RANK, 100, soon())
     thread.join()
 
 
@@ -109,12 +110,12 @@ def test_an_end_of_another_version_is_named_at_once(listener):
     with socket.create_connection(listener.getsockname()) as old:
         old.sendall(b"RGN1" + bytes(37))  # the whole HELLO of version 1
         with pytest.raises(AuthenticationError, match="version b'1'"):
-            accept_stream(listener.accept()[0], SECRET, LAUNCHER, 100, soon())
+            accept_connection(listener.accept()[0], SECRET, LAUNCHER, 100, soon())
 
 
 def test_a_silent_server_is_given_up_at_the_deadline(listener):
     with pytest.raises(TimeoutError):
-        connect_stream(listener.getsockname(), SECRET, RANK, 100, soon(0.05))
+        open_connection(listener.getsockname(), SECRET, RANK, 100, soon(0.05))
 
 
 def test_before_the_proof_only_the_bytes_of_the_handshake_are_taken():

@@ -49,8 +49,8 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.shm_arena import PeerShmArena, explain_mapping_failure
 from reigen.net.auth import ClientHandshake, Identity
+from reigen.net.connection import HANDSHAKE_ENDED_TEXT, StreamProtocol
 from reigen.net.sockets import set_keepalive
-from reigen.net.stream import HANDSHAKE_ENDED_TEXT, StreamProtocol
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext

@@ -46,9 +46,9 @@ from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena, explain_mapping_failure
 from reigen.net.auth import AuthSession, Identity, ProcessRole, ServerHandshake
+from reigen.net.connection import StreamProtocol
 from reigen.net.listener import MAX_UNAUTHENTICATED, check_address, join_address
 from reigen.net.sockets import limit_receive_window, num_arrived_bytes, round_trip_seconds, set_keepalive
-from reigen.net.stream import StreamProtocol
 from reigen.net.tls import TlsSocket
 
 #: How long a connection may take for the handshake, and how long for HELLO behind it.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from reigen.launch.event_loop import WRITE, LauncherLoop
+from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 from reigen.launch.options import LaunchOptions
 from reigen.launch.output.line_prefix import LineSplitter
@@ -113,7 +113,7 @@ class OutputMux:
 
     def _wait_for(self, outlet: NonblockingWriter) -> None:
         self._waiting.add(outlet)
-        self._loop.watch(outlet.fd, lambda: None, WRITE)
+        self._loop.watch(outlet.fd, on_writable=lambda: None)
 
     def _go_on(self, outlet: NonblockingWriter) -> None:
         self._waiting.discard(outlet)
