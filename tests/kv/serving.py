@@ -34,10 +34,11 @@ from reigen.kv.protocol import (
     ShardRange,
     StoreCommand,
 )
-from reigen.kv.server.server import KVServer, open_listener
+from reigen.kv.server.server import KVServer
 from reigen.kv.shm_arena import PeerShmArena, ShmArena
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import open_connection
+from reigen.net.listener import open_listening_socket
 
 SECRET = b"k" * 32
 SECONDS = 40.0
@@ -82,7 +83,7 @@ class Serving:
 
     def __init__(self, num_workers=2, config=None, **facts):
         self.member = FakeMember(num_workers=num_workers, **facts)
-        listener, self.address = open_listener("127.0.0.1")
+        listener, self.address = open_listening_socket("127.0.0.1")
         self.exit_code = None
         try:
             self.server = KVServer(self.member, config or Config(), listener)
