@@ -149,3 +149,70 @@ def test_a_changed_byte_on_the_way_ends_the_conversation():
     client.outgoing[-1] ^= 1
     with pytest.raises(AuthenticationError):
         server.receive(bytes(client.outgoing))
+
+
+def test_what_is_there_is_read_without_waiting_and_the_end_comes_behind_it(pair):
+    client, server = pair
+    assert server.read() == []
+    messages = [bytes([number]) * (number << 12) for number in range(40)]
+    for message in messages:
+        client.post(message)
+    received = []
+    while not client.flush():
+        received += server.read()
+    assert (client.num_posted, client.num_unsent_bytes) == (0, 0)
+    client.close()
+    deadline = soon()
+    while len(received) < len(messages) and time.monotonic() < deadline:
+        received += server.read()
+    assert received == messages
+    with pytest.raises(ConnectionError):
+        server.receive(soon())
+
+
+def test_what_the_kernel_does_not_take_is_counted_and_kept(pair):
+    client, server = pair
+    num_messages = 0
+    while client.flush():
+        client.post(bytes(1 << 19))
+        num_messages += 1
+    client.post(b"last")
+    assert client.num_posted == 2
+    assert client.num_unsent_bytes > 4
+    received = []
+    deadline = soon()
+    while len(received) <= num_messages and time.monotonic() < deadline:
+        client.flush()
+        received += server.read()
+    assert [len(each) for each in received] == [1 << 19] * num_messages + [4]
+    assert client.num_posted == 0
+
+
+def test_one_call_of_read_ends_although_more_comes(pair):
+    client, server = pair
+    stop = threading.Event()
+
+    def flood():
+        while not stop.is_set():
+            if not client.num_posted:
+                client.post(bytes(1 << 16))
+            client.flush()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert len(server.read()) <= 33
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_messages_that_nobody_has_taken_are_not_lost_to_another_kind_of_connection(pair):
+    client, server = pair
+    for message in (b"one", b"two"):
+        client.post(message)
+    client.flush()
+    assert server.receive(soon()) == b"one"
+    with pytest.raises(WireError):
+        server.detach()
