@@ -308,6 +308,7 @@ class Supervisor:
             self.turn()
         self._local.drain()
         self._dismiss()
+        self._display.finish()
         if self._listener.finished is None:
             self._display.say(self._describe_end(self._finish))
         patience = None if self._finish.signum is None else self._options.grace_seconds
@@ -320,16 +321,20 @@ class Supervisor:
         if self._plan.describe_end is not None:
             words = self._plan.describe_end(finish)
             return f"reigen run: {words}\n".encode() if words else b""
-        tail = [] if finish.failure is None else self._tail(finish.failure.rank)
-        hosts = self._hosts if self.agents else {}
-        return format_exit_report(finish, tail, ProcessLocations(hosts, self._names, self._losses))
+        places = ProcessLocations(self._hosts if self.agents else {}, self._names, self._losses)
+        if finish.failure is None:
+            return format_exit_report(finish, [], places)
+        number = finish.failure.rank
+        first = self._first_tails.get(number)
+        is_above = first is None and self._display.is_error_last(number)
+        return format_exit_report(finish, first or self._display.tail(number), places, is_above=is_above)
 
     # ---------------------------------------------------------------- one turn
 
     def turn(self, limit_seconds: float | None = None) -> None:
         """Wait for something to happen, not longer than that, and see to it."""
         was_finished = self._finish is not None
-        waits = [limit_seconds, *(group.turn() for group in self._groups)]
+        waits = [limit_seconds, self._display.turn(), *(group.turn() for group in self._groups)]
         if self._finish is not None and not was_finished:
             return
         if self._grace_ends is not None:
@@ -415,10 +420,6 @@ class Supervisor:
             while True:
                 for number in os.read(self._left, _READ_BYTES).split():
                     self._happened(PsWorkerLeft(int(number)))
-
-    def _tail(self, number: int) -> list[bytes]:
-        """The last lines of the process that failed; of a rank, of its first life."""
-        return self._first_tails.get(number) or self._display.tail(number)
 
     def swept(self, group: HostProcesses) -> None:
         """See ``ProcessListener``."""

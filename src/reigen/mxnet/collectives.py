@@ -25,7 +25,9 @@ _Submit = Callable[[Collectives[NDArray], str, bool], Handle[Any]]
 
 
 class MXNetCollectives(Collectives[NDArray]):
-    """All have an argument more, ``priority``: of the operation in MXNet's engine."""
+    """All have an argument more, ``priority``: of the operation in MXNet's engine, where those in place wait."""
+
+    in_place_waits = False
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
         """See `Collectives.implementation`."""

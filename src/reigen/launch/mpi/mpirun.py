@@ -67,12 +67,14 @@ class MpirunContext:
         num_cores: how many processors there are here.
         has_remote_hosts: there are hosts besides this one.
         variables: names of those that go to other hosts, sorted.
+        session_directory: where Open MPI 5 keeps its files on this host; empty: where it likes.
     """
 
     is_root: bool
     num_cores: int
     has_remote_hosts: bool
     variables: tuple[str, ...]
+    session_directory: str = ""
 
 
 def identify_mpirun(version: str) -> tuple[MpirunFamily | None, str]:
@@ -134,6 +136,8 @@ def _open_mpi(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> l
         line += ["--prtemca", "plm_ssh_agent", agent] if is_5 else ["--mca", "plm_rsh_agent", agent]
         prefix = str(Path(mpirun.path).parent.parent)
         line += ["--prefix", prefix] if prefix not in {"/usr", "/"} else []
+    if there.session_directory and not any("tmpdir_base" in word for word in options.mpi_args):
+        line += ["--prtemca", "prte_local_tmpdir_base", there.session_directory]
     for name in there.variables:
         line += ["-x", name]
     return line
