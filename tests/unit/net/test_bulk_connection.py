@@ -151,12 +151,12 @@ def test_parts_of_a_message_can_be_used_before_its_end(end_and_raw):
         connection.sendall(part)
         wait_readable(link)
         assert link.advance_receives() == 0
-        assert link.num_received_bytes == expected
+        assert link.num_placed_bytes == expected
         assert place[:expected] == b"abcdefg"[:expected]
     connection.sendall(b"hij")
     wait_readable(link)
     assert link.advance_receives() == 1
-    assert (bytes(place), link.num_received_bytes) == (b"abcdefghij", 0)
+    assert (bytes(place), link.num_placed_bytes) == (b"abcdefghij", 0)
 
 
 def test_places_may_be_posted_after_the_message_has_come(links):
@@ -355,7 +355,7 @@ def test_a_reason_that_comes_in_pieces_touches_no_count(end_and_raw):
         connection.sendall(part)
         wait_readable(link)
         assert link.advance_receives() == 0
-        assert (link.num_expected, link.num_received_bytes, link.wants_to_receive) == (2, 0, True)
+        assert (link.num_expected, link.num_placed_bytes, link.wants_to_receive) == (2, 0, True)
     connection.sendall(b"m")
     error = receive_error(link)
     assert isinstance(error, PeerAborted)

@@ -275,7 +275,7 @@ class TcpEventLoop:
             completed = lane.link.advance_receives()
         except (ConnectionError, WireError, AuthenticationError) as error:
             raise self._faults.of_link(lane, error, self._pending()) from error
-        if completed or lane.link.num_received_bytes:
+        if completed or lane.link.num_placed_bytes:
             lane.peer.is_heard = lane.peer.is_active = True
         self._conclude(lane, lane.receiving, completed)
 
