@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reigen.cluster.membership.abort_message import format_ranks
 from reigen.cluster.membership.rendezvous import Rendezvous, split_address
-from reigen.errors import AuthenticationError, DeadlineError, PeerLostError
+from reigen.errors import AuthenticationError, DeadlineError, PeerLostError, format_ranks
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, ConnectionOptions
 from reigen.net.event_loop import EventLoop

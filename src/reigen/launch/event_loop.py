@@ -1,4 +1,4 @@
-"""The launcher's event loop, which signals that ask to stop wake, too."""
+"""Event loop of the launcher's processes: descriptors, and signals that ask them to stop."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from reigen.net.event_loop import EventLoop
 
 
 def _ignore_signal(_: int) -> None:
-    """There is no guard that would send signals on."""
+    """Ignore a signal: without a watchdog no process passes one on."""
 
 
 class LauncherLoop(EventLoop):
-    """One thread's waiting. A context manager.
+    """Event loop of one thread, and a context manager.
 
     Args:
-        lifeline: see ``launch.watchdog``; None where there is no guard, and nobody else to hear of signals.
-        on_signal: called with the number of a signal that asks to stop, sent to this process or to its guard.
-        on_orphaned: called when the guard has gone.
+        lifeline: see ``launch.watchdog``; None where there is no watchdog.
+        on_signal: called with the number of a signal that asks to stop, sent to this process or to its watchdog.
+        on_orphaned: called when the watchdog has gone.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class LauncherLoop(EventLoop):
             self._signals.setblocking(False)
             signal.set_wakeup_fd(self._signals.fileno(), warn_on_full_buffer=False)
             self.watch(lifeline, lambda: self._read(lifeline))
-            self.watch(self._signalled, lambda: self._tell(self._signalled.recv(64)))
+            self.watch(self._signalled, lambda: self._dispatch(self._signalled.recv(64)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,9 +56,9 @@ class LauncherLoop(EventLoop):
         if not signals:
             self.unwatch(lifeline)
             self._on_orphaned()
-        self._tell(signals)
+        self._dispatch(signals)
 
-    def _tell(self, signals: bytes) -> None:
+    def _dispatch(self, signals: bytes) -> None:
         for signum in signals:
             if signum in STOP_SIGNALS:
                 self._on_signal(signum)
