@@ -124,7 +124,7 @@ def test_integers_wait_behind_messages_that_do_not_fit() -> None:
 
 
 def test_integers_that_do_not_fit_wait_for_the_slowest_reader() -> None:
-    hub, one, two = star(3, 2**32 - 1000)
+    hub, one, two = star(3, 2**32 - RING_BYTES // 2)
     sent = [tuple(range(number, number + 1000)) for number in range(100)]
     for integers in sent:
         hub.send_integers(integers)
