@@ -25,12 +25,20 @@ from reigen.kv.client.key_table import KeyState, RequestFactory, collect_residua
 from reigen.kv.client.requests import KVOperation
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.keys import key_id
-from reigen.kv.local_reduce import sum_row_sparse, sum_tensors
 from reigen.kv.local_store import copy_to_host, fill_tensor
 from reigen.kv.membership.nodes import JobMembership
 from reigen.kv.protocol import MessageKind
 from reigen.kv.store import KeyTensors, KVStore, Pending, check_optimizer
-from reigen.kv.values import Key, RowSparse, flatten_tensor, row_numbers, tensor_spec, write_tensor
+from reigen.kv.values import (
+    Key,
+    RowSparse,
+    flatten_tensor,
+    row_numbers,
+    sum_row_sparse,
+    sum_tensors,
+    tensor_spec,
+    write_tensor,
+)
 
 
 class DistStore(KVStore):
