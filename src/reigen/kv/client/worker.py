@@ -198,9 +198,10 @@ class KVWorker:
                 raise operation.error.anew()
 
     def submit(self, requests: Sequence[ClientRequest], *orders: KeyOrder) -> None:
-        """Begin requests of one operation and kind, all or some. They leave when there are many bytes of them, or by `flush`.
+        """Begin requests of one operation and kind. They leave when there are many bytes of them, or by `flush`.
 
-        ``orders`` are those of their key, none if they are in no order with others; of a batch, those of its keys: all free.
+        ``orders`` are those of their key, none if they are in no order with others; of a batch, those of its keys,
+        which are all free.
         """
         operation, is_push = requests[0].operation, requests[0].header.kind in PUSH_KINDS
         with self._driving:
@@ -234,7 +235,7 @@ class KVWorker:
         self._leave_to_thread()
 
     def command(self, name: str, arguments: dict[str, object], servers: Iterable[int] | None = None) -> list[object]:
-        """Have servers, all or some, carry out a command of `reigen.kv.server.store_settings`; return the answer of each."""
+        """Have servers, all or some, do a command of `reigen.kv.server.store_settings`; return the answer of each."""
         body = COMMAND_CODEC.encode(StoreCommand(name, arguments))
         requests = self.ask_servers(MessageKind.COMMAND, name, lambda _: body, servers)
         return [RESULT_CODEC.decode(bytes(each.answer or b"")).value for each in requests]
