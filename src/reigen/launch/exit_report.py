@@ -1,11 +1,12 @@
-"""What the user is told at the end of a job. Makes text, prints nothing."""
+"""Messages for the user at the end of a job. Makes text, prints nothing."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reigen.launch.job_state import FinishJob, JobFailure, was_killed
+from reigen.launch.job_state import KILLED_EXIT_CODES, FinishJob, JobFailure, was_killed
 from reigen.launch.output.line_prefix import ProcessNames, visible_text
 from reigen.launch.process_tree import signal_name
 from reigen.launch.ps_processes import SNAPSHOT_VARIABLE
@@ -14,11 +15,11 @@ from reigen.launch.watchdog import STOP_SIGNALS
 
 @dataclass(frozen=True, slots=True)
 class ProcessLocations:
-    """What was where, and what became of the hosts.
+    """Hosts and names of a job's processes, and hosts that were lost.
 
     Attributes:
         hosts: of each process, by number; empty where all are on one.
-        names: of processes that are no ranks, by number.
+        names: of PS processes, by number.
         losses: hosts that were lost, and why.
     """
 
@@ -27,63 +28,80 @@ class ProcessLocations:
     losses: Mapping[str, str] = field(default_factory=dict)
 
 
-def format_exit_report(finish: FinishJob, tail: Sequence[bytes], whereabouts: ProcessLocations) -> bytes:
-    """The last words of a job: nothing where all went well.
+#: What helps, where the last lines of stderr match.
+_HINTS = (
+    (
+        re.compile(rb"No module named 'horovod'$"),
+        "`reigen run --as-horovod ...` runs scripts that import horovod; `python -m reigen.compat install` lets any",
+    ),
+    (
+        re.compile(rb"DMLC_NUM_WORKER|USE_DIST_KVSTORE"),
+        "`reigen run --as-mxnet -s SERVERS ...` runs scripts for MXNet's KVStore on Reigen's parameter servers",
+    ),
+)
+#: Where the kernel counted no OOM kill: the counter of another control group may have.
+SIGKILL_HINT = (
+    "only the kernel and `kill -9` send SIGKILL: usually memory ran out (`dmesg -T | grep -i oom`, or the state of the"
+    " container, shows it); smaller batches, fewer ranks on the host or fewer data loader workers need less"
+)
+
+
+def format_exit_report(
+    finish: FinishJob, tail: Sequence[bytes], locations: ProcessLocations, *, is_above: bool = False
+) -> bytes:
+    """Format the last message of a job: empty where all went well.
 
     Args:
         finish: how it ended.
         tail: the last lines of the stderr of the process that failed first.
-        whereabouts: where that was.
+        locations: of its processes.
+        is_above: these lines were printed just before.
     """
     if finish.failure is not None:
-        host = whereabouts.hosts.get(finish.failure.rank, "")
-        words = format_failure(finish.failure, tail, whereabouts)
-        others = [each for each in whereabouts.losses.items() if not finish.failure.reason or each[0] != host]
-        return words + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in others)
+        host = locations.hosts.get(finish.failure.rank, "")
+        report = format_failure(finish.failure, tail, locations, is_above=is_above)
+        lost = [each for each in locations.losses.items() if not finish.failure.reason or each[0] != host]
+        return report + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in lost)
     if finish.signum in STOP_SIGNALS:
         return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
     return b""
 
 
 def describe_exit(exit_code: int, cause: str = "") -> str:
-    """How a process has ended, and what the kernel says of it.
-
-    Example:
-        >>> ended(3), ended(-9)
-        ('exit code 3', 'killed by SIGKILL')
-    """
-    words = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
-    return f"{words}; {cause}" if cause else words
+    """Describe a process's exit code, and the kernel's cause of its end: ``killed by SIGKILL; CAUSE``."""
+    text = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
+    return f"{text}; {cause}" if cause else text
 
 
-def format_failure(failure: JobFailure, tail: Sequence[bytes], whereabouts: ProcessLocations) -> bytes:
-    """The block that is printed last: who failed first, how, and its last words.
-
-    Args:
-        failure: what happened.
-        tail: the last lines of that process's stderr.
-        whereabouts: where it was.
-    """
-    number, names = failure.rank, whereabouts.names
-    host = whereabouts.hosts.get(number, "")
+def format_failure(
+    failure: JobFailure, tail: Sequence[bytes], locations: ProcessLocations, *, is_above: bool = False
+) -> bytes:
+    """Format the block that is printed last: the process that failed first, and the last lines of its stderr."""
+    number, names = failure.rank, locations.names
+    host = locations.hosts.get(number, "")
     if failure.reason:
-        lost = _format_processes([each for each, where in whereabouts.hosts.items() if where == host], names)
+        lost = _format_processes([each for each, where in locations.hosts.items() if where == host], names)
         block = [f"reigen run: host {host} was lost, with {lost}: {failure.reason}".encode()]
     else:
         where = f" (host {host})" if host else ""
         name = names.get(number, f"rank {number}")
         block = [f"reigen run: {name}{where} failed first: {describe_exit(failure.exit_code, failure.cause)}".encode()]
-        if tail:
+        if is_above:
+            block.append(b"  its error is the last one above")
+        elif tail:
             block += [b"  the last lines of its stderr:", *(b"    " + visible_text(line) for line in tail)]
         else:
             block.append(b"  it wrote nothing to stderr")
+        if failure.exit_code in KILLED_EXIT_CODES and not failure.cause:
+            block.append(f"  {SIGKILL_HINT}".encode())
+        block += [f"  {hint}".encode() for pattern, hint in _HINTS if any(map(pattern.search, tail))]
         if failure.num_restarts or number in names:
             in_vain = f"it was started again {_format_restarts(failure)}, and has failed again"
             block.append(b"  " + (_describe_restarts(name, failure) if number in names else in_vain).encode())
     if failure.num_stopped:
-        others = "rank was" if failure.num_stopped == 1 else "ranks were"
+        stopped = "rank was" if failure.num_stopped == 1 else "ranks were"
         other = "" if number in names else "other "
-        block.append(f"  {failure.num_stopped} {other}{others} stopped because of it".encode())
+        block.append(f"  {failure.num_stopped} {other}{stopped} stopped because of it".encode())
     return b"\n".join(block) + b"\n"
 
 
@@ -102,7 +120,7 @@ def _format_restarts(failure: JobFailure) -> str:
 
 
 def _format_processes(numbers: Sequence[int], names: ProcessNames) -> str:
-    """``ranks 1, 2 and server 0``."""
+    """Format processes: ``ranks 1, 2 and server 0``."""
     ranks = [str(number) for number in numbers if number not in names]
     parts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"] if ranks else []
     parts += [names[number] for number in numbers if number in names]

@@ -6,7 +6,7 @@ import pytest
 
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.exit_report import ProcessLocations, format_exit_report
+from reigen.launch.exit_report import SIGKILL_HINT, ProcessLocations, format_exit_report
 from reigen.launch.job_state import FinishJob, JobFailure
 from reigen.launch.local_plan import AvailableCpus, JobServices, plan_ps_processes, plan_ranks, process_command
 from reigen.launch.output.line_prefix import LineSplitter, LogSink
@@ -55,7 +55,7 @@ def test_what_servers_do_without_a_worker_is_what_the_launcher_does():
         return choose_restart_policy(2, ServerOptions(1), {"REIGEN_KV_ON_WORKER_LOSS": policy})
 
     assert on_loss("abort") == choose_restart_policy(2, ServerOptions(1), {}) == RestartPolicy({2: 0, 3: 3})
-    assert on_loss("continue") == RestartPolicy({2: 0, 3: 3}, goes_on=True)
+    assert on_loss("continue") == RestartPolicy({2: 0, 3: 3}, continue_on_failure=True)
     assert on_loss("wait") == RestartPolicy({0: 3, 1: 3, 2: 0, 3: 3})
     assert choose_restart_policy(2, None, {"REIGEN_KV_ON_WORKER_LOSS": "continue"}) == RestartPolicy()
 
@@ -170,6 +170,7 @@ def test_a_server_that_failed_is_named_with_what_to_do():
         "reigen run: server 0 (host h2) failed first: killed by SIGKILL",
         "  the last lines of its stderr:",
         "    its last line",
+        f"  {SIGKILL_HINT}",
         "  it was not started again: a server is only where it keeps snapshots (REIGEN_KV_SNAPSHOT_DIR)",
         "  2 ranks were stopped because of it",
     ]
@@ -180,6 +181,7 @@ def test_a_server_that_was_started_again_in_vain():
     assert lines == [
         "reigen run: server 0 failed first: killed by SIGKILL",
         "  it wrote nothing to stderr",
+        f"  {SIGKILL_HINT}",
         "  it had been started again 3 times before",
         "  1 rank was stopped because of it",
     ]
