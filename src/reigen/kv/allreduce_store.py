@@ -117,7 +117,7 @@ class AllreduceStore(LocalStore):
             raise first
 
     def _check(self) -> None:
-        """That this process may use the store.
+        """Check that this process may use the store.
 
         Raises:
             ArgumentError: the store was closed.

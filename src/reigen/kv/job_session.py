@@ -163,7 +163,7 @@ _session: JobSession | None = None
 
 
 def _after_fork() -> None:
-    """In the child: it is no worker. Locks and the place in the job stay with the parent."""
+    """Forget the job in a child, which is no worker: locks and the place in the job stay with the parent."""
     global _lock, _session
     _lock, _session = threading.Lock(), None
     atexit.unregister(_at_exit)

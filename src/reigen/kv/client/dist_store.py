@@ -341,14 +341,14 @@ class DistStore(KVStore):
 
 
 class _PullTarget:
-    """Where a pulled value lands: in the first out itself, if it can, and from there in the others."""
+    """Target of a pull: the first out itself, if it can be written, and from there the others."""
 
     def __init__(self, outs: list[Any]) -> None:
         self._outs = outs
         self.elements, self._aliases = flatten_tensor(outs[0])
 
     def finish(self) -> None:
-        """The elements are there."""
+        """Have all outs hold the elements."""
         write_tensor(self._outs[0], self.elements, self._aliases)
         for out in self._outs[1:]:
             fill_tensor(out, self.elements)
