@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import reigen
 from benchmarks.harness.report import Document
 from reigen.errors import LaunchError
-from reigen.files import check_can_be_written, open_replacement, write_atomically
+from reigen.files import check_can_be_written, open_replacement, privacy_problem, write_atomically
 from reigen.launch.output.output_files import OutputFile
 from reigen.observe.trace_writer import TraceFile
 
@@ -243,3 +244,23 @@ def test_the_library_writes_files_in_one_way() -> None:
         if isinstance(node, ast.Call) and opens_to_write(node)
     }
     assert found == allowed
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "is_parent", "problem"),
+    [
+        (0o700, 0, False, None),
+        (0o600, 0, False, None),
+        (0o750, 0, False, "may be used by others (mode 0750)"),
+        (0o701, 0, False, "may be used by others (mode 0701)"),
+        (0o700, 1, False, f"belongs to user {os.geteuid() + 1}, this process to user {os.geteuid()}"),
+        (0o755, 0, True, None),
+        (0o1777, 0, True, None),
+        (0o770, 0, True, "may be changed by others (mode 0770)"),
+        (0o755, -os.geteuid(), True, None),
+        (0o755, 1, True, f"belongs to user {os.geteuid() + 1}, this process to user {os.geteuid()}"),
+    ],
+)
+def test_what_is_not_this_users_alone(mode: int, user: int, is_parent: bool, problem: str | None) -> None:
+    status = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, os.geteuid() + user, 0, 0, 0, 0, 0))
+    assert privacy_problem(status, is_parent=is_parent) == problem
