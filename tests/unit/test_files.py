@@ -249,18 +249,22 @@ def test_the_library_writes_files_in_one_way() -> None:
 @pytest.mark.parametrize(
     ("mode", "user", "is_parent", "problem"),
     [
-        (0o700, 0, False, None),
-        (0o600, 0, False, None),
-        (0o750, 0, False, "may be used by others (mode 0750)"),
-        (0o701, 0, False, "may be used by others (mode 0701)"),
-        (0o700, 1, False, f"belongs to user {os.geteuid() + 1}, this process to user {os.geteuid()}"),
+        (0o700, 1000, False, None),
+        (0o600, 1000, False, None),
+        (0o750, 1000, False, "may be used by others (mode 0750)"),
+        (0o701, 1000, False, "may be used by others (mode 0701)"),
+        (0o700, 1001, False, "belongs to user 1001, this process to user 1000"),
+        (0o700, 0, False, "belongs to user 0, this process to user 1000"),
+        (0o755, 1000, True, None),
         (0o755, 0, True, None),
         (0o1777, 0, True, None),
-        (0o770, 0, True, "may be changed by others (mode 0770)"),
-        (0o755, -os.geteuid(), True, None),
-        (0o755, 1, True, f"belongs to user {os.geteuid() + 1}, this process to user {os.geteuid()}"),
+        (0o770, 1000, True, "may be changed by others (mode 0770)"),
+        (0o755, 1001, True, "belongs to user 1001, this process to user 1000"),
     ],
 )
-def test_what_is_not_this_users_alone(mode: int, user: int, is_parent: bool, problem: str | None) -> None:
-    status = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, os.geteuid() + user, 0, 0, 0, 0, 0))
+def test_what_is_not_this_users_alone(
+    monkeypatch: pytest.MonkeyPatch, mode: int, user: int, is_parent: bool, problem: str | None
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    status = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, user, 0, 0, 0, 0, 0))
     assert privacy_problem(status, is_parent=is_parent) == problem
