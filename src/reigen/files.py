@@ -68,6 +68,25 @@ def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *,
         os.close(directory)
 
 
+def privacy_problem(status: os.stat_result, *, is_parent: bool = False) -> str | None:
+    """Return what keeps a file, or a directory, from being this user's alone, in words that follow its name.
+
+    Args:
+        status: of the file.
+        is_parent: it only has to be such that nobody but this user and root can replace what is in it.
+
+    Returns:
+        None: it is private.
+    """
+    user, mode = os.geteuid(), f"mode {stat.S_IMODE(status.st_mode):04o}"
+    if status.st_uid != user and not (is_parent and status.st_uid == 0):
+        return f"belongs to user {status.st_uid}, this process to user {user}"
+    if is_parent:
+        may_be_changed = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        return f"may be changed by others ({mode})" if may_be_changed else None
+    return f"may be used by others ({mode})" if status.st_mode & 0o077 else None
+
+
 @contextlib.contextmanager
 def open_directory(path: str | os.PathLike[str]) -> Iterator[int]:
     """Open a directory whose name others can foresee, and may replace at any moment.
@@ -85,9 +104,8 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[int]:
             raise NotADirectoryError(errno.ENOTDIR, f"{path} is a link") from None
         raise
     try:
-        owner, user = os.fstat(descriptor).st_uid, os.geteuid()
-        if owner not in {0, user}:
-            raise PermissionError(errno.EPERM, f"{path} belongs to user {owner}, this process to user {user}")
+        if (status := os.fstat(descriptor)).st_uid not in {0, os.geteuid()}:
+            raise PermissionError(errno.EPERM, f"{path} {privacy_problem(status)}")
         yield descriptor
     finally:
         os.close(descriptor)

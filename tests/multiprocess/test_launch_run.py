@@ -4,11 +4,13 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 
 import pytest
 
-from tests.multiprocess.launcher import launched, python, run
+from reigen.launch.exit_report import SIGKILL_HINT
+from tests.multiprocess.launcher import DEADLINE_SECONDS, launched, python, run
 
 
 def test_arguments_arrive_untouched_by_a_shell():
@@ -131,10 +133,11 @@ def test_a_rank_that_a_signal_ends(signum):
     code = f"if rank == 0: time.sleep(300)\nos.kill(os.getpid(), {int(signum)})"
     status, _, err = run("-np", "2", *python(code))
     assert status == 128 + signum
+    hint = f"  {SIGKILL_HINT}\n" if signum == signal.SIGKILL else ""
+    assert all(words in SIGKILL_HINT for words in ("kernel", "`kill -9`", "memory ran out", "dmesg"))
     assert err == (
         f"reigen run: rank 1 failed first: killed by {signum.name}\n"
-        "  it wrote nothing to stderr\n"
-        "  1 other rank was stopped because of it\n"
+        "  it wrote nothing to stderr\n" + hint + "  1 other rank was stopped because of it\n"
     )
 
 
@@ -255,3 +258,58 @@ def test_output_that_cannot_be_kept(tmp_path):
         1,
         f"reigen run: cannot keep output in {tmp_path}/file/rank.0/stdout: Not a directory\n",
     )
+
+
+def test_a_progress_bar_in_a_pipe_is_seen_before_its_line_ends():
+    code = """
+if rank == 0:
+    sys.stderr.write('\\r 10%')
+    sys.stderr.flush()
+    sys.stdin.readline()
+    print('go on')
+"""
+    with launched("-np", "2", *python(code), stdin=-1, stderr=subprocess.STDOUT) as launcher:
+        assert launcher.process.stdout.read(9) == b"\r[0]  10%"
+        launcher.process.stdin.write(b"\n")
+        assert launcher.process.communicate(timeout=DEADLINE_SECONDS)[0] == b"\n[0] go on\n"
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_error_that_all_ranks_raise_is_printed_once(size, tmp_path):
+    """They wait for each other, so that none is stopped before it has printed."""
+    code = f"""
+import atexit
+def wait():
+    open({str(tmp_path)!r} + f'/{{rank}}.done', 'w').close()
+    while sum(os.path.exists({str(tmp_path)!r} + f'/{{r}}.done') for r in range({size})) < {size}: time.sleep(0.01)
+atexit.register(wait)
+raise ValueError('the same everywhere')
+"""
+    status, _, err = run("-np", str(size), "--output-filename", str(tmp_path / "kept"), *python(code))
+    assert status == 1
+    assert err.count("ValueError: the same everywhere") == 1
+    first = int(re.match(r"\[(\d)\] Traceback", err)[1])
+    others = [rank for rank in range(size) if rank != first]
+    words = f"reigen run: ranks {', '.join(map(str, others))}: the same error as rank {first}\n" if others else ""
+    last = err[err.index("reigen run: ") :]
+    assert last.startswith(words + "reigen run: rank ")
+    assert " failed first: exit code 1\n  its error is the last one above\n" in last
+    for rank in range(size):
+        assert "ValueError: the same everywhere" in (tmp_path / "kept" / f"rank.{rank}" / "stderr").read_text()
+
+
+@pytest.mark.parametrize("options", [("-np", "1"), ("-np", "2")])
+def test_a_script_for_horovod_that_is_run_without_as_horovod_is_told_so(options):
+    status, _, err = run(*options, sys.executable, "-ISc", "import horovod.torch")
+    assert status == 1
+    assert "`reigen run --as-horovod ...`" in err
+    assert "`python -m reigen.compat install`" in err
+    other = run("-np", "1", sys.executable, "-ISc", "import horovod_tools")[2]
+    assert "--as-horovod" not in other
+
+
+def test_a_script_for_mxnets_kvstore_that_is_run_without_as_mxnet_is_told_so():
+    words = 'MXNetError: Check  notnull: Environment::Get()->find("DMLC_NUM_WORKER") '
+    status, _, err = run("-np", "1", *python(f"sys.exit({words!r})"))
+    assert status == 1
+    assert "`reigen run --as-mxnet -s SERVERS ...`" in err

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import reigen.torch as hvd
-from reigen.errors import ArgumentError, JoinedError, PeerLostError, StepOrderError
+from reigen.errors import ArgumentError, DeadlineError, JoinedError, PeerLostError, StepOrderError
 from tests.torch.training import assert_identical_everywhere, assert_same, make_net, mean_loss
 
 #: for 3 ranks, the number of batches in each epoch; in the first one rank 0, whose order is the plan's, has none
@@ -275,3 +275,31 @@ def only_some_enter() -> None:
 
 def test_all_ranks_must_enter_the_loop(rank_pool):
     rank_pool(2).run(only_some_enter, init=True)
+
+
+def train_unevenly(last: str) -> list[str]:
+    """Returns what the error says beyond its message; rank 0 has a batch less."""
+    _, _, model, optimizer = make_pair()
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        mean_loss(model, *batch(0, hvd.rank(), number)).backward()
+        optimizer.step()
+
+    step(0)
+    step(1)
+    if hvd.rank() == 1:
+        with pytest.raises((PeerLostError, DeadlineError)) as raised:
+            step(2)
+        return raised.value.__notes__
+    if last == "barrier":
+        with pytest.raises((DeadlineError, PeerLostError)):
+            hvd.barrier()
+    return []
+
+
+@pytest.mark.parametrize("last", ["end", "barrier"])
+def test_an_error_because_of_a_missing_batch_names_uneven_data_and_join(rank_pool, last):
+    """A rank with fewer batches has left, or is in another collective."""
+    notes = rank_pool(2).run(train_unevenly, last, init=True, env={"REIGEN_DEADLINE": "2"})[1]
+    assert any("`with hvd.uneven_data(optimizer, model):`" in note and "`hvd.join()`" in note for note in notes)

@@ -130,11 +130,11 @@ class RankController:
                     self._forget(slot)
             case RankShutdown(rank):
                 if rank != self.rank:
-                    return self.lose(
-                        PeerLostError(
-                            f"rank {rank} has left the job (shutdown, or the end of the script)", ranks=(rank,)
-                        )
+                    error = PeerLostError(
+                        f"rank {rank} has left the job (shutdown, or the end of the script)", ranks=(rank,)
                     )
+                    error.has_left = True
+                    return self.lose(error)
             case JobAbort():
                 return self.lose(abort_error(announcement))
         return []

@@ -23,7 +23,7 @@ class HasFileno(Protocol):
 
 
 def _ignore_signal(_: int) -> None:
-    """Ignore a signal: without a watchdog none is passed on."""
+    """Ignore a signal."""
 
 
 class LauncherLoop:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reigen.launch.job_state import FinishJob, JobFailure, was_killed
+from reigen.launch.job_state import KILLED_EXIT_CODES, FinishJob, JobFailure, was_killed
 from reigen.launch.output.line_prefix import ProcessNames, visible_text
 from reigen.launch.process_tree import signal_name
 from reigen.launch.ps_processes import SNAPSHOT_VARIABLE
@@ -27,17 +28,38 @@ class ProcessLocations:
     losses: Mapping[str, str] = field(default_factory=dict)
 
 
-def format_exit_report(finish: FinishJob, tail: Sequence[bytes], locations: ProcessLocations) -> bytes:
+#: Advice where the last lines of stderr match.
+_HINTS = (
+    (
+        re.compile(rb"No module named 'horovod'$"),
+        "`reigen run --as-horovod ...` runs scripts that import horovod; `python -m reigen.compat install` lets any",
+    ),
+    (
+        re.compile(rb"DMLC_NUM_WORKER|USE_DIST_KVSTORE"),
+        "`reigen run --as-mxnet -s SERVERS ...` runs scripts for MXNet's KVStore on Reigen's parameter servers",
+    ),
+)
+#: Where the kernel counted no OOM kill: the counter of another control group may have.
+SIGKILL_HINT = (
+    "only the kernel and `kill -9` send SIGKILL: usually memory ran out (`dmesg -T | grep -i oom`, or the state of the"
+    " container, shows it); smaller batches, fewer ranks on the host or fewer data loader workers need less"
+)
+
+
+def format_exit_report(
+    finish: FinishJob, tail: Sequence[bytes], locations: ProcessLocations, *, is_above: bool = False
+) -> bytes:
     """Format the last message of a job: empty where all went well.
 
     Args:
         finish: how it ended.
         tail: the last lines of the stderr of the process that failed first.
         locations: of its processes.
+        is_above: these lines were printed just before.
     """
     if finish.failure is not None:
         host = locations.hosts.get(finish.failure.rank, "")
-        report = format_failure(finish.failure, tail, locations)
+        report = format_failure(finish.failure, tail, locations, is_above=is_above)
         lost = [each for each in locations.losses.items() if not finish.failure.reason or each[0] != host]
         return report + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in lost)
     if finish.signum in STOP_SIGNALS:
@@ -51,7 +73,9 @@ def describe_exit(exit_code: int, cause: str = "") -> str:
     return f"{text}; {cause}" if cause else text
 
 
-def format_failure(failure: JobFailure, tail: Sequence[bytes], locations: ProcessLocations) -> bytes:
+def format_failure(
+    failure: JobFailure, tail: Sequence[bytes], locations: ProcessLocations, *, is_above: bool = False
+) -> bytes:
     """Format the block that is printed last: the process that failed first, and the last lines of its stderr."""
     number, names = failure.rank, locations.names
     host = locations.hosts.get(number, "")
@@ -62,10 +86,15 @@ def format_failure(failure: JobFailure, tail: Sequence[bytes], locations: Proces
         where = f" (host {host})" if host else ""
         name = names.get(number, f"rank {number}")
         block = [f"reigen run: {name}{where} failed first: {describe_exit(failure.exit_code, failure.cause)}".encode()]
-        if tail:
+        if is_above:
+            block.append(b"  its error is the last one above")
+        elif tail:
             block += [b"  the last lines of its stderr:", *(b"    " + visible_text(line) for line in tail)]
         else:
             block.append(b"  it wrote nothing to stderr")
+        if failure.exit_code in KILLED_EXIT_CODES and not failure.cause:
+            block.append(f"  {SIGKILL_HINT}".encode())
+        block += [f"  {hint}".encode() for pattern, hint in _HINTS if any(map(pattern.search, tail))]
         if failure.num_restarts or number in names:
             in_vain = f"it was started again {_format_restarts(failure)}, and has failed again"
             block.append(b"  " + (_describe_restarts(name, failure) if number in names else in_vain).encode())

@@ -12,6 +12,7 @@ from typing import IO, Protocol
 
 from reigen.errors import LaunchError
 from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.job_state import KILLED_EXIT_CODES
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.payload import InheritedDescriptors
 from reigen.launch.process_tree import find_descendants, reap_orphans, signal_all_below
@@ -24,8 +25,6 @@ STDOUT, STDERR = 0, 1
 STREAMS = (STDOUT, STDERR)
 
 _READ_BYTES = 1 << 16
-#: The exit codes of a process that SIGKILL has ended, and of a shell that ran it.
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 #: Seconds between looks whether what ranks left behind has gone: the end of a grandchild is announced to no process.
 _SWEEP_SECONDS = 0.02
 
@@ -215,7 +214,7 @@ class LocalProcesses:
                 while self._read(pipe):
                     pass
         exit_code = self._processes[rank].wait()
-        self._listener.exited(rank, exit_code, self._oom.explain() if exit_code in _KILLED else "")
+        self._listener.exited(rank, exit_code, self._oom.explain() if exit_code in KILLED_EXIT_CODES else "")
 
     def _of(self, stream: int) -> list[_OutputPipe]:
         return [pipe for pipe in self._pipes if pipe.stream == stream]

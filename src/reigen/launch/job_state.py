@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from signal import SIGINT, Signals
+from signal import SIGINT, SIGKILL
 
 from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 
@@ -42,6 +42,8 @@ from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 REPEATED_SIGNAL_SECONDS = 0.2
 #: Exit code of a process that was lost with its host: ssh's own code for a connection that failed.
 HOST_LOST_EXIT_CODE = 255
+#: The exit codes of a process that SIGKILL has ended, and of a shell that ran it.
+KILLED_EXIT_CODES = (-SIGKILL, 128 + SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +322,7 @@ class JobState:
 
     def _orphaned(self) -> list[JobInstruction]:
         if self.phase is JobPhase.RUNNING:
-            self.signum = Signals.SIGKILL
+            self.signum = SIGKILL
         if self.phase in {JobPhase.RUNNING, JobPhase.ENDING}:
             self.phase = JobPhase.STOPPING
         return self._kill()

@@ -279,6 +279,7 @@ class Supervisor:
             self.turn()
         self._local.drain()
         self._dismiss()
+        self._display.finish()
         if self._listener.finished is None:
             self._display.say(self._describe_end(self._finish))
         patience = None if self._finish.signum is None else self._options.grace_seconds
@@ -291,16 +292,20 @@ class Supervisor:
         if self._plan.describe_end is not None:
             message = self._plan.describe_end(finish)
             return f"reigen run: {message}\n".encode() if message else b""
-        tail = [] if finish.failure is None else self._tail(finish.failure.rank)
-        hosts = self._hosts if self.agents else {}
-        return format_exit_report(finish, tail, ProcessLocations(hosts, self._names, self._losses))
+        locations = ProcessLocations(self._hosts if self.agents else {}, self._names, self._losses)
+        if finish.failure is None:
+            return format_exit_report(finish, [], locations)
+        number = finish.failure.rank
+        first = self._first_tails.get(number)
+        is_above = first is None and self._display.is_error_last(number)
+        return format_exit_report(finish, first or self._display.tail(number), locations, is_above=is_above)
 
     # ---------------------------------------------------------------- one turn
 
     def turn(self, limit_seconds: float | None = None) -> None:
         """Wait for events, not longer than that, and handle them."""
         was_finished = self._finish is not None
-        waits = [limit_seconds, *(group.turn() for group in self._groups)]
+        waits = [limit_seconds, self._display.turn(), *(group.turn() for group in self._groups)]
         if self._finish is not None and not was_finished:
             return
         if self._grace_ends is not None:
@@ -386,10 +391,6 @@ class Supervisor:
             while True:
                 for number in os.read(self._departures, _READ_BYTES).split():
                     self._handle(PsWorkerLeft(int(number)))
-
-    def _tail(self, number: int) -> list[bytes]:
-        """Return the last lines of the process that failed; of a rank, of its first life."""
-        return self._first_tails.get(number) or self._display.tail(number)
 
     def swept(self, group: HostProcesses) -> None:
         """Count a host as swept."""

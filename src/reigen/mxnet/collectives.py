@@ -25,7 +25,9 @@ _Submit = Callable[[Collectives[NDArray], str, bool], Handle[Any]]
 
 
 class MXNetCollectives(Collectives[NDArray]):
-    """Collectives with a further argument ``priority``: of the operation in MXNet's engine."""
+    """Collectives with an argument ``priority``: of the operation in MXNet's engine, where those in place wait."""
+
+    in_place_waits = False
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
         """Implement `Collectives.implementation`."""

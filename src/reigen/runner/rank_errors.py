@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reigen.errors import RankFailedError
+from reigen.launch.exit_report import SIGKILL_HINT
+from reigen.launch.job_state import KILLED_EXIT_CODES
 from reigen.launch.process_tree import signal_name
 from reigen.runner.outcome import RankProcessDied
 from reigen.runner.result_channel import RankReport
@@ -25,7 +27,8 @@ def rank_died_error(death: RankProcessDied, size: int, complaints: Sequence[str]
     """Make the error for a process that ended by itself, or was lost, as the launcher's ``complaints`` explain."""
     rank, exit_code = death.rank, death.exit_code
     when = "after the function had returned" if death.returned else "before the function returned"
-    when = "\n".join([f"{when}; {death.cause}" if death.cause else when, *complaints])
+    hints = [SIGKILL_HINT] if exit_code in KILLED_EXIT_CODES and not death.cause else []
+    when = "\n".join([f"{when}; {death.cause}" if death.cause else when, *complaints, *hints])
     if exit_code >= 0:
         return RankFailedError(f"rank {rank} of {size} exited with code {exit_code}, {when}", exit_code, rank=rank)
     return RankFailedError(

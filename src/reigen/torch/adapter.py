@@ -71,7 +71,7 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         """The contents, and whether the array is the tensor's memory."""
         if tensor.requires_grad:
             tensor = tensor.detach()
-        aliases = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_neg()
+        aliases = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
         if not aliases:
             tensor = tensor.cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
         if tensor.dtype is torch.bfloat16:

@@ -16,6 +16,7 @@ from reigen.api.gradients.plan_agreement import check_digests, compute_digest
 from reigen.api.operations import check_root
 from reigen.errors import ArgumentError
 from reigen.torch.ops import broadcast_async_
+from reigen.torch.parallel_wrappers import check_not_sharded
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -26,7 +27,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         root_rank: whose values all get.
 
     Raises:
-        ArgumentError: ``params`` is something else.
+        ArgumentError: ``params`` is something else, or a tensor is sharded (FSDP).
         UnsupportedTypeError: an entry is no tensor, or of a dtype that cannot be communicated.
         CollectiveError: the ranks' tensors differ in shape or dtype, or the job is broken.
     """
@@ -37,6 +38,8 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     else:
         raise ArgumentError(f"invalid params of type: {type(params)}")
     check_root(root_rank, context.current().size)
+    if context.current().size > 1:
+        check_not_sharded(items)
     handles = [
         broadcast_async_(tensor, root_rank, None if name is None else f"parameters.{name}") for name, tensor in items
     ]

@@ -123,11 +123,11 @@ class Owner:
         self.ended.append(request)
         request.operation.num_left -= 1
 
-    def key_completed(self, bundle: BatchRequest, place: int, *, is_done: bool) -> None:
-        bundle.complete_part(place, is_done=is_done)
-        self.parts.append((bundle, place))
+    def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
+        batch.complete_part(place, is_done=is_done)
+        self.parts.append((batch, place))
 
-    def heed(self, notice: ServerNotice) -> None:
+    def handle_notice(self, notice: ServerNotice) -> None:
         self.notices.append(notice)
 
     def counts(self, server: int) -> list[tuple[int, int, int]]:
@@ -270,18 +270,18 @@ def test_what_no_server_says_ends_the_connection(
     assert request.answer_header is None
 
 
-def test_a_bundle_that_is_answered_with_something_else_ends_the_connection(bench: Make) -> None:
+def test_a_batch_that_is_answered_with_something_else_ends_the_connection(bench: Make) -> None:
     one, outs = bench(), [np.zeros(3, np.float32), np.zeros(0, np.float32)]
     request = BatchRequest(MessageKind.PULL, 3, KVOperation(None, "pull"), numbers=(1, 1), outs=outs)  # type: ignore[arg-type]  # nobody waits
     one.upstream.submit(request)
     one.upstream.flush()
-    with pytest.raises(WireError, match="16 bytes for a bundle of 12"):
+    with pytest.raises(WireError, match="16 bytes for a batch of 12"):
         one.answer(request, MessageKind.VALUE, np.ones(4, np.float32).tobytes())
     assert list(one.upstream.outstanding.values()) == [request]
     assert outs[0].tolist() == [0, 0, 0]
 
 
-def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
+def test_keys_of_a_batch_are_answered_by_themselves(bench: Make) -> None:
     one, outs = bench(), [np.zeros(2, np.float32) for _ in range(3)]
     tracks = [KeyOrder(num_reads=1, num_pushes=1) for _ in outs]
     told: list[tuple[int, int, bool]] = []
@@ -290,15 +290,15 @@ def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
         return lambda shard, number, is_done: told.append((key, number, is_done))
 
     operation = KVOperation(None, "pushpull")  # type: ignore[arg-type]  # nobody waits
-    bundle = BatchRequest(MessageKind.PUSHPULL, 3, operation, orders=tracks, numbers=(4, 5, 6), outs=outs)
-    bundle.notes = [note_of(key) for key in range(3)]
-    bundle.on_done = bundle.note
-    one.upstream.submit(bundle)
+    batch = BatchRequest(MessageKind.PUSHPULL, 3, operation, orders=tracks, numbers=(4, 5, 6), outs=outs)
+    batch.notes = [note_of(key) for key in range(3)]
+    batch.on_done = batch.note
+    one.upstream.submit(batch)
     later = one.begin(MessageKind.PULL, into=np.zeros(1, np.float32))
-    assert later.request == bundle.request + 4, "each key has an id"
+    assert later.request == batch.request + 4, "each key has an id"
 
     def answer(place: int, kind: MessageKind, body: bytes) -> None:
-        one.server.say(MessageHeader(kind, bundle.request + 1 + place, store=5, body_bytes=len(body)), body)
+        one.server.say(MessageHeader(kind, batch.request + 1 + place, store=5, body_bytes=len(body)), body)
         one.upstream.receive()
 
     answer(2, MessageKind.VALUE, np.ones(2, np.float32).tobytes())
@@ -309,12 +309,12 @@ def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
     assert outs[2].tolist() == [7, 7]
     answer(0, MessageKind.ERROR, REMOTE_ERROR_CODEC.encode(RemoteError("ArgumentError", "it is wrong", "w")))
     assert told == [(2, 6, True), (0, 4, False)]
-    assert one.owner.parts == [(bundle, 2), (bundle, 0)]
-    assert list(bundle.leave()) == [tracks[1]]
-    bundle.orders = tracks
+    assert one.owner.parts == [(batch, 2), (batch, 0)]
+    assert list(batch.leave()) == [tracks[1]]
+    batch.orders = tracks
     assert not one.owner.ended
     answer(1, MessageKind.VALUE, np.ones(2, np.float32).tobytes())
-    assert one.owner.ended == [bundle]
+    assert one.owner.ended == [batch]
     assert told[2:] == [(1, 5, True)]
     assert isinstance(operation.error, ArgumentError)
     assert list(one.upstream.outstanding.values()) == [later]
@@ -322,13 +322,13 @@ def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
 
 def test_a_value_for_a_key_that_was_only_pushed_ends_the_connection(bench: Make) -> None:
     one = bench()
-    bundle = BatchRequest(MessageKind.PUSH, 3, KVOperation(None, "push"), numbers=(1, 1))  # type: ignore[arg-type]  # nobody waits
-    one.upstream.submit(bundle)
+    batch = BatchRequest(MessageKind.PUSH, 3, KVOperation(None, "push"), numbers=(1, 1))  # type: ignore[arg-type]  # nobody waits
+    one.upstream.submit(batch)
     one.upstream.flush()
-    one.server.say(MessageHeader(MessageKind.VALUE, bundle.request + 1, store=5, body_bytes=4), bytes(4))
+    one.server.say(MessageHeader(MessageKind.VALUE, batch.request + 1, store=5, body_bytes=4), bytes(4))
     with pytest.raises(WireError, match="a value that nobody asked for"):
         one.upstream.receive()
-    assert list(one.upstream.outstanding.values()) == [bundle]
+    assert list(one.upstream.outstanding.values()) == [batch]
 
 
 def test_another_server_at_the_address_is_noticed() -> None:

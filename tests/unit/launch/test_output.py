@@ -171,3 +171,40 @@ def test_an_outlet_never_waits_for_its_reader():
     assert outlet.broken
     assert not outlet.pending
     os.close(writer)
+
+
+@pytest.mark.parametrize("style", [b"\r%d%%", b"%d%%\r"])
+def test_progress_in_a_pipe_appears_at_once(glass, style):
+    zero, one = streams(LogSink(prefix=True), (0, ERR), (1, ERR))
+    for percent in range(0, 50, 10):
+        glass.write(zero.feed(style % percent))
+        assert glass.rows == [f"[0] {percent}%"]
+    glass.write(one.feed(b"\r7%"))
+    assert glass.rows == ["[0] 40%", "[1] 7%"]
+    glass.write(zero.feed(style % 50))
+    assert glass.rows == ["[0] 40%", "[1] 7%", "[0] 50%"]
+    glass.write(zero.feed(b"\n") + one.feed(b"\r99%\n"))
+    assert glass.rows == ["[0] 40%", "[1] 7%", "[0] 50%", "[1] 99%", ""]
+
+
+def test_lines_of_other_ranks_do_not_tear_progress_in_a_pipe(glass):
+    zero, one = streams(LogSink(prefix=True), (0, ERR), (1, OUT))
+    glass.write(zero.feed(b"\r10% of a "))
+    glass.write(one.feed(b"hello\nunfinished"))
+    glass.write(zero.feed(b"hundred"))
+    assert glass.rows == ["[0] 10% of a ", "[1] hello", "[0] 10% of a hundred"]
+    glass.write(one.feed(b" line\n"))
+    assert zero.end() == b"", "a line that is written is not written again"
+    assert glass.rows == ["[0] 10% of a ", "[1] hello", "[0] 10% of a hundred", "[1] unfinished line", ""]
+
+
+def test_a_log_of_one_rank_without_prefix_has_the_bytes_that_were_printed():
+    (zero,) = streams(LogSink(prefix=False), (0, OUT))
+    printed = [b"\r1", b"0%", b"\r20%", b"\r", b"\nplain", b" line\ndos\r", b"\n50%\r", b"60%\r\r70%", b"\n", b"last\r"]
+    assert b"".join(zero.feed(data) for data in printed) + zero.end() == b"".join(printed) + b"\n"
+
+
+def test_hours_of_progress_in_a_pipe_do_not_pile_up_and_are_written_once():
+    (zero,) = streams(LogSink(prefix=False), (0, OUT))
+    steps = [b"\r%5d of 100000" % step for step in range(20_000)]
+    assert b"".join(map(zero.feed, steps)) == b"".join(steps)

@@ -6,7 +6,7 @@ import pytest
 
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.exit_report import ProcessLocations, format_exit_report
+from reigen.launch.exit_report import SIGKILL_HINT, ProcessLocations, format_exit_report
 from reigen.launch.job_state import FinishJob, JobFailure
 from reigen.launch.local_plan import AvailableCpus, JobServices, plan_ps_processes, plan_ranks, process_command
 from reigen.launch.output.line_prefix import LineSplitter, LogSink
@@ -170,6 +170,7 @@ def test_a_server_that_failed_is_named_with_what_to_do():
         "reigen run: server 0 (host h2) failed first: killed by SIGKILL",
         "  the last lines of its stderr:",
         "    its last line",
+        f"  {SIGKILL_HINT}",
         "  it was not started again: a server is only where it keeps snapshots (REIGEN_KV_SNAPSHOT_DIR)",
         "  2 ranks were stopped because of it",
     ]
@@ -180,6 +181,7 @@ def test_a_server_that_was_started_again_in_vain():
     assert lines == [
         "reigen run: server 0 failed first: killed by SIGKILL",
         "  it wrote nothing to stderr",
+        f"  {SIGKILL_HINT}",
         "  it had been started again 3 times before",
         "  1 rank was stopped because of it",
     ]

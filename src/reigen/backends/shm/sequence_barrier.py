@@ -75,7 +75,8 @@ class SequenceBarrier:
         self.count += 1
         self._publish()
         self._own.cell[0] = self.count & 0xFFFFFFFF
-        self._fence()
+        with self._fence:
+            pass
         for cell in self._others_sleep:
             if cell[0]:
                 self._own.wake()

@@ -15,7 +15,8 @@ _MAX_DETAILS = 2000
 
 _ADVICE = (
     "  Every rank must call the same collectives: look for code that only some ranks run, or that takes some of them "
-    "longer."
+    "longer, "
+    "and for ranks that have fewer batches (join(), or uneven_data() of reigen.torch, lets the others go on)."
 )
 
 

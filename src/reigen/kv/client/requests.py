@@ -1,4 +1,4 @@
-"""What a worker of the parameter server has begun: operations of its user, and the requests that they consist of."""
+"""Operations of a worker's user, and the requests that they consist of."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ MAX_PENDING_PUSHES = 16
 
 
 class OperationWaiter(Protocol):
-    """Who can wait for an operation."""
+    """Waits for operations."""
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
-        """Return when the operation is over, however.
+        """Return when the operation is over, whether it has failed or not.
 
         Args:
             operation: whose requests were submitted.
@@ -50,12 +50,12 @@ class OperationWaiter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class KeyOrder:
-    """The operations of one key, in their order.
+    """Order of the operations of one key.
 
     Attributes:
         num_reads: requests under way that have to be answered before the next push.
         num_pushes: requests under way that push.
-        most_pushes: of that, before a further one has to wait.
+        max_pushes: of that, before a further one has to wait.
         last: the operation whose requests left last.
         held: what waits for that, in order: requests of one operation each.
     """
@@ -84,19 +84,19 @@ class KeyOrder:
 
 
 class KVOperation:
-    """One call of the user's: a `reigen.kv.store.Pending`.
+    """Call of the user's: a `reigen.kv.store.Pending`.
 
     Args:
         driver: waits.
         what: in words, for errors: "push".
-        finish: run once by whoever waits, when all that was asked for is there.
-        keys: of what.
+        finish: run once by the caller that waits, when all answers are there.
+        keys: that it is about.
 
     Attributes:
         latest: when it has to be over, on the clock of ``time.monotonic()``; None before anybody waited for it.
         num_left: requests that are not answered.
-        error: what the first of them that failed led to.
-        is_told: somebody has been told of the error, or was told that there is none.
+        error: of the first of them that failed.
+        is_reported: the user has seen the error, or that there is none.
     """
 
     __slots__ = ("_callbacks", "_driver", "_finish", "_keys", "_what", "error", "is_reported", "latest", "num_left")
@@ -149,7 +149,7 @@ class KVOperation:
             self.over()
 
     def over(self) -> None:
-        """The last of its requests is over."""
+        """Call the callbacks: the last of its requests is over."""
         callbacks = self._callbacks
         while callbacks:
             try:
@@ -159,39 +159,28 @@ class KVOperation:
             callback()
 
     def fail(self, error: ReigenError) -> None:
-        """One of its requests has failed; the first error counts."""
+        """Note the error of one of its requests; the first one counts."""
         if self.error is None:
             self.error = error
 
 
 @dataclass(slots=True, eq=False)
 class ClientRequest:
-    """One message to one server, and what is to become of the answer.
+    """Message to one server, and where its answer belongs.
+
+    Fields that a `reigen.kv.protocol.MessageHeader` has, too, have its meaning; ``flags`` lacks where the body is.
 
     Attributes:
-        kind: what is asked.
-        server: its number.
-        operation: that it is a part of.
-        key: id of the key.
-        shard: index of the shard.
-        round: see `reigen.kv.protocol`.
-        dtype: number of the element type of the body.
-        flags: what `MessageFlag` says about the request; where its body is, is added when it is sent.
-        priority: higher first.
-        body: what is sent, in memory that nobody changes; in the arena if ``block``.
-        block: where the body lies in the own arena; given back when the request is over.
+        body: in memory that nobody changes; in the arena if ``block``, which is given back when the request is over.
         into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
         codec: decodes a value that is encoded.
         on_done: called when the request is over.
-        tracks: the orders that it is part of (`reigen.kv.client.worker`): that of its key, if any; of a bundle,
-            several.
+        orders: that it is part of: that of its key, if any; of a batch, several.
         request: its id at the server, 0 before it was submitted.
         sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
         num_reminders: how often it was sent again, or asked about, since.
         is_received: the server has said that it has it.
-        is_over: it was answered, or given up.
         answer: the body of the answer, where it is not a value that belongs somewhere.
-        answer_header: of the answer.
     """
 
     kind: MessageKind
@@ -219,11 +208,11 @@ class ClientRequest:
 
     @property
     def num_ids(self) -> int:
-        """How many ids belong to it, from `request` on."""
+        """Number of ids that belong to it, from `request` on."""
         return 1
 
     def take(self, data: memoryview) -> None:
-        """Its value is there; it does not belong to `into`.
+        """Take a value that does not belong to `into`.
 
         Raises:
             WireError: that is no such value.
@@ -231,19 +220,19 @@ class ClientRequest:
         self.answer = bytearray(data)
 
     def forget(self) -> None:
-        """Whatever is answered from now on goes nowhere."""
+        """Have answers from now on go nowhere."""
         if self.into is not None:
             self.into = np.empty_like(self.into)
 
     def leave(self) -> Sequence[KeyOrder]:
-        """The orders that it is part of, and from now on is not any more."""
-        tracks, self.orders = self.orders, ()
-        return tracks
+        """Return the orders that it is part of, and take it out of them."""
+        orders, self.orders = self.orders, ()
+        return orders
 
     def header(
         self, store: int, *, is_read: bool, can_read: bool, again: bool
     ) -> tuple[MessageHeader, memoryview | bytes]:
-        """What to send: the header, and the body that follows it on the connection.
+        """Return the header, and the body that follows it on the connection.
 
         Args:
             store: number of the store.
@@ -269,7 +258,7 @@ class ClientRequest:
         return header, body
 
     def query(self, store: int) -> MessageHeader:
-        """The question what has become of it."""
+        """Return the header of the question what has become of it."""
         return MessageHeader(
             int(MessageKind.QUERY), self.request, self.key, self.shard, self.round, self.flags, self.dtype,
             self.kind, store, self.priority,
@@ -278,13 +267,13 @@ class ClientRequest:
 
 @dataclass(slots=True, eq=False)
 class BatchRequest(ClientRequest):
-    """A request for several keys, whose `tracks` are in their order. Each key may be answered by itself.
+    """Request for several keys, whose `orders` are in their order. Each key may be answered by itself.
 
     Attributes:
         numbers: of each key, what `ClientRequest.round` would be.
-        notes: what is told of each key's push when it is over: shard, round, and whether it was done. None for pulls.
+        notes: called for each key's push when it is over: shard, round, and whether it was done. None for pulls.
         outs: where the keys' values belong, flat; empty where none are asked for.
-        alone: the keys, by their numbers in the bundle, that were answered by themselves.
+        alone: the keys, by their numbers in the batch, that were answered by themselves.
     """
 
     numbers: Sequence[int] = ()
@@ -300,7 +289,7 @@ class BatchRequest(ClientRequest):
     def take(self, data: memoryview) -> None:
         """See `ClientRequest.take`: the values of all keys."""
         if len(data) != sum(out.nbytes for out in self.outs):
-            raise WireError(f"{len(data)} bytes for a bundle of {sum(out.nbytes for out in self.outs)}")
+            raise WireError(f"{len(data)} bytes for a batch of {sum(out.nbytes for out in self.outs)}")
         values = np.frombuffer(data, self.outs[0].dtype)
         begin = 0
         for out in self.outs:
@@ -314,12 +303,12 @@ class BatchRequest(ClientRequest):
 
     def leave(self) -> Sequence[KeyOrder]:
         """See `ClientRequest.leave`."""
-        tracks = [track for place, track in enumerate(self.orders) if place not in self.alone]
+        orders = [order for place, order in enumerate(self.orders) if place not in self.alone]
         self.orders = ()
-        return tracks
+        return orders
 
     def complete_part(self, place: int, *, is_done: bool) -> KeyOrder:
-        """A key was answered by itself; returns its order, which the bundle is not part of any more."""
+        """Note that a key was answered by itself; return its order, which the batch is not part of any more."""
         self.alone.add(place)
         if self.notes:
             self.notes[place](0, self.numbers[place], is_done)

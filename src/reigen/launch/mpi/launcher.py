@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +17,14 @@ from reigen.launch.base import JobPlan
 from reigen.launch.hosts import HostAssignment, choose_own_address, is_this_host
 from reigen.launch.job_state import FinishJob
 from reigen.launch.local_plan import ProcessSpec, detect_cpus
-from reigen.launch.mpi.mpirun import MpirunContext, exported_names, find_mpirun, mpirun_command, mpirun_environ
+from reigen.launch.mpi.mpirun import (
+    MpirunContext,
+    MpirunFamily,
+    exported_names,
+    find_mpirun,
+    mpirun_command,
+    mpirun_environ,
+)
 from reigen.launch.mpi.parameter_server import plan_mpirun_calls
 from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.process_tree import signal_name
@@ -44,12 +53,15 @@ class MpiLauncher:
         self.options = replace(
             options, num_ranks=1, servers=servers, prefix=False, timestamps=False, verbose=False, output_directory=None
         )
+        # its own would be /tmp/ompi.PID: one that is killed leaves it, and the next one with its pid does not start
+        uses_directory = self._mpirun.kind is MpirunFamily.OPEN_MPI_5
+        self._session_directory = tempfile.mkdtemp(prefix="reigen-mpirun-") if uses_directory else ""
         is_held = options.servers is not None and options.servers.uses_reigen_scheduler
         self._port_holder = reserve_port(for_reigen=is_held)  # for the scheduler, if there is one
         try:
             self._processes = self._plan_processes(options, environ, self._port_holder.getsockname()[1])
         except BaseException:
-            self._port_holder.close()
+            self.close()
             raise
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
@@ -61,6 +73,8 @@ class MpiLauncher:
     def close(self) -> tuple[str, ...]:
         """Release the scheduler's port; mpirun has ended, and with it all that it has started."""
         self._port_holder.close()
+        if self._session_directory:
+            shutil.rmtree(self._session_directory, ignore_errors=True)
         return ()
 
     def _plan_processes(
@@ -94,7 +108,9 @@ class MpiLauncher:
         has_remote_hosts = any(not is_this_host(host.name) for host in options.hosts)
         names = exported_names(variables, options.exports) if has_remote_hosts else ()
         command = mpirun_command(
-            self._mpirun, options, MpirunContext(os.geteuid() == 0, num_cores, has_remote_hosts, names)
+            self._mpirun,
+            options,
+            MpirunContext(os.geteuid() == 0, num_cores, has_remote_hosts, names, self._session_directory),
         )
         if options.verbose:
             complain(f"{self._mpirun.reason}: {' '.join(command)}")

@@ -1,11 +1,13 @@
-"""Line prefixes: the ranks' output becomes whole lines, each with its rank. Bytes in, bytes out, no I/O.
+"""Lines of the ranks' output, each with its rank. Bytes in, bytes out, no I/O.
 
 On a terminal the unfinished line of rank 0 (a progress bar that redraws itself with carriage returns, a question) stays
-at the bottom, drawn again below every line that another rank prints. Elsewhere bytes pass unchanged, line by line.
+at the bottom, drawn again below every line that another rank prints. Elsewhere bytes pass unchanged, line by line; an
+unfinished line with carriage returns passes as it comes, and ends where another rank prints a line.
 """
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,28 +36,40 @@ class LineSink(Protocol):
             rest: its unfinished line so far.
         """
 
-    def collapse(self, rest: bytes) -> bytes:
-        """Return the part of an unfinished line that still matters."""
+    def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
+        """Return the part of an unfinished line that still matters when it has been shown."""
 
 
 class LineSplitter:
-    """Splitter of one rank's stream into lines."""
+    """Splitter of one rank's stream into lines.
 
-    def __init__(self, screen: LineSink, source: tuple[int, int]) -> None:
-        self._screen, self._source = screen, source
+    Args:
+        screen: sink of the lines.
+        source: (rank, number of its stream).
+        keep: takes whole lines, returns those to show now.
+    """
+
+    def __init__(
+        self, screen: LineSink, source: tuple[int, int], keep: Callable[[list[bytes]], list[bytes]] = list
+    ) -> None:
+        self._screen, self._source, self._keep = screen, source, keep
         self._rest = b""
         #: The stream's last lines, for the report of a failure.
         self.tail: deque[bytes] = deque(maxlen=20)
 
     def feed(self, data: bytes) -> bytes:
         """Take output; return the bytes to write."""
-        *lines, rest = (self._rest + data).split(b"\n")
-        rest = self._screen.collapse(rest)
-        while len(rest) > MAX_LINE_BYTES:
-            lines.append(rest[:MAX_LINE_BYTES])
-            rest = rest[MAX_LINE_BYTES:]
-        self._rest = rest
-        return self._show(lines)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        out = self._show(lines)
+        self._rest = self._screen.collapse(self._source, self._rest)
+        while len(self._rest) > MAX_LINE_BYTES:
+            line, self._rest = self._rest[:MAX_LINE_BYTES], self._rest[MAX_LINE_BYTES:]
+            out += self._show([line])
+        return out
+
+    def show(self, lines: list[bytes]) -> bytes:
+        """Show lines that were kept back; return the bytes to write."""
+        return self._screen.show(self._source, lines, self._rest)
 
     def end(self) -> bytes:
         """Take the end of the stream; return the bytes to write for a last line without an end."""
@@ -64,7 +78,7 @@ class LineSplitter:
 
     def _show(self, lines: list[bytes]) -> bytes:
         self.tail.extend(line[:1024] for line in lines[-20:])
-        return self._screen.show(self._source, lines, self._rest)
+        return self._screen.show(self._source, self._keep(lines), self._rest)
 
 
 class LogSink:
@@ -75,14 +89,45 @@ class LogSink:
     ) -> None:
         self._head = _LinePrefix(prefix, clock, names or {})
 
-    def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
-        """Return the lines, whole."""
-        head = self._head.of(source[0])
-        return b"".join([head + line + b"\n" for line in lines])
+        #: The stream whose unfinished line stands at the end, and how much of each unfinished line is written.
+        self._drawn_source: tuple[int, int] | None = None
+        self._num_written: dict[tuple[int, int], int] = {}
 
-    def collapse(self, rest: bytes) -> bytes:
-        """Return all of it: nothing is lost in a log."""
-        return rest
+    def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
+        """Return the lines, whole, and an unfinished one that redraws itself."""
+        drawn = rest.rstrip(b"\r") if b"\r" in rest and len(rest) <= MAX_LINE_BYTES else b""
+        if not lines and not drawn:
+            return b""
+        head, out = self._head.of(source[0]), b""
+        texts = [line + b"\n" for line in lines] + [drawn] * bool(drawn)
+        if self._drawn_source == source:
+            out = _redraw(head, texts.pop(0)[self._num_written[source] :])
+        elif self._drawn_source is not None:
+            out = b"\n"
+        if self._drawn_source != source and lines and lines[0] and self._num_written.get(source, 0) == len(lines[0]):
+            del texts[0]  # a line of another rank has ended it
+        if lines:
+            self._num_written.pop(source, None)
+        for text in texts:
+            is_redrawn = text.startswith(b"\r") or not text.endswith(b"\n")
+            out += (b"" if text.startswith(b"\r") else head) + (_redraw(head, text) if is_redrawn else text)
+        self._drawn_source = source if drawn else None
+        if drawn:
+            self._num_written[source] = len(drawn)
+        return out
+
+    def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
+        """Return all of it but the part that is written and overwritten."""
+        begin = rest.rstrip(b"\r").rfind(b"\r")
+        if begin <= 0 or self._drawn_source != source:
+            return rest
+        self._num_written[source] -= begin
+        return rest[begin:]
+
+
+def _redraw(head: bytes, text: bytes) -> bytes:
+    """Put ``head`` into ``text`` where it begins again from the left."""
+    return re.sub(rb"\r(?![\r\n]|$)", lambda match: match[0] + head, text)
 
 
 class TerminalSink:
@@ -115,7 +160,7 @@ class TerminalSink:
             out.append(b"\r" + self._drawn + b"\x1b[K")
         return b"".join(out)
 
-    def collapse(self, rest: bytes) -> bytes:
+    def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
         """Return the visible part, and a carriage return if the next character overwrites it."""
         return visible_text(rest) + (b"\r" if rest.endswith(b"\r") else b"") if b"\r" in rest else rest
 

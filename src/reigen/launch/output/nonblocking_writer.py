@@ -62,10 +62,10 @@ class NonblockingWriter:
 def open_std_writers(
     *, prefix: bool, timestamps: bool, names: ProcessNames
 ) -> tuple[NonblockingWriter, NonblockingWriter]:
-    """Open the launcher's stdout and stderr. Where both are one terminal, one writer: its last line must be known."""
+    """Open writers for the launcher's stdout and stderr; one for both if they are the same terminal, pipe or file."""
     clock = _now if timestamps else None
     out = _open_writer(sys.stdout, prefix, clock, names)
-    if isinstance(out.screen, TerminalSink) and _same_terminal(sys.stdout, sys.stderr):
+    if _is_same_file(sys.stdout, sys.stderr):  # its last line must be known
         return out, out
     return out, _open_writer(sys.stderr, prefix, clock, names)
 
@@ -88,5 +88,7 @@ def _now() -> bytes:
     return f"{text}.{int(seconds % 1 * 1000):03} ".encode()
 
 
-def _same_terminal(one: TextIO, other: TextIO) -> bool:
-    return other.isatty() and os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
+def _is_same_file(one: TextIO, other: TextIO) -> bool:
+    if one.isatty() and other.isatty():  # by any of its names
+        return os.fstat(one.fileno()).st_rdev == os.fstat(other.fileno()).st_rdev
+    return os.path.sameopenfile(one.fileno(), other.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from reigen.launch.event_loop import WRITE, LauncherLoop
 from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
@@ -12,6 +13,7 @@ from reigen.launch.options import LaunchOptions
 from reigen.launch.output.line_prefix import LineSplitter
 from reigen.launch.output.nonblocking_writer import NonblockingWriter, open_std_writers
 from reigen.launch.output.output_files import OutputFile, process_directory
+from reigen.launch.output.repeated_errors import RepeatedErrors
 from reigen.launch.ps_processes import name_ps_processes
 
 
@@ -48,15 +50,18 @@ class OutputMux:
         self._streams: dict[tuple[int, int], _OutputStream] = {}
         #: Writers that wait for their reader: the loop has them.
         self._waiting: set[NonblockingWriter] = set()
+        self._errors = RepeatedErrors(num_ranks)
+        #: The stream of the last lines on stderr.
+        self._last_source: tuple[int, int] | None = None
         directory = options.output_directory
         for number in [*range(num_ranks), *names]:
             folder = process_directory(number, num_ranks, names.get(number, ""))
             for stream in STREAMS:
                 writer = self._writers[stream]
                 record = None if directory is None else OutputFile(directory / folder, stream, complain)
-                self._streams[number, stream] = _OutputStream(
-                    LineSplitter(writer.screen, (number, stream)), writer, record
-                )
+                keep = partial(self._keep, number) if stream == STDERR and number < num_ranks else list
+                lines = LineSplitter(writer.screen, (number, stream), keep)
+                self._streams[number, stream] = _OutputStream(lines, writer, record)
 
     @property
     def is_stdout_closed(self) -> bool:
@@ -72,14 +77,30 @@ class OutputMux:
         to = self._streams[rank, stream]
         if to.record is not None:
             to.record.write(data)
-        to.writer.put(to.lines.feed(data))
+        self._put((rank, stream), to.lines.feed(data))
 
     def closed(self, rank: int, stream: int) -> None:
         """End a stream."""
         to = self._streams[rank, stream]
-        to.writer.put(to.lines.end())
+        self._put((rank, stream), to.lines.end())
         if to.record is not None:
             to.record.close()
+        if stream == STDERR:
+            self._errors.end(rank)
+
+    def turn(self) -> float | None:
+        """Show lines that repeat no other rank's error; return the seconds until the next call."""
+        now = time.monotonic()
+        self._settle(now)
+        return self._errors.wait_seconds(now)
+
+    def finish(self) -> None:
+        """Show everything; nothing more is printed."""
+        self._settle(float("inf"))
+
+    def is_error_last(self, rank: int) -> bool:
+        """Return whether an error that a rank shares with others was written last on stderr."""
+        return self._last_source == (self._errors.find_shared(rank), STDERR)
 
     def tail(self, rank: int) -> list[bytes]:
         """Return the last lines of a process's stderr."""
@@ -88,6 +109,22 @@ class OutputMux:
     def say(self, message: bytes) -> None:
         """Write a message of the launcher's own to stderr."""
         self._writers[STDERR].put(message)
+
+    def _put(self, source: tuple[int, int], data: bytes) -> None:
+        writer = self._streams[source].writer
+        writer.put(data)
+        if data and writer is self._writers[STDERR]:
+            self._last_source = source
+
+    def _keep(self, rank: int, lines: list[bytes]) -> list[bytes]:
+        return self._errors.feed(rank, lines, time.monotonic()) if lines else lines
+
+    def _settle(self, now: float) -> None:
+        for rank, lines in self._errors.settle(now):
+            self._put((rank, STDERR), self._streams[rank, STDERR].lines.show(lines))
+        for rank, others in self._errors.take_repeats(now):
+            numbers = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            self.say(f"reigen run: {numbers}: the same error as rank {rank}\n".encode())
 
     def write(self) -> None:
         """Write as much as is possible without waiting; sources of a full writer are paused."""

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from reigen import context
 from reigen.api.compression import CastCompression, CodecCompression, check_op_allowed, parse_compression
 from reigen.errors import ArgumentError
 from reigen.torch.compression import COMPRESSION_NAMES, Compressor
+from reigen.torch.parallel_wrappers import check_not_sharded
 from reigen.types import ReduceOp
 
 #: How many groups, or the number of its group for each parameter that is in one; None for buckets of the usual size.
@@ -69,8 +71,17 @@ def name_parameters(
     """The optimizer's parameters in their order, with names.
 
     Raises:
-        ArgumentError: the names do not cover the parameters, are not unique, or are none.
+        ArgumentError: the names do not cover the parameters, are not unique, or are none; or a parameter is sharded.
     """
+    named = _name_parameters(optimizer, named_parameters)
+    if context.current().size > 1:
+        check_not_sharded(named)
+    return named
+
+
+def _name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> list[tuple[str, torch.Tensor]]:
     owned = [(group, p) for group, options in enumerate(optimizer.param_groups) for p in options["params"]]
     if named_parameters is None:
         return [(f"group{group}.parameter{index}", parameter) for index, (group, parameter) in enumerate(owned)]

@@ -17,6 +17,7 @@ from reigen.errors import ArgumentError, StepOrderError
 from reigen.torch.adapter import bytes_to_compare, tensor_bytes
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.ops import allreduce_async, allreduce_async_
+from reigen.torch.parallel_wrappers import is_in_ddp
 from reigen.torch.reducer.reducer import ReduceOptions, Reducer, check_no_pending_gradient
 
 
@@ -274,6 +275,12 @@ class GradientSynchronizer:
 
     def _check_unchanged(self) -> None:
         changed = [name for reducer in self.reducers for name in reducer.changed()]
+        if changed and is_in_ddp(parameter for reducer in self.reducers for parameter in reducer.parameters):
+            raise StepOrderError(
+                "the model is wrapped in torch's DistributedDataParallel, which averages the gradients, too, and has "
+                "changed them while they were on their way to the other ranks: leave it away, for DistributedOptimizer "
+                "does its work, and DistributedSampler's rank and size are hvd.rank() and hvd.size()"
+            )
         if changed:
             raise StepOrderError(
                 f"gradients were changed between backward() and step(), while they were on their way to the other "

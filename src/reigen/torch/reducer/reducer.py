@@ -36,7 +36,7 @@ from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
-from reigen.errors import ArgumentError, JoinedError, StepOrderError
+from reigen.errors import ArgumentError, DeadlineError, JoinedError, PeerLostError, StepOrderError
 from reigen.torch.adapter import tensor_over
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer.bucket_memory import (
@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 
 #: marks the hooks that are ours
 _GRAD_HOOK_ATTRIBUTE = "_watches_for_reigen"
+_UNEVEN_HINT = (
+    "Where ranks have different numbers of batches, put the loop into `with hvd.uneven_data(optimizer, model):`, or "
+    "call `hvd.join()` behind it."
+)
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,8 @@ class Reducer:
         bucket, failure = next(iter(failures.items()), (-1, None))
         if failure is not None:
             failure.add_note(self._contents(bucket))
+            if isinstance(failure, DeadlineError) or (isinstance(failure, PeerLostError) and failure.has_left):
+                failure.add_note(_UNEVEN_HINT)
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
         if failure is None and not self._options.owned:

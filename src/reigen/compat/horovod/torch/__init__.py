@@ -1,4 +1,4 @@
-"""Everything of ``reigen.torch``, and Horovod's inner modules."""
+"""Names of ``reigen.torch``, and Horovod's inner modules."""
 
 from reigen.torch import *
 

@@ -1,0 +1,115 @@
+"""Which tracebacks are shown, and which ranks are only named."""
+
+import pytest
+
+from reigen.launch.output.repeated_errors import AHEAD_SECONDS, HOLD_SECONDS, RepeatedErrors
+
+BEGIN = b"Traceback (most recent call last):"
+ERROR = [BEGIN, b'  File "train.py", line 3, in <module>', b"    model(x)", b"ValueError: 3 is not 4"]
+OTHER = [*ERROR[:3], b"ValueError: 5 is not 4"]
+CHAIN = [*ERROR, b"", b"During handling of the above exception, another exception occurred:", b"", *OTHER]
+
+
+@pytest.fixture
+def errors():
+    return RepeatedErrors(4)
+
+
+def end(errors, *ranks):
+    for rank in ranks:
+        errors.end(rank)
+
+
+#: MXNet's errors have a traceback of C++ in the message.
+NESTED = [
+    *ERROR[:3],
+    b"mxnet.base.MXNetError: " + BEGIN,
+    b'  File "postoffice.cc", line 20',
+    b"MXNetError: Check notnull",
+]
+
+
+@pytest.mark.parametrize("error", [ERROR, CHAIN, NESTED])
+def test_the_first_is_shown_at_once_and_the_others_are_named_in_the_end(errors, error):
+    assert errors.feed(2, error, 0.0) == error
+    assert [errors.feed(rank, error, 0.1) for rank in (3, 0)] == [[], []]
+    end(errors, 0, 2, 3)
+    assert errors.settle(0.2) == []
+    assert errors.take_repeats(0.2) == []
+    assert errors.wait_seconds(0.2) == HOLD_SECONDS - 0.2
+    assert errors.take_repeats(HOLD_SECONDS) == [(2, [0, 3])]
+    assert errors.take_repeats(float("inf")) == []
+    assert errors.wait_seconds(9.0) is None
+    assert [errors.find_shared(rank) for rank in (0, 1, 2, 3)] == [2, None, 2, 2]
+
+
+def test_lines_of_two_ranks_may_come_by_turns_and_one_may_overtake(errors):
+    assert errors.feed(0, ERROR[:1], 0.0) == ERROR[:1]
+    assert errors.feed(1, ERROR, 0.0) == []
+    end(errors, 1)
+    assert errors.settle(0.0) == [], "rank 0 may still print the same"
+    assert errors.feed(0, ERROR[1:], 0.0) == ERROR[1:]
+    assert errors.settle(0.0) == []
+    assert errors.take_repeats(float("inf")) == [(0, [1])]
+
+
+def test_another_error_is_shown_as_soon_as_it_differs(errors):
+    errors.feed(0, ERROR, 0.0)
+    assert errors.feed(1, OTHER[:3], 0.0) == []
+    assert errors.feed(1, OTHER[3:], 0.0) == OTHER
+    assert errors.feed(2, OTHER, 0.0) == [], "the same as rank 1's"
+    end(errors, 2)
+    assert errors.settle(0.0) == []
+    assert errors.take_repeats(float("inf")) == [(1, [2])]
+    assert errors.find_shared(0) is None
+
+
+def test_a_rank_that_logs_an_error_and_goes_on_shows_it(errors):
+    errors.feed(0, ERROR, 0.0)
+    assert errors.feed(1, ERROR, 0.0) == []
+    assert errors.settle(HOLD_SECONDS - 0.1) == []
+    assert errors.settle(HOLD_SECONDS) == [(1, ERROR)]
+    assert errors.feed(1, [b"more"], 6.0) == [b"more"]
+
+
+def test_lines_that_only_one_of_two_ranks_prints_behind_the_error_are_not_held_for_long(errors):
+    errors.feed(0, ERROR, 0.0)
+    assert errors.feed(1, [*ERROR, b"going on"], 0.0) == [], "rank 0 may be late"
+    assert errors.wait_seconds(0.0) == AHEAD_SECONDS
+    assert errors.settle(AHEAD_SECONDS) == [(1, [*ERROR, b"going on"])]
+    assert errors.feed(1, [b"more"], 6.0) == [b"more"]
+
+
+def test_half_an_error_is_shown(errors):
+    """Its rank was stopped while it printed."""
+    errors.feed(0, ERROR, 0.0)
+    assert errors.feed(1, ERROR[:2], 0.0) == []
+    end(errors, 0, 1)
+    assert errors.settle(0.0) == [(1, ERROR[:2])]
+    assert errors.take_repeats(float("inf")) == []
+
+
+def test_the_same_error_much_later_is_shown_again(errors):
+    errors.feed(0, ERROR, 0.0)
+    assert errors.feed(1, ERROR, 60.0) == ERROR
+
+
+def test_a_rank_that_was_started_again_shows_what_it_prints(errors):
+    errors.feed(0, ERROR, 0.0)
+    errors.feed(1, ERROR, 0.0)
+    end(errors, 0, 1)
+    errors.settle(0.0)
+    assert errors.feed(1, [b"second life"], 1.0) == [b"second life"]
+
+
+def test_lines_that_are_no_error_pass(errors):
+    assert errors.feed(0, [b"epoch 1"], 0.0) == [b"epoch 1"]
+    assert errors.feed(1, [b"epoch 1", *ERROR], 0.0) == [b"epoch 1", *ERROR]
+    assert errors.feed(2, [b"epoch 1", b"\r10%" + BEGIN, *ERROR[1:]], 0.0) == [b"epoch 1"]
+
+
+def test_the_only_rank_shares_its_error_with_all():
+    alone = RepeatedErrors(1)
+    assert alone.find_shared(0) is None
+    alone.feed(0, ERROR, 0.0)
+    assert alone.find_shared(0) == 0
