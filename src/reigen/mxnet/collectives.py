@@ -30,7 +30,6 @@ class MXNetCollectives(Collectives[NDArray]):
     in_place_waits = False
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
-        """Implement `Collectives.implementation`."""
         if collective.in_place:
             return self._in_engine(collective, grouped, form.in_place)
         run = super().implementation(collective, grouped, form)
