@@ -608,9 +608,9 @@ def test_whoever_sees_that_a_call_is_done_finds_its_keys_as_they_are(monkeypatch
     seen = []
     original = BatchRequest.note
 
-    def note(batch: BatchRequest, request: Any) -> None:
+    def note(batch: BatchRequest) -> None:
         seen.append(batch.operation.done())
-        original(batch, request)
+        original(batch)
 
     monkeypatch.setattr(BatchRequest, "note", note)
 

@@ -468,8 +468,12 @@ class Engine:
                 observer.began(batch)
                 if backend is not None:
                     backend.phase_ended = observer.phase_ended
-            run = execute_allreduce if first.kind is OperationKind.ALLREDUCE and not first.device else execute
-            results = run(self._process_set_groups, members, deadline)
+            on_host = first.kind is OperationKind.ALLREDUCE and not first.device
+            results = (
+                execute_allreduce(team, members, deadline)
+                if on_host
+                else execute(self._process_set_groups, members, deadline)
+            )
         except (SharedMemoryError, DeviceError) as error:
             results = [error.of(name) for name in names]
             clear_frames(error)

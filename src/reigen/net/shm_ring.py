@@ -73,15 +73,6 @@ def shm_transport_bytes(num_ranks: int) -> int:
     return _READ + num_ranks * _LINE + RING_BYTES
 
 
-class ShmRing:
-    """The ring of one rank, as its writer or as one of its readers sees it. Cursors count bytes modulo 2**32."""
-
-    def __init__(self, memory: NDArray[np.uint8], num_ranks: int) -> None:
-        self.written = FutexWord(memory, _WRITTEN)
-        start = _READ + num_ranks * _LINE
-        self.ring = memory[start : start + RING_BYTES].data
-
-
 class ShmTransport:
     """One rank's end of the control channel. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
 
@@ -98,8 +89,10 @@ class ShmTransport:
         n = len(memories)
         self._publish, self._fence = memory_fences()
         self._rank = rank
-        own = ShmRing(memories[rank], n)
-        self._ring, self._written = own.ring, own.written.cell
+        # Of a rank's ring: the bytes, and how far it is written. Cursors count bytes modulo 2**32.
+        start = _READ + n * _LINE
+        rings = [(memory[start : start + RING_BYTES].data, FutexWord(memory, _WRITTEN).cell) for memory in memories]
+        self._ring, self._written = rings[rank]
         self._cursor = self._written[0]
         self._frames: deque[bytes] = deque()
         #: messages that did not fit into the ring so far
@@ -107,10 +100,7 @@ class ShmTransport:
         #: how far each reader has come in our ring: the reader writes it
         self._progress = [FutexWord(memories[r], _READ + rank * _LINE).cell for r in readers]
         self._doorbells = [(FutexWord(memories[r], _DOORBELL), FutexWord(memories[r], _SLEEPER).cell) for r in readers]
-        rings = [(w, ShmRing(memories[w], n)) for w in writers]
-        self._inboxes = [
-            (w, ring.ring, ring.written.cell, FutexWord(memories[rank], _READ + w * _LINE).cell) for w, ring in rings
-        ]
+        self._inboxes = [(w, *rings[w], FutexWord(memories[rank], _READ + w * _LINE).cell) for w in writers]
         self._doorbell, self._sleeper = FutexWord(memories[rank], _DOORBELL), FutexWord(memories[rank], _SLEEPER)
         self._num_ranks = n
         #: numbers of this rank's rings; next() is atomic, since any of its threads may ring

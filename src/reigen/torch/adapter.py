@@ -89,9 +89,8 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         """Copy ``array`` into the tensor, whatever its layout and device."""
         tensor.detach().copy_(tensor_over(array, dtype_of(tensor.dtype)))
 
-    def mark_modified(self, tensor: torch.Tensor) -> None:
-        """Let autograd know, so that backward through an overwritten value is an error and not a wrong gradient."""
-        torch.autograd.graph.increment_version(tensor)
+    #: lets autograd know, so that backward through an overwritten value is an error and not a wrong gradient
+    mark_modified = staticmethod(torch.autograd.graph.increment_version)
 
     def needs_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
         """See `TensorAdapter.needs_gradient`."""

@@ -397,6 +397,26 @@ def test_a_push_that_comes_twice_counts_once() -> None:
         side.close()
 
 
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_push_that_waits_in_a_batch_does_not_reach_a_key_that_was_declared_anew(size: int) -> None:
+    side = Side(2, 0.0, "abort", None)
+    try:
+        body = np.array([(2, 6), (1, 1)], np.uint64).tobytes() + np.ones(40, np.float32).tobytes()
+        side.send(0, MessageHeader(MessageKind.PUSH, 10, 0, 2, 0, int(MessageFlag.BATCH), FLOAT), body)
+        side.store.plan_shards(6, KeySpec(6, (size,), "float32", generation=1), (ShardRange(0, 0, size, 0),))
+        side.send(0, MessageHeader(MessageKind.INIT, 20, 6), np.zeros(size, np.float32).tobytes())
+        side.send(1, MessageHeader(MessageKind.PUSH, 30, 2, 0, 1, 0, FLOAT), np.ones(33, np.float32).tobytes())
+        assert side.lines[0].answers[11] == (MessageKind.DONE, b"")
+        kind, problem = side.lines[0].answers[12]
+        assert (kind, problem.error, problem.key) == (MessageKind.ERROR, "ArgumentError", 6)
+        assert set(side.store.shards[2, 0].array.tolist()) == {2.0}
+        assert set(side.store.shards[6, 0].array.tolist()) == {0.0}
+        assert not side.connections[0].open_requests
+        assert side.connections[0].num_held_bytes == 0
+    finally:
+        side.close()
+
+
 @pytest.mark.parametrize("staleness", [0.0, float("inf")])
 def test_batches_that_were_opened_leave_no_cycles(staleness: float) -> None:
     """Servers look for cycles rarely (`reigen.kv.run_role`)."""

@@ -8,9 +8,17 @@ import numpy as np
 
 from reigen.api.adapter import Array
 from reigen.kv.client.key_table import KeyState, RequestFactory
-from reigen.kv.client.requests import PUSH_KINDS, BatchRequest, KVOperation
+from reigen.kv.client.requests import BatchRequest, KVOperation
 from reigen.kv.client.worker import KVWorker
-from reigen.kv.protocol import DTYPE_NUMBERS, MAX_BATCH_BYTES, MAX_BATCH_KEYS, MessageFlag, MessageKind
+from reigen.kv.protocol import (
+    DTYPE_NUMBERS,
+    MAX_BATCH_BYTES,
+    MAX_BATCH_KEYS,
+    PUSH_KINDS,
+    MessageFlag,
+    MessageHeader,
+    MessageKind,
+)
 from reigen.kv.values import DENSE
 
 #: Keys of more bytes travel by themselves: for these, one more copy on the server costs as much as a message.
@@ -97,13 +105,14 @@ class BatchBuilder:
         is_push = self._kind in PUSH_KINDS
         numbers = [entry.next_round() if is_push else entry.last_round() for entry in group.entries]
         try:
-            batch = BatchRequest(
-                self._kind, first.places[0].server, self._operation, 0, len(numbers), 0,
-                DTYPE_NUMBERS[first.spec.dtype.name], int(MessageFlag.BATCH), self._priority,
-                numbers=numbers, outs=group.outs,
+            header = MessageHeader(
+                self._kind, shard=len(numbers), flags=int(MessageFlag.BATCH),
+                dtype=DTYPE_NUMBERS[first.spec.dtype.name], priority=self._priority,
             )  # fmt: skip
-            if is_push:
-                batch.notes, batch.on_done = [entry.note for entry in group.entries], batch.note
+            notes = [entry.note for entry in group.entries] if is_push else []
+            batch = BatchRequest(
+                header, first.places[0].server, self._operation, numbers=numbers, notes=notes, outs=group.outs
+            )
             about = np.array([[entry.id for entry in group.entries], numbers], np.uint64).reshape(-1).view(np.uint8)
             parts = [about, *(each.view(np.uint8) for each in group.elements)]
             batch.body, batch.block = self._worker.bodies.copy(*parts)

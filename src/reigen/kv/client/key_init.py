@@ -24,6 +24,7 @@ from reigen.kv.protocol import (
     KeyDeclared,
     KeySpec,
     MessageFlag,
+    MessageHeader,
     MessageKind,
     ShardRange,
     pack_counts,
@@ -152,7 +153,7 @@ class KeyInitializer:
         spec = KeySpec(entry.name, entry.spec.shape, entry.spec.dtype.name, entry.spec.stype, entry.generation)
         body = DECLARE_CODEC.encode(DeclareKey(spec, places, is_initialised))
         flags = int(MessageFlag.HOME) if server == self._home(entry) else 0
-        return ClientRequest(MessageKind.DECLARE, server, operation, entry.id, body=body, flags=flags)
+        return ClientRequest(MessageHeader(MessageKind.DECLARE, key=entry.id, flags=flags), server, operation, body)
 
     def _fill(self, entries: Sequence[KeyState], values: Mapping[int, Array]) -> None:
         operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")

@@ -9,13 +9,22 @@ import numpy as np
 
 from reigen.api.adapter import Array
 from reigen.compression import Codec, Residual, from_params
-from reigen.kv.client.requests import MAX_PENDING_PUSHES, PUSH_KINDS, ClientRequest, KeyOrder, KVOperation
+from reigen.kv.client.requests import MAX_PENDING_PUSHES, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.worker import KVWorker
-from reigen.kv.protocol import DTYPE_NUMBERS, INLINE_BYTES, MessageFlag, MessageKind, ShardRange
+from reigen.kv.protocol import (
+    DTYPE_NUMBERS,
+    INLINE_BYTES,
+    PUSH_KINDS,
+    MessageFlag,
+    MessageHeader,
+    MessageKind,
+    ShardRange,
+)
 from reigen.kv.residual_files import Residuals
 from reigen.kv.values import ROW_SPARSE, Key, TensorSpec
 
 _ROW_NUMBER = np.dtype("<i8")
+_ENCODED, _ENCODE_ANSWER = int(MessageFlag.ENCODED), int(MessageFlag.ENCODE_ANSWER)
 
 
 @dataclass(eq=False)
@@ -71,11 +80,6 @@ class KeyState:
         else:
             self._has_failed = True
 
-    def note_request(self, request: ClientRequest) -> None:
-        """Note the end of a request that pushes to a shard."""
-        header = request.answer_header
-        self.note(request.shard, request.round, header is not None and header.kind != MessageKind.ERROR)
-
     def row_ranges(self) -> Iterator[tuple[ShardRange, int, int]]:
         """Yield each shard of a row-sparse key with its first row and the one after its last."""
         length = max(1, self.spec.row_length)
@@ -117,14 +121,14 @@ class RequestFactory:
         round_number = entry.next_round()
         try:
             for place in entry.places:
-                request = self._request(kind, operation, entry, place, priority, round_number)
                 part = elements if is_one else elements[place.begin : place.end]
+                out = into if is_one or into is None else into[place.begin : place.end]
+                flags = 0 if codec is None else _ENCODED
+                request = self._request(kind, operation, entry, place, priority, round_number, out, flags)
                 if codec is None:
                     request.body, request.block = self._worker.bodies.copy(part)
                 else:
                     self._encode(request, codec, entry, place, part)
-                if into is not None:
-                    self._expect(request, entry, into if is_one else into[place.begin : place.end])
                 # one by one: servers begin with the first while the next is copied
                 self._worker.submit([request], entry.order)
         except BaseException:
@@ -150,11 +154,13 @@ class RequestFactory:
 
     def pull(self, operation: KVOperation, entry: KeyState, into: Array, priority: int) -> None:
         """Pull all elements into flat memory."""
-        requests, round_number = [], entry.last_round()
-        for place in entry.places:
-            request = self._request(MessageKind.PULL, operation, entry, place, priority, round_number)
-            self._expect(request, entry, into[place.begin : place.end])
-            requests.append(request)
+        round_number = entry.last_round()
+        requests = [
+            self._request(
+                MessageKind.PULL, operation, entry, place, priority, round_number, into[place.begin : place.end]
+            )
+            for place in entry.places
+        ]
         self._worker.submit(requests, entry.order)
 
     def pull_rows(self, operation: KVOperation, entry: KeyState, wanted: Array, into: Array, priority: int) -> None:
@@ -164,9 +170,9 @@ class RequestFactory:
             low, high = np.searchsorted(wanted, (first, last))
             if low == high:
                 continue
-            request = self._request(MessageKind.ROW_PULL, operation, entry, place, priority, round_number)
+            out = into[low:high].reshape(-1)
+            request = self._request(MessageKind.ROW_PULL, operation, entry, place, priority, round_number, out)
             request.body = (wanted[low:high] - first).astype(_ROW_NUMBER).tobytes()
-            request.into = into[low:high].reshape(-1)
             requests.append(request)
         if requests:
             self._worker.submit(requests, entry.order)
@@ -175,7 +181,7 @@ class RequestFactory:
         self, kind: MessageKind, operation: KVOperation, entry: KeyState, place: ShardRange, body: Array
     ) -> ClientRequest:
         """Return a request that gives a shard bytes: INIT and PUT_STATES."""
-        request = self._request(kind, operation, entry, place, 0, 0)
+        request = self._request(kind, operation, entry, place)
         request.body, request.block = self._worker.bodies.copy(body)
         return request
 
@@ -185,26 +191,20 @@ class RequestFactory:
         operation: KVOperation,
         entry: KeyState,
         place: ShardRange,
-        priority: int,
-        round_number: int,
+        priority: int = 0,
+        round_number: int = 0,
+        into: Array | None = None,
+        flags: int = 0,
     ) -> ClientRequest:
-        return ClientRequest(
-            kind,
-            place.server,
-            operation,
-            entry.id,
-            place.index,
-            round_number,
-            DTYPE_NUMBERS[entry.spec.dtype.name],
-            priority=priority,
-            on_done=entry.note_request if kind in PUSH_KINDS else None,
-        )
-
-    def _expect(self, request: ClientRequest, entry: KeyState, into: Array) -> None:
-        request.into = into
-        if self.answer_codec is not None and entry.spec.dtype.is_floating and entry.spec.stype != ROW_SPARSE:
-            request.flags |= int(MessageFlag.ENCODE_ANSWER)
-            request.codec = self.answer_codec
+        spec, codec = entry.spec, None
+        if into is not None and spec.dtype.is_floating and spec.stype != ROW_SPARSE:
+            codec = self.answer_codec
+        header = MessageHeader(
+            int(kind), 0, entry.id, place.index, round_number, flags if codec is None else flags | _ENCODE_ANSWER,
+            DTYPE_NUMBERS[spec.dtype.name], priority=priority,
+        )  # fmt: skip
+        on_push_over = entry.note if kind in PUSH_KINDS else None
+        return ClientRequest(header, place.server, operation, into=into, codec=codec, on_push_over=on_push_over)
 
     def _encode(self, request: ClientRequest, codec: Codec, entry: KeyState, place: ShardRange, part: Array) -> None:
         if place.index not in entry.residuals:
@@ -217,7 +217,6 @@ class RequestFactory:
         else:
             request.body, request.block = self._worker.bodies.take(nbytes)
             codec.encode(part, entry.residuals[place.index], request.body)
-        request.flags |= int(MessageFlag.ENCODED)
 
 
 def collect_residuals(entry: KeyState, owner: str) -> Residuals:

@@ -11,7 +11,7 @@ from reigen.errors import ArgumentError, ConfigError, WireError
 from reigen.kv.client.key_table import KeyState, RequestFactory
 from reigen.kv.client.requests import ClientRequest, KVOperation
 from reigen.kv.client.worker import KVWorker
-from reigen.kv.protocol import MessageKind
+from reigen.kv.protocol import MessageHeader, MessageKind
 from reigen.kv.server.shard import OPTIMIZER_FACT
 from reigen.optim import Piece, States
 
@@ -26,7 +26,9 @@ def collect_states(worker: KVWorker, entries: Iterable[KeyState]) -> States:
     asked: list[tuple[KeyState, list[ClientRequest]]] = []
     for entry in entries:
         requests = [
-            ClientRequest(MessageKind.GET_STATES, place.server, operation, entry.id, place.index)
+            ClientRequest(
+                MessageHeader(MessageKind.GET_STATES, key=entry.id, shard=place.index), place.server, operation
+            )
             for place in entry.places
         ]
         worker.submit(requests)

@@ -9,20 +9,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen.api.adapter import Array
 from reigen.compression import Codec
 from reigen.errors import ReigenError, WireError
-from reigen.kv.protocol import MessageFlag, MessageHeader, MessageKind
+from reigen.kv.protocol import PUSH_KINDS, MessageFlag, MessageHeader, MessageKind
 from reigen.kv.shm_arena import ArenaBlock
 
 ByteArray = NDArray[np.uint8]
-
-#: Requests that are answered with what later pushes of the same worker change.
-READ_KINDS = frozenset({MessageKind.PULL, MessageKind.PUSHPULL, MessageKind.ROW_PULL})
-#: Requests that count as a push.
-PUSH_KINDS = frozenset({MessageKind.PUSH, MessageKind.PUSHPULL, MessageKind.ROW_PUSH})
 
 # As plain numbers: every request has them, and enumerations are slow.
 _IN_MEMORY, _ANSWER_IN_MEMORY, _RESENT = map(
@@ -80,7 +76,7 @@ class KeyOrder:
 
     def must_wait(self, requests: Sequence[ClientRequest]) -> bool:
         """Whether requests of one operation, the next ones in order, have to wait for reads of others."""
-        return self.num_reads > 0 and requests[0].kind in PUSH_KINDS and requests[0].operation is not self.last
+        return self.num_reads > 0 and requests[0].header.kind in PUSH_KINDS and requests[0].operation is not self.last
 
 
 class KVOperation:
@@ -168,48 +164,48 @@ class KVOperation:
 class ClientRequest:
     """Message to one server, and where its answer belongs.
 
-    Fields that a `reigen.kv.protocol.MessageHeader` has, too, have its meaning; ``flags`` lacks where the body is.
-
     Attributes:
+        header: of the request; it says nothing of the body, and has its id when it was submitted.
         body: in memory that nobody changes; in the arena if ``block``, which is given back when the request is over.
         into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
         codec: decodes a value that is encoded.
-        on_done: called when the request is over.
+        on_push_over: called when a push is over: shard, round, and whether it was done.
         orders: that it is part of: that of its key, if any; of a batch, several.
-        request: its id at the server, 0 before it was submitted.
         sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
         num_reminders: how often it was sent again, or asked about, since.
         is_received: the server has said that it has it.
         answer: the body of the answer, where it is not a value that belongs somewhere.
     """
 
-    kind: MessageKind
+    header: MessageHeader
     server: int
     operation: KVOperation
-    key: int = 0
-    shard: int = 0
-    round: int = 0
-    dtype: int = 0
-    flags: int = 0
-    priority: int = 0
     body: ByteArray | bytes = b""
     block: ArenaBlock | None = None
     into: Array | None = None
     codec: Codec | None = None
-    on_done: Callable[[ClientRequest], None] | None = None
+    on_push_over: Callable[[int, int, bool], None] | None = None
     orders: Sequence[KeyOrder] = ()
-    request: int = field(default=0, init=False)
     sent_at: float = field(default=0.0, init=False)
     num_reminders: int = field(default=0, init=False)
     is_received: bool = field(default=False, init=False)
-    is_over: bool = field(default=False, init=False)
     answer: bytes | bytearray | None = field(default=None, init=False)
     answer_header: MessageHeader | None = field(default=None, init=False)
 
     @property
     def num_ids(self) -> int:
-        """Number of ids that belong to it, from `request` on."""
+        """Number of ids that belong to it, from that of its header on."""
         return 1
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it was answered, and not with an error."""
+        return self.answer_header is not None and self.answer_header.kind != MessageKind.ERROR
+
+    def note(self) -> None:
+        """Note the end of its push."""
+        if self.on_push_over is not None:
+            self.on_push_over(self.header.shard, self.header.round, self.is_done)
 
     def take(self, data: memoryview) -> None:
         """Take a value that does not belong to `into`.
@@ -229,40 +225,28 @@ class ClientRequest:
         orders, self.orders = self.orders, ()
         return orders
 
-    def header(
-        self, store: int, *, is_read: bool, can_read: bool, again: bool
-    ) -> tuple[MessageHeader, memoryview | bytes]:
+    def message(self, *, is_read: bool, can_read: bool, again: bool) -> tuple[MessageHeader, memoryview | bytes]:
         """Return the header, and the body that follows it on the connection.
 
         Args:
-            store: number of the store.
             is_read: the server reads this process's arena.
             can_read: this process reads the server's.
             again: it was sent before.
         """
-        nbytes, flags = len(self.body), self.flags
+        nbytes, flags = len(self.body), self.header.flags
         if again:
             flags |= _RESENT
         if can_read:
             flags |= _ANSWER_IN_MEMORY
-        offset = memory_bytes = 0
-        body: memoryview | bytes = b""
         if self.block is not None and is_read:
-            flags, offset, memory_bytes = flags | _IN_MEMORY, self.block.offset, nbytes
-        elif nbytes:
-            body = self.body if isinstance(self.body, bytes) else self.body.data
-        header = MessageHeader(
-            self.kind, self.request, self.key, self.shard, self.round, flags, self.dtype, 0, store,
-            self.priority, len(body), offset, memory_bytes,
-        )  # fmt: skip
-        return header, body
+            where = {"flags": flags | _IN_MEMORY, "offset": self.block.offset, "memory_bytes": nbytes}
+            return structs.replace(self.header, **where), b""
+        body = self.body if isinstance(self.body, bytes) else self.body.data
+        return structs.replace(self.header, flags=flags, body_bytes=nbytes), body
 
-    def query(self, store: int) -> MessageHeader:
+    def query(self) -> MessageHeader:
         """Return the header of the question what has become of it."""
-        return MessageHeader(
-            int(MessageKind.QUERY), self.request, self.key, self.shard, self.round, self.flags, self.dtype,
-            self.kind, store, self.priority,
-        )  # fmt: skip
+        return structs.replace(self.header, kind=int(MessageKind.QUERY), about=self.header.kind)
 
 
 @dataclass(slots=True, eq=False)
@@ -270,8 +254,8 @@ class BatchRequest(ClientRequest):
     """Request for several keys, whose `orders` are in their order. Each key may be answered by itself.
 
     Attributes:
-        numbers: of each key, what `ClientRequest.round` would be.
-        notes: called for each key's push when it is over: shard, round, and whether it was done. None for pulls.
+        numbers: of each key, the round.
+        notes: as `on_push_over`, for each key. None for pulls.
         outs: where the keys' values belong, flat; empty where none are asked for.
         alone: the keys, by their numbers in the batch, that were answered by themselves.
     """
@@ -314,9 +298,8 @@ class BatchRequest(ClientRequest):
             self.notes[place](0, self.numbers[place], is_done)
         return self.orders[place]
 
-    def note(self, _: ClientRequest) -> None:
-        """See `ClientRequest.on_done`: for all keys that were not answered by themselves."""
-        is_done = self.answer_header is not None and self.answer_header.kind != MessageKind.ERROR
+    def note(self) -> None:
+        """See `ClientRequest.note`: for all keys that were not answered by themselves."""
         for place, note in enumerate(self.notes):
             if place not in self.alone:
-                note(0, self.numbers[place], is_done)
+                note(0, self.numbers[place], self.is_done)

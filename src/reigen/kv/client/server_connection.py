@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from reigen.api.adapter import Array
 from reigen.cluster.membership.rendezvous import split_address
@@ -329,9 +330,9 @@ class ServerConnection:
 
     def submit(self, request: ClientRequest) -> None:
         """Queue a request; `flush` has it leave."""
-        request.request = self._num_requests + 1
+        request.header = structs.replace(request.header, request=self._num_requests + 1, store=self._options.store)
         self._num_requests += request.num_ids
-        self.outstanding[request.request] = request
+        self.outstanding[request.header.request] = request
         if self.is_ready:
             self._send(request)
 
@@ -390,27 +391,25 @@ class ServerConnection:
     def _remind(self, request: ClientRequest, now: float) -> None:
         if request.is_received and self._line is not None:
             request.sent_at = now
-            self._line.send(request.query(self._options.store), priority=request.priority)
+            self._line.send(request.query(), priority=request.header.priority)
         else:
             self._send(request, again=True)
 
     def _send(self, request: ClientRequest, *, again: bool = False) -> None:
         if self._line is None:
             return
-        header, body = request.header(
-            self._options.store, is_read=self._is_read, can_read=self._arena is not None, again=again
-        )
+        header, body = request.message(is_read=self._is_read, can_read=self._arena is not None, again=again)
         request.is_received = False
         if self._options.resend_seconds is None:
             request.sent_at = time.monotonic()
-            self._line.send(header, body, priority=request.priority)
+            self._line.send(header, body, priority=request.header.priority)
             return
         request.sent_at = 0.0  # what waits for its turn on the wire is not lost
 
         def left() -> None:
             request.sent_at = time.monotonic()
 
-        self._line.send(header, body, priority=request.priority, on_sent=left)
+        self._line.send(header, body, priority=request.header.priority, on_sent=left)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -517,7 +516,7 @@ class ServerConnection:
     def _part(self, number: int) -> tuple[BatchRequest, int] | None:
         """Return the batch, and the number of the key there, that an id belongs to, unless that was answered."""
         for batch in self.outstanding.values():
-            place = number - batch.request - 1
+            place = number - batch.header.request - 1
             if isinstance(batch, BatchRequest) and 0 <= place < len(batch.numbers):
                 return None if place in batch.alone else (batch, place)
         return None
@@ -552,7 +551,7 @@ class ServerConnection:
         """Give a request that was answered to the owner; one whose answer makes no sense stays outstanding."""
         self._is_proven = True
         request.answer_header = header
-        del self.outstanding[request.request]
+        del self.outstanding[request.header.request]
         self._owner.over(request)
 
     def _in_memory(self, header: MessageHeader) -> memoryview:

@@ -28,10 +28,21 @@ from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
 from reigen.kv.client.io_lock import IOLock
-from reigen.kv.client.requests import PUSH_KINDS, READ_KINDS, BatchRequest, ClientRequest, KeyOrder, KVOperation
+from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
 from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLost, ServerMoved
-from reigen.kv.protocol import COMMAND_CODEC, PURPOSE, RESULT_CODEC, KVHello, MessageKind, ServerNotice, StoreCommand
+from reigen.kv.protocol import (
+    COMMAND_CODEC,
+    PURPOSE,
+    PUSH_KINDS,
+    READ_KINDS,
+    RESULT_CODEC,
+    KVHello,
+    MessageHeader,
+    MessageKind,
+    ServerNotice,
+    StoreCommand,
+)
 from reigen.kv.shm_arena import BodyAllocator, ShmArena
 from reigen.net.auth import Identity, ProcessRole
 
@@ -193,7 +204,7 @@ class KVWorker:
             requests: all of one kind.
             orders: of their key, none if they are in no order with others; of a batch, those of its keys: all free.
         """
-        operation, is_push = requests[0].operation, requests[0].kind in PUSH_KINDS
+        operation, is_push = requests[0].operation, requests[0].header.kind in PUSH_KINDS
         with self._driving:
             if is_push and not all(order.has_push_slot() for order in orders):
                 self._drive(operation, lambda: all(order.has_push_slot() for order in orders), None)
@@ -245,7 +256,7 @@ class KVWorker:
         """Send each server a request of one kind, and wait for the answers."""
         operation = KVOperation(self, what)
         numbers = range(self.num_servers) if servers is None else servers
-        requests = [ClientRequest(kind, number, operation, body=body(number)) for number in numbers]
+        requests = [ClientRequest(MessageHeader(kind), number, operation, body(number)) for number in numbers]
         self.ask(requests)
         return requests
 
@@ -309,7 +320,8 @@ class KVWorker:
             patience_seconds: how long they may take, within the call's deadline; None: until that.
         """
         operation = KVOperation(self, "saying goodbye to the servers")
-        self.submit([ClientRequest(MessageKind.GOODBYE, number, operation) for number in range(self.num_servers)])
+        header = MessageHeader(MessageKind.GOODBYE)
+        self.submit([ClientRequest(header, number, operation) for number in range(self.num_servers)])
         if patience_seconds is not None:
             patience_seconds = min(patience_seconds, max(0.0, self.deadlines.latest(operation) - time.monotonic()))
         operation.wait(patience_seconds)
@@ -346,13 +358,11 @@ class KVWorker:
 
     def over(self, request: ClientRequest) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.over`."""
-        request.is_over = True
         if request.block is not None:
             self.bodies.arena.free(request.block)
             request.block = None
-        if request.on_done is not None:
-            request.on_done(request)
-        self._release(request.kind, request.leave())
+        request.note()
+        self._release(request.header.kind, request.leave())
         self._num_outstanding -= 1
         operation = request.operation
         operation.num_left -= 1  # last: whoever asks whether it is done may go on at once
@@ -363,7 +373,7 @@ class KVWorker:
 
     def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.key_completed`."""
-        self._release(batch.kind, [batch.complete_part(place, is_done=is_done)])
+        self._release(batch.header.kind, [batch.complete_part(place, is_done=is_done)])
 
     def handle_notice(self, notice: ServerNotice) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.handle_notice`."""
@@ -567,12 +577,12 @@ class KVWorker:
         for request in requests:
             for order in request.orders:
                 order.last = request.operation
-                if request.kind in READ_KINDS:
+                if request.header.kind in READ_KINDS:
                     order.num_reads += 1
             self._servers[request.server].submit(request)
             self._num_unsent_bytes += len(request.body)
 
-    def _release(self, kind: MessageKind, orders: Sequence[KeyOrder]) -> None:
+    def _release(self, kind: int, orders: Sequence[KeyOrder]) -> None:
         """Send what was held back because of a request of these keys that is over."""
         for order in orders:
             order.num_pushes -= kind in PUSH_KINDS

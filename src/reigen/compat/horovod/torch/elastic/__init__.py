@@ -1,4 +1,4 @@
-"""Elastic jobs: only their errors exist so far; other names raise an error."""
+"""Elastic jobs: only their errors exist so far. The use of anything else names it."""
 
 from reigen.api.horovod_basics import make_missing_getattr
 from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt
