@@ -23,7 +23,7 @@ CLEAN = (
     *("cluster.fork_safety", "cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "numpy_ops", "observe", "optim", "resources", "runner.call", "runner.interpreter"),
-    *("runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome", "runner.rank_errors"),
+    *("runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
     *("runner.serialization", "runner.task", "startup", "testing", "types"),
 )
 #: A summary stands alone, and begins with a verb or a noun of the field.
