@@ -26,7 +26,7 @@ from reigen.config import load_config
 from reigen.kv.membership.discovery import SchedulerLocator
 from reigen.kv.membership.environment import read_process_config
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
 from tests.kv.jobs import DEADLINE_SECONDS, SCHEDULER, Job, Process
 
 pytestmark = pytest.mark.slow
@@ -240,7 +240,7 @@ def test_who_knows_the_secret_and_talks_nonsense_is_closed() -> None:
             b"\xff" * 100,
             MEMBER_CODEC.encode(RegisterMember("worker", 0, "", 5, {"worker": 1, "server": 1}))[:-1],
         ):
-            with closing(connect_stream(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
+            with closing(open_connection(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
                 stream.send(nonsense, deadline)
                 with pytest.raises(ConnectionError):
                     stream.receive(deadline)
@@ -258,7 +258,7 @@ def test_those_who_know_the_job_come_first_to_a_scheduler_that_follows_another()
             deadline = time.monotonic() + DEADLINE_SECONDS
             unknown, known = (
                 stack.enter_context(
-                    closing(connect_stream(settings.scheduler, secret, me, MAX_MESSAGE_BYTES, deadline))
+                    closing(open_connection(settings.scheduler, secret, me, MAX_MESSAGE_BYTES, deadline))
                 )
                 for _ in range(2)
             )

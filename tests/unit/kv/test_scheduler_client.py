@@ -11,8 +11,6 @@ from contextlib import closing, contextmanager
 import pytest
 
 from reigen.cluster.bootstrap.job_credentials import derive_job_secret
-from reigen.cluster.membership.listener import ClientConnection, MessageListener
-from reigen.cluster.membership.member_connection import flush
 from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
     MEMBER_CODEC,
@@ -30,7 +28,10 @@ from reigen.config import load_config
 from reigen.errors import DeadlineError
 from reigen.kv.membership.environment import read_process_config
 from reigen.kv.membership.scheduler import SCHEDULER_IDENTITY
-from reigen.kv.membership.scheduler_client import SchedulerClient
+from reigen.kv.membership.scheduler_client import SchedulerClient, _flush
+from reigen.net import auth
+from reigen.net.connection import Connection, StreamProtocol
+from reigen.net.listener import MessageListener
 from tests.kv.jobs import Port
 
 SECRET = b"s" * 32
@@ -40,7 +41,7 @@ SECRET = b"s" * 32
 def member_of(answer: Callable[[MemberMessage], MembershipReply | None]) -> Iterator[SchedulerClient]:
     """Worker 0 of one, whose scheduler says what the function does."""
 
-    def receive(guest: ClientConnection, payload: bytes) -> None:
+    def receive(guest: Connection, payload: bytes) -> None:
         if (said := answer(MEMBER_CODEC.decode(payload))) is not None:
             reception.send(guest, MEMBERSHIP_REPLY_CODEC.encode(said))
 
@@ -94,10 +95,10 @@ def test_what_the_scheduler_said_before_it_went_is_heard_though_it_did_not_hear_
         assert there.recv(1, socket.MSG_PEEK)
         there.sendall(b"it was given up")
         there.close()
-        outgoing = bytearray(b"another one")
-        flush(here, outgoing)
+        conversation = StreamProtocol(auth.ServerHandshake(SECRET, SCHEDULER_IDENTITY), 100)
+        conversation.outgoing += b"another one"
+        assert _flush(Connection(here, conversation))
         assert here.recv(100) == b"it was given up"
-        assert not outgoing
 
 
 def test_a_scheduler_that_ends_the_job_instead_of_an_answer_says_who_is_missing() -> None:

@@ -14,17 +14,24 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.abort_message import AbortMessage
-from reigen.cluster.membership.listener import SILENCE_ERRNOS
-from reigen.cluster.membership.member_connection import MemberConnection
-from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES, LeaveJob, RegisterMember
+from reigen.cluster.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
+    LeaveJob,
+    MemberRefused,
+    RegisterMember,
+)
 from reigen.cluster.membership.rendezvous import service_lost_error, split_address
 from reigen.cluster.membership.view import JobView
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import Connection, open_connection
+from reigen.net.event_loop import wait_ready
+from reigen.net.fork_safety import close_in_children
+from reigen.net.listener import SILENCE_ERRNOS
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -83,8 +90,9 @@ class MembershipClient:
         deadline = time.monotonic() + timeout_seconds
         try:
             identity = Identity(ProcessRole.RANK, rank, "membership")
-            stream = connect_stream(split_address(address), secret, identity, MAX_MESSAGE_BYTES, deadline, tls)
-            self._connection = MemberConnection(stream, self._view, peer_timeout_seconds)
+            self._connection: Connection = open_connection(
+                split_address(address), secret, identity, MAX_MESSAGE_BYTES, deadline, tls
+            )
             self._register(deadline)
         except TimeoutError:
             raise TimeoutError(
@@ -135,7 +143,7 @@ class MembershipClient:
         if self.fileno() < 0:
             time.sleep(timeout_seconds)  # nothing more will be known
             return
-        self._connection.wait(time.monotonic() + timeout_seconds)
+        wait_ready(self._connection, timeout_seconds)
 
     def close(self) -> None:
         """Close the connection: for the others this rank has died, unless it said something before. Repeatable.
@@ -143,21 +151,22 @@ class MembershipClient:
         Where packets are lost that takes a while: what it said must have arrived.
         """
         with self._lock:
-            self._connection.close(self._peer_timeout_seconds if self._has_ended else 0.0)
+            if self._has_ended:
+                self._connection.wait_until_delivered(self._peer_timeout_seconds)
+            self._connection.close()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         self._connection.close()
 
     def _register(self, deadline: float) -> None:
         try:
-            self._connection.flush_until(deadline)
-            while not self._connection.is_assigned:
-                if not self._connection.wait(deadline):
-                    raise TimeoutError
-                self._connection.receive()
-                if problem := self._view.refusal:
-                    raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {problem}")
+            self._connection.keep_alive(self._peer_timeout_seconds)
+            self._connection.send(MEMBER_CODEC.encode(self._view.registration()), deadline)
+            reply = MEMBERSHIP_REPLY_CODEC.decode(self._connection.receive(deadline))
+            if isinstance(reply, MemberRefused):
+                raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {reply.reason}")
+            self._view.take(reply)
         except BaseException:
             self._connection.close()
             raise
@@ -166,16 +175,17 @@ class MembershipClient:
         if self._has_ended or self.fileno() < 0:
             return
         self._has_ended = True
-        with contextlib.suppress(OSError):  # whoever cannot be told learns it otherwise
-            self._connection.send(message)
-            self._connection.flush_until(time.monotonic() + _GOODBYE_SECONDS)
+        with contextlib.suppress(OSError, AuthenticationError, WireError):  # who cannot be told learns it otherwise
+            self._connection.send(MEMBER_CODEC.encode(message), time.monotonic() + _GOODBYE_SECONDS)
 
     def _receive(self) -> None:
         """Take in all news that is there."""
         if self.fileno() < 0:
             return
         try:
-            self._connection.receive()
+            while payloads := self._connection.read():
+                for payload in payloads:
+                    self._view.take(MEMBERSHIP_REPLY_CODEC.decode(payload))
         except (OSError, AuthenticationError, WireError) as error:
             self._view.fail(self._loss(error))
             self._connection.close()
@@ -188,5 +198,5 @@ class MembershipClient:
                 f"{self._host}, is cut off from it"
             )
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        service = self._connection.service if self._view.is_assigned else None
+        service = self._connection.peer if self._view.is_assigned else None
         return service_lost_error(self._address, service, detail)

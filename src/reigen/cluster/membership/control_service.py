@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from reigen.cluster.membership.listener import ClientConnection, MessageListener
 from reigen.cluster.membership.messages import (
     MAX_MESSAGE_BYTES,
     MemberMessage,
@@ -42,7 +41,8 @@ from reigen.cluster.membership.table import GroupTable, MembershipTable
 from reigen.errors import ArgumentError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
-from reigen.net.stream import HANDSHAKE_SECONDS
+from reigen.net.connection import Connection
+from reigen.net.listener import HANDSHAKE_SECONDS, MessageListener
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -250,9 +250,9 @@ class ControlService:
         self._send(self._members.flush())
         self._listener.flush_and_close_all()
 
-    def _receive(self, client: ClientConnection, payload: bytes) -> None:
+    def _receive(self, client: Connection, payload: bytes) -> None:
         message = REQUEST_CODEC.decode(payload)
-        if client.peer is not None and client.peer.role is ProcessRole.AGENT:
+        if client.peer.role is ProcessRole.AGENT:
             self._heard_at[client.peer.rank] = time.monotonic()
         if isinstance(message, StoreRequest):
             self._send(self._store.handle(client, message))
@@ -261,7 +261,7 @@ class ControlService:
             self.on_register(message)
         self._send(self._members.handle(client, message, time.monotonic()))
 
-    def _gone(self, client: ClientConnection, silent: bool) -> None:
+    def _gone(self, client: Connection, silent: bool) -> None:
         self._store.forget_all(client)
         self._send(self._members.ended(client, time.monotonic(), silent=silent))
 

@@ -62,7 +62,6 @@ class JobView:
         epoch: the latest of which it has heard.
         has_left: it has messages, or will say, that it goes in good order.
         failure: why there is nothing more to hope for, None while there is.
-        refusal: the service's reason for that, if it was the one.
         servers: where they are, by number; empty until all have come.
         lost: what is lost now, and how that was noticed.
         left: workers, or ranks, that have left in good order, with their hosts.
@@ -79,7 +78,6 @@ class JobView:
         self.is_assigned = self.has_left = False
         self.job = self.epoch = 0
         self.failure: ReigenError | None = None
-        self.refusal = ""
         self.servers: dict[int, ServerInfo] = {}
         self.lost: dict[tuple[MemberRole, int], MemberLost] = {}
         self.left: dict[int, str] = {}
@@ -203,7 +201,6 @@ class JobView:
         return [*self._barriers(), LeaveJob()] if self.has_left else list(self._barriers())
 
     def _refuse(self, message: MemberRefused) -> None:
-        self.refusal = message.reason
         if not self.is_assigned:
             self.failure = ConfigError(f"the scheduler refuses this {self.name}: {message.reason}")
             return

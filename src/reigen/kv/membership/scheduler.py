@@ -16,7 +16,6 @@ from collections.abc import Sequence
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.membership.control_service import ControlService
-from reigen.cluster.membership.listener import join_address
 from reigen.cluster.membership.members import JobSpec, LossPolicy, parameter_server_job
 from reigen.cluster.membership.messages import (
     JobEnded,
@@ -31,6 +30,7 @@ from reigen.errors import ConfigError
 from reigen.kv.membership import discovery
 from reigen.kv.membership.environment import ProcessConfig
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.listener import join_address
 
 _log = logging.getLogger(__name__)
 
