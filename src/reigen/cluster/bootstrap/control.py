@@ -79,7 +79,7 @@ class ServiceAccess:
     _held: tuple[_Closable, ...] = ()
 
     def close(self) -> None:
-        """End what this process hosts. Not before its last use of the job: `init` may follow `shutdown`. Repeatable."""
+        """End this process's service, behind its last use of the job: `init` may follow `shutdown`. Repeatable."""
         for each in self._held:
             each.close()
 
@@ -94,7 +94,7 @@ class ServiceAccessCache:
         self._found: dict[JobInfo, ServiceAccess] = {}
 
     def reach(self, job: JobInfo, environ: Mapping[str, str], manner: ServiceOptions) -> ServiceAccess:
-        """As `locate_service`. What rank 0 hosts is closed by atexit: behind all that is registered there later."""
+        """Return as `locate_service` does. atexit closes the service of rank 0, behind all that is registered later."""
         if job not in self._found:
             self._found[job] = access = locate_service(job, environ, manner)
             if job.rank == 0:

@@ -78,7 +78,7 @@ def bootstrap_socket_name(launcher: str, job_id: str, size: int) -> bytes:
 
 
 def identify_launcher_process() -> str:
-    """The closest process above that was not given this rank: whoever started it, told apart from all others."""
+    """Return the closest process above that was not given this rank, as a word that is unique for it."""
     pid, own = os.getpid(), _rank_variables(os.getpid())
     while True:
         parent = int(_read_stat(pid)[1])
@@ -99,7 +99,7 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def _rank_variables(pid: int) -> frozenset[bytes] | None:
-    """What a process was given that says RANK, in any launcher's words; None where that is a secret."""
+    """Return a process's variables that say RANK, in any launcher's words; None where they are secret."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -142,7 +142,7 @@ class LocalBootstrapServer:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close the socket in a child: `reigen.net.fork_safety`."""
         self._listener.close()
         self._token.close()
 

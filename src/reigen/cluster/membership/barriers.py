@@ -62,7 +62,7 @@ class BarrierTable:
                 self._break(worker, message, needed)
 
     def complete(self, needed: Collection[int], *, all_known: bool = True) -> list[tuple[int, BarrierOver]]:
-        """Barriers that are over now and were not announced, and for whom.
+        """Return barriers that are over now and were not announced, each with its worker.
 
         Args:
             needed: workers without which no barrier is done.

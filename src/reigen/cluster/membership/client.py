@@ -156,7 +156,7 @@ class MembershipClient:
             self._connection.close()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close the connection in a child: `reigen.net.fork_safety`."""
         self._connection.close()
 
     def _register(self, deadline: float) -> None:

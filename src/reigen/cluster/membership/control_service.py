@@ -210,7 +210,7 @@ class ControlService:
         self._thread: threading.Thread | None = None
 
     def heard_at(self, agent: int) -> float:
-        """When the agent of this number said something last, on the clock of ``time.monotonic()``; -inf: never."""
+        """Return the time (``time.monotonic()``) of an agent's last message, by the agent's number; -inf: none came."""
         return self._heard_at.get(agent, -math.inf)
 
     def turn(self, alarm: float | None = None) -> bool:

@@ -77,7 +77,7 @@ class FailureDetector:
         self._membership.leave()
 
     def close(self) -> None:
-        """Give up what it watches with."""
+        """Close both watches."""
         self._membership.close()
         if self._local_peers is not None:
             self._local_peers.close()

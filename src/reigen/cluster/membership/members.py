@@ -1,4 +1,4 @@
-"""Members of a job: what its roles have in common and where they differ, which is data; and what is known of each."""
+"""Members of a job, and the policies in which their roles differ."""
 
 from __future__ import annotations
 

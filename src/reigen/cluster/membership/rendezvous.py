@@ -51,7 +51,7 @@ class Rendezvous(Protocol):
         """The value of ``key`` if there is one now."""
 
     def close(self) -> None:
-        """Leave. What was put stays."""
+        """Leave; all values stay."""
 
 
 class LocalRendezvous:
@@ -91,7 +91,7 @@ class LocalRendezvous:
             return self._values.get(key)
 
     def close(self) -> None:
-        """Nothing to leave: the others may still need it."""
+        """Do nothing: the others may still need it."""
 
 
 class PrefixRendezvous:
@@ -215,7 +215,7 @@ class RendezvousClient:
         return reply.value
 
     def close(self) -> None:
-        """Leave. What was put stays. May be called twice."""
+        """Leave; all values stay. May be called twice."""
         self._stream.close()
 
     def _next_request(self) -> int:

@@ -1,4 +1,4 @@
-"""Membership of a job, as its service keeps it: messages go in, instructions whom to send what come out.
+"""Membership table of a job, as its service keeps it: messages go in, replies to connections come out.
 
 No I/O, no clock. The messages and events stand in `reigen.cluster.membership.messages`; in which the roles differ, in
 `reigen.cluster.membership.members`. Ranks have one connection each and do not come back, so of what follows only A, C,
@@ -152,7 +152,7 @@ class MembershipTable:
     # -- events -------------------------------------------------------------------------------------------------------
 
     def handle(self, owner: ConnectionId, message: MemberMessage, now: float) -> OutgoingReplies:
-        """Take in what a connection says; returns replies, to be sent in this order.
+        """Handle a connection's message; returns replies, to be sent in this order.
 
         A connection that is sent `MemberRefused` is to be closed then.
         """
@@ -192,11 +192,11 @@ class MembershipTable:
         return self._finish()
 
     def due(self) -> float | None:
-        """When to call `tick`; None: something else must happen first."""
+        """Return the time at which to call `tick`; None: an event must come first."""
         return None if self._due == NEVER else self._due
 
     def flush(self) -> OutgoingReplies:
-        """Return what is held: the service ends."""
+        """Return the events that are held: the service ends."""
         self._announce(*self._held.release())
         return self._finish()
 
@@ -408,7 +408,7 @@ class MembershipTable:
         self._reply(owner, MemberAssigned(member.number, member.is_recovery, self.job, self.epoch, barriers))
 
     def _send_state(self, newcomer: ConnectionId) -> None:
-        """Step B: tell one member, or everybody, where the servers are; and one what has happened before."""
+        """Step B: send the list of servers to one member, or all; and past events to one."""
         servers = self._of_role("server")
         receivers = [newcomer] if self._is_open else []
         if not self._is_open and all(server.incarnation for server in servers):
@@ -676,7 +676,7 @@ class GroupTable:
         self._table_of: dict[ConnectionId, MembershipTable] = {}
 
     def handle(self, owner: ConnectionId, message: MemberMessage, now: float) -> OutgoingReplies:
-        """Take in what a connection says; see `MembershipTable.handle`."""
+        """Handle a connection's message; see `MembershipTable.handle`."""
         table = self._table_of.get(owner)
         if table is None:
             if not isinstance(message, RegisterMember):
@@ -697,7 +697,7 @@ class GroupTable:
         return [] if table is None else table.ended(owner, now, silent=silent)
 
     def due(self) -> float | None:
-        """When to call `tick`; None: something else must happen first."""
+        """Return the time at which to call `tick`; None: an event must come first."""
         return min((due for table in self._tables.values() if (due := table.due()) is not None), default=None)
 
     def tick(self, now: float) -> OutgoingReplies:
@@ -705,7 +705,7 @@ class GroupTable:
         return [reply for table in self._tables.values() if table.due() is not None for reply in table.tick(now)]
 
     def flush(self) -> OutgoingReplies:
-        """Return what is held: the service ends."""
+        """Return the events that are held: the service ends."""
         return [reply for table in self._tables.values() for reply in table.flush()]
 
     def validate(self) -> None:

@@ -187,7 +187,7 @@ class JobView:
         return []
 
     def _take_place(self, message: MemberAssigned) -> list[MemberMessage]:
-        """Take the number; returns what a service that was started anew cannot know."""
+        """Take the number; returns messages for a service that was started anew."""
         self.epoch = max(self.epoch, message.epoch)
         if not self.is_assigned:
             self.number, self.is_recovery, self.is_assigned = message.number, message.is_recovery, True
@@ -215,7 +215,7 @@ class JobView:
                 self._learn(MemberReturned("server", peer.number, peer.host, peer.incarnation, peer.address))
 
     def _learn(self, event: MembershipEvent) -> None:
-        """Keep what an event says, once."""
+        """Take in an event, once."""
         if isinstance(event, MemberLost):
             if self.lost.get((event.role, event.number)) == event:
                 return

@@ -109,7 +109,7 @@ class Scheduler(ControlService):
         return stop.exit_code
 
     def _look_for_the_missing(self) -> bool:
-        """Log whom a long start waits for; returns False if it is for all."""
+        """Log the absent members of a long start; returns False if all are absent."""
         self._alarm, config = None, self._settings.config
         if not self._has_begun:
             _log.error("no worker and no server came within %g s (REIGEN_DEADLINE)", config.deadline_seconds)

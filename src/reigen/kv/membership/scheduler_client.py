@@ -66,7 +66,7 @@ _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
 class SchedulerClient:
-    """See `reigen.kv.membership.job_membership.JobMembership`. Made by `join`."""
+    """Membership by a connection to the scheduler, made by `join`; implements `JobMembership`."""
 
     def __init__(self, settings: ProcessConfig, address: str, deadline: float, find_saved: SavedJobFinder) -> None:
         config = settings.config
@@ -138,7 +138,7 @@ class SchedulerClient:
         return member
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
-        """See `JobMembership.servers`."""
+        """Return all servers by number, waited for."""
         with self._changed:
             servers = self._view.servers
             self._await(lambda: bool(servers), deadline)
@@ -161,7 +161,7 @@ class SchedulerClient:
         )
 
     def barrier(self, name: str, deadline: float) -> None:
-        """See `JobMembership.barrier`."""
+        """Wait for all workers."""
         with self._changed:
             view = self._view
             entry = view.enter(name)
@@ -186,7 +186,7 @@ class SchedulerClient:
             )
 
     def events(self) -> list[MembershipEvent]:
-        """See `JobMembership.events`."""
+        """Return the events since the last call."""
         with self._changed:
             with contextlib.suppress(OSError):  # nothing was written, or it is closed
                 os.eventfd_read(self._bell)
@@ -194,11 +194,11 @@ class SchedulerClient:
             return events
 
     def fileno(self) -> int:
-        """See `JobMembership.fileno`."""
+        """Return a descriptor that is readable while there are events."""
         return self._bell
 
     def num_dead_nodes(self, timeout: float) -> int:
-        """See `JobMembership.num_dead_nodes`."""
+        """Count workers and servers that are lost, or silent."""
         with self._changed:
             view = self._view
             patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
@@ -206,14 +206,14 @@ class SchedulerClient:
             return len(view.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
-        """See `JobMembership.leave`."""
+        """Leave in good order."""
         with self._changed:
             if not self._view.has_left:
                 self._view.has_left = True
                 self._post(LeaveJob())
 
     def close(self) -> None:
-        """See `JobMembership.close`."""
+        """End the connection."""
         with self._changed:
             if self._is_closing:
                 return
@@ -227,7 +227,7 @@ class SchedulerClient:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close all descriptors in a child: `reigen.net.fork_safety`."""
         self._loop.close()
         if self._connection is not None:
             self._connection.close()
@@ -369,7 +369,7 @@ class SchedulerClient:
         return problem
 
     def _talk(self, connection: Connection) -> None:
-        """Register, then say and hear what there is, until the connection ends or this process has left."""
+        """Register, then send and receive until the connection ends or this process has left."""
         connection.keep_alive(self._config.peer_timeout_seconds)
         saved = () if self._view.is_assigned else self._find_saved(self.secret)
         with self._changed:
@@ -418,7 +418,7 @@ class SchedulerClient:
 
 
 def _flush(connection: Connection) -> bool:
-    """Send what the kernel takes; returns whether there is no more to be sent."""
+    """Send as much as the kernel takes; returns whether all of it has left."""
     try:
         return connection.flush()
     except ConnectionError:  # what the other end sent before it went is still to be read, and then its end
