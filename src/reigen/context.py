@@ -107,9 +107,9 @@ class Context:
         self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._release: Callable[[], None] = lambda: None
         #: the ranks of every host
-        self.machines = ((0,),) if meeting is None else meeting.layout.machines
+        self.hosts = ((0,),) if meeting is None else meeting.layout.hosts
         can_mpi, why_not = can_use_mpi(os.environ)
-        choice = choose_backends([len(ranks) for ranks in self.machines], config.backend, None if can_mpi else why_not)
+        choice = choose_backends([len(ranks) for ranks in self.hosts], config.backend, None if can_mpi else why_not)
         #: the backends in use, and why
         self.backend, self.backend_reason = choice.name, choice.reason
         self.has_network = choice.network is not None

@@ -88,7 +88,7 @@ class Side:
             0, num_workers, ValueAllocator(self.arena), BufferPool(), self.workers, policy=LossPolicy(policy)
         )
         self.store = ServerStore(0, staleness, around)
-        self.desk = RequestHandler(self.store)
+        self.handler = RequestHandler(self.store)
         self.lines: list[Line] = []
         self.connections = [self.connect(worker) for worker in range(num_workers)]
         for key, size in SIZES.items():
@@ -115,9 +115,9 @@ class Side:
             header.kind, header.request, header.key, header.shard, header.round, header.flags, header.dtype,
             body_bytes=len(body),
         )  # fmt: skip
-        place = self.desk.place(header)
+        place = self.handler.place(header)
         place[:] = np.frombuffer(body, np.uint8)
-        self.desk.arrived(self.connections[worker], header, place)
+        self.handler.arrived(self.connections[worker], header, place)
 
     def handle_events(self, what: str, worker: int) -> None:
         host = f"host{worker}"
@@ -393,6 +393,26 @@ def test_a_push_that_comes_twice_counts_once() -> None:
         assert all(connection.num_held_bytes < 1000 for connection in side.connections), (
             "one batch is dropped, not kept"
         )
+    finally:
+        side.close()
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_push_that_waits_in_a_batch_does_not_reach_a_key_that_was_declared_anew(size: int) -> None:
+    side = Side(2, 0.0, "abort", None)
+    try:
+        body = np.array([(2, 6), (1, 1)], np.uint64).tobytes() + np.ones(40, np.float32).tobytes()
+        side.send(0, MessageHeader(MessageKind.PUSH, 10, 0, 2, 0, int(MessageFlag.BATCH), FLOAT), body)
+        side.store.plan_shards(6, KeySpec(6, (size,), "float32", generation=1), (ShardRange(0, 0, size, 0),))
+        side.send(0, MessageHeader(MessageKind.INIT, 20, 6), np.zeros(size, np.float32).tobytes())
+        side.send(1, MessageHeader(MessageKind.PUSH, 30, 2, 0, 1, 0, FLOAT), np.ones(33, np.float32).tobytes())
+        assert side.lines[0].answers[11] == (MessageKind.DONE, b"")
+        kind, problem = side.lines[0].answers[12]
+        assert (kind, problem.error, problem.key) == (MessageKind.ERROR, "ArgumentError", 6)
+        assert set(side.store.shards[2, 0].array.tolist()) == {2.0}
+        assert set(side.store.shards[6, 0].array.tolist()) == {0.0}
+        assert not side.connections[0].open_requests
+        assert side.connections[0].num_held_bytes == 0
     finally:
         side.close()
 

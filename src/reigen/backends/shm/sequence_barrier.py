@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from reigen.cluster.local_peers import LocalGroup
-from reigen.cluster.membership.abort_message import format_ranks
-from reigen.errors import DeadlineError
+from reigen.errors import DeadlineError, format_ranks
 from reigen.net.futex import FutexWord, SpinLimit, has_reached, memory_fences
 
 #: How long a sleep may last before deaths and the deadline are looked at again: a death is seen this much later at

@@ -1,4 +1,4 @@
-"""One store on one server: requests go in, shards change, answers come out.
+"""Store on one server: requests go in, shards change, answers come out.
 
 What happens when is decided elsewhere (`reigen.kv.consistency` for each shard, `reigen.kv.server.consensus` for
 what all workers say alike). What they decide comes back as instructions, which stand in the queue of their shard and
@@ -338,6 +338,8 @@ class ServerStore:
                 shard = self.shard_of(part)
                 if part.header.kind in PUSH_KINDS:
                     shard.check_push(self.settings.optimizer)
+                    if elements.nbytes != shard.num_bytes:
+                        raise ArgumentError("the key was declared anew since this push")
                     part.contribution = PushData(elements.view(shard.dtype.storage))
                 else:
                     part.release_body(self.context.buffers)
@@ -385,61 +387,6 @@ class ServerStore:
             else:
                 return
 
-    def _combine(self, shard: Shard, what: CombineRound) -> None:
-        parts = [_push_data(token) for token in what.tokens]
-        applied = shard.applied.over((what.round,) * self.context.num_workers)
-        self._change(shard, ValueUpdate(parts, what.scale), applied)
-
-    def _note_state(self, shard: Shard, state: ConsistencyState) -> None:
-        shard.is_dirty = shard.is_dirty or shard.applied != state
-        shard.applied = state
-
-    def _drop(self, shard: Shard, what: DropRequest) -> None:
-        if isinstance(what.token, WorkerRequest):
-            what.token.release_body(self.context.buffers)
-
-    def _apply(self, shard: Shard, what: ApplyPush) -> None:
-        worker, round, token = what.worker, what.round, what.token
-        done = tuple(round if one == worker else n for one, n in enumerate(shard.applied.done))
-        begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
-        num_update = shard.num_earlier + begin + round
-        self._change(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
-
-    def _report_forgotten(self, shard: Shard, what: RoundsForgotten) -> None:
-        owner = "" if what.worker is None else f" of worker {what.worker}"
-        _log.warning(
-            "key %r, shard %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
-            "snapshot: they are lost", shard.spec.name, shard.place.index, what.first, what.last, owner,
-        )  # fmt: skip
-
-    def _acknowledge(self, shard: Shard, what: AcknowledgePush | RepeatAcknowledgement) -> None:
-        request = request_of(what.token)
-        request.release_body(self.context.buffers)
-        if request.header.kind != MessageKind.PUSHPULL:  # that is answered as a pull
-            request.connection.answer(request)
-
-    def _fail(self, shard: Shard, what: FailRequest) -> None:
-        request = request_of(what.token)
-        request.release_body(self.context.buffers)
-        request.connection.refuse(request, self.problem_of(shard, what))
-
-    def _answer_done(self, shard: Shard, what: AnswerDone) -> None:
-        request = request_of(what.token)
-        request.connection.answer(request)
-
-    def _answer_states(self, shard: Shard, what: AnswerStates) -> None:
-        request = request_of(what.token)
-        request.connection.answer(request, MessageKind.VALUE, shard.pack_states(self.settings.optimizer))
-
-    def _restore_states(self, shard: Shard, what: RestoreStates) -> None:
-        request = request_of(what.token)
-        try:
-            shard.put_states(what.body, self.settings.optimizer)
-            shard.must_save = self.context.saves_always
-        except ReigenError as error:
-            request.connection.refuse(request, error, shard.spec.name)
-        request.release_body(self.context.buffers)
-
     def problem_of(self, shard: Shard, failed: FailRequest) -> RemoteError:
         """Return the error of a request that has failed."""
         kind = "DeadlineError" if failed.late else "PeerLostError" if failed.workers else "ArgumentError"
@@ -455,7 +402,8 @@ class ServerStore:
 
     # ---- what takes time
 
-    def _change(self, shard: Shard, update: ValueUpdate, applied: ConsistencyState) -> None:
+    def update(self, shard: Shard, update: ValueUpdate, applied: ConsistencyState) -> None:
+        """Change a shard's value, to that of another state of its engine."""
         memory, optimizer = self.context.memory, self.settings.optimizer
         target = memory.target(shard.value)
 
@@ -531,24 +479,6 @@ class ServerStore:
                 connection.refuse(request, problem)
         self._notify(ServerNotice("problem", -1, "", problem.reason, problem))
 
-    def _answer_pull(self, shard: Shard, what: AnswerPull) -> None:
-        request, memory = request_of(what.token), self.context.memory
-        dtype, encoder = DTYPE_NUMBERS[shard.spec.dtype], self.settings.encoder
-        if request.rows is not None:
-            rows = memory.new(len(request.rows) * shard.row_length * shard.dtype.itemsize)
-            shard.rows(request.rows, rows.array)
-            request.connection.answer_value(request, rows, dtype)
-            memory.retire(rows)
-        elif request.accepts_encoded and encoder is not None and self.settings.optimizer is None and shard.is_sum:
-            codes = shard.encoded(encoder)
-            if shard.is_dirty and self.context.saves_always:  # with what these codes lack, before anybody has them
-                shard.must_save = True
-                shard.queue.appendleft(what)
-                return
-            request.connection.answer(request, MessageKind.VALUE, codes, _ENCODED)
-        else:
-            request.connection.answer_value(request, shard.value, dtype)
-
     # ---- time
 
     def expire(self) -> None:
@@ -623,21 +553,91 @@ class ServerStore:
             self.declarations.remember(shard.key, shard.spec)
 
 
-_CARRIED_OUT_BY: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
-    AcknowledgePush: ServerStore._acknowledge,
-    RepeatAcknowledgement: ServerStore._acknowledge,
-    AnswerPull: ServerStore._answer_pull,
-    CombineRound: ServerStore._combine,
-    ApplyPush: ServerStore._apply,
-    ConsistencyState: ServerStore._note_state,
-    FailRequest: ServerStore._fail,
-    DropRequest: ServerStore._drop,
-    RoundsForgotten: ServerStore._report_forgotten,
-    RoundRecovered: lambda store, shard, what: None,  # the answer to RESUME, which has been read
-    AnswerDone: ServerStore._answer_done,
-    AnswerStates: ServerStore._answer_states,
-    RestoreStates: ServerStore._restore_states,
-}
+# ---- what each instruction does
+
+
+def _combine(store: ServerStore, shard: Shard, what: CombineRound) -> None:
+    parts = [_push_data(token) for token in what.tokens]
+    applied = shard.applied.over((what.round,) * store.context.num_workers)
+    store.update(shard, ValueUpdate(parts, what.scale), applied)
+
+
+def _note_state(store: ServerStore, shard: Shard, state: ConsistencyState) -> None:
+    shard.is_dirty = shard.is_dirty or shard.applied != state
+    shard.applied = state
+
+
+def _drop(store: ServerStore, shard: Shard, what: DropRequest) -> None:
+    if isinstance(what.token, WorkerRequest):
+        what.token.release_body(store.context.buffers)
+
+
+def _apply(store: ServerStore, shard: Shard, what: ApplyPush) -> None:
+    worker, round, token = what.worker, what.round, what.token
+    done = tuple(round if one == worker else n for one, n in enumerate(shard.applied.done))
+    begin = 0 if store.settings.optimizer is None else store.settings.optimizer.begin_num_update
+    num_update = shard.num_earlier + begin + round
+    store.update(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
+
+
+def _report_forgotten(store: ServerStore, shard: Shard, what: RoundsForgotten) -> None:
+    owner = "" if what.worker is None else f" of worker {what.worker}"
+    _log.warning(
+        "key %r, shard %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
+        "snapshot: they are lost", shard.spec.name, shard.place.index, what.first, what.last, owner,
+    )  # fmt: skip
+
+
+def _acknowledge(store: ServerStore, shard: Shard, what: AcknowledgePush | RepeatAcknowledgement) -> None:
+    request = request_of(what.token)
+    request.release_body(store.context.buffers)
+    if request.header.kind != MessageKind.PUSHPULL:  # that is answered as a pull
+        request.connection.answer(request)
+
+
+def _fail(store: ServerStore, shard: Shard, what: FailRequest) -> None:
+    request = request_of(what.token)
+    request.release_body(store.context.buffers)
+    request.connection.refuse(request, store.problem_of(shard, what))
+
+
+def _answer_done(store: ServerStore, shard: Shard, what: AnswerDone) -> None:
+    request = request_of(what.token)
+    request.connection.answer(request)
+
+
+def _answer_states(store: ServerStore, shard: Shard, what: AnswerStates) -> None:
+    request = request_of(what.token)
+    request.connection.answer(request, MessageKind.VALUE, shard.pack_states(store.settings.optimizer))
+
+
+def _restore_states(store: ServerStore, shard: Shard, what: RestoreStates) -> None:
+    request = request_of(what.token)
+    try:
+        shard.put_states(what.body, store.settings.optimizer)
+        shard.must_save = store.context.saves_always
+    except ReigenError as error:
+        request.connection.refuse(request, error, shard.spec.name)
+    request.release_body(store.context.buffers)
+
+
+def _answer_pull(store: ServerStore, shard: Shard, what: AnswerPull) -> None:
+    request, memory = request_of(what.token), store.context.memory
+    dtype, encoder = DTYPE_NUMBERS[shard.spec.dtype], store.settings.encoder
+    if request.rows is not None:
+        rows = memory.new(len(request.rows) * shard.row_length * shard.dtype.itemsize)
+        shard.rows(request.rows, rows.array)
+        request.connection.answer_value(request, rows, dtype)
+        memory.retire(rows)
+    elif request.accepts_encoded and encoder is not None and store.settings.optimizer is None and shard.is_sum:
+        codes = shard.encoded(encoder)
+        if shard.is_dirty and store.context.saves_always:  # with what these codes lack, before anybody has them
+            shard.must_save = True
+            shard.queue.appendleft(what)
+            return
+        request.connection.answer(request, MessageKind.VALUE, codes, _ENCODED)
+    else:
+        request.connection.answer_value(request, shard.value, dtype)
 
 
 def _push_data(token: RequestToken) -> PushData:
@@ -645,3 +645,20 @@ def _push_data(token: RequestToken) -> PushData:
     data = request_of(token).contribution
     assert data is not None, "a push is used once, and not before its instruction is carried out"
     return data
+
+
+_CARRIED_OUT_BY: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
+    AcknowledgePush: _acknowledge,
+    RepeatAcknowledgement: _acknowledge,
+    AnswerPull: _answer_pull,
+    CombineRound: _combine,
+    ApplyPush: _apply,
+    ConsistencyState: _note_state,
+    FailRequest: _fail,
+    DropRequest: _drop,
+    RoundsForgotten: _report_forgotten,
+    RoundRecovered: lambda store, shard, what: None,  # the answer to RESUME, which has been read
+    AnswerDone: _answer_done,
+    AnswerStates: _answer_states,
+    RestoreStates: _restore_states,
+}

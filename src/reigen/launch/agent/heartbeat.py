@@ -1,15 +1,14 @@
-"""The agent's own connection to the control service, which says whether the other machine is alive.
+"""Connection of an agent to the control service, which shows whether the other host is alive.
 
 The connection of ssh has the options that ssh gives it: where packets are lost, Linux waits twice as long after each
-transmission in vain, so that what was said may come a minute late although both machines are there. On this connection
-it is sent again at least every second (`reigen.net.sockets.set_keepalive`), which tells a loss from a silence.
+transmission in vain, so that data may come a minute late although both hosts are there. On this connection it is sent
+again at least every second (`reigen.net.sockets.set_keepalive`), which tells a loss from a silence.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reigen.cluster.membership.control_service import MAX_MESSAGE_BYTES, REQUEST_CODEC, GetValue
@@ -17,30 +16,20 @@ from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, LaunchError, WireError
 from reigen.launch.event_loop import LauncherLoop
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
 
 if TYPE_CHECKING:
     from reigen.net.tls import TlsContext
 
-#: Nobody puts that: the service answers at once that there is no value.
+#: A key that is never put: the service answers at once that there is no value.
 _KEY = "heartbeat"
 
 
 class AgentHeartbeat:
-    """An agent's line to the control service: it asks, the service answers.
-
-    Args:
-        address: ``host:port`` of the service.
-        secret: the job's.
-        number: the agent's.
-        loop: waits for answers.
-        heard: is called with each answer.
-        peer_timeout_seconds: see `reigen.net.sockets.set_keepalive`.
-        timeout_seconds: how long to wait for the connection.
-        tls: encrypt everything.
+    """Heartbeat of an agent: it asks the control service, the service answers, and ``on_reply`` is called.
 
     Raises:
-        LaunchError: there is no connection.
+        LaunchError: there is no connection within ``timeout_seconds``.
     """
 
     def __init__(
@@ -49,58 +38,50 @@ class AgentHeartbeat:
         secret: bytes,
         number: int,
         loop: LauncherLoop,
-        heard: Callable[[], None],
+        on_reply: Callable[[], None],
         *,
         peer_timeout_seconds: float,
         timeout_seconds: float,
         tls: TlsContext | None,
     ) -> None:
-        self._loop, self._heard = loop, heard
-        self._num_asked = 0
+        self._loop, self._on_reply = loop, on_reply
+        self._num_requests = 0
         until = time.monotonic() + timeout_seconds
         try:
             me = Identity(ProcessRole.AGENT, number, "heartbeat")
-            stream = connect_stream(split_address(address), secret, me, MAX_MESSAGE_BYTES, until, tls)
+            self._connection = open_connection(split_address(address), secret, me, MAX_MESSAGE_BYTES, until, tls)
         except (OSError, AuthenticationError, WireError) as error:
             raise LaunchError(f"the launcher's service at {address} cannot be reached from there: {error}") from None
-        stream.keep_alive(peer_timeout_seconds)
-        self._connection, self._conversation = stream.hand_over()
+        self._connection.keep_alive(peer_timeout_seconds)
         loop.watch(self._connection, self._serve)
 
     def ask(self) -> None:
-        """Ask whether the launcher is there; at the same time it hears that the agent is."""
+        """Ask whether the launcher is there, which shows it that the agent is."""
         if self._connection.fileno() < 0:
             return
-        if not self._conversation.outgoing:
-            self._num_asked += 1
-            self._conversation.send(REQUEST_CODEC.encode(GetValue(self._num_asked, _KEY, wait=False)))
-        self._send()
+        if not self._connection.num_unsent_bytes:
+            self._num_requests += 1
+            self._connection.post(REQUEST_CODEC.encode(GetValue(self._num_requests, _KEY, wait=False)))
+        self._flush()
 
     def close(self) -> None:
-        """End the connection: the launcher's silence is told by ssh alone then. May be called twice."""
+        """End the connection; then only ssh's shows whether the launcher lives. May be called twice."""
         if self._connection.fileno() >= 0:
             self._loop.unwatch(self._connection)
             self._connection.close()
 
     def _serve(self) -> None:
         try:
-            data = self._connection.recv(self._conversation.num_wanted_bytes)
-            if not data:
-                raise ConnectionResetError
-            for _ in self._conversation.receive(data):
-                self._heard()
-        except BlockingIOError:
-            return
+            for _ in self._connection.read():
+                self._on_reply()
         except (OSError, AuthenticationError, WireError):
             self.close()
-            return
-        self._send()
+        else:
+            self._flush()
 
-    def _send(self) -> None:
-        """What the kernel does not take now goes with the next question, or answer."""
-        outgoing = self._conversation.outgoing
+    def _flush(self) -> None:
+        """Send as much as the kernel takes; the rest goes with the next question, or answer."""
         try:
-            with suppress(BlockingIOError):
-                del outgoing[: self._connection.send(outgoing)]
+            self._connection.flush()
         except OSError:
             self.close()
