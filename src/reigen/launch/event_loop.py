@@ -13,7 +13,7 @@ from reigen.net.event_loop import EventLoop
 
 
 def _ignore_signal(_: int) -> None:
-    """Ignore a signal: without a watchdog no process passes one on."""
+    """Ignore a signal."""
 
 
 class LauncherLoop(EventLoop):
