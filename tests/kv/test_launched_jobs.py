@@ -202,8 +202,8 @@ def _has_joined_again(job: Launcher, role: str, number: int) -> bool:
         with suppress(OSError):
             if wanted <= set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
                 sockets = [link for link in Path(f"/proc/{pid}/fd").iterdir() if "socket:" in os.readlink(link)]
-                # a server listens, has a pair to wake its thread, and a connection to the scheduler
-                return len(sockets) >= {"scheduler": 1, "server": 4, "worker": 3}[role]
+                # a server listens, and has a connection to the scheduler
+                return len(sockets) >= {"scheduler": 1, "server": 2, "worker": 1}[role]
     return False
 
 
