@@ -261,7 +261,7 @@ class DistStore(KVStore):
             for target in targets:
                 target.finish()
 
-        operation = KVOperation(self._worker, kind.name.lower(), finish if targets else None, keys)
+        operation = KVOperation(self._worker.wait_for, kind.name.lower(), finish if targets else None, keys)
         builder = BatchBuilder(self._factory, self._worker, kind, operation, priority, len(keys))
         for place, key in enumerate(keys):
             entry, elements = self._keys[key], None
@@ -288,7 +288,7 @@ class DistStore(KVStore):
             for out in outs:
                 out.receive(wanted.copy(), received.reshape(len(wanted), *spec.shape[1:]).copy())
 
-        operation = KVOperation(self._worker, f"row_sparse_pull of key {key!r}", finish)
+        operation = KVOperation(self._worker.wait_for, f"row_sparse_pull of key {key!r}", finish)
         self._factory.pull_rows(operation, entry, wanted, received, priority)
         self._worker.flush()
         return operation
@@ -324,7 +324,7 @@ class DistStore(KVStore):
         for entry in entries:
             if self.rank == 0:
                 values[entry.id] = np.empty(entry.spec.num_elements, entry.spec.dtype.storage)
-                operation = KVOperation(self._worker, f"moving key {entry.name!r}")
+                operation = KVOperation(self._worker.wait_for, f"moving key {entry.name!r}")
                 self._factory.pull(operation, entry, values[entry.id], 0)
                 operation.wait()
         for entry in entries:

@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from msgspec import structs
@@ -27,17 +26,6 @@ _IN_MEMORY, _ANSWER_IN_MEMORY, _RESENT = map(
 
 #: Pushes of one key that may be under way; a further one waits for the first of them.
 MAX_PENDING_PUSHES = 16
-
-
-class OperationWaiter(Protocol):
-    """Waits for operations."""
-
-    def wait_for(self, operation: KVOperation, until: float | None) -> None:
-        """Return when an operation whose requests were submitted is over, whether it has failed or not.
-
-        Raises:
-            DeadlineError: it is not over by ``until``, on the clock of ``time.monotonic()``; None: the job's deadline.
-        """
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +67,8 @@ class KVOperation:
     """Call of the user's: a `reigen.kv.store.Pending`.
 
     Args:
-        driver: waits.
+        wait_for: returns when all of its requests are over, or raises DeadlineError at a time on the clock of
+            ``time.monotonic()``; None: at the job's deadline.
         what: in words, for errors: "push".
         finish: run once by the caller that waits, when all answers are there.
         keys: that it is about.
@@ -90,16 +79,16 @@ class KVOperation:
         error: of the first of them that failed; the user has seen it, or that there is none, if ``is_reported``.
     """
 
-    __slots__ = ("_callbacks", "_driver", "_finish", "_keys", "_what", "error", "is_reported", "latest", "num_left")
+    __slots__ = ("_callbacks", "_finish", "_keys", "_wait_for", "_what", "error", "is_reported", "latest", "num_left")
 
     def __init__(
         self,
-        driver: OperationWaiter,
+        wait_for: Callable[[KVOperation, float | None], None],
         what: str,
         finish: Callable[[], None] | None = None,
         keys: Sequence[int | str] = (),
     ) -> None:
-        self._driver = driver
+        self._wait_for = wait_for
         self._what, self._keys = what, keys
         self._finish = finish
         self._callbacks: list[Callable[[], None]] | None = None
@@ -119,7 +108,7 @@ class KVOperation:
     def wait(self, timeout: float | None = None) -> None:
         """See `reigen.kv.store.Pending.wait`."""
         if self.num_left:
-            self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
+            self._wait_for(self, None if timeout is None else time.monotonic() + timeout)
         self.is_reported = True
         if self.error is not None:
             raise self.error.anew()

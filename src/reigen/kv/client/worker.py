@@ -244,7 +244,7 @@ class KVWorker:
         self, kind: MessageKind, what: str, body: Callable[[int], bytes], servers: Iterable[int] | None = None
     ) -> list[ClientRequest]:
         """Send each server a request of one kind, and wait for the answers."""
-        operation = KVOperation(self, what)
+        operation = KVOperation(self.wait_for, what)
         numbers = range(self.num_servers) if servers is None else servers
         requests = [ClientRequest(MessageHeader(kind), number, operation, body(number)) for number in numbers]
         self.ask(requests)
@@ -257,7 +257,7 @@ class KVWorker:
             requests[0].operation.wait()
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
-        """See `reigen.kv.client.requests.OperationWaiter.wait_for`."""
+        """Return when an operation is over; see `reigen.kv.client.requests.KVOperation`."""
         self._drive_until(operation, lambda: not operation.num_left, until)
         self._leave_to_thread()
 
@@ -309,7 +309,7 @@ class KVWorker:
         Args:
             patience_seconds: how long they may take, within the call's deadline; None: until that.
         """
-        operation = KVOperation(self, "saying goodbye to the servers")
+        operation = KVOperation(self.wait_for, "saying goodbye to the servers")
         header = MessageHeader(MessageKind.GOODBYE)
         self.submit([ClientRequest(header, number, operation) for number in range(self.num_servers)])
         if patience_seconds is not None:
