@@ -33,7 +33,7 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.shm_arena import ShmArena
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import accept_stream
+from tests.accepting import accept_connection
 
 SECONDS = 10.0
 SECRET = b"u" * 32
@@ -57,7 +57,7 @@ class Server:
             connection, _ = self.listener.accept()
             try:
                 me = Identity(ProcessRole.RANK, 0, PURPOSE)
-                stream = accept_stream(connection, secret, me, 1 << 12, time.monotonic() + SECONDS)
+                stream = accept_connection(connection, secret, me, 1 << 12, time.monotonic() + SECONDS)
             except AuthenticationError:
                 return
             self.line = KVConnection(*stream.detach(), self, "worker")

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import structs
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
@@ -45,6 +44,7 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.shm_arena import BodyAllocator, ShmArena
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.fork_safety import close_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -335,7 +335,7 @@ class KVWorker:
         self._counts = lambda _: ()  # the store's, which has this worker
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`. Locks stay as they were at the fork: nothing else is touched."""
+        """See `reigen.net.fork_safety`. Locks stay as they were at the fork: nothing else is touched."""
         self._is_inherited = True
         self._failure = CollectiveError(
             "this process was forked from a worker, and is none: let the worker itself call its store, or fork before"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from reigen.launch.event_loop import WRITE, LauncherLoop
+from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 from reigen.launch.options import LaunchOptions
 from reigen.launch.output.line_prefix import LineSplitter
@@ -89,7 +89,7 @@ class OutputMux:
             self._errors.end(rank)
 
     def turn(self) -> float | None:
-        """Show what repeats no other rank's error after all; returns in how many seconds to call again."""
+        """Show lines that repeat no other rank's error; return the seconds until the next call."""
         now = time.monotonic()
         self._settle(now)
         return self._errors.wait_seconds(now)
@@ -123,9 +123,8 @@ class OutputMux:
         for rank, lines in self._errors.settle(now):
             self._put((rank, STDERR), self._streams[rank, STDERR].lines.show(lines))
         for rank, others in self._errors.take_repeats(now):
-            names = ", ".join(map(str, others))
-            message = f"reigen run: rank{'s' if len(others) > 1 else ''} {names}: the same error as rank {rank}\n"
-            self.say(message.encode())
+            numbers = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+            self.say(f"reigen run: {numbers}: the same error as rank {rank}\n".encode())
 
     def write(self) -> None:
         """Write as much as is possible without waiting; sources of a full writer are paused."""
@@ -148,7 +147,7 @@ class OutputMux:
 
     def _wait_for(self, writer: NonblockingWriter) -> None:
         self._waiting.add(writer)
-        self._loop.watch(writer.fd, lambda: None, WRITE)
+        self._loop.watch(writer.fd, on_writable=lambda: None)
 
     def _resume(self, writer: NonblockingWriter) -> None:
         self._waiting.discard(writer)
