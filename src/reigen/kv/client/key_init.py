@@ -1,4 +1,4 @@
-"""Creation of keys on servers: all workers say what they are, rank 0 where their shards lie and what they hold.
+"""Creation of keys on servers: all workers declare them, rank 0 places their shards and sends their values.
 
 The steps stand in `reigen.kv.protocol` (c); those of a worker that takes another's place in (h).
 """

@@ -47,7 +47,7 @@ class KeyOrder:
     held: deque[Sequence[ClientRequest]] = field(default_factory=deque)
 
     def is_free(self, kind: MessageKind) -> bool:
-        """Whether a request of a new operation would not be held back.
+        """Return whether a request of a new operation would not be held back.
 
         It would not be a moment later, either: others only finish what was begun, and what was held back counts as a
         read before it is held back no more. So this needs no lock.
@@ -55,11 +55,11 @@ class KeyOrder:
         return not self.held and (kind not in PUSH_KINDS or not self.num_reads)
 
     def has_push_slot(self) -> bool:
-        """Whether there are not too many under way."""
+        """Return whether there are not too many under way."""
         return self.num_pushes < self.max_pushes
 
     def must_wait(self, requests: Sequence[ClientRequest]) -> bool:
-        """Whether requests of one operation, the next ones in order, have to wait for reads of others."""
+        """Return whether requests of one operation, the next ones in order, have to wait for reads of others."""
         return self.num_reads > 0 and requests[0].header.kind in PUSH_KINDS and requests[0].operation is not self.last
 
 
@@ -106,7 +106,6 @@ class KVOperation:
         return f"{self._what} of key{'' if len(self._keys) == 1 else 's'} {names}"
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `reigen.kv.store.Pending.wait`."""
         if self.num_left:
             self._wait_for(self, None if timeout is None else time.monotonic() + timeout)
         self.is_reported = True
@@ -117,11 +116,9 @@ class KVOperation:
             finish()
 
     def done(self) -> bool:
-        """See `reigen.kv.store.Pending.done`."""
         return not self.num_left
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See `reigen.kv.store.Pending.add_done_callback`."""
         if self._callbacks is None:
             self._callbacks = []
         self._callbacks.append(callback)
@@ -183,7 +180,7 @@ class ClientRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was answered, and not with an error."""
+        """Return whether it was answered, and not with an error."""
         return self.answer_header is not None and self.answer_header.kind != MessageKind.ERROR
 
     def note(self) -> None:
@@ -247,11 +244,10 @@ class BatchRequest(ClientRequest):
 
     @property
     def num_ids(self) -> int:
-        """See `ClientRequest.num_ids`."""
         return 1 + len(self.numbers)
 
     def take(self, data: memoryview) -> None:
-        """See `ClientRequest.take`: the values of all keys."""
+        """Take the values of all keys."""
         if len(data) != sum(out.nbytes for out in self.outs):
             raise WireError(f"{len(data)} bytes for a batch of {sum(out.nbytes for out in self.outs)}")
         values = np.frombuffer(data, self.outs[0].dtype)
@@ -262,11 +258,9 @@ class BatchRequest(ClientRequest):
             begin = end
 
     def forget(self) -> None:
-        """See `ClientRequest.forget`."""
         self.outs = [np.empty_like(out) for out in self.outs]
 
     def leave(self) -> Sequence[KeyOrder]:
-        """See `ClientRequest.leave`."""
         orders = [order for place, order in enumerate(self.orders) if place not in self.alone]
         self.orders = ()
         return orders
@@ -279,7 +273,7 @@ class BatchRequest(ClientRequest):
         return self.orders[place]
 
     def note(self) -> None:
-        """See `ClientRequest.note`: for all keys that were not answered by themselves."""
+        """Note the end of the pushes of all keys that were not answered by themselves."""
         for place, note in enumerate(self.notes):
             if place not in self.alone:
                 note(0, self.numbers[place], self.is_done)

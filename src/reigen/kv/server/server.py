@@ -83,12 +83,12 @@ class _ClientConnection:
         self.heard_at = 0.0
 
     def is_of(self, connection: WorkerConnection) -> bool:
-        """Whether this is of the same worker, in the same store."""
+        """Return whether this is of the same worker, in the same store."""
         known = self.connection
         return known is not None and (known.worker, known.store) == (connection.worker, connection.store)
 
     def bound(self, inflow: ReceiveRate) -> None:
-        """Limit what the worker sends at a time (`reigen.kv.server.flow_control`); called when something has come."""
+        """Limit the bytes on their way from the worker (`reigen.kv.server.flow_control`), when some have come."""
         if self.line.num_received_bytes < self._next_bound:
             return
         self._next_bound = self.line.num_received_bytes + WINDOW_STEP_BYTES
@@ -97,13 +97,11 @@ class _ClientConnection:
         limit_receive_window(self._socket, inflow.window_bytes(self._round_trip_seconds))
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
-        """See `reigen.kv.connection.MessageReceiver`."""
         if self.handler is None:
             return memoryview(bytearray(header.body_bytes if header.kind == MessageKind.HELLO else 0))
         return self.handler.place(header).data
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
-        """See `reigen.kv.connection.MessageReceiver`."""
         if self.connection is None or self.handler is None:
             self._server.handle_hello(self, header, body)
             return
@@ -170,7 +168,7 @@ class KVServer:
             self._restore(snapshots)
 
     def serve(self) -> int:
-        """Serve until the scheduler says that the job is over; returns what the process should exit with."""
+        """Serve until the scheduler says that the job is over; returns the exit code for the process."""
         self._loop.watch(self._member.fileno(), self._handle_membership_events)
         self._loop.watch(self._workers.fileno(), self._workers.collect)
         self._handle_membership_events()
@@ -341,7 +339,7 @@ class KVServer:
         self._watch(client)
 
     def _watch(self, client: _ClientConnection) -> None:
-        """Have the loop wait for what the connection needs now."""
+        """Have the loop wait for the events that the connection needs now."""
         reads, writes = client not in self._waiting, client.line.wants_to_send
         if reads or writes:
             receive = partial(self._receive, client) if reads else None
@@ -364,7 +362,7 @@ class KVServer:
         return True
 
     def _out_of_memory(self, client: _ClientConnection, error: MemoryError) -> None:
-        """Break a store off, on all workers, since there is no memory for what a worker has sent."""
+        """Break a store off, on all workers, since there is no memory for a message."""
         if client.connection is not None:
             reason = (
                 f"server {self._member.number} on host {self._member.host} has not enough memory "
