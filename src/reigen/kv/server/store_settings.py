@@ -157,7 +157,7 @@ class StoreSettings:
 
 
 def _check_argument(name: str, argument: dict[str, Any]) -> None:
-    """Raise the error of an argument that makes no sense, before anybody waits because of it."""
+    """Raise the error of an argument that makes no sense, before any worker waits because of it."""
     if name == "set_optimizer":
         from_spec(argument)
     elif argument:
