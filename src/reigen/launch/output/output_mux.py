@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from reigen.launch.event_loop import WRITE, LauncherLoop
+from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 from reigen.launch.options import LaunchOptions
 from reigen.launch.output.line_prefix import LineSplitter
@@ -147,7 +147,7 @@ class OutputMux:
 
     def _wait_for(self, writer: NonblockingWriter) -> None:
         self._waiting.add(writer)
-        self._loop.watch(writer.fd, lambda: None, WRITE)
+        self._loop.watch(writer.fd, on_writable=lambda: None)
 
     def _resume(self, writer: NonblockingWriter) -> None:
         self._waiting.discard(writer)
