@@ -20,7 +20,7 @@ CLEAN = (
     *("backends.mpi", "backends.null", "backends.selection", "backends.tcp.algorithm", "backends.tcp.allreduce"),
     *("backends.tcp.backend", "backends.tcp.connection", "backends.tcp.errors"),
     *("cli", "cluster.addresses", "cluster.environ"),
-    *("cluster.fork_safety", "cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
+    *("net.fork_safety", "cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "numpy_ops", "observe", "optim", "resources", "runner.call", "runner.interpreter"),
     *("runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
