@@ -95,10 +95,11 @@ class OutputMux:
         """Show what repeats no other rank's error after all; returns in how many seconds to call again."""
         now = time.monotonic()
         self._settle(now)
+        self.say_repeats(now)
         return self._errors.wait_seconds(now)
 
     def finish(self) -> None:
-        """Show everything; nothing more is printed."""
+        """Show what is held back; nothing more is printed."""
         self._settle(float("inf"))
 
     def is_error_last(self, rank: int) -> bool:
@@ -125,6 +126,13 @@ class OutputMux:
     def _settle(self, now: float) -> None:
         for rank, lines in self._errors.settle(now):
             self._put((rank, STDERR), self._streams[rank, STDERR].lines.show(lines))
+
+    def take_sharing(self, rank: int) -> list[int]:
+        """Ranks that ended with the same error as ``rank``; nothing more is said of them."""
+        return self._errors.take_sharing(rank)
+
+    def say_repeats(self, now: float = float("inf")) -> None:
+        """Name the ranks whose errors were left out."""
         for rank, others in self._errors.take_repeats(now):
             names = ", ".join(map(str, others))
             words = f"reigen run: rank{'s' if len(others) > 1 else ''} {names}: the same error as rank {rank}\n"

@@ -60,6 +60,10 @@ class DeltaReducer:
         UnsupportedError: the number of ranks is not a power of two.
     """
 
+    #: Whether the ranks' parameters were compared in this job, and how often this rank had joined before.
+    _is_compared: bool
+    _num_joins: int
+
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], compression: Compressor, passes: int, sparse_as_dense: bool
     ) -> None:
@@ -72,11 +76,7 @@ class DeltaReducer:
         self._trackers: list[GradientTracker] = []
         self._hooks: list[RemovableHandle] = []
         self.passes = check_passes(passes)
-        #: whether the parameters with which the ranks began have been compared
-        self._is_compared = False
         self._bind()
-        #: who has joined before its first step would be the only one to compare
-        self._num_joins = self._context.num_joins
         self.adopt([parameter for _, parameter in named])
 
     @property
@@ -197,6 +197,10 @@ class DeltaReducer:
         self._context = contexts.current()
         self._name = f"adasum.{next(self._context.gradient_sets[0])}"
         self._comparisons = ReplicaCheckSchedule()
+        #: whether the parameters with which the ranks began have been compared
+        self._is_compared = False
+        #: who has joined before its first step would be the only one to compare
+        self._num_joins = self._context.num_joins
 
     def _adasum(self, deltas: Sequence[torch.Tensor]) -> None:
         """In place, over all ranks."""

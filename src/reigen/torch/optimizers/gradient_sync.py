@@ -43,6 +43,10 @@ class GradientSynchronizer:
         in_backward: whether gradients are reduced when backward() returns.
     """
 
+    #: Whether the ranks' parameters were compared in this job, and how often this rank had joined before.
+    _is_compared: bool
+    _num_joins: int
+
     def __init__(
         self,
         named: Sequence[tuple[str, torch.Tensor]],
@@ -66,11 +70,7 @@ class GradientSynchronizer:
         self._finished = FinishedBy.NOBODY
         #: passes that were finished
         self.num_passes = 0
-        self._comparisons = ReplicaCheckSchedule()
-        #: whether the parameters have been compared, or need not be: shared ones are where they come to exist once
-        self._is_compared = bool(options.owned)
-        #: who has joined before its first step would be the only one to compare
-        self._num_joins = self._context.num_joins
+        self._begin_comparisons()
         self.reducers: list[Reducer] = []
         self.adopt([parameter for _, parameter in named])
 
@@ -300,6 +300,15 @@ class GradientSynchronizer:
                 f"make a new one for the job of {current.size} ranks"
             )
         self._context = current
+        self._begin_comparisons()
+
+    def _begin_comparisons(self) -> None:
+        """Compare replicas from now on, as in a job that begins."""
+        self._comparisons = ReplicaCheckSchedule()
+        #: whether the parameters have been compared, or need not be: shared ones are where they come to exist once
+        self._is_compared = bool(self._options.owned)
+        #: who has joined before its first step would be the only one to compare
+        self._num_joins = self._context.num_joins
 
 
 def release_reducers(reducers: list[Reducer]) -> None:
