@@ -3,6 +3,7 @@
 #   make test       lint, types, import contracts, size report, and tests of everything that are not marked slow
 #   make test T=tests/unit/engine   all tests of a directory, a file or (T="-k bfloat16 tests/unit") a name, slow or not
 #   make test-all   the rest: tests that are marked slow, and those of reigen.mxnet
+#   RETRY=1         with the targets above: up to three tests that fail are run once more, one at a time
 #   make test-mxnet the tests of reigen.mxnet, with the real MXNet and its old NumPy in an environment of their own
 #   make lint       everything that reads the code without running it
 #   make bench      Reigen and its peers, alternately, in one run
@@ -16,7 +17,13 @@ NP ?= 2
 # Half of the tests' time is waiting: two at a time. A file's tests share their processes, so they stay together.
 # Unit tests come last: they are short, so that both end at about the same time.
 TEST_JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# $(call pytest,PYTHON,ARGUMENTS). With RETRY, tests that failed (exit code 1, and no other) may pass a second time.
+NUM_FAILED := import json; print(len(json.load(open(".pytest_cache/v/cache/lastfailed"))))
+pytest = @rm -f .pytest_cache/v/cache/lastfailed; $(1) -m pytest $(PARALLEL) $(2) || { \
+	[ $$? -eq 1 ] && [ -n "$(RETRY)" ] && [ `$(1) -c '$(NUM_FAILED)'` -le 3 ] && \
+	echo "The tests that failed are run once more, one at a time:" >&2 && \
+	$(1) -m pytest --last-failed --last-failed-no-failures none; }
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 STAMP_PARTS := pyproject.toml constraints.txt src/reigen/_version.py
 
@@ -60,17 +67,17 @@ lint: $(VENV)/.stamp-dev
 
 ifdef T
 test: $(VENV)/.stamp-dev
-	$(PYTEST) $(T)
+	$(call pytest,$(BIN)/python,$(T))
 else
 test: lint
-	$(PYTEST) -m "not slow"
+	$(call pytest,$(BIN)/python,-m "not slow")
 endif
 
 test-all: $(VENV)/.stamp-dev test-mxnet
-	$(PYTEST) -m slow
+	$(call pytest,$(BIN)/python,-m slow)
 
 test-mxnet: $(MXNET_VENV)/.stamp
-	$(MXNET_VENV)/bin/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder tests/mxnet
+	$(call pytest,$(MXNET_VENV)/bin/python,tests/mxnet)
 
 bench: $(VENV)/.stamp-bench
 	$(BIN)/reigen bench allreduce --np $(NP)

@@ -17,6 +17,7 @@ _REIGEN, _COPYING = "reigen", "copying"
 
 REGISTERED, ORDINARY, COPY = "reigen registered", "reigen ordinary", "copy of as many bytes"
 FRESH_COPY = "copy of fresh data"
+BACKEND = "reigen's backend alone"
 BUCKETS, SEPARATE = "reigen buckets", "reigen separate"
 GLOO_SUM, MPI_SUM = "gloo", "mpi"
 GLOO_BUCKETS, GLOO_SEPARATE, MPI_SEPARATE = "gloo 25 MiB buckets", "gloo separate", "mpi one by one"
@@ -76,6 +77,7 @@ def _plan(settings: Settings, came: Mapping[str, Crew]) -> Iterator[tuple[str, i
             for name, crew, case in (
                 (REGISTERED, _REIGEN, "registered"),
                 (ORDINARY, _REIGEN, "ordinary"),
+                (BACKEND, _REIGEN, "backend"),
                 (GLOO_SUM, GLOO, "ordinary"),
                 (MPI_SUM, MPI, "ordinary"),
                 (COPY, _COPYING, "copy"),
@@ -101,6 +103,8 @@ def _plan(settings: Settings, came: Mapping[str, Crew]) -> Iterator[tuple[str, i
 
 #: (title, slower mode, faster mode, at least so many times as long): the budgets for two ranks on two cores.
 _RATIOS = (
+    ("1 KiB", MPI_SUM, ORDINARY, 0.1),
+    ("4 KiB", BACKEND, ORDINARY, 0.5),
     ("25 MiB", GLOO_SUM, REGISTERED, 6.0),
     ("25 MiB", GLOO_SUM, ORDINARY, 2.5),
     ("25 MiB", MPI_SUM, REGISTERED, 1.5),
@@ -110,6 +114,7 @@ _RATIOS = (
     ("100 MiB", COPY, REGISTERED, 0.6),
     (_RESNET, GLOO_BUCKETS, BUCKETS, 4.0),
     (_RESNET, GLOO_BUCKETS, SEPARATE, 2.0),
+    (_RESNET, MPI_SEPARATE, SEPARATE, 1.0),
 )
 #: ranks -> microseconds that a blocking named sum of 1 KiB may take.
 _LATENCY_BUDGETS = {2: 250.0, 4: 1000.0}

@@ -60,6 +60,8 @@ def find(name: str, directory: Path) -> Mpi | str:
     own = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     # Open MPI's own shared memory: where ranks are killed, it stays, in /dev/shm by default
     own |= {f"OMPI_MCA_btl_{name}_backing_directory": str(directory) for name in ("sm", "vader")}
+    # and its directory /tmp/ompi.PID, with which the next mpirun of this pid does not start
+    own["PRTE_MCA_prte_local_tmpdir_base"] = str(directory)
     open_mpi = ("--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1")
     if name == PYPI:
         mpirun = Path(sys.executable).parent / "mpirun"  # not resolved: that of the virtual environment

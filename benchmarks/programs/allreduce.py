@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import reigen.torch as hvd
 from benchmarks.harness.arrays import SumOf
@@ -13,10 +15,14 @@ from benchmarks.harness.sizes import element_counts
 from benchmarks.harness.work import Case
 from reigen import __version__, context
 from reigen.api.gradients.bucket_plan import ParameterSpec, choose_bucket_bytes, plan_buckets
+from reigen.backends.base import ReduceBuffer
 from reigen.errors import ArgumentError
+from reigen.kernels.reduce import Reduction
 from reigen.types import DTYPES, ReduceOp
 
 _FLOAT32 = DTYPES["float32"]
+#: for one operation of the backend alone
+_SECONDS = 60.0
 
 
 class Reigen:
@@ -32,7 +38,8 @@ class Reigen:
     def open(self, case: Case) -> SumOf:
         """``registered`` and ``ordinary``: one named tensor; the others: several, by default ResNet-50's gradients.
 
-        ``buckets`` lie in registered memory, ``separate`` are asynchronous calls, ``group`` is one call.
+        ``backend`` is one without negotiation, ``buckets`` lie in registered memory, ``separate`` are asynchronous
+        calls, ``group`` is one call.
         """
         name = f"bench.{next(self._numbers)}"
         match case.name:
@@ -41,6 +48,8 @@ class Reigen:
             case "ordinary":
                 tensor = torch.zeros(case.nbytes // 4)
                 return self._work([tensor], lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum))
+            case "backend":
+                return self._backend(np.zeros(case.nbytes // 4, np.float32))
             case "buckets":
                 return self._registered(name, element_counts(case), choose_bucket_bytes(self._context))
             case "separate":
@@ -78,6 +87,13 @@ class Reigen:
         arrays = [array for _, array in named]
         rank, size = self._context.rank, self._context.size
         return SumOf(arrays, rank, size, operate, lambda: self._context.free(region))
+
+    def _backend(self, array: NDArray[np.float32]) -> SumOf:
+        """What moves the data, without the engine: for a job in which nothing else goes on."""
+        backend = self._context._engine._backend
+        rank, size = self._context.rank, self._context.size
+        buffers, reduction = [ReduceBuffer(array, array)], Reduction(_FLOAT32, ReduceOp.SUM, size)
+        return SumOf([array], rank, size, lambda: backend.allreduce(buffers, reduction, time.monotonic() + _SECONDS))
 
     def _separate(self, name: str, counts: list[int]) -> SumOf:
         named = [(f"{name}.{number}", torch.zeros(count)) for number, count in enumerate(counts)]

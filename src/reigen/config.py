@@ -1,8 +1,8 @@
-"""Every knob: its default, the variables that set it, what they may hold, and where its value came from.
+"""Every knob: its default, the variables that set it, its possible values, and the origin of its value.
 
 Precedence: argument of ``init()``, REIGEN_*, HOROVOD_*, default. An option of `reigen run`, or its configuration file,
-sets the REIGEN_* variable of the ranks: an option in place of what the environment says, the file where it says
-nothing; REIGEN_ORIGINS then tells which of them it was.
+sets the REIGEN_* variable of the ranks: an option in place of the environment's, the file where the environment has
+none; REIGEN_ORIGINS then shows which of them it was.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 from reigen.errors import ConfigError
 
-#: How the TCP backend may reduce; see `reigen.backends.tcp.algorithm`.
+#: Algorithms of the TCP backend; see `reigen.backends.tcp.algorithm`.
 TCP_ALGORITHMS = ("auto", "direct", "ring", "latency")
 #: Connections between two ranks: each is a descriptor, and a handshake before the first collective.
 MAX_TCP_SOCKETS = 64
-#: What becomes of a job of the parameter server that loses a worker; see docs/kv.md.
+#: Policies of the parameter server for the loss of a worker; see docs/kv.md.
 WORKER_LOSS_POLICIES = ("abort", "continue", "wait")
 LOG_LEVELS = ("trace", "debug", "info", "warning", "error", "fatal")
-#: JSON: for variables that `reigen run` has set, what made it do so.
+#: JSON: for variables that `reigen run` has set, the option or setting that made it do so.
 ORIGINS_VARIABLE = "REIGEN_ORIGINS"
 
 _MIB = 1 << 20
@@ -84,10 +84,10 @@ def _bytes_above_0(text: str) -> int:
 
 
 def _switch(text: str) -> bool:
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-    if text.strip().lower() not in words:
-        raise ValueError
-    return words[text.strip().lower()]
+    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.strip().lower() not in values:
+        raise ConfigError("must be 1 or 0")
+    return values[text.strip().lower()]
 
 
 def _level(text: str) -> str:
@@ -150,7 +150,7 @@ def _knob(default: object, parse: Callable[[str], object], names: str) -> Any:
 
 @dataclass(frozen=True)
 class Config:
-    """The knobs of one job.
+    """Knobs of one job.
 
     Attributes:
         deadline_seconds: how long a collective may wait for its last rank, and for the ranks to do their part.
@@ -158,15 +158,15 @@ class Config:
         fusion_threshold_bytes: allreduces of up to so many bytes in all travel together; 0 turns fusion off.
         disable_group_fusion: a group travels by itself, not together with other tensors.
         cache_capacity: operations whose negotiation is remembered; 0 turns the response cache off.
-        bucket_bytes: size of a gradient bucket, or None to choose by what carries it.
+        bucket_bytes: size of a gradient bucket, or None to choose by the backend.
         dynamic_process_sets: process sets may be added and removed after init().
         timeline: file into which the timeline is written, ``DYNAMIC`` to start it by a call, None for none.
         timeline_mark_cycles: mark the engine's turns in the timeline.
         stall_check_disable: do not look for stalled collectives.
-        stall_check_seconds: how long a collective may wait before a warning tells of it.
+        stall_check_seconds: how long a collective may wait before a warning.
         stall_shutdown_seconds: how long before the job is ended because of it; 0 for never.
         check_replicas: compare the parameters of all ranks every so many steps; 0 for never.
-        thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: where the kernel likes.
+        thread_affinity: processor of the engine's thread: one for all, or by local rank; empty: any.
         backend: backend to use, or None to choose.
         network_interfaces: names of the interfaces through which hosts may talk to each other, the first that exists
             is used; empty: the one of the route to the others.
@@ -174,25 +174,25 @@ class Config:
         tcp_algorithm: how the TCP backend reduces.
         tcp_sockets: connections between two ranks of different hosts.
         peer_timeout_seconds: how long another host may be silent before it counts as lost.
-        host_id: told apart from the host by this name, ranks of one machine count as ranks of several.
+        host_id: replaces the host's identity: with different ones, ranks of one host count as ranks of several.
         nccl: reduce CUDA tensors with NCCL, where there is one; else they are staged through the host.
         kv_bigarray_bound: a key of the parameter server of so many elements lies on all servers, a smaller one on one.
-        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by what carries it.
+        kv_slice_bytes: a key's value is cut into pieces of at most so many bytes; None to choose by the transport.
         kv_threads: threads of a server that compute; None to choose by how many processors it may use.
         kv_shared_memory: values travel through shared memory where worker and server are on one host.
-        kv_verbose: 1: who is in the job and what connects to what is logged; 2: every message, too.
+        kv_verbose: 1: members of the job and their connections are logged; 2: every message, too.
         kv_resend: a message whose receipt is not acknowledged is sent again.
         kv_resend_timeout_ms: milliseconds until then.
-        kv_drop_percent: percent of the received messages that are thrown away, to test what happens then.
-        kv_heartbeat_seconds: how often workers and servers tell the scheduler that they live; 0 for never.
+        kv_drop_percent: percent of the received messages that are thrown away, for tests of losses.
+        kv_heartbeat_seconds: how often workers and servers send the scheduler a heartbeat; 0 for never.
         kv_heartbeat_timeout_seconds: how long one may be silent before it counts as lost; 0 for ever.
-        kv_on_worker_loss: what becomes of the job if a worker is lost.
-        kv_snapshot_dir: where servers keep snapshots of what they hold, None for none.
+        kv_on_worker_loss: policy for the loss of a worker.
+        kv_snapshot_dir: directory for servers' snapshots, None for none.
         kv_snapshot_seconds: how often; 0: before every acknowledgement.
-        kv_update_on_kvstore: a Trainer that is not told lets the store update the weights.
+        kv_update_on_kvstore: a Trainer without that argument lets the store update the weights.
         log_level: the least severe messages that are shown.
         log_hide_time: messages do not begin with the time.
-        origins: for each knob that was set, what set it.
+        origins: for each knob that was set, its option, setting or variable.
     """
 
     deadline_seconds: float = _knob(600.0, _seconds, "REIGEN_DEADLINE")
@@ -246,11 +246,7 @@ class Config:
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def engine_cpu(self, local_rank: int) -> int | None:
-        """The processor for the engine's thread of ``local_rank``; None: any.
-
-        Raises:
-            ConfigError: several are given, but none for this rank.
-        """
+        """Return the processor for the engine's thread; None: any. Raises ConfigError: none of several is for it."""
         if len(self.thread_affinity) < 2:
             return self.thread_affinity[0] if self.thread_affinity else None
         if local_rank >= len(self.thread_affinity):
@@ -266,7 +262,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
     knob.name: knob.metadata["variables"] for knob in fields(Config) if knob.name != "origins"
 }
 
-#: Why variables of Horovod (without the prefix) that are known have no effect.
+#: Reasons why known variables of Horovod (without the prefix) have no effect.
 _WITHOUT_EFFECT = {
     "nothing waits for a cycle: an operation starts when its last rank has come": "CYCLE_TIME",
     "ranks of a host share its memory, then hosts talk: there is no other way": "HIERARCHICAL_ALLREDUCE "
@@ -296,16 +292,14 @@ _SHARED_KNOBS = ("backend", "tcp_algorithm", "tcp_sockets")
 
 
 def shared_settings(config: Config) -> tuple[str, ...]:
-    """What must be the same for all ranks, as ``VARIABLE=value``."""
+    """Return the settings that must be the same for all ranks, as ``VARIABLE=value``."""
     return tuple(f"{VARIABLES[name][0]}={getattr(config, name) or 'not set'}" for name in _SHARED_KNOBS)
 
 
 def load_config(environ: Mapping[str, str], arguments: Mapping[str, object] | None = None) -> Config:
-    """The configuration that ``environ`` asks for. Empty variables count as unset.
+    """Make the configuration of ``environ``. Empty variables count as unset.
 
-    Args:
-        environ: environment variables.
-        arguments: knobs that a program has set itself, by name; they win over ``environ``.
+    ``arguments`` are knobs that a program has set itself, by name; they win over ``environ``.
 
     Raises:
         ConfigError: a variable's value makes no sense; names the variable, the value and what is expected.
@@ -326,7 +320,7 @@ def load_config(environ: Mapping[str, str], arguments: Mapping[str, object] | No
 
 
 def format_changed_knobs(config: Config) -> list[str]:
-    """One line for each knob that differs from its default: its value and where that came from."""
+    """Return one line for each knob that differs from its default: its value and its origin."""
     lines = []
     for knob in fields(config):
         value = getattr(config, knob.name)
@@ -337,12 +331,12 @@ def format_changed_knobs(config: Config) -> list[str]:
 
 
 def format_ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """One line for each variable of Horovod that is set and known, but has no effect here."""
+    """Return one line for each variable of Horovod that is set and known, but has no effect here."""
     return [f"{name} has no effect: {reason}" for name, reason in _REASONS.items() if environ.get(name)]
 
 
 def format_unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """The names of REIGEN_* and HOROVOD_* variables that mean nothing, each with the closest name that does."""
+    """Return unknown REIGEN_* and HOROVOD_* variables, each with the closest name of a known one."""
     known = {*_REASONS, *(variable for variables in VARIABLES.values() for variable in variables)}
     found = []
     for name in sorted(environ):

@@ -28,6 +28,7 @@ from reigen.engine.control_channel import NoteListener
 from reigen.engine.handle import CollectiveResult, Handle, TensorTableEntry
 from reigen.engine.messages import JOIN_NAME, UNNAMED, Operation, OperationKind, Topic
 from reigen.engine.observer import EngineObserver
+from reigen.engine.operation_builders import OperationBuilder, ReductionSpec, build_operation
 from reigen.engine_factory import (
     JobRendezvous,
     create_multi_host_engine,
@@ -53,7 +54,6 @@ __all__ = [
 ]
 
 MakeOutput = Callable[[tuple[int, ...]], HostOrDeviceArray]
-OperationBuilder = Callable[..., Operation]
 
 
 class CollectiveOptions(TypedDict, total=False):
@@ -107,9 +107,9 @@ class Context:
         self._regions: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self._release: Callable[[], None] = lambda: None
         #: the ranks of every host
-        self.machines = ((0,),) if meeting is None else meeting.layout.machines
+        self.hosts = ((0,),) if meeting is None else meeting.layout.hosts
         can_mpi, why_not = can_use_mpi(os.environ)
-        choice = choose_backends([len(ranks) for ranks in self.machines], config.backend, None if can_mpi else why_not)
+        choice = choose_backends([len(ranks) for ranks in self.hosts], config.backend, None if can_mpi else why_not)
         #: the backends in use, and why
         self.backend, self.backend_reason = choice.name, choice.reason
         self.has_network = choice.network is not None
@@ -143,7 +143,8 @@ class Context:
         make_output: MakeOutput | None = None,
         process_set: int = 0,
         blocking: bool = False,
-    ) -> Handle:
+        deliver: Callable[[CollectiveResult], Any] | None = None,
+    ) -> Handle[Any]:
         """Begin the collective that a builder of `operation_builders` makes of a tensor and the ``argument`` it has.
 
         Args:
@@ -156,15 +157,23 @@ class Context:
             make_output: likewise.
             process_set: likewise.
             blocking: likewise.
+            deliver: makes the handle's result of the outcome.
         """
         ranks = self._members(process_set) if process_set else self._all_ranks
-        operation = build(source, dtype, argument, ranks, process_set)
+        if name is not None and type(name) is not str:
+            name = str(name)
+        device = source.device.kind if type(source) is DeviceArray else ""
+        operation = build_operation(build, source.shape, dtype.name, argument, ranks, process_set, name, device)
+        if name is None:
+            operation = self._name(operation, None)
         flat = source.reshape(-1)
         if target is None:
             task = TensorTableEntry(flat, None, None, make_output)
         else:
             task = TensorTableEntry(flat, flat if source is target else target.reshape(-1), target)
-        return self._submit(self._name(operation, name), task, blocking)
+        handle = Handle(self._engine, operation.name, task, deliver)
+        self._engine.submit(operation, handle, blocking)
+        return handle
 
     def start_group(
         self,
@@ -181,7 +190,10 @@ class Context:
     ) -> Handle:
         """`start` of several tensors as one, all or none: `CollectiveResult.members` has their results, in order."""
         ranks = self._members(process_set)
-        members = [build(s, d, argument, ranks, process_set) for s, d in zip(sources, dtypes, strict=True)]
+        members = [
+            build_operation(build, source.shape, dtype.name, argument, ranks, process_set, None, "")
+            for source, dtype in zip(sources, dtypes, strict=True)
+        ]
         if targets is None:
             tasks = [TensorTableEntry(source.reshape(-1), make_output=make_output) for source in sources]
         else:
@@ -221,10 +233,8 @@ class Context:
         if region is not None and source is not target:
             raise ArgumentError("registered memory is reduced in place: source must be target")
         offset = -1 if region is None else operation_builders.region_offset(region, target)
-        build: OperationBuilder = operation_builders.build_allreduce
-        if region is not None or divide_by_active:
-            build = functools.partial(build, offset=offset, divide_by_active=divide_by_active)
-        return self.start(build, source, dtype, (op, prescale, postscale), target=target, **options)
+        how = (op, prescale, postscale, offset, divide_by_active)
+        return self.start(operation_builders.build_allreduce, source, dtype, how, target=target, **options)
 
     def grouped_allreduce(
         self,
@@ -238,7 +248,7 @@ class Context:
         **options: Unpack[CollectiveOptions],
     ) -> Handle:
         """`allreduce` of several tensors; see `start_group`."""
-        how, build = (op, prescale, postscale), operation_builders.build_allreduce
+        how, build = ReductionSpec(op, prescale, postscale), operation_builders.build_allreduce
         return self.start_group(build, sources, dtypes, how, targets=targets, **options)
 
     def broadcast(
@@ -270,7 +280,9 @@ class Context:
         `CollectiveResult.received_splits` tells how many rows came from each rank. Without ``splits`` the rows are
         divided equally. Rows beyond the sum of the splits are not sent.
         """
-        return self.start(operation_builders.build_alltoall, source, dtype, splits, **options)
+        return self.start(
+            operation_builders.build_alltoall, source, dtype, None if splits is None else tuple(splits), **options
+        )
 
     def reducescatter(
         self,
@@ -451,7 +463,7 @@ class Context:
         if type(task.source) is DeviceArray:
             operation = structs.replace(operation, device=task.source.device.kind)
         handle = Handle(self._engine, operation.name, task)
-        self._engine.submit(operation, handle, blocking=blocking)
+        self._engine.submit(operation, handle, blocking)
         return handle
 
     def _submit_group(

@@ -40,25 +40,25 @@ _log = logging.getLogger(__name__)
 #: How often a waiting rank that has a core to itself looks before it sleeps: at a word of shared memory, for about two
 #: hundred microseconds, and through the kernel. A wake-up takes 50 to 100 of them on a virtual machine.
 _SHM_LOOKS, _SYSCALL_LOOKS = 4000, 200
-#: What the connections of the star are for.
+#: Purpose of the star's connections.
 _CONTROL_PURPOSE = "control"
 
-#: Releases what an engine stands on, after the engine is closed.
+#: Releases an engine's resources, after the engine is closed.
 ReleaseCallback = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class JobRendezvous:
-    """Where the ranks of a job meet, and which share a host.
+    """Rendezvous of the ranks of a job, and their hosts.
 
     Attributes:
-        layout: who is where.
-        rendezvous: where the ranks of this job meet. Jobs on several hosts keep it, and close it.
+        layout: the ranks by host.
+        rendezvous: of this job's ranks. Jobs on several hosts keep it, and close it.
         generation: how often this process has been in this job before.
         address: ``host:port`` of the control service, for jobs on several hosts.
         secret: the job's 32 bytes.
         room: the name that this job has at the service, different for every job there.
-        tls: encrypts every connection, if they are to be.
+        tls: encrypts every connection; None: they are not encrypted.
         launched: for each rank its number as the launcher gave it, where the job has only some of those; else empty.
     """
 
@@ -73,19 +73,19 @@ class JobRendezvous:
 
 
 def create_single_rank_engine(config: Config) -> Engine:
-    """For a job of one rank."""
-    solitude, backend = SingleRankTransport(), NullBackend()
+    """Create the engine of a job of one rank."""
+    transport, backend = SingleRankTransport(), NullBackend()
     coordinator, device = create_coordinator(config, 1), create_device_backend(config, backend)
-    return Engine(backend, solitude, solitude, coordinator, config.deadline_seconds, looks=0, device=device)
+    return Engine(backend, transport, transport, coordinator, config.deadline_seconds, looks=0, device=device)
 
 
 def create_device_backend(config: Config, backend: Backend) -> DeviceBackend | None:
-    """What may stand beside the backend of all ranks. It costs nothing until its first operation."""
+    """Create the backend for devices beside that of all ranks. It costs nothing until its first operation."""
     return DeviceBackend(backend, range(backend.size)) if config.nccl else None
 
 
 def create_coordinator(config: Config, size: int) -> Coordinator:
-    """For rank 0 of a job of ``size`` ranks."""
+    """Create the coordinator, on rank 0 of a job of ``size`` ranks."""
     return Coordinator(
         size,
         config.cache_capacity,
@@ -96,122 +96,116 @@ def create_coordinator(config: Config, size: int) -> Coordinator:
     )
 
 
-def create_single_host_engine(meeting: JobRendezvous, config: Config) -> tuple[Engine, ReleaseCallback]:
-    """For a job whose ranks share the memory of this host. Collective.
-
-    Raises:
-        CollectiveError: as `reigen.cluster.local_peers.map_local_peers` tells.
-    """
-    rank, ranks = meeting.layout.rank, meeting.layout.local
+def create_single_host_engine(job: JobRendezvous, config: Config) -> tuple[Engine, ReleaseCallback]:
+    """Create the engine of a job whose ranks share the memory of this host. Collective; errors of `map_local_peers`."""
+    rank, ranks = job.layout.rank, job.layout.local
     size = len(ranks)
     sizes = [shm_transport_bytes(size), shm_backend_bytes()]
     timeout = config.start_timeout_seconds
-    neighbours, (mail, part) = map_local_peers(meeting.rendezvous, rank, ranks, meeting.generation, timeout, sizes)
-    looks = _spin_count(_SHM_LOOKS, size, neighbours.pids)
-    backend = ShmBackend(neighbours, part, looks)
+    peers, (mail, part) = map_local_peers(job.rendezvous, rank, ranks, job.generation, timeout, sizes)
+    looks = _spin_count(_SHM_LOOKS, size, peers.pids)
+    backend = ShmBackend(peers, part, looks)
     try:
         backend.try_cross_memory(time.monotonic() + timeout)
     except BaseException:
-        neighbours.close()
+        peers.close()
         raise
-    others = [r for r in range(size) if r != rank]
-    mailbox = ShmTransport(mail.arrays, rank, others if rank == 0 else [0], others if rank == 0 else [0])
+    targets = [r for r in range(size) if r != rank]
+    transport = ShmTransport(mail.arrays, rank, targets if rank == 0 else [0], targets if rank == 0 else [0])
     coordinator = create_coordinator(config, size) if rank == 0 else None
 
     def release() -> None:
-        neighbours.leave()
+        peers.leave()
         backend.close()
-        neighbours.close()
+        peers.close()
 
     device = create_device_backend(config, backend)
-    engine = Engine(backend, mailbox, neighbours, coordinator, config.deadline_seconds, looks, device)
-    _enable_stall_check(engine, config, neighbours)
+    engine = Engine(backend, transport, peers, coordinator, config.deadline_seconds, looks, device)
+    _enable_stall_check(engine, config, peers)
     return engine, release
 
 
 def create_multi_host_engine(
-    meeting: JobRendezvous, choice: BackendChoice, config: Config
+    job: JobRendezvous, choice: BackendChoice, config: Config
 ) -> tuple[Engine, ReleaseCallback]:
-    """For a job whose ranks do not all share memory. Collective.
+    """Create the engine of a job whose ranks do not all share memory. Collective.
 
     Raises:
         CollectiveError: ranks did not come, or died.
         ConfigError: there is no such network interface.
-        AuthenticationError: somebody who does not know the secret answers in a rank's place.
+        AuthenticationError: a process that does not know the secret answers in a rank's place.
     """
-    layout, until = meeting.layout, time.monotonic() + config.start_timeout_seconds
+    layout, until = job.layout, time.monotonic() + config.start_timeout_seconds
     rank, size = layout.rank, layout.size
     with ExitStack() as undo:
-        undo.callback(meeting.rendezvous.close)  # connections are made when they are needed
-        membership = undo.enter_context(closing(_create_membership(meeting, config)))
-        neighbours, local = _connect_local_peers(meeting, config) if choice.shares_memory else (None, NullBackend())
-        if neighbours is not None:
-            undo.callback(neighbours.close)
-        star, mesh = _connect_transport(meeting, config, membership, until)
+        undo.callback(job.rendezvous.close)  # connections are made when they are needed
+        membership = undo.enter_context(closing(_create_membership(job, config)))
+        peers, local = _connect_local_peers(job, config) if choice.shares_memory else (None, NullBackend())
+        if peers is not None:
+            undo.callback(peers.close)
+        star, mesh = _connect_transport(job, config, membership, until)
         undo.callback(star.close)
         undo.callback(mesh.close)
-        lookout = FailureDetector(membership, neighbours, star.lost)
-        network = undo.enter_context(closing(_create_network(choice, meeting, mesh, lookout, config)))
-        groups = layout.machines if choice.shares_memory else [(r,) for r in range(size)]
+        detector = FailureDetector(membership, peers, star.lost)
+        network = undo.enter_context(closing(_create_network(choice, job, mesh, detector, config)))
+        groups = layout.hosts if choice.shares_memory else [(r,) for r in range(size)]
         backend = undo.enter_context(closing(compose_backend(groups, rank, local, network, range(size), until)))
         coordinator = create_coordinator(config, size) if rank == 0 else None
         looks, device = _spin_count(_SYSCALL_LOOKS, len(layout.local)), create_device_backend(config, backend)
-        engine = Engine(backend, star, lookout, coordinator, config.deadline_seconds, looks, device)
-        _enable_stall_check(engine, config, neighbours)
+        engine = Engine(backend, star, detector, coordinator, config.deadline_seconds, looks, device)
+        _enable_stall_check(engine, config, peers)
         resources = undo.pop_all()
 
     def release() -> None:
-        lookout.leave()
+        detector.leave()
         resources.close()
 
     return engine, release
 
 
-def _create_membership(meeting: JobRendezvous, config: Config) -> MembershipClient:
-    layout = meeting.layout
+def _create_membership(job: JobRendezvous, config: Config) -> MembershipClient:
+    layout = job.layout
     return MembershipClient(
-        meeting.address,
-        meeting.secret,
-        f"{meeting.room} {meeting.generation}",
+        job.address,
+        job.secret,
+        f"{job.room} {job.generation}",
         layout.rank,
         layout.size,
         timeout_seconds=config.start_timeout_seconds,
         peer_timeout_seconds=config.peer_timeout_seconds,
         host_id=config.host_id or "",
-        tls=meeting.tls,
+        tls=job.tls,
     )
 
 
-def _connect_local_peers(meeting: JobRendezvous, config: Config) -> tuple[LocalPeers | None, ShmBackend | NullBackend]:
-    """The other ranks of this host, if there are any, and the backend of all of them."""
-    layout, timeout = meeting.layout, config.start_timeout_seconds
+def _connect_local_peers(job: JobRendezvous, config: Config) -> tuple[LocalPeers | None, ShmBackend | NullBackend]:
+    """Connect the other ranks of this host, if there are any; return them with the backend of all of them."""
+    layout, timeout = job.layout, config.start_timeout_seconds
     if len(layout.local) == 1:
         return None, NullBackend()
     sizes = [shm_backend_bytes()]
-    neighbours, (part,) = map_local_peers(
-        meeting.rendezvous, layout.rank, layout.local, meeting.generation, timeout, sizes
-    )
-    neighbours.name_host(layout.hostnames[layout.rank])
-    backend = ShmBackend(neighbours, part, _spin_count(_SHM_LOOKS, neighbours.size, neighbours.pids))
+    peers, (part,) = map_local_peers(job.rendezvous, layout.rank, layout.local, job.generation, timeout, sizes)
+    peers.name_host(layout.hostnames[layout.rank])
+    backend = ShmBackend(peers, part, _spin_count(_SHM_LOOKS, peers.size, peers.pids))
     try:
         backend.try_cross_memory(time.monotonic() + timeout)
     except BaseException:
-        neighbours.close()
+        peers.close()
         raise
-    return neighbours, backend
+    return peers, backend
 
 
 def _connect_transport(
-    meeting: JobRendezvous, config: Config, membership: MembershipClient, until: float
+    job: JobRendezvous, config: Config, membership: MembershipClient, until: float
 ) -> tuple[TcpStarTransport, ConnectionPool]:
-    """The way of control messages, and of all other connections."""
-    layout = meeting.layout
-    address, reason = choose_address(config.network_interfaces, split_address(meeting.address)[0])
+    """Connect the transport of control messages, and make the pool of all other connections."""
+    layout = job.layout
+    address, reason = choose_address(config.network_interfaces, split_address(job.address)[0])
     _log.debug("rank %d listens at %s: %s", layout.rank, address, reason)
-    room = PrefixRendezvous(meeting.rendezvous, str(meeting.generation))
+    room = PrefixRendezvous(job.rendezvous, str(job.generation))
     silence = config.peer_timeout_seconds
-    mesh = ConnectionPool(layout.rank, layout.size, room, meeting.secret, address, silence, tls=meeting.tls)
-    others = [r for r in range(layout.size) if r != layout.rank]
+    mesh = ConnectionPool(layout.rank, layout.size, room, job.secret, address, silence, tls=job.tls)
+    targets = [r for r in range(layout.size) if r != layout.rank]
 
     def waiting(missing: Sequence[int]) -> None:
         error = membership.failure(missing)
@@ -219,7 +213,7 @@ def _connect_transport(
             raise error
 
     try:
-        streams = mesh.open(others if layout.rank == 0 else [0], _CONTROL_PURPOSE, until, waiting)
+        streams = mesh.open(targets if layout.rank == 0 else [0], _CONTROL_PURPOSE, until, waiting)
     except BaseException:
         mesh.close()
         raise
@@ -227,41 +221,38 @@ def _connect_transport(
 
 
 def _create_network(
-    choice: BackendChoice, meeting: JobRendezvous, mesh: ConnectionPool, lookout: FailureDetector, config: Config
+    choice: BackendChoice, job: JobRendezvous, mesh: ConnectionPool, detector: FailureDetector, config: Config
 ) -> HostNetwork:
     if choice.network == "mpi":
         from reigen.backends.mpi.network import MpiNetwork
 
-        layout, room = meeting.layout, PrefixRendezvous(meeting.rendezvous, str(meeting.generation))
-        launched, looks = meeting.launched or range(layout.size), _spin_count(_SYSCALL_LOOKS, len(layout.local))
+        layout, room = job.layout, PrefixRendezvous(job.rendezvous, str(job.generation))
+        launched, looks = job.launched or range(layout.size), _spin_count(_SYSCALL_LOOKS, len(layout.local))
         return MpiNetwork(
-            mpi_comm_world(os.environ), launched, layout.rank, room, failure=lookout.exit_error, looks=looks
+            mpi_comm_world(os.environ), launched, layout.rank, room, failure=detector.exit_error, looks=looks
         )
     return TcpNetwork(
         mesh,
-        failure=lookout.exit_error,
+        failure=detector.exit_error,
         algorithm=config.tcp_algorithm,
         num_sockets=config.tcp_sockets,
-        hosts=meeting.layout.hostnames,
+        hosts=job.layout.hostnames,
     )
 
 
 def _spin_count(looks: int, num_local: int, pids: Sequence[int] = ()) -> int:
-    """``looks``; 0 with more ranks on this host than processors for them, where it would take the others' core.
+    """Return ``looks``, or 0 with more ranks on this host than processors for them, where it would take others' cores.
 
-    Args:
-        looks: how often to look otherwise.
-        num_local: how many ranks there are.
-        pids: their process ids, as far as they are known: each may be bound to processors of its own.
+    ``pids`` are the ranks' process ids, as far as they are known: each may be bound to processors of its own.
     """
     cpus = os.sched_getaffinity(0)
     for pid in pids:
-        with suppress(OSError):  # it has ended: whoever waits for it will be told
+        with suppress(OSError):  # it has ended: ranks that wait for it will get an error
             cpus |= os.sched_getaffinity(pid)
     return looks if num_local <= len(cpus) else 0
 
 
-def _enable_stall_check(engine: Engine, config: Config, neighbours: LocalPeers | None) -> None:
+def _enable_stall_check(engine: Engine, config: Config, peers: LocalPeers | None) -> None:
     if not config.stall_check_disable:
-        pids = {} if neighbours is None else dict(zip(neighbours.ranks, neighbours.pids, strict=True))
+        pids = {} if peers is None else dict(zip(peers.ranks, peers.pids, strict=True))
         engine.enable_stall_check(config.stall_check_seconds, config.stall_shutdown_seconds, pids)

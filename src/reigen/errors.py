@@ -1,4 +1,4 @@
-"""Every error that Reigen raises on purpose.
+"""Errors that Reigen raises on purpose.
 
 ::
 
@@ -13,14 +13,14 @@
     +-- CollectiveError (RuntimeError)          a collective failed; also named HorovodInternalError
     |   +-- MismatchError                       ranks disagree; every rank that submitted gets it, the job carries on
     |   |   +-- JoinedError                     another rank has joined: it has no data for this operation
-    |   +-- DeadlineError                       somebody did not come in time
+    |   +-- DeadlineError                       a rank did not come in time
     |   +-- PeerLostError                       a rank died, left or was stopped by its launcher
     |   +-- ReplicaError                        the ranks hold different parameters
-    |   +-- SharedMemoryError                   the machine has not enough memory for a segment
+    |   +-- SharedMemoryError                   the host has not enough memory for a segment
     |   +-- DeviceError                         the ranks' GPUs cannot work together as they were chosen
     +-- LaunchError (RuntimeError)              the launcher could not do what it was asked
     |   +-- RankFailedError                     a rank of run() raised, exited or was killed
-    +-- AuthenticationError                     who sent something does not know the job's secret
+    +-- AuthenticationError                     the sender does not know the job's secret
     +-- WireError                               bytes of another process are no message, or too many
     +-- HostsUpdatedInterrupt (RuntimeError)    the hosts of an elastic job have changed
     +-- HorovodVersionMismatchError (ImportError)   a framework of another version than the one that was built for
@@ -31,15 +31,26 @@ Facts are fields; the message is made from them, so that programs never parse En
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format numbers of ranks for a message, in ascending order: ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 class ReigenError(Exception):
     """Base of everything that Reigen raises on purpose."""
 
     def anew(self) -> Self:
-        """The same error, to be raised by whoever keeps this one.
+        """Return the same error, to be raised by the keeper of this one.
 
         An error that was raised holds the frames that it went through, and these hold their owner: a reference cycle.
         """
@@ -50,25 +61,21 @@ class ReigenError(Exception):
 
 
 class NotInitializedError(ReigenError, ValueError):
-    """A function that needs the job was called before ``init()`` or after ``shutdown()``."""
+    """Error for a function that needs the job, called before ``init()`` or after ``shutdown()``."""
 
     def __init__(self, message: str | None = None) -> None:
-        # Scripts for Horovod recognise this error by its words.
+        # Scripts for Horovod recognise this error by its text.
         horovod = str(getattr(sys.modules.get("horovod"), "__version__", ""))
         product = "Horovod" if horovod.endswith("+reigen") else "Reigen"
         super().__init__(f"{product} has not been initialized; use hvd.init()." if message is None else message)
 
 
 class ArgumentError(ReigenError, ValueError):
-    """An argument is wrong on this rank alone. Nothing was sent; other ranks see nothing."""
+    """Error for an argument that is wrong on this rank alone. Nothing was sent; other ranks see nothing."""
 
 
 class DuplicateNameError(ArgumentError):
-    """A tensor of this name is still being processed on this rank.
-
-    Attributes:
-        tensor: the name.
-    """
+    """Error for a tensor whose name is still being processed on this rank."""
 
     def __init__(self, tensor: str) -> None:
         self.tensor = tensor
@@ -79,28 +86,28 @@ class DuplicateNameError(ArgumentError):
 
 
 class UnsupportedError(ArgumentError, NotImplementedError):
-    """What is asked for makes sense, but not with this number of ranks, this process set or these options."""
+    """Error for an operation that cannot be done with this number of ranks, this process set or these options."""
 
 
 class StepOrderError(ReigenError, AssertionError):
-    """An optimizer's methods were called in an order that would lose or corrupt gradients that are on their way."""
+    """Error for an optimizer's methods in an order that would lose or corrupt gradients that are on their way."""
 
 
 class UnsupportedTypeError(ReigenError, ValueError, TypeError):
-    """A dtype, or a kind of object, that cannot be communicated."""
+    """Error for a dtype, or a kind of object, that cannot be communicated."""
 
 
 class ConfigError(ReigenError, ValueError):
-    """An option, environment variable or configuration file holds a value that makes no sense."""
+    """Error for an option, environment variable or configuration file with a value that makes no sense."""
 
 
 class CollectiveError(ReigenError, RuntimeError):
-    """A collective operation failed.
+    """Failure of a collective operation.
 
     Attributes:
         tensor: name of the tensor or operation, or None where the failure concerns them all.
         ranks: the ranks at fault, in ascending order.
-        details: one line per rank where ranks differ (rank -> what it said).
+        details: one line per rank where ranks differ, by rank.
     """
 
     def __init__(
@@ -120,52 +127,52 @@ class CollectiveError(ReigenError, RuntimeError):
         super().__init__("\n".join(lines))
 
     def of(self, tensor: str) -> CollectiveError:
-        """The same error anew, told of one tensor, unless it is told of one already."""
+        """Return the same error about one tensor, unless it is about one already."""
         if self.tensor is not None:
             return self.anew()
-        told = type(self)(self.reason, tensor=tensor, ranks=self.ranks, details=self.details)
-        told.__dict__ = {**self.__dict__, "tensor": tensor}
-        told.__cause__ = self.__cause__
-        return told
+        error = type(self)(self.reason, tensor=tensor, ranks=self.ranks, details=self.details)
+        error.__dict__ = {**self.__dict__, "tensor": tensor}
+        error.__cause__ = self.__cause__
+        return error
 
 
 class MismatchError(CollectiveError):
-    """The ranks submitted different things under one name. Later collectives work."""
+    """Error for ranks that submitted different things under one name. Later collectives work."""
 
 
 class JoinedError(MismatchError):
-    """``ranks`` have joined and wait for the others; only an allreduce can do without their data."""
+    """Error for ``ranks`` that have joined and wait for the others; only an allreduce can do without their data."""
 
 
 class DeadlineError(CollectiveError):
-    """Not every rank came before the deadline; ``ranks`` are the ones that did not."""
+    """Error for ``ranks`` that did not come before the deadline."""
 
 
 class PeerLostError(CollectiveError):
-    """A rank died or left; ``ranks`` names it. Nothing works until ``shutdown()`` and ``init()``.
+    """Error for ``ranks`` that died or left. Nothing works until ``shutdown()`` and ``init()``.
 
     Attributes:
         has_left: the ranks left in good order (shutdown, or the end of the script): they had done their part in
-            everything before, and what they sent over a network may still be on its way.
+            everything before, and data that they sent over a network may still be on its way.
     """
 
     has_left: bool = False
 
 
 class ReplicaError(CollectiveError):
-    """A check found that the ranks hold different values; every rank gets it. Later collectives work.
+    """Error of a check that found different values on ranks; every rank gets it. Later collectives work.
 
-    ``tensor`` is the first one that differs, ``ranks`` hold something else than most ranks (than the lowest rank, where
+    ``tensor`` is the first one that differs, ``ranks`` hold another value than most ranks (than the lowest rank, where
     no value has a majority).
     """
 
 
 class SharedMemoryError(CollectiveError):
-    """Not enough memory for a shared segment.
+    """Error for a shared segment without enough memory.
 
     Attributes:
-        needed_bytes: what this rank asked for.
-        available_bytes: what the machine, or a cgroup, had left; None where that is not known, or not what was short.
+        needed_bytes: requested by this rank.
+        available_bytes: left on the host, or in a cgroup; None where that is unknown, or was not short.
     """
 
     needed_bytes: int = 0
@@ -182,46 +189,45 @@ class SharedMemoryError(CollectiveError):
         keep_free_bytes: int = 0,
         where: str = "on this rank",
     ) -> SharedMemoryError:
-        """An error that says how much is needed and how much there is, and whose ``limit`` that is if it has one.
+        """Make an error with the needed and the available memory, and its limit.
 
         Args:
-            needed_bytes: so much.
-            available_bytes: so much there is; None: nobody knows.
-            what: what they are for.
+            needed_bytes: the request.
+            available_bytes: the rest; None: unknown.
+            what: purpose of the memory.
             limit: see `reigen.resources.memory.AvailableMemory`.
-            keep_free_bytes: how much of what there is was not to be taken.
-            where: by whom, ``on this host`` for all of its ranks together.
+            keep_free_bytes: part of the rest that was not to be taken.
+            where: the place of the request, ``on this host`` for all of its ranks together.
         """
         mib = 1 << 20
         have = "unknown" if available_bytes is None else f"{available_bytes / mib:.1f} MiB"
         kept = f", less {keep_free_bytes / mib:.1f} MiB that are kept free" if keep_free_bytes else ""
         error = cls(
             f"not enough shared memory for {what}: {needed_bytes / mib:.1f} MiB needed {where}, {have} available"
-            f"{limit and ' '}{limit}{kept}; use a machine or container with more memory, or fewer ranks"
+            f"{limit and ' '}{limit}{kept}; use a host or container with more memory, or fewer ranks"
         )
         error.needed_bytes, error.available_bytes = needed_bytes, available_bytes
         return error
 
     @classmethod
     def refused(cls, needed_bytes: int, what: str, reason: str) -> SharedMemoryError:
-        """An error of the kernel, which says why it gives none: a limit that is none of the memory that is left."""
+        """Make an error from the kernel's reason: a limit other than the memory that is left."""
         error = cls(f"no shared memory for {what} ({needed_bytes / (1 << 20):.1f} MiB): {reason}")
         error.needed_bytes = needed_bytes
         return error
 
 
 class DeviceError(CollectiveError):
-    """The devices that the ranks have chosen cannot work together; every rank gets it. Collectives on the host work."""
+    """Error for the ranks' choice of devices; every rank gets it. Collectives on the host work."""
 
 
 HorovodInternalError = CollectiveError
 
 
 class LaunchError(ReigenError, RuntimeError):
-    """The launcher could not start or keep the job.
+    """Error of a launcher that could not start or keep the job.
 
-    Attributes:
-        exit_code: what the launcher exits with; a shell's numbers: 127 for no such command, 126 for not executable.
+    ``exit_code`` is the launcher's, as a shell's: 127 for no such command, 126 for not executable.
     """
 
     def __init__(self, message: str, exit_code: int = 1) -> None:
@@ -230,13 +236,13 @@ class LaunchError(ReigenError, RuntimeError):
 
 
 class RankFailedError(LaunchError):
-    """A function that ``run()`` called did not return in one rank, which failed first and by itself.
+    """Error for a function of ``run()`` that did not return in one rank, which failed first and by itself.
 
     Attributes:
-        rank: which.
-        exit_code: what its process exited with; 128 + n where a signal n ended it.
+        rank: its number.
+        exit_code: of its process; 128 + n where a signal n ended it.
         signum: the signal that ended it, or None.
-        traceback: what a rank that raised would have printed, else empty.
+        traceback: of a rank that raised, as Python prints it, else empty.
         __cause__: the exception of that rank, or None where it raised none or it cannot be loaded here.
     """
 
@@ -248,18 +254,17 @@ class RankFailedError(LaunchError):
 
 
 class AuthenticationError(ReigenError):
-    """The other end of a connection did not prove that it knows the job's secret, or what it sent was changed."""
+    """Error for a peer that did not prove that it knows the job's secret, or for data that was changed on its way."""
 
 
 class WireError(ReigenError):
-    """Bytes between two processes are not a message of the protocol, or larger than it allows."""
+    """Error for bytes between two processes that are no message of the protocol, or too many."""
 
 
 class HostsUpdatedInterrupt(ReigenError, RuntimeError):  # noqa: N818  Horovod's name
-    """The hosts of an elastic job have changed: its state is kept, and training goes on with the new ones.
+    """Interrupt because the hosts of an elastic job have changed: its state is kept, and training goes on with them.
 
-    Attributes:
-        skip_sync: hosts were only removed, so that nobody needs the state of another.
+    ``skip_sync``: hosts were only removed, so that no rank needs the state of another.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -268,4 +273,4 @@ class HostsUpdatedInterrupt(ReigenError, RuntimeError):  # noqa: N818  Horovod's
 
 
 class HorovodVersionMismatchError(ReigenError, ImportError):
-    """A framework has another version than the one that was built for. Scripts may name it; nothing here is built."""
+    """Error for a framework of another version than the build's, for scripts that name it; nothing here is built."""

@@ -1,9 +1,9 @@
-"""Files that are written anew, as a whole, in a directory that others may write to, too.
+"""Files that are replaced as a whole, in a directory that others may write to, too.
 
-What is written goes to a new file beside the old one, which takes its place by a rename. The new one has a name that
-nobody can foresee and is opened only if there is nothing of that name, not even a link (O_EXCL): so nothing that
-somebody has put there beforehand is opened, followed or shortened, with or without the sticky bit and
-``fs.protected_symlinks``. A link in the file's own place is replaced, not followed.
+Data goes to a new file beside the old one, which takes its place by a rename. The new one has an unpredictable name
+and is opened only if there is nothing of that name, not even a link (O_EXCL): so nothing that another user has put
+there beforehand is opened, followed or shortened, with or without the sticky bit and ``fs.protected_symlinks``. A link
+in the file's own place is replaced, not followed.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Buffer = bytes | bytearray | memoryview
 
 @contextlib.contextmanager
 def open_replacement(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd: int | None = None) -> Iterator[int]:
-    """A new file, opened to be written, that takes the place of another one when the block ends without an error.
+    """Open a new file, which takes the place of another one when the block ends without an error.
 
     Args:
         path: of the file; it is replaced at once, and may be missing.
-        mode: who may do what with it, less what the umask forbids.
+        mode: permissions, less the umask.
         dir_fd: the directory that ``path`` is relative to, opened; see `open_directory`.
 
     Yields:
         The descriptor, which is the caller's to close.
 
     Raises:
-        OSError: it cannot be made or put there, or there is something that is no file; what was there is still there.
+        OSError: it cannot be made or put there, or ``path`` is no file; the old content is still there.
             The error names ``path``.
     """
     target = Path(path)
@@ -52,13 +52,10 @@ def open_replacement(path: str | os.PathLike[str], *, mode: int = 0o666, dir_fd:
 def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *, mode: int = 0o666) -> None:
     """Write a file so that there is, at any moment and after a power failure, the old one or the new one.
 
-    Args:
-        path: of the file.
-        buffers: its contents, one after the other.
-        mode: see `open_replacement`.
+    ``buffers`` are its contents, one after the other; ``mode`` as in `open_replacement`.
 
     Raises:
-        OSError: it cannot be written; what was there is still there.
+        OSError: it cannot be written; the old content is still there.
     """
     with open_replacement(path, mode=mode) as descriptor, os.fdopen(descriptor, "wb") as file:
         file.writelines(buffers)
@@ -71,12 +68,31 @@ def write_atomically(path: str | os.PathLike[str], buffers: Iterable[Buffer], *,
         os.close(directory)
 
 
+def privacy_problem(status: os.stat_result, *, is_parent: bool = False) -> str | None:
+    """Return what keeps a file, or a directory, from being this user's alone, in words that follow its name.
+
+    Args:
+        status: of the file.
+        is_parent: it only has to be such that nobody but this user and root can replace what is in it.
+
+    Returns:
+        None: it is private.
+    """
+    user, mode = os.geteuid(), f"mode {stat.S_IMODE(status.st_mode):04o}"
+    if status.st_uid != user and not (is_parent and status.st_uid == 0):
+        return f"belongs to user {status.st_uid}, this process to user {user}"
+    if is_parent:
+        may_be_changed = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        return f"may be changed by others ({mode})" if may_be_changed else None
+    return f"may be used by others ({mode})" if status.st_mode & 0o077 else None
+
+
 @contextlib.contextmanager
 def open_directory(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A directory whose name others can foresee, and put something else there at any moment, while it is used.
+    """Open a directory whose name others can foresee, and may replace at any moment.
 
     Yields:
-        Its descriptor: what is opened relative to it is in this directory, whatever has its name by then.
+        Its descriptor: relative paths are in this directory, whatever has its name by then.
 
     Raises:
         OSError: it cannot be opened, is a link, or belongs neither to this user nor to root.
@@ -88,16 +104,15 @@ def open_directory(path: str | os.PathLike[str]) -> Iterator[int]:
             raise NotADirectoryError(errno.ENOTDIR, f"{path} is a link") from None
         raise
     try:
-        owner, user = os.fstat(descriptor).st_uid, os.geteuid()
-        if owner not in {0, user}:
-            raise PermissionError(errno.EPERM, f"{path} belongs to user {owner}, this process to user {user}")
+        if (status := os.fstat(descriptor)).st_uid not in {0, os.geteuid()}:
+            raise PermissionError(errno.EPERM, f"{path} {privacy_problem(status)}")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 def check_can_be_written(path: str | os.PathLike[str]) -> None:
-    """That `write_atomically` can begin: before what is to be written is collected, if that takes long.
+    """Check that `write_atomically` can begin, before the data is collected, if that takes long.
 
     Raises:
         OSError: the directory is not there or may not be written to, or ``path`` is a directory or a device.
@@ -112,7 +127,7 @@ def check_can_be_written(path: str | os.PathLike[str]) -> None:
 
 
 def _create_temporary(target: Path, mode: int, dir_fd: int | None = None) -> tuple[Path, int]:
-    """A new file in the directory of ``target``, opened."""
+    """Create a file in the directory of ``target``, opened."""
     try:
         kind = os.stat(target, dir_fd=dir_fd).st_mode
     except OSError as error:
@@ -131,5 +146,5 @@ def _create_temporary(target: Path, mode: int, dir_fd: int | None = None) -> tup
 
 
 def _with_target_name(target: Path, error: OSError) -> OSError:
-    """An error of a temporary file as one of the file that the user has named."""
+    """Name the user's file in an error of a temporary file."""
     return OSError(error.errno, error.strerror or str(error), os.fspath(target))

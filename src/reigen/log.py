@@ -1,4 +1,4 @@
-"""Messages go to the standard library's logger ``reigen``; ``init()`` shows them on stderr where nobody else does.
+"""Log messages go to the standard library's logger ``reigen``; ``init()`` shows them on stderr as a last resort.
 
 A program that has handlers of its own, on ``reigen`` or on the root logger, gets the messages through those, and they
 are not shown twice. A level that the program has set on ``reigen`` stays. The root logger is never touched.
@@ -24,21 +24,17 @@ _NAMES = {number: name for name, number in _LEVELS.items()}
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to ``sys.stderr`` of the moment, unless another handler hears the same message.
-
-    Attributes:
-        level_set: the level that the logger was given on behalf of the configuration.
-    """
+    """Handler that writes to ``sys.stderr`` of the moment, unless another handler gets the same message."""
 
     level_set = logging.NOTSET
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show one message."""
         logger = logging.getLogger("reigen")
-        others = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else [])]
-        if any(handler is not self for handler in others):
+        handlers = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else [])]
+        if any(handler is not self for handler in handlers):
             return
-        with suppress(OSError, ValueError, AttributeError):  # closed, or none: nobody could be told of that either
+        with suppress(OSError, ValueError, AttributeError):  # closed, or none
             sys.stderr.write(self.format(record) + "\n")
             sys.stderr.flush()
 
@@ -49,19 +45,19 @@ class _Formatter(logging.Formatter):
         super().__init__(f"{time}reigen %(level_word)s{place}: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, or lines, of one message."""
+        """Format one message, of one line or more."""
         record.level_word = _NAMES.get(record.levelno, record.levelname.lower())
         return super().format(record)
 
 
 def attach(level: str, *, hide_time: bool = False, rank: int | None = None, node: str = "") -> None:
-    """Show messages of at least ``level`` on stderr. Repeated calls replace what the earlier ones asked for.
+    """Show messages of at least ``level`` on stderr. Repeated calls replace earlier ones.
 
     Args:
         level: one of ``config.LOG_LEVELS``.
         hide_time: lines do not begin with the time.
-        rank: told in each line; None where there is one process, or where the launcher tells it.
-        node: told in each line of a process that is no rank, such as ``server 1``.
+        rank: in each line; None where there is one process, or where the launcher prefixes it.
+        node: in each line of a process that is no rank, such as ``server 1``.
     """
     logging.addLevelName(TRACE, "TRACE")
     logger = logging.getLogger("reigen")

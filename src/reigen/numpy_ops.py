@@ -1,6 +1,6 @@
-"""The collectives on NumPy arrays: what `import reigen` offers.
+"""Collectives on NumPy arrays: the names in `import reigen`.
 
-Arrays may be of any shape and layout; scalars and whatever ``numpy.asarray`` takes are accepted too, except by the
+Arrays may be of any shape and layout; scalars and other arguments of ``numpy.asarray`` are accepted too, except by the
 in-place forms. Element types: uint8, int8, uint16, int16, int32, int64, float16, float32, float64 and bool. The rules
 and errors are those of `reigen.torch`; nothing here is differentiable.
 
@@ -57,7 +57,7 @@ from reigen.engine.handle import Handle  # noqa: F401
 _FUNCTIONS = make_functions(Collectives(NumpyAdapter()), NUMPY, globals())
 globals().update(_FUNCTIONS)
 
-# The one list of what `import reigen` offers, but for __version__.
+# The one list of names in `import reigen`, but for __version__.
 __all__ = [
     "Adasum",
     "Average",

@@ -1,7 +1,4 @@
-"""How a process comes into its job: from what it knows when it starts to the place where the ranks meet.
-
-And what rank 0 tells of the job then.
-"""
+"""Start of a process in its job: from its environment to the rendezvous of the ranks, and rank 0's log of the job."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-#: how often this process has joined each job, by the job's secret and its ranks: ranks that meet count alike
+#: how often this process has joined each job, by the job's secret and its ranks: all ranks count alike
 _generations: Counter[tuple[bytes, str]] = Counter()
 #: to the control services of these jobs
 _accesses = ServiceAccessCache()
@@ -41,10 +38,10 @@ _accesses = ServiceAccessCache()
 def join_rendezvous(
     job: JobInfo, config: Config, environ: Mapping[str, str], ranks: Sequence[int] | None
 ) -> JobRendezvous | None:
-    """Where this process meets the other ranks of its job; None for a job of one process that nobody started.
+    """Return the rendezvous with the other ranks of the job; None for a process that is alone.
 
     Args:
-        job: what the environment tells.
+        job: the facts in the environment.
         config: the knobs.
         environ: environment variables.
         ranks: some of its ranks that form a job of their own, numbered in this order; None for all.
@@ -52,7 +49,7 @@ def join_rendezvous(
     Raises:
         ArgumentError: ``ranks`` are none of the job, or this rank is not one of them.
         ConfigError: another process is this rank, the ranks cannot prove to each other that they belong together, or
-            have been told different things of what they must do alike.
+            have different settings of knobs that must agree.
         DeadlineError: other ranks did not come; names them.
         AuthenticationError: the control service knows another secret.
     """
@@ -63,37 +60,39 @@ def join_rendezvous(
         rank, size = renumber_rank(job.rank, job.size, ranks), len(ranks)
         room = hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]
     timeout, tls = config.start_timeout_seconds, _tls() if config.tls else None
-    manner = ServiceOptions(timeout, config.network_interfaces, config.peer_timeout_seconds, tls)
-    access = _accesses.reach(job, environ, manner)
+    options = ServiceOptions(timeout, config.network_interfaces, config.peer_timeout_seconds, tls)
+    access = _accesses.reach(job, environ, options)
     rendezvous = RendezvousClient(access.address, access.secret, job.rank, timeout, tls)
     try:
         life = claim_rank(rendezvous, job.rank)
         room = f"{life} {room}" if life else room
-        place = PrefixRendezvous(rendezvous, room) if room else rendezvous
+        job_rendezvous = PrefixRendezvous(rendezvous, room) if room else rendezvous
         generation = _generations[access.secret, room]
-        meeting = PrefixRendezvous(place, f"{generation}")
-        layout = discover_hosts(meeting, rank, size, timeout, config.host_id or "", shared_settings(config))
+        rendezvous_of_life = PrefixRendezvous(job_rendezvous, f"{generation}")
+        layout = discover_hosts(rendezvous_of_life, rank, size, timeout, config.host_id or "", shared_settings(config))
     except BaseException:
         rendezvous.close()
         raise
-    return JobRendezvous(layout, place, generation, access.address, access.secret, room, tls, tuple(ranks or ()))
+    return JobRendezvous(
+        layout, job_rendezvous, generation, access.address, access.secret, room, tls, tuple(ranks or ())
+    )
 
 
-def count_generation(meeting: JobRendezvous) -> None:
-    """This process and the others are in the job: when they meet again, they do so apart from this time."""
-    _generations[meeting.secret, meeting.room] += 1
+def count_generation(rendezvous_of_life: JobRendezvous) -> None:
+    """Count that this process and the others are in the job: their next rendezvous is apart from this one."""
+    _generations[rendezvous_of_life.secret, rendezvous_of_life.room] += 1
 
 
 @functools.cache
 def _tls() -> TlsContext:
-    """TLS of this process."""
+    """Return TLS of this process."""
     from reigen.net.tls import TlsContext
 
     return TlsContext()
 
 
 def log_job(job: JobInfo, config: Config, environ: Mapping[str, str], size: int, backend: tuple[str, str]) -> None:
-    """Tell how a job of ``size`` processes came about, what it was asked for, and what its backend is, and why."""
+    """Log the origin of a job of ``size`` processes, its knobs, and its backend with the reason."""
     _log.info("%d process(es), started by %s: %s", size, job.launcher, job.reason)
     _log.info("backend %s: %s", *backend)
     for line in (*format_changed_knobs(config), *format_ignored_variables(environ)):

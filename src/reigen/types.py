@@ -1,4 +1,4 @@
-"""Frozen facts that every layer shares: reduction operators and element types."""
+"""Constants of every layer: reduction operators and element types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reigen.errors import UnsupportedTypeError
 
 
 class ReduceOp(IntEnum):
-    """How elements of the same index are combined. The numbers are Horovod's."""
+    """Operator that combines elements of the same index. The numbers are Horovod's."""
 
     AVERAGE = 0
     SUM = 1
@@ -23,7 +23,7 @@ class ReduceOp(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type on the wire and in shared memory.
+    """Element type on the wire and in shared memory.
 
     Attributes:
         name: NumPy's and torch's common name, for example ``float32``.
@@ -54,7 +54,7 @@ DTYPES["bfloat16"] = DType("bfloat16", np.dtype("uint16"), True)
 
 
 def dtype_named(name: str) -> DType:
-    """The element type called ``name``.
+    """Return the element type called ``name``.
 
     Raises:
         UnsupportedTypeError: there is none; the message lists those there are.

@@ -33,7 +33,7 @@ class PlainLauncher:
         return JobPlan(self._assignments, self, addresses)
 
     def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
-        return spawn_client(agent.words_with_environ)
+        return spawn_client(agent.argv_with_environ)
 
     def explain_exit(self, host: str, exit_code: int | None, said: str) -> HostProblem:
         return explain_agent_exit(host, exit_code, said, self.options.ssh.python)

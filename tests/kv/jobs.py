@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from reigen.cluster.bootstrap.local import bootstrap_socket_name
 from reigen.testing.environment import clean_environment
 
 #: For eight processes of Python that start together on a busy core, too.
@@ -178,6 +179,26 @@ class Job:
         """A worker or a server; without a number, it is given one."""
         task = {} if number is None else {"DMLC_TASK_ID": str(number)}
         return self.start(NODE, DMLC_ROLE=role, **task, **variables)
+
+    def secret_keeper(self) -> Process | None:
+        """The worker or server that would give the job's secret to another scheduler (`kv.membership.discovery`)."""
+        name = bootstrap_socket_name("kv", f"keeper 127.0.0.1 {self._ports[0].number}", 1)[1:].decode()
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        inodes = {fields[6] for fields in map(str.split, lines) if fields[7:] == [f"@{name}"] and fields[5] == "01"}
+        for process in self._processes:
+            with suppress(OSError):  # it has ended
+                links = [os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
+                if any(f"socket:[{inode}]" in links for inode in inodes):
+                    return process
+        return None
+
+    def wait_for_secret_keeper(self) -> Process:
+        """Wait until there is one."""
+        end = time.monotonic() + DEADLINE_SECONDS
+        while (keeper := self.secret_keeper()) is None:
+            assert time.monotonic() < end, "no process keeps the secret"
+            time.sleep(0.02)
+        return keeper
 
     def all(self) -> tuple[Process, list[Process], list[Process]]:
         """The scheduler, the servers, the workers: all of them there."""

@@ -27,6 +27,7 @@ from reigen.kv.protocol import (
     REMOTE_ERROR_CODEC,
     RESULT_CODEC,
     DeclareKey,
+    KeySpec,
     KVHello,
     MessageFlag,
     MessageHeader,
@@ -187,7 +188,8 @@ class RawWorker:
         """The DECLARE of a worker; of worker 0 with all that follows, in a job of one server."""
         if self.number == 0 and places is None:
             places = (ShardRange(0, 0, int(np.prod(shape)), 0),)
-        body = DECLARE_CODEC.encode(DeclareKey(name, tuple(shape), dtype, places=places, **facts))
+        spec = {field: facts.pop(field) for field in ("stype", "generation") if field in facts}
+        body = DECLARE_CODEC.encode(DeclareKey(KeySpec(name, tuple(shape), dtype, **spec), places, **facts))
         request = self.begin(MessageKind.DECLARE, key=name, body=body, flags=MessageFlag.HOME if home else 0)
         return DECLARED_CODEC.decode(self.end(request, MessageKind.DECLARED)[1]) if wait else request
 

@@ -155,7 +155,8 @@ def test_new_processes_wait_at_a_new_scheduler_for_those_who_know_the_job(
         for process in (scheduler, *killed):
             process.kill()
         if secret == "made":  # nobody else could tell it
-            others[0].signal(signal.SIGCONT)
+            (job.secret_keeper() or others[0]).signal(signal.SIGCONT)
+            job.wait_for_secret_keeper()
         again = job.scheduler()
         second = start(job, "server", 0)
         if victim == "server and worker":
@@ -169,6 +170,21 @@ def test_new_processes_wait_at_a_new_scheduler_for_those_who_know_the_job(
             assert workers[1].ask("rounds") == 2
         assert ask(workers, "step 2") == [[1 + 4 * 3]] * 2
         end(*workers, second, servers[1], again)
+
+
+def test_a_scheduler_waits_for_the_process_that_keeps_the_secret_and_is_stopped() -> None:
+    with Job(2, 1, **CUT) as job:
+        scheduler, servers, workers = start_all(job)
+        ask(workers, "begin 1")
+        keeper = job.wait_for_secret_keeper()
+        keeper.signal(signal.SIGSTOP)
+        scheduler.kill()
+        second = job.scheduler()
+        second.wait_for("the process that keeps the job's secret does not answer")
+        keeper.signal(signal.SIGCONT)
+        assert ask(workers, "barrier") == ["done"] * 2
+        assert ask(workers, "step 1") == [[1 + 3]] * 2
+        end(*workers, *servers, second)
 
 
 def test_a_new_job_with_the_secret_of_one_that_failed_begins_anew_and_leaves_its_snapshots(tmp_path: Path) -> None:

@@ -608,9 +608,9 @@ def test_whoever_sees_that_a_call_is_done_finds_its_keys_as_they_are(monkeypatch
     seen = []
     original = BatchRequest.note
 
-    def note(bundle: BatchRequest, request: Any) -> None:
-        seen.append(bundle.operation.done())
-        original(bundle, request)
+    def note(batch: BatchRequest) -> None:
+        seen.append(batch.operation.done())
+        original(batch)
 
     monkeypatch.setattr(BatchRequest, "note", note)
 
@@ -647,7 +647,7 @@ def test_what_was_held_back_goes_nowhere_after_the_deadline(monkeypatch: pytest.
         try:
             assert stands.wait(SECONDS)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("reigen.kv.client.deadlines._TOLERANCE_SECONDS", 0.3 - SECONDS)
+                patch.setattr("reigen.kv.client.worker._TOLERANCE_SECONDS", 0.3 - SECONDS)
                 pending = [store.pushpull(keys, value, list(out), wait=False) for out in outs]
                 for each in pending:
                     with pytest.raises(DeadlineError):
@@ -706,7 +706,7 @@ def test_the_error_of_a_deadline_is_raised_once(monkeypatch: pytest.MonkeyPatch)
         value = np.full(2, store.rank + 1, np.float32)
         if store.rank == 0:
             # before the server says who is late
-            monkeypatch.setattr("reigen.kv.client.deadlines._TOLERANCE_SECONDS", 0.2 - SECONDS)
+            monkeypatch.setattr("reigen.kv.client.worker._TOLERANCE_SECONDS", 0.2 - SECONDS)
             with pytest.raises(DeadlineError, match="no answer"):
                 store.pushpull("w", value)
             monkeypatch.undo()

@@ -36,6 +36,7 @@ from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     PURPOSE,
     DeclareKey,
+    KeySpec,
     MessageFlag,
     MessageHeader,
     MessageKind,
@@ -829,9 +830,13 @@ def test_a_worker_that_sends_nonsense_loses_its_connection_and_nobody_else(messa
     ids=str,
 )
 def test_a_key_that_makes_no_sense_costs_the_connection_and_no_memory(facts):
+    places = facts.get("places")
+    facts = {name: fact for name, fact in facts.items() if name != "places"}
     with job() as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        body = DECLARE_CODEC.encode(DeclareKey(**{"name": "x", "shape": (8,), "dtype": "float32", **facts}))
+        body = DECLARE_CODEC.encode(
+            DeclareKey(KeySpec(**{"name": "x", "shape": (8,), "dtype": "float32", **facts}), places)
+        )
         with pytest.raises(ConnectionError):
             zero.ask(MessageKind.DECLARE, key="x", body=body)
         again = serving.worker(0)
@@ -846,7 +851,7 @@ def test_nobody_takes_a_key_away_that_others_use():
         start([zero, one], "w", np.zeros(8, np.float32))
         push(zero, "w", 1, np.ones(8))
         lie = DECLARE_CODEC.encode(
-            DeclareKey("w", (3,), "float32", places=(ShardRange(0, 0, 3, 0),), generation=1 << 40)
+            DeclareKey(KeySpec("w", (3,), "float32", generation=1 << 40), (ShardRange(0, 0, 3, 0),))
         )
         with pytest.raises(ArgumentError, match="was pushed"):
             zero.ask(MessageKind.DECLARE, key="w", body=lie)
@@ -1250,10 +1255,13 @@ def test_snapshots_are_private_whatever_the_umask(tmp_path):
     ("spoil", "problem"),
     [
         (lambda base, own: base.chmod(0o777), "may be changed by others (mode 0777). Set REIGEN_KV_SNAPSHOT_DIR to a"),
-        (lambda base, own: os.chown(base, 65534, 65534), "belongs to user 65534. Set REIGEN_KV_SNAPSHOT_DIR to a"),
+        (
+            lambda base, own: os.chown(base, 65534, 65534),
+            "belongs to user 65534, this process to user 0. Set REIGEN_KV_SNAPSHOT_DIR to a",
+        ),
         (lambda base, own: os.chown(own, 65534, 65534), "it belongs to user 65534, this process to user"),
         (lambda base, own: os.chown(own.parent, 65534, 65534), "it belongs to user 65534, this process to user"),
-        (lambda base, own: own.chmod(0o750), "it may be used by others (mode 0750, and should be 0700)"),
+        (lambda base, own: own.chmod(0o750), "it may be used by others (mode 0750), and should be of mode 0700"),
         (lambda base, own: (own.rename(base / "x"), own.symlink_to(base / "x")), "it is no directory"),
     ],
 )

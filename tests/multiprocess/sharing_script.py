@@ -74,7 +74,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(make_optimizer(model), op=hvd.Sum, share_parameters=True)
     train(model, optimizer, range(STEPS), hvd.rank(), hvd.size())
     owned = sum(own.piece.numel for shared in optimizer._shared for own in shared.own)
-    line = json.dumps([hvd.rank(), hvd.size(), len(context.current().machines), owned, digest(model, optimizer)])
+    line = json.dumps([hvd.rank(), hvd.size(), len(context.current().hosts), owned, digest(model, optimizer)])
     os.write(1, (line + "\n").encode())  # one write: ranks may share a pipe
     hvd.barrier()
     hvd.shutdown()

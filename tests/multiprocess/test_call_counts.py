@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import sys
 from collections.abc import Callable
 from types import FrameType
 
 import numpy as np
+import pytest
 
 from reigen import context
 from reigen.engine.engine import Engine
@@ -58,8 +61,16 @@ def small_allreduce() -> tuple[int, int]:
     return count_calls(lambda: job.allreduce(x, x, DTYPES["float32"], op=ReduceOp.SUM, name="x", blocking=True).wait())
 
 
-def test_a_small_allreduce_takes_few_calls(rank_pool: Pools) -> None:
-    counted = rank_pool(2).run(small_allreduce, init=True)
-    for (num_calls, depth), most in zip(counted, (55, 54), strict=True):
-        assert num_calls <= most, counted
+def small_torch_allreduce() -> tuple[int, int]:
+    torch, hvd = importlib.import_module("torch"), importlib.import_module("reigen.torch")
+    return count_calls(functools.partial(hvd.allreduce_, torch.ones(1024), name="x", op=hvd.Sum))
+
+
+@pytest.mark.parametrize(("allreduce", "most"), [(small_allreduce, (44, 43)), (small_torch_allreduce, (50, 49))])
+def test_a_small_allreduce_takes_few_calls(
+    rank_pool: Pools, allreduce: Callable[[], tuple[int, int]], most: tuple[int, int]
+) -> None:
+    counted = rank_pool(2).run(allreduce, init=True)
+    for (num_calls, depth), limit in zip(counted, most, strict=True):
+        assert num_calls <= limit, counted
         assert depth <= 10, counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import sys
@@ -180,6 +181,21 @@ def test_a_signal_stops_the_job(signum: signal.Signals, tmp_path: Path) -> None:
         code, _, err = job.finish()
     assert code == 128 + signum
     assert f"stopped by {signum.name}" in err
+
+
+def test_a_killed_mpirun_leaves_no_directory_that_the_next_one_with_its_pid_would_find(tmp_path: Path) -> None:
+    needs_mpirun(tmp_path)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    arguments = by_mpirun("print('up', os.getppid(), flush=True); time.sleep(300)")
+    with launcher.launched(*arguments, env={"TMPDIR": str(kept)}) as job:
+        mpirun = int(job.lines(3)[0].split()[-1])
+        [directory] = kept.glob("*/ompi.*")
+        assert directory.name == f"ompi.{mpirun}"
+        os.kill(mpirun, signal.SIGKILL)
+        code, _, err = job.finish()
+    assert code == 128 + signal.SIGKILL, err
+    assert list(kept.iterdir()) == []
 
 
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:

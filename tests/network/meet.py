@@ -23,7 +23,7 @@ def main() -> None:
     client = RendezvousClient(access.address, access.secret, job.rank, timeout)
     claim_rank(client, job.rank)
     layout = discover_hosts(client, job.rank, job.size, timeout, config.host_id or "")
-    line = json.dumps([job.rank, layout.machines, layout.hostnames, access.address])
+    line = json.dumps([job.rank, layout.hosts, layout.hostnames, access.address])
     os.write(1, (line + "\n").encode())  # one write: ranks may share a pipe
     client.put(f"done/{job.rank}", b"")
     for rank in range(job.size if job.rank == 0 else 0):  # it may host the service

@@ -380,6 +380,6 @@ def test_ranks_that_lose_a_host_get_their_own_error_first(start):
     assert code == 1
     assert "(host h1) failed first: exit code 1\n" in err
     # who was in the middle of an exchange may have noticed before it was told
-    noticed = r"rank [01] \(host h1\) has heard nothing of the machine of rank [23] \(host h2\) for 10 s"
+    noticed = r"rank [01] \(host h1\) has heard nothing of the host of rank [23] \(host h2\) for 10 s"
     assert re.search(rf"PeerLostError: x: (host h2 |{noticed})", err), err
     assert "\n  host h2 was lost: nothing has been heard of it for 10 s\n" in err

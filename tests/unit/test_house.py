@@ -1,8 +1,9 @@
-"""What holds of the whole source: one name for one thing, and no circles of modules."""
+"""What holds of the whole source: one name for one thing, no circles of modules, summaries in words of the field."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +14,23 @@ import reigen
 SOURCE = Path(reigen.__file__).parent
 #: The same names in each framework's package, because users write `hvd.Compression`, whatever the framework.
 FACES = ("torch", "mxnet", "kv")
+#: Packages and modules whose summary lines are checked; others can be added.
+CLEAN = (
+    *("backends.adasum", "backends.base", "backends.buffer_list", "backends.device", "backends.hierarchical"),
+    *("backends.mpi", "backends.null", "backends.selection", "cli", "cluster.addresses", "cluster.environ"),
+    *("cluster.fork_safety", "cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
+    *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
+    *("launch", "log", "mxnet", "numpy_ops", "observe", "optim", "resources", "runner.call", "runner.interpreter"),
+    *("runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome", "runner.rank_errors"),
+    *("runner.serialization", "runner.task", "startup", "testing", "types"),
+)
+#: A summary stands alone, and begins with a verb or a noun of the field.
+FORBIDDEN = re.compile(
+    r"^(what|who|how|whether|where|why|when|which|that|this|its?|and|but|so|nothing|everything|as|is|are|there|see)\b"
+    r"|\b(nobody|somebody|anybody|everybody|whoever|whom|told|none is)\b"
+    r"|\bwhat (is|are|was|it|they|a|an|the|there|else|all|this|these|one)\b|\bmachines?\b",
+    re.IGNORECASE,
+)
 
 
 @cache
@@ -85,3 +103,29 @@ def test_a_public_class_name_has_one_meaning() -> None:
     of_users = {name for name, where in twice.items() if {module.split(".")[1] for module in where} <= set(FACES)}
     assert of_users == {"Compression", "Compressor", "KVStore"}
     assert set(twice) == of_users, {name: sorted(where) for name, where in twice.items() if name not in of_users}
+
+
+def summaries(tree: ast.Module) -> Iterator[str]:
+    """The first paragraphs of a module's docstrings, each in one line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield " ".join((ast.get_docstring(node) or "").partition("\n\n")[0].split())
+
+
+def test_forbidden_words_are_found() -> None:
+    bad = ("What a rank keeps.", "Whether it waits.", "Return who is told of it.", "See `Backend.split`.")
+    assert all(FORBIDDEN.search(text) for text in bad)
+    assert not any(FORBIDDEN.search(text) for text in ("Return the rank's host.", "Bounded queue of messages."))
+
+
+def test_summary_lines_stand_alone_and_use_words_of_the_field() -> None:
+    clean = tuple(f"reigen.{name}" for name in CLEAN)
+    assert all(name in modules() for name in clean)
+    found = [
+        f"{name}: {text}"
+        for name, tree in modules().items()
+        if name.startswith(tuple(f"{each}." for each in clean)) or name in clean
+        for text in summaries(tree)
+        if FORBIDDEN.search(text)
+    ]
+    assert found == []

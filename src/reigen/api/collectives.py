@@ -104,6 +104,9 @@ class Collectives(Generic[Tensor]):
         adapter: how the framework's tensors look as arrays.
     """
 
+    #: whether the functions that work in place wait
+    in_place_waits = True
+
     def __init__(self, adapter: TensorAdapter[Tensor]) -> None:
         self.adapter = adapter
 
@@ -163,7 +166,8 @@ class Collectives(Generic[Tensor]):
             name=name,
             process_set=number,
             blocking=blocking,
-        ).then(deliver)
+            deliver=deliver,
+        )
 
     def start_group(
         self,
@@ -203,16 +207,15 @@ class Collectives(Generic[Tensor]):
         ).then(lambda outcome: [one(part) for one, part in zip(deliver, outcome.members, strict=True)])
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
-        """Return what runs one form of a collective; a framework with arguments of its own changes it."""
+        """Return what runs one form of a collective; a framework with arguments of its own changes it.
+
+        In place it returns the handle, for which the function waits, unless `in_place_waits` is False.
+        """
         start: Callable[..., Handle[Any]] = self.start_group if grouped else self.start
         if form.is_async:
             return functools.partial(start, collective, in_place=form.in_place)
         if form.in_place:
-
-            def run_in_place(value: Any, argument: Any, name: str | None, process_set: ProcessSet) -> Any:
-                return start(collective, value, argument, name, process_set, in_place=True, blocking=True).wait()
-
-            return run_in_place
+            return functools.partial(start, collective, in_place=True, blocking=True)
         return functools.partial(self.run, collective, grouped)
 
     def run(

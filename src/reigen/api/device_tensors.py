@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import TYPE_CHECKING, Generic
+
+import msgspec
 
 from reigen.api.adapter import Tensor, TensorAdapter, empty_like
 from reigen.backends.device import DeviceArray, HostOrDeviceArray
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from reigen.context import CollectiveResult, Context
 
 
-class InputTensor(NamedTuple, Generic[Tensor]):
+class InputTensor(msgspec.Struct, Generic[Tensor], frozen=True, eq=False):
     """A tensor that takes part in an operation.
 
     Attributes:

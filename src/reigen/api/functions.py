@@ -184,10 +184,11 @@ def _make_function(
         argument = next(iter(own - {"name", "process_set"}), "None")
     extra = [name for name in names[1:] if name not in own]
     handed_on = ", ".join([names[0], argument, "name", "process_set", *extra])
+    waits = spec.form.in_place and not spec.form.is_async and collectives.in_place_waits
     source = f"""
 def _make(_run, _resolve, _defaults):
     def {spec.name}({signature}) -> {spec.returns}:
-        return _run({handed_on})
+        return _run({handed_on}){".wait()" * waits}
     return {spec.name}
 """
     filename = f"<{namespace['__name__']}.{spec.name}>"

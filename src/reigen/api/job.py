@@ -123,7 +123,7 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Whether all hosts have the same number of ranks."""
-    return len({len(ranks) for ranks in context.current().machines}) == 1
+    return len({len(ranks) for ranks in context.current().hosts}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

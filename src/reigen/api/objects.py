@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reigen.engine.stall.inspector import format_ranks
+from reigen.engine.stall.inspector import name_ranks
 from reigen.errors import AuthenticationError
 from reigen.types import dtype_named
 
@@ -128,8 +128,8 @@ def _compare(
     ranks = context.process_sets[process_set]
     receivers = [rank for rank, payload in zip(ranks, said.payloads, strict=True) if payload]
     raise AuthenticationError(
-        f"{'an unnamed object' if name is None else name}: what {format_ranks(senders)} sent was changed on its way "
-        f"to {format_ranks(receivers)}, or something else was put in its place, by somebody between the hosts who "
+        f"{'an unnamed object' if name is None else name}: what {name_ranks(senders)} sent was changed on its way "
+        f"to {name_ranks(receivers)}, or something else was put in its place, by somebody between the hosts who "
         "does not know this job's secret. No rank has read it. Where others can change what hosts send to each other, "
         "set REIGEN_TLS=1: it protects tensors, too"
     )

@@ -3,12 +3,12 @@
 The arithmetic is `reigen.kernels.adasum`. For tensors of S bytes in all, each rank sends and receives 2 S (n-1)/n
 bytes, whatever n is, and a few numbers a tensor:
 
-a. Each tensor is cut into n equal slices; alltoall brings slice r of everybody's tensor to rank r. It takes the place
+a. Each tensor is cut into n equal slices; alltoall brings slice r of all ranks' tensors to rank r. It takes the place
    of the tensor: row i of ``target`` seen as (n, slice) is rank i's contribution to the slice of this rank.
 b. The rest of a tensor, fewer than n elements, is gathered by every rank.
 c. For each of the log2(n) levels: products of the level's pairs over this rank's slice, to which rank 0 adds those of
-   the rest; one small allreduce in float64 sums them; factors follow. What a level computes is not kept: the next
-   computes it anew from the rows, in a cache, which spares a copy of everything in float64.
+   the rest; one small allreduce in float64 sums them; factors follow. The results of a level are not kept: the next
+   computes them anew from the rows, in a cache, which spares a copy of everything in float64.
 d. The rows are combined to the slice of the result, which allgather brings to every rank.
 
 Exchanges go in pieces, so that besides the targets no more is needed than twice `PIECE_BYTES`, `BLOCK_ELEMENTS` float64
@@ -42,9 +42,9 @@ from reigen.types import DTYPES, DType, ReduceOp
 
 __all__ = ["adasum", "check_adasum"]
 
-#: of one exchange, on each rank
+#: limit of one exchange, on each rank
 PIECE_BYTES = 1 << 21
-#: of all ranks' vectors that are computed on together
+#: elements of all ranks' vectors that are computed on together
 BLOCK_ELEMENTS = 1 << 16
 
 _FLOAT64 = DTYPES["float64"]
@@ -60,19 +60,19 @@ class ColumnRange:
 
 
 def split_columns(widths: Sequence[int], limit: int) -> Iterator[list[ColumnRange]]:
-    """Tensors of ``widths`` columns, in order and without gaps, in pieces of at most ``limit`` columns."""
+    """Split tensors of ``widths`` columns, in order and without gaps, into pieces of at most ``limit`` columns."""
     piece: list[ColumnRange] = []
-    room = limit
+    remaining = limit
     for tensor, width in enumerate(widths):
         begin = 0
         while begin < width:
-            end = min(width, begin + room)
+            end = min(width, begin + remaining)
             piece.append(ColumnRange(tensor, begin, end))
-            room -= end - begin
+            remaining -= end - begin
             begin = end
-            if not room:
+            if not remaining:
                 yield piece
-                piece, room = [], limit
+                piece, remaining = [], limit
     if piece:
         yield piece
 
@@ -90,8 +90,8 @@ def adasum(
 
     Args:
         backend: of a group of ranks whose number is a power of two.
-        sources: what this rank contributes: flat arrays of the dtype's storage type. All zeros are neutral.
-        targets: where the results go, of the same sizes; each may be its source.
+        sources: this rank's contributions: flat arrays of the dtype's storage type. All zeros are neutral.
+        targets: arrays for the results, of the same sizes; each may be its source.
         dtype: float16, bfloat16, float32 or float64.
         prescale: factor of each contribution.
         postscale: factor of the result.
@@ -117,7 +117,7 @@ def adasum(
 
 
 class _AdasumCall:
-    """One call, with what it knows so far."""
+    """Call of `adasum`, with its state."""
 
     def __init__(self, backend: Backend, dtype: DType, targets: Sequence[Array], deadline: float) -> None:
         self._backend, self._dtype, self._targets, self._deadline = backend, dtype, targets, deadline
@@ -125,12 +125,12 @@ class _AdasumCall:
         self._widths = [target.size // backend.size for target in targets]
         self._rows = [self._matrix(target) for target in targets]
         #: every rank's elements beyond the last whole slice of each tensor: (n, fewer than n)
-        self._rests: list[Array] = []
+        self._remainders: list[Array] = []
         #: for each level that has been computed, the factors: (tensors, pairs, 2)
         self.levels: list[Vectors] = []
 
     def exchange(self, sources: Sequence[Array], prescale: float) -> None:
-        """Steps a and b."""
+        """Do steps a and b."""
         size = self._backend.size
         scaler = BlockReducer(Reduction(self._dtype, ReduceOp.SUM, 1, prescale))
         rows = [self._matrix(source) for source in sources]
@@ -151,24 +151,24 @@ class _AdasumCall:
         if own.size:
             self._backend.allgather(own, [own.size] * size, gathered.reshape(-1), self._deadline)
         ends = np.cumsum([part.size for part in beyond])
-        self._rests = np.split(gathered, ends[:-1], axis=1)
+        self._remainders = np.split(gathered, ends[:-1], axis=1)
 
     def combine_level(self) -> None:
-        """Step c for one level."""
+        """Do step c for one level."""
         pairs = self._backend.size >> (len(self.levels) + 1)
         sums = np.zeros((len(self._rows), pairs, 3))
         for tensor, rows in enumerate(self._rows):
             for begin in range(0, rows.shape[1], self._block):
                 sums[tensor] += pair_products(self._combined(tensor, rows[:, begin : begin + self._block]))
-            if self._backend.rank == 0 and self._rests[tensor].size:
-                sums[tensor] += pair_products(self._combined(tensor, self._rests[tensor]))
+            if self._backend.rank == 0 and self._remainders[tensor].size:
+                sums[tensor] += pair_products(self._combined(tensor, self._remainders[tensor]))
         flat = sums.reshape(-1)
         reduction = Reduction(_FLOAT64, ReduceOp.SUM, self._backend.size)
         self._backend.allreduce([ReduceBuffer(flat, flat)], reduction, self._deadline)
         self.levels.append(pair_factors(sums))
 
     def spread(self, postscale: float) -> None:
-        """Step d."""
+        """Do step d."""
         size = self._backend.size
         for piece in self._pieces():
             results = []
@@ -181,12 +181,12 @@ class _AdasumCall:
             gathered = np.empty((size, slice_.size), slice_.dtype)
             self._backend.allgather(slice_, [slice_.size] * size, gathered.reshape(-1), self._deadline)
             self._put(piece, gathered)
-        for tensor, (target, rest) in enumerate(zip(self._targets, self._rests, strict=True)):
+        for tensor, (target, rest) in enumerate(zip(self._targets, self._remainders, strict=True)):
             if rest.size:
                 target[target.size - rest.shape[1] :] = self._result(tensor, rest, postscale)
 
     def _matrix(self, array: Array) -> Array:
-        """Whole slices of an array, one in a row."""
+        """Return all full slices of an array, one in a row."""
         size = self._backend.size
         return array[: array.size // size * size].reshape(size, -1)
 
@@ -194,7 +194,7 @@ class _AdasumCall:
         return split_columns(self._widths, max(1, PIECE_BYTES // self._dtype.itemsize // self._backend.size))
 
     def _put(self, piece: Sequence[ColumnRange], data: Array) -> None:
-        """Write what lies side by side in ``data`` (n, width) to its places."""
+        """Write the columns of ``data`` (n, width) to their places."""
         place = 0
         for span in piece:
             end = place + span.end - span.begin

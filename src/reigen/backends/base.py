@@ -1,4 +1,4 @@
-"""What a backend is: the thing that moves and reduces the bytes of a group of ranks.
+"""Interface of backends, which move and reduce the bytes of a group of ranks.
 
 A backend knows nothing of names, negotiation, fusion or frameworks. Its caller makes sure that every rank of the group
 calls the same operations, with the same sizes, dtype and reduction, in the same order; one call at a time.
@@ -24,33 +24,29 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.errors import CollectiveError
+from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reduction
 
 #: A flat array in a storage dtype.
 Array = NDArray[Any]
+_ALIGNMENT = 64
 
-#: Told, with its name, when a part of a collective is over. A part begins where the one before it ended, the first one
-#: where the collective was called; so one call at the end of each part tells everything. The names are those of a
+#: Called with the name of a collective's part when it is over. A part begins where the one before it ended, the first
+#: one where the collective was called; so one call at the end of each part is enough. The names are those of a
 #: timeline: MEMCPY_IN_FUSION_BUFFER, WAIT_FOR_OTHER_RANKS, SHM_ALLREDUCE, MEMCPY_OUT_FUSION_BUFFER.
 PhaseCallback = Callable[[str], None]
 
-#: Told, again and again, while a call waits for other ranks of the group for longer than a moment, which ones have not
-#: come. Called about ten times a second on the thread that waits. What it raises ends the call.
+#: Called with the ranks of the group that have not come, again and again, while a call waits for longer than a moment:
+#: about ten times a second on the thread that waits. An exception ends the call.
 MissingRanksCallback = Callable[[Sequence[int]], None]
 
-#: Why what waits for these ranks of the job will never succeed; None while it may.
+#: Returns the reason why these ranks of the job will never answer; None while they may.
 FailureCheck = Callable[[Sequence[int]], CollectiveError | None]
 
 
 @dataclass(frozen=True, slots=True)
 class ProgressHook:
-    """What else there is to do for the thread that waits in a backend.
-
-    Attributes:
-        descriptor: readable when there is something.
-        work: does it, quickly. What it raises ends the call.
-    """
+    """Hook of the thread that waits in a backend: ``work`` is called when ``descriptor`` is readable."""
 
     descriptor: int
     work: Callable[[], None]
@@ -64,9 +60,9 @@ class MemoryRegion:
         offset: where it begins, in an order of the backend's own; the same on every rank, so it serves as its name.
         nbytes: its length.
         array: this rank's copy, uint8, ``nbytes`` long, zeroed when fresh and 64-byte aligned. Of shared memory, the
-            one that all ranks of the machine have.
-        owned: the copy of every owner of this machine, by owner, for this rank to read. Owners are the ranks that
-            `Backend.reduce_to_owners` gives something to: as many on every machine.
+            one that all ranks of the host have.
+        owned: the copy of every owner of this host, by owner, for this rank to read. Owners are the ranks that
+            get a part from `Backend.reduce_to_owners`: as many on every host.
     """
 
     offset: int
@@ -76,17 +72,17 @@ class MemoryRegion:
 
     @property
     def owner(self) -> int | None:
-        """Which owner this rank is, of a region that is not shared; None for a rank that is none."""
+        """Index of this rank among the owners of a region that is not shared; None for a rank that is none."""
         own = self.array.ctypes.data
         return next((owner for owner, array in enumerate(self.owned) if array.ctypes.data == own), None)
 
 
 class ReduceBuffer(msgspec.Struct, frozen=True):
-    """One tensor of an allreduce.
+    """Tensor of an allreduce.
 
     Attributes:
-        source: what this rank contributes.
-        target: where the result goes, of the same size; may be ``source``.
+        source: this rank's contribution.
+        target: array for the result, of the same size; may be ``source``.
         offset: position in registered memory if source and target are that memory, on every rank; else -1.
     """
 
@@ -97,7 +93,7 @@ class ReduceBuffer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """What a backend can do beyond the methods that all have.
+    """Capabilities of a backend beyond the methods that all have.
 
     Attributes:
         registered_memory: allocate() gives memory that is reduced in place, without copies.
@@ -111,16 +107,16 @@ class BackendCapabilities:
 
 
 class Backend(Protocol):
-    """The operations of a group of ``size`` ranks, seen from ``rank``."""
+    """Operations of a group of ``size`` ranks, seen from ``rank``."""
 
     name: str
     rank: int
     size: int
     capabilities: BackendCapabilities
-    #: who wants to be told, if anybody
+    #: listeners, if there are any
     phase_ended: PhaseCallback | None
     lacking: MissingRanksCallback | None
-    #: what its caller has to do besides, if anything
+    #: further work, if there is any
     progress_hook: ProgressHook | None
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
@@ -129,7 +125,6 @@ class Backend(Protocol):
         Registered memory must have been written on all ranks before the first of them calls: the backend does not wait
         for that. (The engine calls when every rank has submitted.)
         """
-        ...
 
     def reduce_to_owners(
         self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
@@ -138,58 +133,42 @@ class Backend(Protocol):
 
         Args:
             buffer: registered memory on all ranks, written before the first of them calls, as for `allreduce`. On
-                every machine owner o's copy has the result in elements ``sum(counts[:o])`` to ``sum(counts[: o + 1])``
+                every host owner o's copy has the result in elements ``sum(counts[:o])`` to ``sum(counts[: o + 1])``
                 then, the bits of `allreduce`. All other elements are undefined.
             counts: for each owner, how many elements it gets; together all.
             reduction: as for `allreduce`.
             deadline: as everywhere.
         """
-        ...
 
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
         """Reduce ``source`` (sum(counts) elements); rank r gets the r-th part, of ``counts[r]`` elements."""
-        ...
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
         """Concatenate the ranks' sources (``counts[r]`` elements each) in rank order into every target."""
-        ...
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
         """Copy the root's source into every target, the root's own too. ``source`` is None except on the root."""
-        ...
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
         """``counts[i][j]`` elements go from rank i to rank j; targets hold them in the order of senders."""
-        ...
 
     def barrier(self, deadline: float) -> None:
         """Return when every rank has called it."""
-        ...
 
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """Registered memory, on every rank at the same offset.
-
-        Raises:
-            SharedMemoryError: on every rank, when one has not enough; the backend stays usable.
-        """
-        ...
+        """Allocate registered memory, at the same offset on all ranks. SharedMemoryError, on all, breaks nothing."""
 
     def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """Memory that exists once on every machine: what one of its ranks writes, the others see.
+        """Allocate memory that exists once on every host: one rank's writing is visible to the others there.
 
-        It cannot be reduced in place. For a rank without others on its machine, and where the backend does not know who
-        shares a machine, it is memory of its own.
-
-        Raises:
-            SharedMemoryError: as `allocate`.
+        It cannot be reduced in place. For a rank without others on its host, and where the backend does not know which
+        ranks share a host, it is memory of its own. Errors as for `allocate`.
         """
-        ...
 
     def free(self, offset: int) -> None:
         """Give a region back for later allocations. Views of it must not be used any more."""
-        ...
 
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
         """Return a backend for some of the ranks, ascending, renumbered from 0; None on a rank that is not one of them.
@@ -200,33 +179,64 @@ class Backend(Protocol):
         Raises:
             SharedMemoryError: on every rank, when one has not enough; this backend stays usable.
         """
-        ...
 
     def abort(self, error: CollectiveError) -> None:
-        """Tell the other ranks that this one cannot go on, so that they stop waiting."""
-        ...
+        """Report to the other ranks that this one cannot go on, so that they stop waiting."""
 
     def close(self) -> None:
         """Release descriptors. Existing views of registered memory stay valid."""
-        ...
+
+
+class FlatBackend(Backend):
+    """Defaults of a backend whose ranks share no memory: each owns all, and registered memory is ordinary memory."""
+
+    phase_ended: PhaseCallback | None = None
+    lacking: MissingRanksCallback | None = None
+    progress_hook: ProgressHook | None = None
+    _next_offset = 0
+
+    def reduce_to_owners(
+        self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
+    ) -> None:
+        """Give every rank the result."""
+        self.allreduce([buffer], reduction, deadline)
+
+    def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
+        """Return ordinary memory; its lack is an error of this rank alone."""
+        if (region := self._ordinary_memory(nbytes)) is None:
+            raise SharedMemoryError.for_request(nbytes, None, "registered memory (gradient buckets)")
+        return region
+
+    def _ordinary_memory(self, nbytes: int) -> MemoryRegion | None:
+        try:
+            raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        except MemoryError:
+            return None
+        begin, offset = -raw.ctypes.data % _ALIGNMENT, self._next_offset
+        self._next_offset += nbytes + _ALIGNMENT
+        array = raw[begin : begin + nbytes]
+        return MemoryRegion(offset, nbytes, array, (array,))
+
+    def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
+        """Return memory of this rank alone."""
+        return self.allocate(nbytes, deadline)
+
+    def free(self, offset: int) -> None:
+        """Do nothing: the memory goes with its last view."""
 
 
 class HostNetwork(Protocol):
-    """What connects machines: makes flat backends, in which every rank is on its own, among any ranks of the job."""
+    """Network between hosts: makes flat backends, in which every rank is on its own, among any ranks of the job."""
 
     name: str
 
     def among(self, ranks: Sequence[int], deadline: float) -> Backend:
-        """A backend of some ranks of the job, ascending, which number themselves anew. Called by exactly these ranks.
+        """Make a backend of some ranks of the job, ascending, renumbered from 0. Called by exactly these ranks.
 
         Several such backends work side by side, as those of `Backend.split` do. Their errors name ranks of the job.
-        While a rank waits in one of them, it also learns what the job knows of failures elsewhere.
-
-        Raises:
-            PeerLostError, DeadlineError, CollectiveError: as every operation.
+        While a rank waits in one of them, failures elsewhere in the job also end its waiting. Errors are those of every
+        operation.
         """
-        ...
 
     def close(self) -> None:
-        """Release what the backends share. They have been closed before."""
-        ...
+        """Release resources that the backends share. They have been closed before."""

@@ -1,4 +1,4 @@
-"""How a batch of arrays is cut among ranks and chunks, without copying."""
+"""Lists of arrays that are cut among ranks and chunks without copying."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE = 64
 
 
 def rank_slice(count: int, rank: int, size: int, itemsize: int) -> tuple[int, int]:
-    """Rank ``rank``'s slice of ``count`` elements: equal, from cache line to cache line; the last may be short."""
+    """Return a rank's slice of ``count`` elements: equal ones, from cache line to cache line; the last may be short."""
     step = -(-count // size)
     line = max(1, _LINE // itemsize)
     step = -(-step // line) * line
@@ -24,7 +24,7 @@ def rank_slice(count: int, rank: int, size: int, itemsize: int) -> tuple[int, in
 
 
 class BufferList:
-    """Several flat arrays as one, without copying."""
+    """Flat arrays as one, without copying."""
 
     def __init__(self, arrays: Sequence[Array]) -> None:
         self._arrays = arrays
@@ -35,7 +35,7 @@ class BufferList:
         self.size = self._starts[-1]
 
     def pieces(self, begin: int, end: int) -> list[tuple[int, Array]]:
-        """``(where in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
+        """Return ``(position in [0, end-begin), part of an array)`` for elements ``begin`` to ``end``."""
         found: list[tuple[int, Array]] = []
         i = bisect.bisect_right(self._starts, begin) - 1
         while begin < end:
@@ -46,11 +46,11 @@ class BufferList:
         return found
 
     def cut(self, begin: int, end: int) -> BufferList:
-        """Elements ``begin`` to ``end``."""
+        """Return elements ``begin`` to ``end``."""
         return BufferList([piece for _, piece in self.pieces(begin, end)])
 
     def whole(self, begin: int, end: int) -> Array | None:
-        """Elements ``begin`` to ``end`` where they lie in one array, without copying; None where they do not."""
+        """Return elements ``begin`` to ``end`` if they lie in one array, without copying; else None."""
         if self.num_arrays == 1:
             return self._arrays[0][begin:end]
         i = bisect.bisect_right(self._starts, begin) - 1
@@ -63,7 +63,7 @@ class BufferList:
             into[place - begin : place - begin + piece.size] = piece
 
     def joined(self) -> Array:
-        """All elements in one array: in place if they lie in one. There is at least one array."""
+        """Return all elements in one array: in place if they lie in one. There is at least one array."""
         filled = [array for array in self._arrays if array.size] or self._arrays[:1]
         return filled[0] if len(filled) == 1 else np.concatenate(filled)
 
@@ -73,11 +73,11 @@ class BufferList:
             piece[:] = data[place - begin : place - begin + piece.size]
 
     def addresses(self) -> list[int]:
-        """Where each array lies in this process."""
+        """Return the address of each array in this process."""
         return [array.__array_interface__["data"][0] for array in self._arrays]
 
     def ranges(self, begin: int, end: int, addresses: Sequence[int]) -> list[AddressRange]:
-        """Elements ``begin`` to ``end`` where the same arrays lie at other addresses, of another process perhaps."""
+        """Return elements ``begin`` to ``end`` as (address, bytes) where the same arrays lie at other addresses."""
         found: list[AddressRange] = []
         i = bisect.bisect_right(self._starts, begin) - 1
         while begin < end:
@@ -90,8 +90,8 @@ class BufferList:
         return found
 
 
-def zip_pieces(strung: Sequence[BufferList], begin: int, end: int) -> Iterator[tuple[int, list[Array]]]:
-    """``(where in [0, end-begin), the same elements of each)`` for elements ``begin`` to ``end``, piece by piece."""
-    cuts = {place for one in strung for place, _ in one.pieces(begin, end)}
+def zip_pieces(lists: Sequence[BufferList], begin: int, end: int) -> Iterator[tuple[int, list[Array]]]:
+    """Yield ``(position in [0, end-begin), the same elements of each)`` for elements ``begin`` to ``end``."""
+    cuts = {place for one in lists for place, _ in one.pieces(begin, end)}
     for low, high in itertools.pairwise(sorted({begin, end, *cuts})):
-        yield low, [one.pieces(low, high)[0][1] for one in strung]
+        yield low, [one.pieces(low, high)[0][1] for one in lists]

@@ -1,1 +1,1 @@
-"""The command line: one module a command."""
+"""Command line: one module a command."""

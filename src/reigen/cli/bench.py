@@ -13,11 +13,7 @@ _ROOT = Path(reigen.__file__).resolve().parents[2]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``python -m benchmarks`` of the checkout that this package lies in.
-
-    Returns:
-        its exit code; 2 where there is no checkout.
-    """
+    """Run ``python -m benchmarks`` of the checkout that this package lies in; returns 2 where there is none."""
     is_checkout = (_ROOT / "src" / "reigen" / "cli" / "bench.py").is_file()  # and not just any directory above this one
     if not (is_checkout and (_ROOT / "benchmarks" / "__main__.py").is_file()):
         print(

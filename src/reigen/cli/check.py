@@ -1,4 +1,4 @@
-"""`reigen check`: what is installed here, whether jobs can run, and how they would."""
+"""`reigen check`: installed libraries, whether jobs can run here, and with which backend."""
 
 from __future__ import annotations
 
@@ -24,13 +24,9 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of the report.
+    """Line of the report: a finding under a heading.
 
-    Attributes:
-        topic: heading under which it stands.
-        name: what was looked at.
-        value: what was found.
-        is_problem: no job can run here because of it.
+    ``is_problem``: no job can run here because of it.
     """
 
     topic: str
@@ -76,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def build_report() -> str:
-    """What there is, in the form of `horovodrun --check-build`."""
+    """Format the report as `horovodrun --check-build` does."""
     sections: dict[str, dict[str, bool]] = {
         "Frameworks": {
             "TensorFlow": False,
@@ -100,14 +96,14 @@ def build_report() -> str:
         lines += [
             "",
             f"Available {title}:",
-            *(f"    [{'X' if here else ' '}] {name}" for name, here in entries.items()),
+            *(f"    [{'X' if exists else ' '}] {name}" for name, exists in entries.items()),
         ]
     return "\n".join(lines)
 
 
 def collect_results(environ: Mapping[str, str]) -> list[CheckResult]:
-    """Everything that the report says, in its order. Imports no framework."""
-    return [*_versions(), *_kernel(), *_machine(), *_frameworks(), *_backends(environ)]
+    """Collect the lines of the report, in order. Imports no framework."""
+    return [*_versions(), *_kernel(), *_host(), *_frameworks(), *_backends(environ)]
 
 
 def _versions() -> list[CheckResult]:
@@ -159,12 +155,12 @@ def _kernel() -> list[CheckResult]:
 
 
 def _direct_reads() -> str:
-    """Whether ranks may read each other's memory: asked of a child, which stands in the place of another rank."""
+    """Find out whether ranks may read each other's memory, by a child in the place of another rank."""
     secret = ctypes.create_string_buffer(os.urandom(16), 16)
     program = "import sys; from reigen.net.process_memory import can_read_process_memory; "
     program += "sys.exit(not can_read_process_memory(int(sys.argv[1]), int(sys.argv[2]), bytes.fromhex(sys.argv[3])))"
-    words = [str(os.getpid()), str(ctypes.addressof(secret)), secret.raw.hex()]
-    child = subprocess.run([sys.executable, "-c", program, *words], stderr=subprocess.DEVNULL, check=False)
+    arguments = [str(os.getpid()), str(ctypes.addressof(secret)), secret.raw.hex()]
+    child = subprocess.run([sys.executable, "-c", program, *arguments], stderr=subprocess.DEVNULL, check=False)
     purpose = "large ordinary arrays in one copy: process_vm_readv"
     return f"available ({purpose})" if child.returncode == 0 else f"refused, staging takes its place ({purpose})"
 
@@ -182,12 +178,12 @@ def _try_futex() -> None:
 
     from reigen.net.futex import FutexWord
 
-    word = FutexWord(np.zeros(64, np.uint8), 0)
-    word.wait(1, 0.0)  # its value is another, so it returns at once
-    word.wake()
+    futex = FutexWord(np.zeros(64, np.uint8), 0)
+    futex.wait(1, 0.0)  # its value is another, so it returns at once
+    futex.wake()
 
 
-def _machine() -> list[CheckResult]:
+def _host() -> list[CheckResult]:
     from reigen.launch.local_plan import detect_cpus
     from reigen.resources.memory import available_memory
 
@@ -202,7 +198,7 @@ def _machine() -> list[CheckResult]:
     memory = f"{total / _GIB:.1f} GiB"
     if available.num_bytes is not None:
         memory += f", {available.num_bytes / _GIB:.1f} GiB available {available.limit}".rstrip()
-    return [CheckResult("machine", "processors", text), CheckResult("machine", "memory", memory)]
+    return [CheckResult("host", "processors", text), CheckResult("host", "memory", memory)]
 
 
 def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
@@ -217,15 +213,15 @@ def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
 
 
 def _cuda_tensors(environ: Mapping[str, str]) -> CheckResult:
-    """Return where they are reduced."""
+    """Return where CUDA tensors are reduced."""
     from reigen.config import load_config
 
     try:
-        wanted = load_config(environ).nccl
+        use_nccl = load_config(environ).nccl
     except ReigenError as error:
         return CheckResult("backends", "CUDA", str(error), is_problem=True)
     library, reason = "", "REIGEN_NCCL=0"
-    if wanted:
+    if use_nccl:
         try:
             from reigen.torch.cuda_tensors import nccl_library
 

@@ -24,32 +24,29 @@ _CLOCK_SECONDS = 1.0
 _MEASURE_SECONDS = 600
 #: With more pairs than these only the slowest are shown.
 _MOST_ROWS = 36
-#: What each rank runs: $0 is the Python of the other hosts, $1 that of this one.
+#: Command of each rank: $0 is the Python of the other hosts, $1 that of this one.
 _PROGRAM = 'command -v "$0" >/dev/null && set -- "$0"; exec "$1" -P -m reigen.cli.host_pairs'
 
 
 def check_hosts(hosts: Sequence[HostInfo], ssh: SshOptions, options: Sequence[str]) -> int:
-    """Print what was found; returns 0 when all hosts can take part in a job, else 1.
+    """Print findings about hosts; returns 0 when all can take part in a job, else 1.
 
-    Args:
-        hosts: which.
-        ssh: how they are reached.
-        options: the same, as options of `reigen run`.
+    ``options`` are ``ssh``'s, as options of `reigen run`.
 
     Raises:
         LaunchError: there is no ssh.
     """
     names = list(dict.fromkeys(host.name for host in hosts))
-    visits = probe_hosts(names, SshAgentStarter(ssh), AgentCommand.with_modules_of(ssh.python, os.environ))
-    bad = [number for number, each in enumerate(visits) if each.problem is not None]
+    probes = probe_hosts(names, SshAgentStarter(ssh), AgentCommand.with_modules_of(ssh.python, os.environ))
+    bad = [number for number, each in enumerate(probes) if each.problem is not None]
     headings = ["host", "Reigen", "Python", "torch", "clock", "processors", "GPUs"]
-    print_table(headings, [_row(each) for each in visits], bad)
+    print_table(headings, [_row(each) for each in probes], bad)
     problems = [
-        ": ".join(filter(None, (each.host, each.problem.what, each.problem.advice))) for each in visits if each.problem
+        ": ".join(filter(None, (each.host, each.problem.what, each.problem.advice))) for each in probes if each.problem
     ]
-    problems += check_pythons(visits)
-    remarks = check_clocks(visits)
-    able = [each.host for each in visits if each.problem is None]
+    problems += check_pythons(probes)
+    remarks = check_clocks(probes)
+    able = [each.host for each in probes if each.problem is None]
     if len(able) > 1:
         print()
         problems += _measure(able, ssh, options)
@@ -61,10 +58,10 @@ def check_hosts(hosts: Sequence[HostInfo], ssh: SshOptions, options: Sequence[st
     return 1 if problems else 0
 
 
-def check_pythons(visits: Sequence[HostProbe]) -> list[str]:
-    """What is wrong with the Pythons: one feature release must run everywhere, functions and classes travel."""
+def check_pythons(probes: Sequence[HostProbe]) -> list[str]:
+    """List problems of the Pythons: one feature release must run everywhere, for functions and classes travel."""
     releases: dict[str, list[str]] = {}
-    for each in visits:
+    for each in probes:
         if each.python:
             releases.setdefault(".".join(each.python.split(".")[:2]), []).append(each.host)
     if len(releases) < 2:
@@ -72,12 +69,12 @@ def check_pythons(visits: Sequence[HostProbe]) -> list[str]:
     return ["different Pythons: " + "; ".join(f"{name} on {', '.join(on)}" for name, on in sorted(releases.items()))]
 
 
-def check_clocks(visits: Sequence[HostProbe]) -> list[str]:
-    """Which clocks differ from this host's by more than can be overlooked."""
+def check_clocks(probes: Sequence[HostProbe]) -> list[str]:
+    """List clocks that differ too much from this host's."""
     return [
         f"the clock of {each.host} is {abs(each.clock.offset_seconds):.1f} s "
         f"{'ahead of' if each.clock.offset_seconds > 0 else 'behind'} this host's: is it synchronised (NTP)?"
-        for each in visits
+        for each in probes
         if each.clock is not None and abs(each.clock.offset_seconds) > _CLOCK_SECONDS + each.clock.error_seconds
     ]
 
@@ -98,7 +95,7 @@ def _offset(clock: ClockOffset | None) -> str:
 
 
 def _measure(hosts: Sequence[str], ssh: SshOptions, options: Sequence[str]) -> list[str]:
-    """Run the measurements as a job, show them, and return what is wrong."""
+    """Run the measurements as a job, show them, and return problems."""
     listed = ",".join(f"{name}:1" for name in hosts)
     command = [sys.executable, "-m", "reigen", "run", "-np", str(len(hosts)), "-H", listed, "--no-prefix", *options]
     try:
@@ -132,38 +129,33 @@ def _measure(hosts: Sequence[str], ssh: SshOptions, options: Sequence[str]) -> l
 
 
 def hosts_by_rank(hosts: Sequence[str]) -> list[str]:
-    """The order in which a job has the hosts: this one, by whichever of its names, is one host."""
-    here = next((name for name in hosts if is_this_host(name)), "")
-    return list(dict.fromkeys(here if is_this_host(name) else name for name in hosts))
+    """Order the hosts as a job does: this one, by any of its names, is one host."""
+    local_name = next((name for name in hosts if is_this_host(name)), "")
+    return list(dict.fromkeys(local_name if is_this_host(name) else name for name in hosts))
 
 
 def _pair_row(pair: Pair, hosts: Sequence[str]) -> list[str]:
     names = [hosts[pair.ranks[0]], hosts[pair.ranks[1]]]
     if pair.problem:
         return [*names, "-", "-", "-"]
-    there, back = map(format_rate, pair.bytes_per_second)
-    return [*names, f"{pair.round_trip_seconds * 1e6:.0f} us", there, back]
+    forth, back = map(format_rate, pair.bytes_per_second)
+    return [*names, f"{pair.round_trip_seconds * 1e6:.0f} us", forth, back]
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """A rate as networks are sold.
-
-    Example:
-        >>> rate_text(12.5e6), rate_text(1.5e9)
-        ('100 Mbit/s', '12.0 Gbit/s')
-    """
+    """Format a rate as networks are sold: ``100 Mbit/s``, ``12.0 Gbit/s``."""
     bits = bytes_per_second * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.0f} Mbit/s"
 
 
 def ssh_run_options(chosen: argparse.Namespace) -> list[str]:
-    """The options that say how hosts are reached, for `reigen run`."""
-    words = ["--ssh-command", chosen.ssh_command]
+    """Return the options of ssh for `reigen run`."""
+    options = ["--ssh-command", chosen.ssh_command]
     for flag, value in (
         ("--ssh-port", chosen.ssh_port),
         ("--ssh-identity-file", chosen.ssh_identity_file),
         ("--remote-python", chosen.remote_python),
         ("--network-interfaces", chosen.network_interfaces),
     ):
-        words += [] if value is None else [flag, str(value)]
-    return words if chosen.check_host_keys else [*words, "--ssh-no-host-key-check"]
+        options += [] if value is None else [flag, str(value)]
+    return options if chosen.check_host_keys else [*options, "--ssh-no-host-key-check"]

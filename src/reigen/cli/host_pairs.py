@@ -1,8 +1,8 @@
-"""How fast each two hosts talk to each other: ``python -m reigen.cli.host_pairs``, one rank a host.
+"""Speed between each two hosts: ``python -m reigen.cli.host_pairs``, one rank a host.
 
 `reigen check --hosts` starts it with the launcher that starts every job, and it connects as every job does: the same
 choice of addresses, the same authenticated connections. In each round every host talks to one other host, so that no
-measurement disturbs another one more than it must. Rank 0 prints what was found, as JSON.
+measurement disturbs another one more than it must. Rank 0 prints the findings, as JSON.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from reigen.net.interfaces import choose_address, local_addresses
 from reigen.net.tls import TlsContext
 
 _CONNECT_SECONDS = 5.0
-#: How long one pair may take, and how long a host may wait for its partner in the round.
+#: Limits in seconds of the time for one pair, and for waiting for the partner in a round.
 _PAIR_SECONDS, _ROUND_SECONDS = 20.0, 60.0
 _NUM_ROUND_TRIPS = 50
 _MESSAGE_BYTES = 1 << 18
-#: How long a transfer should take, and how many messages it may have: 2 GiB.
+#: Intended seconds of a transfer, and limit of its messages: 2 GiB.
 _TRANSFER_SECONDS, _MOST_MESSAGES = 0.5, 1 << 13
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """What was found between two hosts.
+    """Findings about two ranks.
 
     Attributes:
         ranks: the two.
@@ -51,19 +51,14 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """What rank 0 prints.
-
-    Attributes:
-        addresses: of each rank: where the others reach it; which interface that is, and why.
-        pairs: each two.
-    """
+    """Output of rank 0: each rank's address with the reason why it was chosen, and all pairs."""
 
     addresses: list[tuple[str, str]]
     pairs: list[Pair]
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """What one rank knows: its address, and the pairs in which it is the lower one."""
+    """Findings of one rank: its address, and the pairs in which it is the lower one."""
 
     address: str
     reason: str
@@ -71,7 +66,7 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 def rounds(size: int) -> list[list[tuple[int, int]]]:
-    """A tournament: each two of ``size`` meet once, and nobody is in two pairs of a round.
+    """Plan a tournament: each two of ``size`` meet once, and no rank is in two pairs of a round.
 
     Example:
         >>> rounds(4)
@@ -89,7 +84,7 @@ def rounds(size: int) -> list[list[tuple[int, int]]]:
 
 
 def main() -> int:
-    """Be one rank of it; returns the exit code."""
+    """Take part as one rank; returns the exit code."""
     job, config = detect_job(os.environ), load_config(os.environ)
     rank, size = job.rank, job.size
     assert job.rendezvous is not None, "reigen run starts this"
@@ -126,7 +121,7 @@ def _measure(mesh: ConnectionPool, rank: int, pair: tuple[int, int]) -> Pair:
     peer = sum(pair) - rank
     try:
         stream = mesh.open([peer], "check", time.monotonic() + _CONNECT_SECONDS, bulk=True)[peer]
-        with_peer = _Talk(BulkConnection(*stream.detach()), time.monotonic() + _PAIR_SECONDS)
+        with_peer = _PeerMeasurement(BulkConnection(*stream.detach()), time.monotonic() + _PAIR_SECONDS)
     except (OSError, ReigenError) as error:
         return Pair(pair, str(error))
     try:
@@ -141,8 +136,8 @@ def _measure(mesh: ConnectionPool, rank: int, pair: tuple[int, int]) -> Pair:
         with_peer.close()
 
 
-class _Talk:
-    """Measurements with one peer, who makes the other half of each."""
+class _PeerMeasurement:
+    """Measurements with one peer, which makes the other half of each."""
 
     def __init__(self, link: BulkConnection, deadline: float) -> None:
         self._link, self._deadline = link, deadline
@@ -153,7 +148,7 @@ class _Talk:
         self._link.close()
 
     def round_trip(self) -> float:
-        """Seconds that a byte takes to the peer and back; the peer calls ``answer``."""
+        """Measure the seconds that a byte takes to the peer and back; the peer calls ``answer``."""
         seconds = []
         for _ in range(_NUM_ROUND_TRIPS):
             begin = time.perf_counter()
@@ -163,20 +158,20 @@ class _Talk:
         return statistics.median(seconds)
 
     def answer(self) -> None:
-        """The peer's half of ``round_trip``."""
+        """Do the peer's half of ``round_trip``."""
         for _ in range(_NUM_ROUND_TRIPS):
             self._take(1)
             self._send(b"!")
 
     def send_much(self) -> float:
-        """Bytes per second to the peer, who calls ``take_much``: a short transfer first, to see how long one may be."""
+        """Measure bytes per second to the peer, which calls ``take_much``; a short transfer limits the long one."""
         rate = self._transfer(4)
         rate = self._transfer(max(4, min(_MOST_MESSAGES, int(rate * _TRANSFER_SECONDS / _MESSAGE_BYTES))))
         self._send(int(rate).to_bytes(8))
         return rate
 
     def take_much(self) -> float:
-        """Bytes per second from the peer, as the peer says."""
+        """Return bytes per second from the peer, by its own clock."""
         for _ in range(2):
             num_messages = int.from_bytes(self._take(8))
             for _ in range(min(num_messages, _MOST_MESSAGES)):
@@ -207,10 +202,10 @@ class _Talk:
         poll = select.poll()
         poll.register(self._link.fileno(), events)
         while not is_done():
-            left = self._deadline - time.monotonic()
-            if left <= 0:
+            remaining = self._deadline - time.monotonic()
+            if remaining <= 0:
                 raise TimeoutError(f"the measurement did not end within {_PAIR_SECONDS:g} s")
-            poll.poll(left * 1000)
+            poll.poll(remaining * 1000)
 
 
 if __name__ == "__main__":

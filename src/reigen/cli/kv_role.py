@@ -1,4 +1,4 @@
-"""What `reigen server` and `reigen scheduler` have in common."""
+"""Common part of `reigen server` and `reigen scheduler`."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from reigen.launch.supervisor import run_job
 _EPILOG = """\
 Options stand before the command, which is passed on as it is, without a shell. Every process runs it, and finds its
 place in DMLC_ROLE, DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT, DMLC_NUM_WORKER, DMLC_NUM_SERVER and DMLC_TASK_ID. The
-scheduler runs on this machine, servers and workers on the hosts in turn, servers first.
+scheduler runs on this host, servers and workers on the hosts in turn, servers first.
 
 example: reigen launch -n 4 -s 2 -H hosts python train.py --kvstore dist_sync
 """
-#: Launchers of MXNet's that are not possible yet.
+#: MXNet's launchers that are not possible yet.
 _NOT_YET = ("sge", "yarn")
 _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         exports = parse_exports(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
         return run_job(
-            _options(chosen, NetworkOptions.of(environ), tuple(exports)),
+            _options(chosen, NetworkOptions.from_environ(environ), tuple(exports)),
             as_mxnet(environ) if chosen.as_mxnet else environ,
             launcher=chosen.launcher,
         )
@@ -134,7 +134,7 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
 
 
 def _hosts(file: str | None) -> tuple[list[HostInfo], int | None]:
-    """The hosts, and their ssh port if the file says so; none where there is no file."""
+    """Read the hosts, and their ssh port if the file has it; none where there is no file."""
     if file is None:
         return [], None
     try:
@@ -143,12 +143,12 @@ def _hosts(file: str | None) -> tuple[list[HostInfo], int | None]:
         raise ConfigError(f"hostfile {file!r} cannot be read: {error}") from error
 
 
-def _pairs(option: str, wishes: Sequence[str]) -> dict[str, str]:
-    """What ``NAME:VALUE`` asks for."""
+def _pairs(option: str, specs: Sequence[str]) -> dict[str, str]:
+    """Parse ``NAME:VALUE`` of an option."""
     found = {}
-    for wish in wishes:
-        name, is_given, value = wish.partition(":")
-        if not is_given or not name.isidentifier():
-            raise ConfigError(f"{option} {wish}: it is not of the form NAME:VALUE")
+    for spec in specs:
+        name, has_value, value = spec.partition(":")
+        if not has_value or not name.isidentifier():
+            raise ConfigError(f"{option} {spec}: it is not of the form NAME:VALUE")
         found[name] = value
     return found

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from reigen._version import __version__
 from reigen.resources.stdio import open_standard_streams
 
-#: Command -> what it does. Module ``reigen.cli.COMMAND`` has ``main(arguments) -> exit code`` and is imported when it
-#: is asked for: `reigen run` must start fast.
+#: Command -> its description. Module ``reigen.cli.COMMAND`` has ``main(arguments) -> exit code`` and is imported when
+#: it is needed: `reigen run` must start fast.
 COMMANDS = {
     "run": "start a job: the same command in several processes",
     "launch": "the same with parameter servers, and with the options of MXNet's launch.py",
@@ -24,11 +24,7 @@ COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The entry point; returns the exit code.
-
-    Args:
-        arguments: what stands behind the program's name, by default this process's.
-    """
+    """Run a command with ``arguments``, by default this process's; returns the exit code."""
     open_standard_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments and arguments[0] in COMMANDS:

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _torchrun_request(chosen: argparse.Namespace, launcher: str) -> dict[str, str]:
-    """The variable by which the ranks' environment is planned.
+    """Return the variable that asks for torchrun's in the ranks' environment.
 
     Scripts for Horovod never get torchrun's variables: Accelerate, Transformers, timm and others would start
     torch.distributed because of them, and average a second time.
@@ -69,13 +69,13 @@ def _torchrun_request(chosen: argparse.Namespace, launcher: str) -> dict[str, st
 
 
 def _with_compat_path(environ: Mapping[str, str], chosen: argparse.Namespace) -> Mapping[str, str]:
-    """What ``--as-horovod`` and ``--as-mxnet`` make of the environment."""
+    """Apply ``--as-horovod`` and ``--as-mxnet`` to the environment."""
     environ = as_horovod(environ) if chosen.as_horovod else environ
     return as_mxnet(environ) if chosen.as_mxnet else environ
 
 
 def _run_by_dmlc_role(chosen: argparse.Namespace) -> int:
-    """Without ``-np``, where somebody has set DMLC_ROLE by hand and starts each process himself: the command itself."""
+    """Run the command itself without ``-np``, where the user has set DMLC_ROLE by hand and starts each process."""
     command = _command(chosen)
     try:
         os.execvpe(command[0], command, _with_compat_path(os.environ, chosen))
@@ -89,7 +89,10 @@ def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _options(
-    chosen: argparse.Namespace, environ: Mapping[str, str], exports: tuple[str, ...], wishes: Mapping[str, str]
+    chosen: argparse.Namespace,
+    environ: Mapping[str, str],
+    exports: tuple[str, ...],
+    launcher_options: Mapping[str, str],
 ) -> LaunchOptions:
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
@@ -104,11 +107,11 @@ def _options(
         output_directory=chosen.output_directory,
         hosts=tuple(resolve_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
         ssh=parse_ssh_options(chosen),
-        network=NetworkOptions.of(environ),
+        network=NetworkOptions.from_environ(environ),
         exports=exports,
         sync_directory=chosen.sync_dst_dir,
-        mpi_args=_words("--mpi-args", wishes.get("mpi_args", "")),
-        binding_args=_words("--binding-args", wishes.get("binding_args", "")),
+        mpi_args=_split("--mpi-args", launcher_options.get("mpi_args", "")),
+        binding_args=_split("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
     )
 
@@ -122,7 +125,7 @@ def _servers(chosen: argparse.Namespace) -> ServerOptions | None:
     return ServerOptions(chosen.num_servers, hosts, num_restarts=chosen.server_restarts)
 
 
-def _words(option: str, text: str) -> tuple[str, ...]:
+def _split(option: str, text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text))
     except ValueError as error:
@@ -130,7 +133,7 @@ def _words(option: str, text: str) -> tuple[str, ...]:
 
 
 def _read_config_file(path: Path | None) -> object:
-    """What the configuration file holds; None without one."""
+    """Read the configuration file; None without one."""
     if path is None:
         return None
     import yaml

@@ -1,4 +1,4 @@
-"""The parser of `reigen run`: its own options, and all of `horovodrun`'s under the same names."""
+"""Parser of `reigen run`: its own options, and all of `horovodrun`'s under the same names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ examples: reigen run -np 4 python train.py --epochs 3
           reigen run -np 8 -H h1:4,h2:4 python train.py
 """
 
-#: Other spellings of an option: (spelling, its name, what it stands for or None where it takes a value).
+#: Other spellings of an option: (spelling, its name, its value or None where it takes one).
 _ALIASES: tuple[tuple[tuple[str, ...], str, bool | None], ...] = (
     (("--log-without-timestamp", "--log-hide-timestamp"), "log_with_timestamp", False),
     (("--network-interface",), "network_interfaces", None),
@@ -42,10 +42,10 @@ AddArgument = Callable[..., argparse.Action]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser. Options that were not given are None, False, or what `--help` says."""
+    """Make the parser. Options that were not given are None, False, or the defaults in `--help`."""
     made = argparse.ArgumentParser(
         prog="reigen run",
-        description="Start a job: the same command in N processes, on this machine or on several.",
+        description="Start a job: the same command in N processes, on this host or on several.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="reigen run -np N [options] command ...",
@@ -55,9 +55,9 @@ def make_parser() -> argparse.ArgumentParser:
     add_output_options(made.add_argument_group("output").add_argument)
     _add_hosts(made)
     _add_servers(made.add_argument_group("parameter servers").add_argument)
-    others = made.add_argument_group("other hosts").add_argument
-    add_ssh_options(others)
-    _add_env_options(others)
+    hosts = made.add_argument_group("other hosts").add_argument
+    add_ssh_options(hosts)
+    _add_env_options(hosts)
     for title, options in HOROVODRUN_OPTIONS.items():
         group = made.add_argument_group(title)
         for option in options:
@@ -88,7 +88,7 @@ def _add_servers(add: AddArgument) -> None:
 
 
 def add_restart_option(add: AddArgument) -> None:
-    """The option that says how often a server is started again."""
+    """Add the option for restarts of servers."""
     add(
         "--server-restarts",
         type=int,
@@ -99,7 +99,7 @@ def add_restart_option(add: AddArgument) -> None:
 
 
 def add_output_options(add: AddArgument) -> None:
-    """The options that say what is printed, how, and how long processes may take to stop."""
+    """Add the options of output, and of the time that processes may take to stop."""
     add(
         "--grace-seconds",
         type=float,
@@ -142,30 +142,22 @@ def _add_hosts(made: argparse.ArgumentParser) -> None:
 
 
 def add_ssh_options(add: AddArgument) -> None:
-    """The options that say how other hosts are reached; `parse_ssh_options` reads them."""
+    """Add the options of ssh for `parse_ssh_options`."""
     add("-p", "--ssh-port", type=int, metavar="N", help="where sshd listens (default: what ssh's configuration says)")
     add("-i", "--ssh-identity-file", metavar="FILE", help="private key (default: the same)")
     add("--ssh-command", default="ssh", metavar="CMD", help="ssh, with options of its own: 'ssh -F FILE'")
     add("--ssh-no-host-key-check", dest="check_host_keys", action="store_false", help="accept unknown hosts")
-    add(
-        "--remote-python",
-        metavar="FILE",
-        help="the Python there, with Reigen in it (default: this one's path)",
-    )
+    add("--remote-python", metavar="FILE", help="the Python there, with Reigen in it (default: this one's path)")
 
 
 def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:
-    """How other hosts are reached.
-
-    Raises:
-        ConfigError: an option makes no sense.
-    """
+    """Make the options of ssh; raises ConfigError."""
     try:
-        words = shlex.split(chosen.ssh_command)
+        command = shlex.split(chosen.ssh_command)
     except ValueError as error:
         raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
     made = SshOptions(
-        tuple(words), chosen.ssh_port, check_identity_file(chosen.ssh_identity_file), chosen.check_host_keys
+        tuple(command), chosen.ssh_port, check_identity_file(chosen.ssh_identity_file), chosen.check_host_keys
     )
     return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
 

@@ -8,13 +8,7 @@ from importlib.util import find_spec
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], bad: Sequence[int] = ()) -> None:
-    """Print a table.
-
-    Args:
-        headings: of the columns.
-        rows: their texts.
-        bad: which rows tell of a problem.
-    """
+    """Print a table with a heading for each column; ``bad`` are the indices of rows with a problem."""
     if not (sys.stdout.isatty() and find_spec("rich")):
         print("\n".join(format_columns([headings, *rows])))
         return
@@ -29,11 +23,6 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], bad: Seq
 
 
 def format_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with the columns below each other.
-
-    Example:
-        >>> format_columns([["host", "speed"], ["h1", "9"], ["node17", "10"]])
-        ['host    speed', 'h1      9', 'node17  10']
-    """
+    """Return lines with the columns below each other."""
     widths = [max(len(text) for text in column) for column in zip(*rows, strict=True)]
     return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""`reigen trace FILE`: what a timeline tells, and what to do about it."""
+"""`reigen trace FILE`: summary of a timeline, with advice."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def print_summary(summary: TraceSummary, console: Console, top: int) -> None:
 
 
 def _table(title: str, *headings: str, numbers: str) -> Table:
-    """A table; ``numbers`` are the headings of further columns, aligned to the right."""
+    """Make a table; ``numbers`` are the headings of further columns, aligned to the right."""
     from rich.table import Table
 
     # Ten columns, on 80 characters.

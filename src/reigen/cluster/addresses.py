@@ -1,4 +1,4 @@
-"""Where rank 0 listens for ranks of other hosts, when all they know is how to call its host."""
+"""Address at which rank 0 listens for ranks of other hosts, when they know only its host's name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from contextlib import suppress
 from reigen.errors import ConfigError
 from reigen.net.interfaces import choose_address, local_addresses
 
-#: An address that nobody has: packets to it would leave by the interface that leads to everybody (RFC 5737).
+#: An address of no host: packets to it would leave by the default route (RFC 5737).
 _REMOTE_TEST_ADDRESS = "192.0.2.1"
 
 
 def is_local_address(host: str) -> bool:
-    """Whether a name or an address is one of this machine's."""
+    """Return whether a name or an address is one of this host's."""
     for family, address in _resolve_addresses(host):
         if ipaddress.ip_address(address).is_loopback:
             return True
@@ -33,14 +33,14 @@ def _resolve_addresses(host: str) -> Iterator[tuple[socket.AddressFamily, str]]:
 
 
 def choose_listen_address(interfaces: Sequence[str], coordinator: str | None) -> tuple[str, str]:
-    """Where rank 0 shall listen for ranks of other hosts, and why there.
+    """Choose the address at which rank 0 listens for ranks of other hosts, with the reason.
 
     Args:
-        interfaces: which may be used, by preference.
-        coordinator: how the others call this host, if that is known.
+        interfaces: names of those that may be used, by preference.
+        coordinator: this host's name in the others' environment, if that is known.
 
     Raises:
-        ConfigError: none of these interfaces exists, or there are several and nothing tells which one to use.
+        ConfigError: none of these interfaces exists, or it is not clear which one to use.
     """
     if interfaces:
         return choose_address(interfaces, coordinator)
@@ -52,11 +52,11 @@ def choose_listen_address(interfaces: Sequence[str], coordinator: str | None) ->
             address, reason = choose_address((), host)
             if not ipaddress.ip_address(address).is_loopback:
                 return address, reason if host == coordinator else "packets to other networks leave from there"
-    there = {name: found[0] for name, found in local_addresses().items() if name != "lo" and found}
-    if len(there) == 1:
-        ((name, address),) = there.items()
+    usable = {name: found[0] for name, found in local_addresses().items() if name != "lo" and found}
+    if len(usable) == 1:
+        ((name, address),) = usable.items()
         return address, f"there is no other interface than {name}"
-    listed = ", ".join(f"{name} ({address})" for name, address in sorted(there.items())) or "none"
+    listed = ", ".join(f"{name} ({address})" for name, address in sorted(usable.items())) or "none"
     raise ConfigError(
         f"rank 0 cannot tell on which interface the other hosts will look for it; there are: {listed}. "
         "REIGEN_NETWORK_INTERFACES names it"
@@ -64,7 +64,7 @@ def choose_listen_address(interfaces: Sequence[str], coordinator: str | None) ->
 
 
 def _means_loopback(host: str) -> bool:
-    """Whether a host is this one for everybody, not only for those whose table of names says so."""
+    """Return whether a host is this one for every host, not only by some hosts' tables of names."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reigen.cluster.fork_safety import close_in_children
-from reigen.cluster.membership.abort_message import format_ranks
 from reigen.cluster.membership.rendezvous import Rendezvous, split_address
-from reigen.errors import AuthenticationError, DeadlineError, PeerLostError
+from reigen.errors import AuthenticationError, DeadlineError, PeerLostError, format_ranks
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
 from reigen.net.sockets import bound_retransmit_backoff, set_keepalive
 from reigen.net.stream import HANDSHAKE_SECONDS, AuthenticatedStream, StreamProtocol

@@ -1,8 +1,7 @@
-"""Who started this process: reads the environment, decides, and gives the reason.
+"""Launcher of this process: reads the environment, decides, and gives the reason.
 
 The order is: Reigen's own variables, then the launchers of others (`cluster.launcher_detection`, innermost first), then
-alone. What started a process that says more than one is never taken for nothing: a job of one, silently, would train on
-its own.
+alone. A process with signs of an unknown launcher is an error: a job of one, silently, would train on its own.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from reigen.cluster.launcher_detection import LAUNCHERS, LauncherInfo, explain_u
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 
-#: Variables of the place in the job, in the order of Topology's fields.
+#: Variables of the topology, in the order of Topology's fields.
 RANK_VARIABLES = (
     "REIGEN_RANK",
     "REIGEN_SIZE",
@@ -25,15 +24,15 @@ RANK_VARIABLES = (
 )
 RENDEZVOUS_VARIABLE = "REIGEN_RENDEZVOUS"
 SECRET_VARIABLE = "REIGEN_SECRET"
-#: Set to 1 where the launcher writes its rank before each line that a process prints.
+#: Set to 1 where the launcher writes its rank before each line of a process's output.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
 #: Set to 1 where the launcher holds the scheduler's port against other users (`launch.spawn.reserve_port`).
 PORT_IS_HELD_VARIABLE = "REIGEN_PORT_IS_HELD"
-#: What a parameter server, or its scheduler, exits with when the job is over since its workers are lost: their end
-#: says why, and the launcher may be about to hear of it.
+#: Exit code of a parameter server, or its scheduler, when the job is over since its workers are lost: their end is the
+#: reason, and the launcher may be about to see it.
 WORKERS_LOST_EXIT_CODE = 79
 #: Number of a descriptor of the scheduler of parameter servers: a pipe, to which it writes the number of each worker
-#: that leaves in good order, a line each, before anybody else is told. The launcher reads it.
+#: that leaves in good order, a line each, before any other process gets to know. The launcher reads it.
 DEPARTURE_FD_VARIABLE = "REIGEN_LEFT_FD"
 
 _SECRET_DIGITS = 64
@@ -41,21 +40,21 @@ _SECRET_DIGITS = 64
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """What a process knows about its job when it starts.
+    """Facts that a process knows about its job when it starts.
 
     Attributes:
         rank: this process's number.
-        size: how many there are.
+        size: the number of processes.
         rendezvous: ``host:port`` of the launcher's control service; None: there is none, or the job is one process.
         secret: the job's 32 bytes, None where there is no service. Not shown in ``repr``.
-        launcher: who started it, ``none`` when alone.
-        reason: how that was found out, in words.
-        local: this process's number among those of its host, and how many these are, as the launcher says; None where
-            it does not. Which ranks share a machine, they find out by themselves (`cluster.host_discovery`).
+        launcher: its name, ``none`` when alone.
+        reason: why it was chosen.
+        local: this process's number among those of its host, and their number, from the launcher; None: unknown. Which
+            ranks share a host, they find out by themselves (`cluster.host_discovery`).
         coordinator: host of rank 0, None where it is not known.
-        job_id: tells jobs of one user apart, the same on all ranks; empty where nothing does.
+        job_id: distinguishes jobs of one user, the same on all ranks; may be empty.
         by_mpi: started in a way that lets the ranks use MPI.
-        port: where rank 0 shall listen, None where nobody says.
+        port: where rank 0 shall listen, None: any.
     """
 
     rank: int
@@ -72,16 +71,15 @@ class JobInfo:
 
     @property
     def is_on_one_host(self) -> bool:
-        """Whether the launcher says so."""
+        """True if the launcher says that all ranks are on one host."""
         return self.local is not None and self.local[1] == self.size
 
 
 def detect_job(environ: Mapping[str, str]) -> JobInfo:
-    """The job that ``environ`` speaks of.
+    """Read the job from ``environ``.
 
     Raises:
-        ConfigError: the variables of whoever started this process are incomplete or contradict each other; all problems
-            are listed.
+        ConfigError: the launcher's variables are incomplete or contradict each other; all problems are listed.
     """
     if any(name in environ for name in (*RANK_VARIABLES, RENDEZVOUS_VARIABLE)):
         return _from_reigen(environ)
@@ -96,12 +94,7 @@ def detect_job(environ: Mapping[str, str]) -> JobInfo:
 
 
 def job_from_arguments(rank: int, size: int, coordinator: str) -> JobInfo:
-    """The job that a program describes itself.
-
-    Args:
-        rank: this process's number.
-        size: how many there are.
-        coordinator: ``host:port`` where rank 0 can listen; the same on all ranks.
+    """Describe a job by arguments; ``coordinator`` is ``host:port`` where rank 0 can listen, the same on all ranks.
 
     Raises:
         ConfigError: there is no such rank, or the coordinator has another form.
@@ -118,7 +111,7 @@ def job_from_arguments(rank: int, size: int, coordinator: str) -> JobInfo:
 
 
 def _explain_choice(environ: Mapping[str, str], chosen: LauncherInfo) -> str:
-    """What was found, and what speaks of other numbers and was ignored: launchers further out."""
+    """Describe the chosen launcher, and launchers further out with other numbers, which were ignored."""
     ignored = []
     for find in LAUNCHERS:
         try:
@@ -126,9 +119,9 @@ def _explain_choice(environ: Mapping[str, str], chosen: LauncherInfo) -> str:
         except ConfigError:
             continue
         if found is not None and (found.rank, found.size) != (chosen.rank, chosen.size) and found.size > 1:
-            ignored.append(f"{found.launcher} ({found.words})")
+            ignored.append(f"{found.launcher} ({found.variables})")
     behind = f"; ignored, as it is further out: {', '.join(ignored)}" if ignored else ""
-    return chosen.words + behind
+    return chosen.variables + behind
 
 
 def _make_job_info(found: LauncherInfo, reason: str, environ: Mapping[str, str]) -> JobInfo:
@@ -207,7 +200,7 @@ def _read_secret(environ: Mapping[str, str], problems: list[str]) -> bytes:
 
 
 def parse_secret(text: str) -> bytes | None:
-    """The 32 bytes that 64 hexadecimal digits stand for, None if they are none."""
+    """Return the 32 bytes of 64 hexadecimal digits, None if the text is something else."""
     if len(text) == _SECRET_DIGITS:
         try:
             secret = bytes.fromhex(text)

@@ -13,18 +13,18 @@ from typing import Protocol
 
 
 class DescriptorOwner(Protocol):
-    """Something with descriptors."""
+    """Object with descriptors."""
 
     def close_descriptors(self) -> None:
         """Give up this process's copies, and do nothing else: threads that used them are in another process."""
 
 
-#: What every forked child closes. Weak: nobody is kept alive by being in here.
+#: Owners of descriptors that every forked child closes. Weak references: they keep no owner alive.
 _owners: weakref.WeakSet[DescriptorOwner] = weakref.WeakSet()
 
 
 def close_in_children(owner: DescriptorOwner) -> None:
-    """Have forked children close what ``owner`` has open, for as long as it exists here."""
+    """Have forked children close the descriptors of ``owner``, for as long as it exists here."""
     _register_fork_hook()
     _owners.add(owner)
 

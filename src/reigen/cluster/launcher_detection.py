@@ -1,7 +1,7 @@
-"""The launchers of others: the variables that each gives to a rank, as it documents them.
+"""Detection of others' launchers by the variables that each gives to a rank, as it documents them.
 
 A launcher that is not in `LAUNCHERS` is recognised as soon as a function for it is. Their order is the order in which
-launchers are usually nested, innermost first: what torchrun starts inside of a Slurm step is torchrun's.
+launchers are usually nested, innermost first: a process of torchrun inside of a Slurm step is torchrun's.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from reigen.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LauncherInfo:
-    """What a launcher says of this process.
+    """Facts about this process from its launcher.
 
     Attributes:
-        launcher: what people call it.
+        launcher: its name.
         rank: this process's number in the job.
-        size: how many there are.
-        words: the variables that say so, with their values.
-        local: this process's number among those of its host, and how many these are; None where it is not said.
-        coordinator: host of rank 0, None where it is not said.
-        job_id: tells jobs of one user apart, the same on all ranks, whatever they call their hosts; empty where nothing
-            does.
+        size: the number of processes.
+        variables: those of rank and size, with their values.
+        local: this process's number among those of its host, and their number; None: unknown.
+        coordinator: host of rank 0, None: unknown.
+        job_id: distinguishes jobs of one user, the same on all ranks, whatever they call their hosts; may be empty.
         by_mpi: MPI can be used between the ranks.
     """
 
     launcher: str
     rank: int
     size: int
-    words: str
+    variables: str
     local: tuple[int, int] | None = None
     coordinator: str | None = None
     job_id: str = ""
@@ -41,27 +40,27 @@ class LauncherInfo:
 
 
 class _VariableReader:
-    """The environment, as one launcher's function reads it: what is wrong is collected, not raised one by one."""
+    """Reader of one launcher's variables: problems are collected, not raised one by one."""
 
     def __init__(self, environ: Mapping[str, str], launcher: str) -> None:
         self._environ, self._launcher = environ, launcher
         self._problems: list[str] = []
 
     def text(self, name: str) -> str:
-        """A variable that must be there; empty if it is not."""
+        """Read a variable that must be there; empty if it is not."""
         if name not in self._environ:
             self._problems.append(f"{name} is not set")
         return self._environ.get(name, "")
 
     def number(self, name: str) -> int:
-        """A variable that must be there and be a number; 0 if it is not."""
+        """Read a variable that must be there and be a number; 0 if it is not."""
         if name in self._environ:
             return self.optional(name) or 0
         self._problems.append(f"{name} is not set")
         return 0
 
     def optional(self, name: str) -> int | None:
-        """A variable that must be a number if it is there."""
+        """Read a variable that must be a number if it is there."""
         text = self._environ.get(name)
         if text is None:
             return None
@@ -71,20 +70,16 @@ class _VariableReader:
         return None
 
     def pair(self, first: str, second: str) -> tuple[int, int] | None:
-        """Two numbers, if both are there."""
+        """Read two numbers, if both are there."""
         one, two = self.optional(first), self.optional(second)
         return None if one is None or two is None else (one, two)
 
     def complain(self, problem: str) -> None:
-        """Add to what is wrong."""
+        """Add a problem."""
         self._problems.append(problem)
 
     def found(self, rank: tuple[str, int], size: tuple[str, int], **more: object) -> LauncherInfo:
-        """What was found, if nothing is wrong; ``rank`` and ``size`` with the names of their variables.
-
-        Raises:
-            ConfigError: lists all that is wrong.
-        """
+        """Return the facts, or raise ConfigError with all problems; ``rank`` and ``size``: variable and value."""
         local = more.get("local")
         if not self._problems:
             self._check(rank, size)
@@ -99,8 +94,8 @@ class _VariableReader:
                 + "\nStart the job with `reigen run -np N ...`, or as its launcher says; to run one process alone, "
                 "unset them."
             )
-        words = f"{rank[0]}={rank[1]}, {size[0]}={size[1]}"
-        return LauncherInfo(self._launcher, rank[1], size[1], words, **more)  # type: ignore[arg-type]  # fields of Found
+        variables = f"{rank[0]}={rank[1]}, {size[0]}={size[1]}"
+        return LauncherInfo(self._launcher, rank[1], size[1], variables, **more)  # type: ignore[arg-type]  # fields of Found
 
     def _check(self, rank: tuple[str, int], size: tuple[str, int]) -> None:
         if size[1] < 1:
@@ -110,12 +105,12 @@ class _VariableReader:
 
 
 def _join_values(environ: Mapping[str, str], *names: str) -> str:
-    """The values of those variables that are there."""
+    """Join the values of those variables that are there."""
     return " ".join(environ[name] for name in names if environ.get(name))
 
 
 def _torch(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """The variables of torchrun, which others set as well: torch's own launchers, Kubeflow's operators, people."""
+    """Read torchrun's variables, which others set as well: torch's own launchers, Kubeflow's operators, people."""
     if "TORCHELASTIC_RUN_ID" not in environ and not ("RANK" in environ and "WORLD_SIZE" in environ):
         return None
     torchrun = "TORCHELASTIC_RUN_ID" in environ
@@ -154,7 +149,7 @@ def _open_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _pmi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """Hydra, the launcher of MPICH, Intel MPI and MVAPICH."""
+    """Read variables of Hydra, the launcher of MPICH, Intel MPI and MVAPICH."""
     if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
         return None
     read = _VariableReader(environ, "mpiexec (MPICH, Intel MPI or MVAPICH)")
@@ -166,7 +161,7 @@ def _pmi(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """A step, which `srun` starts: a batch script has SLURM_PROCID as well, but is one process whatever it reserved."""
+    """Read variables of a step of `srun`: a batch script has SLURM_PROCID as well, but is one process."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
     read = _VariableReader(environ, "srun (a Slurm step)")
@@ -183,7 +178,7 @@ def _slurm(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _slurm_local(read: _VariableReader, tasks_per_node: str | None) -> tuple[int, int] | None:
-    """The number on the host, from a list like ``2(x3),1``: two tasks on each of three nodes, one on the next."""
+    """Return the number on the host, from a list like ``2(x3),1``: two tasks on each of three nodes, then one."""
     local_rank, node = read.optional("SLURM_LOCALID"), read.optional("SLURM_NODEID")
     if tasks_per_node is None or local_rank is None or node is None:
         return None
@@ -201,7 +196,7 @@ def _slurm_local(read: _VariableReader, tasks_per_node: str | None) -> tuple[int
 
 
 def first_host(nodes: str) -> str | None:
-    """The first host of a list as Slurm writes it: ``n[01-03,7],m2`` begins with ``n01``; None if it is empty."""
+    """Return the first host of Slurm's list: ``n01`` of ``n[01-03,7],m2``; None if it is empty."""
     depth, first = 0, ""
     for letter in nodes:
         depth += (letter == "[") - (letter == "]")
@@ -236,7 +231,7 @@ def _sagemaker(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _kubeflow(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """A container of Kubeflow's trainer that starts the script itself, without the torchrun that PET_* is for."""
+    """Read variables of Kubeflow's trainer where it starts the script itself, without torchrun, for which PET_* is."""
     if "PET_NNODES" in environ or "PET_NODE_RANK" in environ:
         read = _VariableReader(environ, "Kubeflow, one process a container")
         if environ.get("PET_NPROC_PER_NODE", "1") != "1":
@@ -265,7 +260,7 @@ def _kubeflow(environ: Mapping[str, str]) -> LauncherInfo | None:
 
 
 def _jsrun(environ: Mapping[str, str]) -> LauncherInfo | None:
-    """The launcher of LSF on machines of IBM."""
+    """Read variables of LSF's launcher on IBM's computers."""
     if "JSM_NAMESPACE_RANK" not in environ and "JSM_NAMESPACE_SIZE" not in environ:
         return None
     read = _VariableReader(environ, "jsrun (LSF)")
@@ -293,7 +288,7 @@ def _skypilot(environ: Mapping[str, str]) -> LauncherInfo | None:
     )
 
 
-#: Each returns what it found, None if its launcher did not start this process, or raises ConfigError.
+#: Each returns its facts, None if its launcher did not start this process, or raises ConfigError.
 LAUNCHERS: Sequence[Callable[[Mapping[str, str]], LauncherInfo | None]] = (
     _torch,
     _horovodrun,
@@ -306,7 +301,7 @@ LAUNCHERS: Sequence[Callable[[Mapping[str, str]], LauncherInfo | None]] = (
     _skypilot,
 )
 
-#: Sets of variables that none of these understands, but that no process has which is alone.
+#: Sets of variables that none of these reads, but that no process has which is alone.
 _UNSUPPORTED_LAUNCHERS = (
     ("a launcher by PMIx", "PMIX_RANK", "does not say how many processes there are; mpirun of Open MPI or srun do"),
     ("whoever set torch's variables", "WORLD_SIZE MASTER_ADDR", "does not say which RANK this process is"),
@@ -315,7 +310,7 @@ _UNSUPPORTED_LAUNCHERS = (
 
 
 def explain_unsupported_launcher(environ: Mapping[str, str]) -> str | None:
-    """What is wrong where nobody in `LAUNCHERS` started this process, but somebody did."""
+    """Explain why this process is not alone although none of `LAUNCHERS` started it; None: it is alone."""
     for launcher, names, lack in _UNSUPPORTED_LAUNCHERS:
         if all(name in environ for name in names.split()) and environ.get("WORLD_SIZE") != "1":
             shown = ", ".join(f"{name}={environ[name]}" for name in names.split())

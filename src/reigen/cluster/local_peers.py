@@ -1,10 +1,10 @@
-"""The ranks of this host: everybody's segment mapped here, and who of them still lives.
+"""Ranks of this host: all segments mapped here, and which of the ranks still live.
 
-How they meet: each rank creates its segment, tells (process id, descriptor, which machine) at the rendezvous, waits for
-everybody's, maps them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however
-it ends, and cannot be confused by a process id that is used again. Whoever has mapped everything says so at the
-rendezvous, and what, and waits for the others, so that nobody leaves before all have opened what they need, and nobody
-goes on with the segment of a try that has been given up.
+Each rank creates its segment, puts (process id, descriptor, host id) into the rendezvous, waits for all others', maps
+them all and opens a pidfd for each process. A pidfd becomes readable when its process ends, however it ends, and cannot
+be confused by a process id that is used again. A rank that has mapped everything puts a hash of that into the
+rendezvous, and waits for the others, so that none leaves before all have opened what they need, and none goes on with
+the segment of a try that has been given up.
 """
 
 from __future__ import annotations
@@ -24,15 +24,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.cluster.membership.abort_message import (
-    AbortMessage,
-    error_from_abort,
-    format_ranks,
-    left_error,
-    make_abort_message,
-)
+from reigen.cluster.membership.abort_message import AbortMessage, error_from_abort, left_error, make_abort_message
 from reigen.cluster.membership.rendezvous import Rendezvous
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, SharedMemoryError, format_ranks
 from reigen.net.futex import FutexWord, memory_fences
 from reigen.net.shm_segment import ShmSegment, round_up
 from reigen.resources.limits import explain_limit
@@ -40,16 +34,16 @@ from reigen.resources.oom import OomMonitor
 
 _HEADER_BYTES = 4096
 _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
-#: During init(): how often to look whether somebody has died, and how long to ask whether somebody is there.
+#: During init(): seconds between looks whether a rank has died, and seconds to wait for a rank at least.
 _SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
-#: How long whoever is let down waits for the end of a rank that has left.
+#: Seconds that a rank that is let down waits for the end of a rank that has left.
 _LINGER_SECONDS = 0.7
-#: How often it looks whether that is over.
+#: Seconds between looks whether that is over.
 _LINGER_SLICE_SECONDS = 0.01
 
 
 class RankStatus(IntEnum):
-    """What a rank says of itself in the first word of its segment."""
+    """Status of a rank, in the first word of its segment."""
 
     RUNNING = 0
     LEFT = 1
@@ -57,33 +51,29 @@ class RankStatus(IntEnum):
 
 
 class _SegmentInfo(msgspec.Struct, array_like=True, frozen=True):
-    """What a rank tells at the rendezvous: where its segment is, or why it has none."""
+    """Place of a rank's segment, or the reason why it has none."""
 
     pid: int
     fd: int
     inode: int
-    machine: str
+    host_id: str
     problem: str = ""
 
 
 def process_namespace_id() -> str:
-    """Equal for two processes that can open each other's /proc/PID/fd: one kernel, one process namespace."""
+    """Return an id that processes share if they can open each other's /proc/PID/fd: one kernel, one namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 @dataclass(frozen=True)
 class MappedRange:
-    """A range of every rank's segment.
-
-    Attributes:
-        arrays: for each rank, the range as uint8; all of one length.
-    """
+    """Range of every rank's segment: for each rank a uint8 array, all of one length."""
 
     arrays: tuple[NDArray[np.uint8], ...]
 
 
 class LocalGroup(Protocol):
-    """Ranks of this host as a backend sees them: numbered from 0, by which all methods go, and by which of `ranks`.
+    """Ranks of this host as a backend uses them: numbered from 0 by its methods; `ranks` has their numbers in the job.
 
     `LocalPeers` are all of them, `LocalSubset` some.
     """
@@ -97,88 +87,74 @@ class LocalGroup(Protocol):
 
     @property
     def reserved_bytes(self) -> int:
-        """The size of this rank's own segment."""
-        ...
+        """Size of this rank's own segment."""
 
     def reserve(self, nbytes: int, what: str) -> None:
         """Give this rank's own segment ``nbytes`` more; the first half of a collective growth."""
-        ...
 
     def shrink(self, nbytes: int) -> None:
-        """Give back what was reserved beyond ``nbytes`` and not mapped by anybody."""
-        ...
+        """Give back memory that was reserved beyond ``nbytes`` and not mapped by any rank."""
 
     def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
-        """Map what every member has reserved, each at its own offset; the second half."""
-        ...
+        """Map the memory that every member has reserved, each at its own offset; the second half."""
 
     def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Map what one member has reserved; every member does."""
-        ...
+        """Map the memory that one member has reserved; every member does."""
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why what waits for these members will never succeed, or None while it may."""
-        ...
+        """Return the reason why these members will never answer, or None while they may."""
 
     def abort(self, error: CollectiveError) -> None:
-        """Tell the others that this rank cannot go on, and why; the first call counts."""
-        ...
+        """Report to the others that this rank cannot go on, and why; the first call counts."""
 
     def wait_for_death(self, timeout_seconds: float) -> None:
-        """Return when some process has ended, or after the time given."""
-        ...
+        """Wait until some process has ended, or for the time given."""
 
     def subset(self, members: Sequence[int]) -> LocalGroup:
-        """Some of them, this rank among them, numbered anew."""
-        ...
+        """Return some of them, this rank among them, numbered anew."""
 
 
 class LocalSubset:
-    """Some of the ranks of this host.
+    """Some of the ranks of this host: ``members`` by their numbers in ``peers``, ascending; this rank is one."""
 
-    Args:
-        neighbours: all of them.
-        members: which, by their numbers there, ascending; this rank is one.
-    """
-
-    def __init__(self, neighbours: LocalPeers, members: Sequence[int]) -> None:
-        self._local_peers = neighbours
+    def __init__(self, peers: LocalPeers, members: Sequence[int]) -> None:
+        self._local_peers = peers
         self._members = tuple(members)
-        self.ranks = tuple(neighbours.ranks[member] for member in members)
-        self.rank, self.size = self._members.index(neighbours.rank), len(members)
-        self.pids = tuple(neighbours.pids[member] for member in members)
-        self.reserve, self.shrink = neighbours.reserve, neighbours.shrink
-        self.abort, self.wait_for_death = neighbours.abort, neighbours.wait_for_death
+        self.ranks = tuple(peers.ranks[member] for member in members)
+        self.rank, self.size = self._members.index(peers.rank), len(members)
+        self.pids = tuple(peers.pids[member] for member in members)
+        self.reserve, self.shrink = peers.reserve, peers.shrink
+        self.abort, self.wait_for_death = peers.abort, peers.wait_for_death
 
     @property
     def reserved_bytes(self) -> int:
-        """See `LocalGroup`."""
+        """Size of this rank's own segment."""
         return self._local_peers.reserved_bytes
 
     def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
-        """See `LocalGroup`."""
+        """Implement `LocalGroup`."""
         return self._local_peers.map_of(self._members, offsets, nbytes)
 
     def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """See `LocalGroup`."""
+        """Implement `LocalGroup`."""
         return self._local_peers.map_one(self._members[member], offset, nbytes)
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """See `LocalGroup`."""
+        """Implement `LocalGroup`."""
         return self._local_peers.failure([self._members[member] for member in needed])
 
     def subset(self, members: Sequence[int]) -> LocalSubset:
-        """See `LocalGroup`."""
+        """Return some of these."""
         return LocalSubset(self._local_peers, [self._members[member] for member in members])
 
 
 class LocalPeers:
-    """Segments and lives of all ranks of this host: `LocalGroup`, numbered in the order of the job's ranks.
+    """Segments and processes of all ranks of this host: `LocalGroup`, numbered in the order of the job's ranks.
 
     Args:
         ranks: the ranks of the job that are on this host, ascending.
         rank: this rank's number among them.
-        segments: in that order, as all that follows.
+        segments: in that order, as the following.
         pids: process ids.
         pidfds: a descriptor for each process.
         header: the first range of every segment.
@@ -199,9 +175,9 @@ class LocalPeers:
         self.pids = tuple(pids)
         self._segments = list(segments)
         self._pidfds = list(pidfds)
-        #: who has ended when a descriptor becomes readable
+        #: member whose process has ended when a descriptor becomes readable
         self._members = {fd: member for member, fd in enumerate(pidfds) if member != rank}
-        #: for errors: what people call this host, where the job has several
+        #: for errors: the name of this host, where the job has several
         self._where = ""
         self._oom = OomMonitor()
         self._poll = select.poll()
@@ -216,7 +192,7 @@ class LocalPeers:
         self._segments[self.rank].grow(nbytes, what)
 
     def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
-        """Map what every rank has reserved, each at its own offset; the second half."""
+        """Map the memory that every rank has reserved, each at its own offset; the second half."""
         return self.map_of(range(self.size), offsets, nbytes)
 
     def map_of(self, members: Sequence[int], offsets: Sequence[int], nbytes: int) -> MappedRange:
@@ -229,33 +205,33 @@ class LocalPeers:
         return self._segments[member].map(offset, nbytes)
 
     def subset(self, members: Sequence[int]) -> LocalSubset:
-        """Some of them, this rank among them, numbered anew."""
+        """Return some of them, this rank among them, numbered anew."""
         return LocalSubset(self, members)
 
     @property
     def reserved_bytes(self) -> int:
-        """The size of this rank's own segment."""
+        """Size of this rank's own segment."""
         return self._segments[self.rank].size
 
     def shrink(self, nbytes: int) -> None:
-        """Give back what was reserved beyond ``nbytes`` and not mapped by anybody."""
+        """Give back memory that was reserved beyond ``nbytes`` and not mapped by any rank."""
         self._segments[self.rank].shrink(nbytes)
 
     def status(self, rank: int) -> RankStatus:
-        """What a rank, by its number here, says of itself."""
+        """Return the status of a rank, by its number here."""
         return RankStatus(self._status[rank].load())
 
     def name_host(self, host: str) -> None:
-        """What to call this host in errors: where a job has several, each says which it means."""
+        """Set the name of this host in errors, where a job has several."""
         self._where = f" (host {host})"
 
     def leave(self) -> None:
-        """Tell the others that this rank is going in good order."""
+        """Report to the others that this rank is leaving in good order."""
         if self.status(self.rank) is RankStatus.RUNNING:
             self._status[self.rank].store(RankStatus.LEFT)
 
     def abort(self, error: CollectiveError) -> None:
-        """Tell the others that this rank cannot go on, and why; the first call counts."""
+        """Report to the others that this rank cannot go on, and why; the first call counts."""
         if self.status(self.rank) is not RankStatus.RUNNING:
             return
         data = msgspec.msgpack.encode(make_abort_message(error, self.ranks[self.rank]))
@@ -266,53 +242,53 @@ class LocalPeers:
         self._status[self.rank].store(RankStatus.ABORTED)
 
     def dead(self) -> tuple[int, ...]:
-        """Whose process has ended, by their numbers here, in ascending order. Costs one poll(2)."""
+        """Return members whose processes have ended, in ascending order. Costs one poll(2)."""
         return tuple(sorted(self._members[fd] for fd, _ in self._poll.poll(0)))
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
-        """Give ranks of the job that are lost a moment to end, as far as they are on this host, unless it is ``over``.
+        """Wait a moment for the ends of lost ranks that are on this host, unless it is ``over``.
 
         A rank that fails leaves in good order while its interpreter winds up. If those that it lets down were faster to
-        end, the launcher would take one of them for the first failure. Its status may not say yet that it has left: the
-        coordinator heard of it before.
+        end, the launcher would take one of them for the first failure. Its status may not be LEFT yet: the coordinator
+        got its departure before.
         """
         until = time.monotonic() + _LINGER_SECONDS
-        left = {self.ranks.index(rank) for rank in ranks if rank in self.ranks} - {self.rank}
+        members = {self.ranks.index(rank) for rank in ranks if rank in self.ranks} - {self.rank}
         poll = select.poll()
-        for member in left:
+        for member in members:
             poll.register(self._pidfds[member], select.POLLIN)
-        while left and not over() and (rest := until - time.monotonic()) > 0:
+        while members and not over() and (rest := until - time.monotonic()) > 0:
             for fd, _ in poll.poll(min(rest, _LINGER_SLICE_SECONDS) * 1000):
                 poll.unregister(fd)
-                left.discard(self._members[fd])
+                members.discard(self._members[fd])
 
     def wait_for_death(self, timeout_seconds: float) -> None:
-        """Return when some process has ended, or after the time given."""
+        """Wait until some process has ended, or for the time given."""
         self._poll.poll(timeout_seconds * 1000)
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why what waits for the ranks ``needed`` will never succeed, or None while it may.
+        """Return the reason why the ranks ``needed`` will never answer, or None while they may.
 
-        A rank that died without a word is the cause of what the others did then, so it is named first. If this rank
+        A rank that died without a report is the cause of the others' reactions, so it is named first. If this rank
         itself has given up (`abort`), that ends its own waiting, too.
         """
-        dead = self.dead()  # before the words, so that those of the dead are their last
-        said = {member: word.load() for member, word in enumerate(self._status)}
-        died = [self.ranks[member] for member in dead if member in needed and said[member] == RankStatus.RUNNING]
+        dead = self.dead()  # before the statuses, so that those of the dead are their last
+        statuses = {member: word.load() for member, word in enumerate(self._status)}
+        died = [self.ranks[member] for member in dead if member in needed and statuses[member] == RankStatus.RUNNING]
         if died:
             why = self._oom.suspicion()
-            words = f"rank(s) {format_ranks(died)}{self._where} died while others wait for them{why and '; '}{why}"
-            return PeerLostError(words, ranks=died)
-        for member, word in said.items():
-            if word == RankStatus.ABORTED:
-                return self._told_by(member)
-        others = [member for member in needed if member != self.rank]
-        left = [self.ranks[member] for member in sorted(others) if said[member] == RankStatus.LEFT]
+            text = f"rank(s) {format_ranks(died)}{self._where} died while others wait for them{why and '; '}{why}"
+            return PeerLostError(text, ranks=died)
+        for member, status in statuses.items():
+            if status == RankStatus.ABORTED:
+                return self._abort_error(member)
+        departed = (member for member in sorted(needed) if statuses[member] == RankStatus.LEFT and member != self.rank)
+        left = [self.ranks[member] for member in departed]
         if left:
             return left_error(f"{format_ranks(left)}{self._where}", left)
         return None
 
-    def _told_by(self, member: int) -> CollectiveError:
+    def _abort_error(self, member: int) -> CollectiveError:
         header, rank = self._headers[member], self.ranks[member]
         length = min(_HEADER_BYTES - _REASON, FutexWord(header, _REASON_LENGTH).load())
         try:
@@ -322,7 +298,7 @@ class LocalPeers:
         return error_from_abort(abort, "" if member == self.rank else f"rank {rank}")
 
     def close(self) -> None:
-        """Give up all descriptors; views of the memory stay valid."""
+        """Close all descriptors; views of the memory stay valid."""
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds.clear()
@@ -341,20 +317,20 @@ def map_local_peers(
     """Find the other ranks of this host, and map their segments. Collective.
 
     Args:
-        rendezvous: where cards are exchanged.
+        rendezvous: of the job.
         rank: this rank.
         ranks: the ranks of the job that are on this host, ascending; the same on all of them.
-        generation: how often this process has met before in this job; the same on all ranks.
+        generation: how often this process has been in this job before; the same on all ranks.
         timeout_seconds: how long to wait for the slowest rank.
         parts: sizes, in bytes, of zeroed ranges that every segment has from the start; the same on all ranks.
 
     Returns:
-        The neighbours, and every part mapped.
+        The ranks of this host, and every part mapped: for each rank a uint8 array of its size.
 
     Raises:
         DeadlineError: ranks did not come; names them.
-        PeerLostError: a rank died while they met.
-        CollectiveError: ranks run on different machines or in different process namespaces.
+        PeerLostError: a rank died in between.
+        CollectiveError: ranks run on different hosts or in different process namespaces.
         SharedMemoryError: some rank has no memory for the parts; raised on all.
     """
     until = time.monotonic() + timeout_seconds
@@ -363,20 +339,20 @@ def map_local_peers(
     segments: list[ShmSegment] = []
     pidfds: list[int] = []
     try:
-        card = _publish_segment(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), len(ranks))
+        own_info = _publish_segment(rendezvous, f"{generation}/card/{rank}", own, sum(sizes), len(ranks))
         waiting = _WaitLimits(timeout_seconds, until, ranks, pidfds)
         found = _get_all(rendezvous, f"{generation}/card", ranks, waiting)
-        cards = [msgspec.msgpack.decode(data, type=_SegmentInfo) for data in found]
-        for peer, theirs in zip(ranks, cards, strict=True):  # all before the first is opened: who gives up has told why
-            _check_segment_info(peer, card, theirs)
-        pidfds.extend(_open_pidfd(peer, theirs.pid) for peer, theirs in zip(ranks, cards, strict=True))
+        infos = [msgspec.msgpack.decode(data, type=_SegmentInfo) for data in found]
+        for peer, info in zip(ranks, infos, strict=True):  # all before the first is opened: the reason comes first
+            _check_segment_info(peer, own_info, info)
+        pidfds.extend(_open_pidfd(peer, info.pid) for peer, info in zip(ranks, infos, strict=True))
         try:
             segments.extend(
-                own if peer == rank else _open_segment(peer, theirs) for peer, theirs in zip(ranks, cards, strict=True)
+                own if peer == rank else _open_segment(peer, info) for peer, info in zip(ranks, infos, strict=True)
             )
         except PeerLostError as error:  # it may have given up because another had died
             raise waiting.loss() or error from None
-        whole = [segment.map(0, sum(sizes)) for segment in segments]
+        arrays = [segment.map(0, sum(sizes)) for segment in segments]
         view = hashlib.sha256(b"".join(found)).digest()
         rendezvous.put(f"{generation}/mapped/{rank}", view)
         _check_mappings(ranks, view, _get_all(rendezvous, f"{generation}/mapped", ranks, waiting))
@@ -388,16 +364,16 @@ def map_local_peers(
         raise
     offsets = [sum(sizes[:i]) for i in range(len(sizes))]
     header, *mapped = (
-        MappedRange(tuple(array[offset : offset + nbytes] for array in whole))
+        MappedRange(tuple(array[offset : offset + nbytes] for array in arrays))
         for offset, nbytes in zip(offsets, sizes, strict=True)
     )
-    pids = [theirs.pid for theirs in cards]
+    pids = [info.pid for info in infos]
     return LocalPeers(ranks, ranks.index(rank), segments, pids, pidfds, header), mapped
 
 
 @dataclass(frozen=True)
 class _WaitLimits:
-    """How long to wait for the others, and for whom of them (``pidfds``, as soon as they are known) it is in vain."""
+    """Time limit of waiting for the others, and pidfds of their processes, as soon as they are known."""
 
     timeout_seconds: float
     until: float
@@ -405,11 +381,11 @@ class _WaitLimits:
     pidfds: list[int]
 
     def slice_seconds(self) -> float:
-        """How long to wait before looking again."""
+        """Return the seconds until the next look."""
         return max(_LOOK_SECONDS, min(_SLICE_SECONDS, self.until - time.monotonic()))
 
     def loss(self) -> PeerLostError | None:
-        """The error to raise when the process of some rank has ended."""
+        """Return the error to raise when the process of some rank has ended."""
         poll = select.poll()
         for fd in self.pidfds:
             poll.register(fd, select.POLLIN)
@@ -418,23 +394,23 @@ class _WaitLimits:
 
 
 def _publish_segment(rendezvous: Rendezvous, key: str, own: ShmSegment, nbytes: int, size: int) -> _SegmentInfo:
-    """Make room in this rank's segment and tell the others of it, or of why there is none."""
+    """Make room in this rank's segment and publish its place, or the reason why there is none."""
     problem: SharedMemoryError | None = None
     try:
         own.grow(nbytes, "staging and control messages", sharers=size)
     except SharedMemoryError as error:
         problem = error
-    card = _SegmentInfo(
+    info = _SegmentInfo(
         os.getpid(), own.fd, own.inode, process_namespace_id(), "" if problem is None else problem.reason
     )
-    rendezvous.put(key, msgspec.msgpack.encode(card))
+    rendezvous.put(key, msgspec.msgpack.encode(info))
     if problem is not None:
         raise problem
-    return card
+    return info
 
 
 def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting: _WaitLimits) -> list[bytes]:
-    """The values of ``prefix/RANK``, in the order of ``ranks``."""
+    """Get the values of ``prefix/RANK``, in the order of ``ranks``."""
     found: dict[int, bytes] = {}
     for peer in ranks:
         loss: PeerLostError | None = None
@@ -444,9 +420,9 @@ def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting:
             except TimeoutError:
                 if loss is not None:
                     raise loss from None
-                loss = waiting.loss()  # all may have met before it ended: look once more
+                loss = waiting.loss()  # all may have come before it ended: look once more
                 if time.monotonic() >= waiting.until:
-                    break  # who else is missing?
+                    break  # are others missing, too?
     missing = [peer for peer in ranks if peer not in found]
     if missing:
         raise DeadlineError(
@@ -457,42 +433,42 @@ def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting:
     return [found[peer] for peer in ranks]
 
 
-def _check_segment_info(peer: int, card: _SegmentInfo, theirs: _SegmentInfo) -> None:
-    if theirs.problem:
-        raise SharedMemoryError(f"{theirs.problem} (told by rank {peer})", ranks=(peer,))
-    if theirs.machine != card.machine:
+def _check_segment_info(peer: int, own: _SegmentInfo, info: _SegmentInfo) -> None:
+    if info.problem:
+        raise SharedMemoryError(f"{info.problem} (told by rank {peer})", ranks=(peer,))
+    if info.host_id != own.host_id:
         raise CollectiveError(
-            "the ranks do not share one machine and one process namespace, which shared memory needs",
+            "the ranks do not share one host and one process namespace, which shared memory needs",
             ranks=(peer,),
-            details={peer: theirs.machine},
+            details={peer: info.host_id},
         )
 
 
 def _check_mappings(ranks: Sequence[int], own: bytes, views: Sequence[bytes]) -> None:
-    """All have mapped the same segments, unless some rank gave up and came again while the others met it."""
-    others = [peer for peer, theirs in zip(ranks, views, strict=True) if theirs != own]
-    if others:
+    """Check that all have mapped the same segments: a rank may have given up and come again in between."""
+    differing = [peer for peer, view in zip(ranks, views, strict=True) if view != own]
+    if differing:
         raise PeerLostError(
-            f"rank(s) {format_ranks(others)} gave up during init() and tried again while this one met them; "
+            f"rank(s) {format_ranks(differing)} gave up during init() and tried again while this one met them; "
             "call init() again",
-            ranks=others,
+            ranks=differing,
         )
 
 
-def _open_segment(peer: int, card: _SegmentInfo) -> ShmSegment:
+def _open_segment(peer: int, info: _SegmentInfo) -> ShmSegment:
     try:
-        segment = ShmSegment.open(card.pid, card.fd)
+        segment = ShmSegment.open(info.pid, info.fd)
     except PermissionError as error:
         raise CollectiveError(
-            f"may not open the shared memory of rank {peer} (process {card.pid}): "
+            f"may not open the shared memory of rank {peer} (process {info.pid}): "
             "all ranks of a host must run as one user",
             ranks=(peer,),
         ) from error
     except OSError as error:
-        raise _descriptor_limit_error(error) or _peer_lost_error(peer, card.pid) from error
-    if segment.inode != card.inode:  # its descriptor is somebody else's by now
+        raise _descriptor_limit_error(error) or _peer_lost_error(peer, info.pid) from error
+    if segment.inode != info.inode:  # its descriptor is another file's by now
         segment.close()
-        raise _peer_lost_error(peer, card.pid)
+        raise _peer_lost_error(peer, info.pid)
     return segment
 
 
@@ -508,5 +484,5 @@ def _open_pidfd(peer: int, pid: int) -> int:
 
 
 def _descriptor_limit_error(error: OSError) -> OSError | None:
-    """The error of this process, not of the other one, if it has no descriptor left."""
+    """Return the error of this process, not of the other one, if it has no descriptor left."""
     return explain_limit(error) if error.errno in {errno.EMFILE, errno.ENFILE} else None

@@ -1,4 +1,4 @@
-"""The place of a process in its job."""
+"""Topology of a job: a process's numbers in its job, on its host and across hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reigen.errors import ArgumentError, ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Which rank this is, and of how many; in the job, on its host, and across hosts.
+    """Numbers of a rank in the job, on its host, and across hosts.
 
     Attributes:
         rank: number of the process in the job, from 0.
@@ -18,7 +18,7 @@ class Topology:
         local_rank: number of the process among those of its host.
         local_size: processes on its host.
         cross_rank: number of its host among the hosts that have this local rank.
-        cross_size: how many hosts have this local rank.
+        cross_size: number of hosts that have this local rank.
 
     Raises:
         ConfigError: the numbers contradict each other; the message lists every contradiction.
@@ -38,12 +38,12 @@ class Topology:
 
     @classmethod
     def alone(cls) -> Topology:
-        """The only process of its job."""
+        """Return the topology of the only process of its job."""
         return cls(0, 1, 0, 1, 0, 1)
 
     @classmethod
     def on_one_host(cls, rank: int, size: int) -> Topology:
-        """Rank ``rank`` of ``size`` that all run on one host."""
+        """Return that of rank ``rank`` of ``size`` that all run on one host."""
         return cls(rank, size, rank, size, 0, 1)
 
     def _problems(self) -> list[str]:
@@ -61,12 +61,7 @@ class Topology:
 
 
 def renumber_rank(rank: int, size: int, ranks: Sequence[int]) -> int:
-    """The rank of a process in a job of some ranks of its job, which are numbered anew in the order given.
-
-    Args:
-        rank: of the process in its job.
-        size: of that job.
-        ranks: some of it.
+    """Return the rank of a process in a job of some ``ranks`` of its job, which are numbered anew in that order.
 
     Raises:
         ArgumentError: ``ranks`` are repeated, or none of the job, or this rank is not one of them.

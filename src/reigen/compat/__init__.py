@@ -14,19 +14,19 @@ from collections.abc import Mapping
 from os import pathsep
 from pathlib import Path
 
-#: What stands here is importable as a top-level module: the package ``horovod``.
+#: Its content is importable as a top-level module: the package ``horovod``.
 DIRECTORY = str(Path(__file__).parent)
-#: And here: the module ``mxnet``.
+#: And of this one: the module ``mxnet``.
 MXNET_DIRECTORY = str(Path(__file__).parent / "kvstore")
 
 
 def as_horovod(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with the directory first in PYTHONPATH."""
+    """Put the directory first in PYTHONPATH."""
     return _with_first(DIRECTORY, environ)
 
 
 def as_mxnet(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with the directory first in PYTHONPATH in which ``mxnet`` has Reigen's stores."""
+    """Put the directory in which ``mxnet`` has Reigen's stores first in PYTHONPATH."""
     return _with_first(MXNET_DIRECTORY, environ)
 
 

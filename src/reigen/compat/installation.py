@@ -27,10 +27,7 @@ sys.exit(main(["run", "--as-horovod", *sys.argv[1:]]))
 
 
 def install() -> list[Path]:
-    """Write a ``.pth`` file, which no PYTHONPATH overrides, and ``horovodrun``; both again, where they are there.
-
-    Returns:
-        What was written.
+    """Write a ``.pth`` file, which no PYTHONPATH overrides, and ``horovodrun``, or replace both; returns their paths.
 
     Raises:
         ConfigError: Horovod is installed here, or its ``horovodrun``; or the files cannot be written.
@@ -50,23 +47,16 @@ def install() -> list[Path]:
 
 
 def uninstall() -> list[Path]:
-    """Remove what `install` wrote.
-
-    Returns:
-        What was there.
-
-    Raises:
-        ConfigError: it cannot be removed.
-    """
+    """Remove the files of `install`; returns those that existed, or raises ConfigError."""
     path_file, script = _files()
-    ours = [path_file] if path_file.exists() else []
-    ours += [script] if script.exists() and _MARK in script.read_text(errors="replace") else []
-    for path in ours:
+    files = [path_file] if path_file.exists() else []
+    files += [script] if script.exists() and _MARK in script.read_text(errors="replace") else []
+    for path in files:
         try:
             path.unlink()
         except OSError as error:
             raise ConfigError(f"cannot remove {path}: {error.strerror}") from None
-    return ours
+    return files
 
 
 def _files() -> tuple[Path, Path]:

@@ -1,12 +1,11 @@
-"""What a codec is: floating-point numbers to fewer bytes, and back.
+"""Base of codecs: floating-point numbers to fewer bytes, and back.
 
-Every codec turns n numbers into a number of bytes that depends on n alone, so that both ends know it beforehand. What
-it loses it forgets, unless :class:`~reigen.compression.error_feedback.ErrorFeedback` is around it.
+Every codec turns n numbers into a number of bytes that depends on n alone, so that both ends know it beforehand. It
+forgets its losses, unless :class:`~reigen.compression.error_feedback.ErrorFeedback` is around it.
 
-Codecs are frozen and hold no state: one serves any number of arrays and threads. What has to be remembered of an array
-is its *residual*, a float32 array of the same length, which the caller keeps: it can be saved, cut and put together
-like the array itself. float16, bfloat16 (in uint16), float32 and float64 arrays go in and out; all is computed in
-float32.
+Codecs are frozen and hold no state: one serves any number of arrays and threads. The state of an array is its
+*residual*, a float32 array of the same length, which the caller keeps: it can be saved, cut and put together like the
+array itself. float16, bfloat16 (in uint16), float32 and float64 arrays go in and out; all is computed in float32.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from reigen.kernels import half_precision
 from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
 from reigen.types import DType
 
-#: What is remembered of an array from one `Codec.encode` to the next: what has not been sent; None where nothing is.
+#: Residual of an array between calls of `Codec.encode`: the part that has not been sent; None where there is none.
 Residual = NDArray[np.float32] | None
-#: What can be sent over the wire and is what a codec was made of: names and plain values.
+#: Description of a codec that can be sent over the wire: names and plain values.
 Params = dict[str, str | int | float | bool]
 
 #: Elements that are worked on at a time, so that they and the scratch stay in the core's own cache.
@@ -33,43 +32,35 @@ BLOCK = 1 << 16
 
 
 class Codec(ABC):
-    """How arrays become bytes. Subclasses: `pack`, `unpack`, `max_bytes`, `params`; the rest is done here."""
+    """Codec of arrays. Subclasses define `pack`, `unpack`, `max_bytes`, `params`; the rest is done here."""
 
-    #: Codes of parts whose borders are multiples of this, put together, are the codes of the whole; None: nothing but
-    #: the whole has codes.
+    #: Codes of parts whose borders are multiples of this, put together, are the codes of the array; None: only the
+    #: whole array has codes.
     block_multiple: int | None = 1
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Its type in `params`."""
+        """Type in `params`."""
 
     @abstractmethod
     def params(self) -> Params:
-        """What :func:`~reigen.compression.from_params` makes the same codec of."""
+        """Return the parameters with which :func:`~reigen.compression.from_params` makes the same codec."""
 
     @abstractmethod
     def max_bytes(self, num_elements: int) -> int:
-        """Size of the codes of so many elements: exactly, whatever the elements are."""
+        """Return the size of the codes of so many elements: exactly, for any elements."""
 
     @abstractmethod
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """Write the codes of ``values``, (n,), which are left as they are, into ``out``, (max_bytes(n),)."""
+        """Write the codes of ``values``, (n,), which do not change, into ``out``, (max_bytes(n),)."""
 
     @abstractmethod
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """Write what ``data``, (max_bytes(n),), stands for into ``out``, (n,).
-
-        Raises:
-            WireError: it stands for nothing.
-        """
+        """Decode ``data``, (max_bytes(n),), into ``out``, (n,); raises WireError."""
 
     def check(self, data: Bytes, num_elements: int) -> None:
-        """Raise what `decode` would, before anything is done with ``data``.
-
-        Raises:
-            WireError: it cannot be the codes of so many elements.
-        """
+        """Raise the WireError of `decode`, before ``data`` is used."""
         if len(data) != self.max_bytes(num_elements):
             raise WireError(
                 f"{len(data)} bytes of {self.name} codes for {num_elements} elements, which take "
@@ -77,29 +68,22 @@ class Codec(ABC):
             )
 
     def for_sums(self, num_arrays: int) -> Codec:
-        """The codec for sums of so many arrays that have been coded by this one, as servers send them back.
+        """Return the codec for sums of so many arrays that have been coded by this one, as servers send them back.
 
-        What is sent of an element is limited where the codec has a threshold; a sum is so many times as large, and
-        would lag behind for ever.
+        A threshold limits the code of an element; a sum is so many times as large, and would lag behind for ever.
         """
         return self
 
     def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
-        """``target = how(target, what data stands for)``; ``how`` leaves alone what it combines with zero."""
+        """Compute ``target = how(target, decoded data)``; ``how`` leaves alone elements that it combines with zero."""
         values = scratch.take("unpacked", len(target), np.float32)
         self.unpack(data, values)
         how(target, values, out=target)
 
     def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:
-        """What `encode` needs for an array that it will be given again and again.
+        """Return the residual for an array that `encode` will get again and again; None where the codec has none.
 
-        Args:
-            num_elements: length of the array.
-            dtype: its element type.
-            saved: an earlier residual of it, which is continued.
-
-        Returns:
-            The residual, zeros at first, which `encode` changes in place; None where the codec has none.
+        It is of ``num_elements``, zeros, or continues the ``saved`` one; `encode` changes it in place.
 
         Raises:
             UnsupportedTypeError: these elements cannot be compressed.
@@ -111,15 +95,12 @@ class Codec(ABC):
         return None
 
     def encode(self, array: NDArray[Any], state: Residual, out: memoryview | bytearray | Bytes) -> int:
-        """Write the codes of ``array`` and remember what they lack.
+        """Write the codes of ``array`` and remember their error; returns the number of bytes.
 
         Args:
             array: flat and contiguous; it is not changed.
-            state: what `begin` gave for it; not for two threads at once.
+            state: the residual of `begin` for it; not for two threads at once.
             out: at least ``max_bytes(len(array))`` bytes of writable memory.
-
-        Returns:
-            How many bytes were written.
 
         Raises:
             ArgumentError: ``out`` is too small, or ``array`` or ``state`` is no array that this could have been for.
@@ -136,12 +117,12 @@ class Codec(ABC):
         return len(target)
 
     def decode(self, data: bytes | bytearray | memoryview | Bytes, out: NDArray[Any], accumulate: bool = False) -> None:
-        """Write what ``data`` stands for into ``out``.
+        """Decode exactly ``max_bytes(len(out))`` bytes into ``out``, or add them to it.
 
         Args:
-            data: exactly ``max_bytes(len(out))`` bytes.
+            data: the codes.
             out: flat and contiguous, floating-point.
-            accumulate: add to what is there.
+            accumulate: add to the content.
 
         Raises:
             WireError: ``data`` cannot be the codes of so many elements; ``out`` may have been changed in part.
@@ -149,7 +130,7 @@ class Codec(ABC):
         """
         check_array(out)
         codes = np.frombuffer(data, np.uint8) if self.max_bytes(len(out)) else np.empty(0, np.uint8)
-        Codec.check(self, codes, len(out))  # what its content says is looked at once, where it is read
+        Codec.check(self, codes, len(out))  # its content is checked once, where it is read
         scratch = QuantizeScratch()
         with np.errstate(all="ignore"):
             for begin, end in block_ranges(len(out), self.block_multiple):
@@ -177,14 +158,14 @@ class Codec(ABC):
 
 
 def block_ranges(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
-    """``(begin, end)`` of what is worked on at a time, of an array with ``length`` elements."""
+    """Yield ``(begin, end)`` of the blocks of an array with ``length`` elements."""
     step = length if grain is None else BLOCK // grain * grain
     for begin in range(0, length, max(step, 1)):
         yield begin, min(begin + step, length)
 
 
 def as_float32(array: NDArray[Any], scratch: QuantizeScratch) -> Floats:
-    """The array itself, if it is float32; else its numbers, in ``scratch``."""
+    """Return the array itself, if it is float32; else its numbers, in ``scratch``."""
     if array.dtype == np.float32:
         return array
     values: Floats = scratch.take("values", len(array), np.float32)
@@ -196,11 +177,7 @@ def as_float32(array: NDArray[Any], scratch: QuantizeScratch) -> Floats:
 
 
 def writable_bytes(out: memoryview | bytearray | Bytes, nbytes: int) -> Bytes:
-    """The first ``nbytes`` of ``out``.
-
-    Raises:
-        ArgumentError: it has not so many, or cannot be written to.
-    """
+    """Return the first ``nbytes`` of ``out``; raises ArgumentError: it has not so many, or cannot be written to."""
     target = np.frombuffer(out, np.uint8) if nbytes else np.empty(0, np.uint8)
     if len(target) < nbytes or not target.flags.writeable:
         raise ArgumentError(f"codes need {nbytes} bytes of writable memory, there are {len(target)}")
@@ -208,11 +185,7 @@ def writable_bytes(out: memoryview | bytearray | Bytes, nbytes: int) -> Bytes:
 
 
 def check_floating(dtype: DType, codec: Codec) -> None:
-    """Accept element types that can be compressed.
-
-    Raises:
-        UnsupportedTypeError: it is not floating-point.
-    """
+    """Raise UnsupportedTypeError unless the element type is floating-point."""
     if not dtype.is_floating:
         raise UnsupportedTypeError(
             f"{codec.name} compression is for float16, bfloat16, float32 and float64, not for {dtype.name}"
@@ -220,11 +193,7 @@ def check_floating(dtype: DType, codec: Codec) -> None:
 
 
 def check_array(array: NDArray[Any]) -> None:
-    """Accept flat contiguous arrays of numbers that can be compressed; uint16 is how bfloat16 is stored.
-
-    Raises:
-        ArgumentError: it is none.
-    """
+    """Raise ArgumentError unless it is a flat contiguous array of floats; uint16 is how bfloat16 is stored."""
     if array.dtype not in _STORAGES or array.ndim != 1 or not array.flags.c_contiguous:
         raise ArgumentError(
             "compression needs a flat contiguous array of float16, bfloat16 (as uint16), float32 or float64, "

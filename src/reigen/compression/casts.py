@@ -16,10 +16,9 @@ _STORAGES = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2"}
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Each element rounded to nearest even; what is too large for the type becomes infinity.
+    """Cast of each element, rounded to nearest even; too large ones become infinity.
 
-    Attributes:
-        to: ``fp16``, ``bf16``, or ``fp32``, which changes nothing.
+    ``to`` is ``fp16``, ``bf16``, or ``fp32``, which changes nothing.
     """
 
     to: str
@@ -30,19 +29,19 @@ class Cast(Codec):
 
     @property
     def name(self) -> str:
-        """See `Codec.name`."""
+        """Implement `Codec`, here and below."""
         return self.to
 
     def params(self) -> Params:
-        """See `Codec.params`."""
+        """Return ``type``."""
         return {"type": self.to, "ef": False}
 
     def max_bytes(self, num_elements: int) -> int:
-        """See `Codec.max_bytes`."""
+        """Return the bytes of the elements."""
         return num_elements * np.dtype(_STORAGES[self.to]).itemsize
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """See `Codec.pack`."""
+        """Cast."""
         target = out.view(_STORAGES[self.to])
         if self.to == "bf16":
             copy = scratch.take("to narrow", len(values), np.float32)  # narrowing uses it up
@@ -54,7 +53,7 @@ class Cast(Codec):
             np.copyto(target, values, casting="same_kind")
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """See `Codec.unpack`."""
+        """Cast back."""
         source = data.view(_STORAGES[self.to])
         if self.to == "bf16":
             half_precision.widen_bfloat16(source, out)
@@ -64,7 +63,7 @@ class Cast(Codec):
 
 @dataclass(frozen=True)
 class Int8(Codec):
-    """Each element as a whole number of 127ths of the largest magnitude among its 256: a quarter of float32 and 1.6 %.
+    """Quantizer to whole 127ths of the largest magnitude among an element's 256: a quarter of float32 and 1.6 %.
 
     A group of 256 with NaN or infinity in it arrives as NaN, so that a check for overflow finds it.
     """
@@ -73,21 +72,21 @@ class Int8(Codec):
 
     @property
     def name(self) -> str:
-        """See `Codec.name`."""
+        """Implement `Codec`, here and below."""
         return "int8"
 
     def params(self) -> Params:
-        """See `Codec.params`."""
+        """Return ``type``."""
         return {"type": self.name, "ef": False}
 
     def max_bytes(self, num_elements: int) -> int:
-        """See `Codec.max_bytes`."""
+        """Return the bytes of elements and scales."""
         return quantize.int8_bytes(num_elements)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """See `Codec.pack`."""
+        """Quantize."""
         quantize.pack_int8(values, out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """See `Codec.unpack`."""
+        """Multiply with the scales."""
         quantize.unpack_int8(data, out)

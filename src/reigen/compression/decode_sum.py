@@ -1,4 +1,4 @@
-"""The sum of several ranks' codes: decoded and added in rank order, block by block in cache."""
+"""Sum of several ranks' codes: decoded and added in rank order, block by block in cache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from reigen.kernels.quantize import Bytes, QuantizeScratch
 
 
 def add_up(codec: Codec, codes: Sequence[Bytes], out: NDArray[Any], factor: float = 1.0) -> None:
-    """``out = factor * (what codes[0] stands for + what codes[1] does + ...)``, in that order for every element.
+    """Compute ``factor`` times the sum of the decoded ``codes``, in their order for every element.
 
     float64 is added up in float64, all else in float32 and rounded once.
 
     Args:
-        codec: made all of the codes.
+        codec: of all codes.
         codes: one array for each rank, in rank order, at least one; (max_bytes(n),).
         out: (n,), flat and contiguous, floating-point; bfloat16 as uint16.
         factor: of the sum.
 
     Raises:
-        WireError: something cannot be the codes of so many elements; ``out`` may have been changed in part.
+        WireError: some cannot be the codes of so many elements; ``out`` may have been changed in part.
         ArgumentError: ``out`` is no such array.
     """
     check_array(out)

@@ -1,4 +1,4 @@
-"""Error feedback: what a codec loses is added to the next array, so that nothing is lost for good.
+"""Error feedback: the loss of a codec is added to the next array, so that nothing is lost for good.
 
 Seide et al., "1-Bit Stochastic Gradient Descent", 2014, and Karimireddy et al., "Error Feedback Fixes SignSGD", 2019.
 """
@@ -28,12 +28,9 @@ from reigen.types import DType
 
 @dataclass(frozen=True)
 class ErrorFeedback(Codec):
-    """``r += g``, send what ``codec`` makes of r, ``r -=`` what that stands for; r is the residual.
+    """``r += g``, send r coded by ``codec``, a codec without error feedback, ``r -= decoded``; r is the residual.
 
-    What is not finite is never remembered: NaN and infinity are sent as ``codec`` sends them, and their residual is 0.
-
-    Attributes:
-        codec: what loses; without error feedback of its own.
+    Only finite numbers are remembered: NaN and infinity are sent as ``codec`` sends them, and their residual is 0.
     """
 
     codec: Codec
@@ -44,44 +41,44 @@ class ErrorFeedback(Codec):
 
     @property
     def block_multiple(self) -> int | None:  # type: ignore[override]
-        """That of ``codec``."""
+        """Multiple of ``codec``."""
         return self.codec.block_multiple
 
     @property
     def name(self) -> str:
-        """That of ``codec``."""
+        """Name of ``codec``."""
         return self.codec.name
 
     def params(self) -> Params:
-        """See `Codec.params`."""
+        """Return those of ``codec``, with ``ef``."""
         return {**self.codec.params(), "ef": True}
 
     def max_bytes(self, num_elements: int) -> int:
-        """See `Codec.max_bytes`."""
+        """Ask ``codec``."""
         return self.codec.max_bytes(num_elements)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """See `Codec.pack`."""
+        """Ask ``codec``."""
         self.codec.pack(values, out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """See `Codec.unpack`."""
+        """Ask ``codec``."""
         self.codec.unpack(data, out)
 
     def check(self, data: Bytes, num_elements: int) -> None:
-        """See `Codec.check`."""
+        """Ask ``codec``."""
         self.codec.check(data, num_elements)
 
     def for_sums(self, num_arrays: int) -> ErrorFeedback:
-        """See `Codec.for_sums`."""
+        """Return error feedback around that of ``codec``."""
         return ErrorFeedback(self.codec.for_sums(num_arrays))
 
     def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
-        """See `Codec.combine`."""
+        """Ask ``codec``."""
         self.codec.combine(data, target, how, scratch)
 
     def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:
-        """See `Codec.begin`."""
+        """Return zeros, or a copy of ``saved``."""
         check_floating(dtype, self)
         if saved is None:
             return np.zeros(num_elements, np.float32)
@@ -92,7 +89,7 @@ class ErrorFeedback(Codec):
         return saved.copy()
 
     def encode(self, array: NDArray[Any], state: Residual, out: memoryview | bytearray | Bytes) -> int:
-        """See `Codec.encode`."""
+        """Add ``array`` to the residual, send that, and keep the error."""
         check_array(array)
         if state is None or state.shape != array.shape:
             have = "none" if state is None else f"one of {len(state)}"

@@ -17,10 +17,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Ternary(Codec):
-    """What is at least ``threshold`` becomes that, at most ``-threshold`` that, all else zero: a 16th of float32.
+    """Ternary code: at least ``threshold``, which is above zero, becomes that, at most minus it that, all else zero.
 
-    Attributes:
-        threshold: above zero; rounded to float32.
+    A 16th of float32.
     """
 
     threshold: float = 0.5
@@ -33,37 +32,35 @@ class Ternary(Codec):
 
     @property
     def name(self) -> str:
-        """See `Codec.name`."""
+        """Implement `Codec`, here and below."""
         return "2bit"
 
     def params(self) -> Params:
-        """See `Codec.params`."""
+        """Return ``type`` and ``threshold``."""
         return {"type": self.name, "threshold": self.threshold, "ef": False}
 
     def for_sums(self, num_arrays: int) -> Ternary:
-        """See `Codec.for_sums`."""
+        """Return one with so many times the threshold."""
         return Ternary(self.threshold * num_arrays)
 
     def max_bytes(self, num_elements: int) -> int:
-        """See `Codec.max_bytes`."""
+        """Return the bytes of whole words."""
         return 4 * -(-num_elements // 16)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """See `Codec.pack`."""
+        """Compare with the threshold."""
         quantize.pack_ternary(values, np.float32(self.threshold), out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """See `Codec.unpack`."""
+        """Look up in a table."""
         quantize.unpack_codes(data, self._table, out)
 
 
 @dataclass(frozen=True)
 class Signs(Codec):
-    """What is above ``threshold`` becomes ``scale``, all else ``-scale``: a 32nd of float32.
+    """Sign code: above ``threshold`` becomes ``scale``, which is above zero, all else ``-scale``: a 32nd of float32.
 
-    Attributes:
-        threshold: where the cut is, not what is sent; rounded to float32.
-        scale: above zero; rounded to float32. MXNet's is 1.
+    Both are rounded to float32. MXNet's scale is 1.
     """
 
     threshold: float = 0.5
@@ -78,27 +75,27 @@ class Signs(Codec):
 
     @property
     def name(self) -> str:
-        """See `Codec.name`."""
+        """Implement `Codec`, here and below."""
         return "1bit"
 
     def params(self) -> Params:
-        """See `Codec.params`."""
+        """Return ``type``, ``threshold`` and ``scale``."""
         return {"type": self.name, "threshold": self.threshold, "scale": self.scale, "ef": False}
 
     def for_sums(self, num_arrays: int) -> Signs:
-        """See `Codec.for_sums`."""
+        """Return one with so many times the scale."""
         return Signs(self.threshold * num_arrays, self.scale * num_arrays)
 
     def max_bytes(self, num_elements: int) -> int:
-        """See `Codec.max_bytes`."""
+        """Return the bytes of whole words."""
         return 4 * -(-num_elements // 32)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """See `Codec.pack`."""
+        """Compare with the threshold."""
         quantize.pack_signs(values, np.float32(self.threshold), out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """See `Codec.unpack`."""
+        """Look up in a table."""
         quantize.unpack_codes(data, self._table, out)
 
 

@@ -1,4 +1,4 @@
-"""From a dictionary of names and values, as users write it and as it travels, to a codec."""
+"""Codecs from dictionaries of names and values, as users write them and as they travel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reigen.errors import ArgumentError
 
 @dataclass(frozen=True)
 class _CodecType:
-    """A type of compression: what makes it, of which parameters, and whether with error feedback if nothing is said."""
+    """Type of compression: its factory and parameters, and whether it has error feedback by default."""
 
     make: Callable[..., Codec]
     accepted: tuple[str, ...] = ()
@@ -44,17 +44,12 @@ _TYPES: dict[str, _CodecType] = {
 
 
 def means_none(params: object) -> bool:
-    """Whether ``params`` say that nothing is compressed: ``{"type": "none"}``; what else they say has no meaning then.
-
-    Example:
-        >>> means_none({"type": "none", "threshold": 0.5}), means_none({"type": "2bit"})
-        (True, False)
-    """
+    """Return whether ``params`` are those of no compression, ``{"type": "none"}``, whatever else is in them."""
     return isinstance(params, Mapping) and params.get("type") == "none"
 
 
 def from_params(params: Mapping[str, Any]) -> Codec:
-    """The codec that ``params`` describe.
+    """Make the codec that ``params`` describe.
 
     Args:
         params: ``type``: one of ``2bit``, ``1bit``, ``fp16``, ``bf16``, ``int8``, ``topk`` (``fp32`` changes nothing);
@@ -87,16 +82,16 @@ def from_params(params: Mapping[str, Any]) -> Codec:
     return ErrorFeedback(codec) if feedback else codec
 
 
-def chain(first: Codec, *others: Codec) -> Codec:
-    """``first``, the numbers that it sends coded by what follows: ``chain(ErrorFeedback(TopK(0.01)), Cast("fp16"))``.
+def chain(first: Codec, *codecs: Codec) -> Codec:
+    """Chain codecs: the numbers sent by one are coded by the next: ``chain(ErrorFeedback(TopK(0.01)), Cast("fp16"))``.
 
-    Error feedback stays around the whole, so that it makes up for what the codecs that follow lose, too.
+    Error feedback stays around all of them, so that it makes up for the losses of the later codecs, too.
 
     Raises:
         ArgumentError: after a codec that sends no numbers; or error feedback further in.
     """
     codec = first.codec if isinstance(first, ErrorFeedback) else first
-    for other in others:
+    for other in codecs:
         if isinstance(other, ErrorFeedback):
             raise ArgumentError("error feedback belongs around the first codec of a chain, or around all of it")
         if not isinstance(codec, TopK) or codec.values != UNCHANGED:

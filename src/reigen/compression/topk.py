@@ -1,4 +1,4 @@
-"""The largest elements alone, with their positions (Aji and Heafield, "Sparse Communication", 2017)."""
+"""Largest elements alone, with their positions (Aji and Heafield, "Sparse Communication", 2017)."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from reigen.errors import ArgumentError, WireError
 from reigen.kernels import quantize
 from reigen.kernels.quantize import Bytes, Floats, QuantizeScratch
 
-#: Values that travel as they are.
+#: Codecs of the values.
 UNCHANGED = Cast("fp32")
 
 
 @dataclass(frozen=True)
 class TopK(Codec):
-    """The elements of largest magnitude, at least one, of equal ones the first; all others arrive as zero.
+    """Top-k code: elements of largest magnitude, at least one, of equal ones the first; all others arrive as zero.
 
     On the wire: their positions in ascending order, four bytes each, then their values.
 
     Attributes:
-        ratio: how many, as a part of all; above 0, at most 1.
-        k: how many, instead of ``ratio``.
-        values: how the values travel: `Cast` or `Int8`.
+        ratio: their part of all; above 0, at most 1.
+        k: their number, instead of ``ratio``.
+        values: codec of the values: `Cast` or `Int8`.
     """
 
     ratio: float | None = None
@@ -47,11 +47,11 @@ class TopK(Codec):
 
     @property
     def name(self) -> str:
-        """See `Codec.name`."""
+        """Implement `Codec`, here and below."""
         return "topk"
 
     def params(self) -> Params:
-        """See `Codec.params`."""
+        """Return ``type``, ``ratio`` or ``k``, and ``values``."""
         params: Params = {"type": self.name, "values": self.values.name, "ef": False}
         if self.ratio is not None:
             params["ratio"] = self.ratio
@@ -60,22 +60,22 @@ class TopK(Codec):
         return params
 
     def count(self, num_elements: int) -> int:
-        """How many of so many elements are sent."""
-        wanted = self.k if self.k is not None else round((self.ratio or 0) * num_elements)
-        return min(num_elements, max(1, wanted))
+        """Return the number of elements that are sent, of so many."""
+        count = self.k if self.k is not None else round((self.ratio or 0) * num_elements)
+        return min(num_elements, max(1, count))
 
     def max_bytes(self, num_elements: int) -> int:
-        """See `Codec.max_bytes`."""
+        """Return the bytes of positions and values."""
         count = self.count(num_elements)
         return 4 * count + self.values.max_bytes(count)
 
     def check(self, data: Bytes, num_elements: int) -> None:
-        """See `Codec.check`."""
+        """Check the positions."""
         super().check(data, num_elements)
         self._positions(data, num_elements)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """See `Codec.pack`."""
+        """Write positions and values."""
         if len(values) >= 1 << 32:
             raise ArgumentError(f"topk compression is for arrays of less than 2**32 elements, got {len(values)}")
         chosen = quantize.top_k_indices(values, self.count(len(values)))
@@ -83,13 +83,13 @@ class TopK(Codec):
         self.values.pack(values[chosen], out[4 * len(chosen) :], scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """See `Codec.unpack`."""
+        """Put the values at their positions."""
         positions, values = self._read(data, len(out))
         out[:] = 0.0
         out[positions] = values
 
     def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
-        """See `Codec.combine`. Nothing but the elements that were sent is touched."""
+        """Touch only the elements that were sent."""
         positions, values = self._read(data, len(target))
         target[positions] = how(target[positions], values)
 

@@ -1,4 +1,4 @@
-"""The part of a data set that belongs to one of several workers."""
+"""Part of a data set that belongs to one of several workers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 from reigen.errors import ArgumentError
 
-#: What happens to the samples that are too few to give every part one more: ``drop`` them, so that all parts are
+#: Treatment of the samples that are too few to give every part one more: ``drop`` them, so that all parts are
 #: equally long; ``pad`` the parts with samples of others, so that all are equally long and none is left out; ``keep``
 #: them, so that parts differ by one sample.
 Remainder = Literal["drop", "pad", "keep"]
@@ -15,7 +15,7 @@ _REMAINDERS = ("drop", "pad", "keep")
 
 
 def share(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Remainder = "drop") -> range:
-    """The positions of part ``part_index`` of a data set of ``length`` samples: consecutive ones.
+    """Return the positions of part ``part_index`` of a data set of ``length`` samples: consecutive ones.
 
     Parts of different length make workers take different numbers of steps, and a synchronous store would wait for the
     last batch of a worker that has none. So parts are equally long unless ``remainder="keep"`` asks for the exact
@@ -24,7 +24,7 @@ def share(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Re
     Args:
         length: number of samples.
         num_parts: number of workers (``kv.num_workers``).
-        part_index: which of them (``kv.rank``).
+        part_index: number of the worker (``kv.rank``).
         remainder: see :data:`Remainder`. With ``pad``, positions may lie behind the end: take them modulo ``length``.
 
     Raises:
@@ -49,11 +49,7 @@ def share(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Re
 
 
 def share_length(length: int, num_parts: int = 1, part_index: int = 0, *, remainder: Remainder = "drop") -> int:
-    """How many samples :func:`share` gives.
-
-    Raises:
-        ArgumentError: as there.
-    """
+    """Return the number of samples in :func:`share`; raises ArgumentError as that does."""
     return len(share(length, num_parts, part_index, remainder=remainder))
 
 

@@ -1,4 +1,4 @@
-"""Samplers for a worker's part of a data set: what ``torch.utils.data.DataLoader(sampler=...)`` takes."""
+"""Samplers for a worker's part of a data set, for ``torch.utils.data.DataLoader(sampler=...)``."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ from reigen.errors import ArgumentError
 
 
 class SplitSampler:
-    """Always the same part of the data set, in another order each time: the part fits a worker's cache.
+    """Sampler of always the same part of the data set, in another order each time: the part fits a worker's cache.
 
     Iterating uses the order of the current epoch and goes on to the next one.
 
     Args:
         length: number of samples of the whole data set.
         num_parts: number of workers (``kv.num_workers``).
-        part_index: which of them (``kv.rank``).
+        part_index: number of the worker (``kv.rank``).
         shuffle: False: ascending order.
         seed: chooses the orders.
-        remainder: what happens to samples that cannot be divided equally (:func:`reigen.data.share`).
+        remainder: treatment of samples that cannot be divided equally (:func:`reigen.data.share`).
 
     Raises:
         ArgumentError: the numbers make no sense, or every part would be empty.
 
-    Example:
-        >>> sampler = SplitSampler(10, num_parts=2, part_index=1, shuffle=False)
-        >>> len(sampler), list(sampler)
-        (5, [5, 6, 7, 8, 9])
     """
 
     def __init__(
@@ -56,11 +52,7 @@ class SplitSampler:
         yield from self._positions(epoch).tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch whose order comes next: where training goes on from a checkpoint.
-
-        Raises:
-            ArgumentError: it is negative.
-        """
+        """Set the epoch whose order comes next, to go on from a checkpoint; raises ArgumentError: it is negative."""
         if epoch < 0:
             raise ArgumentError(f"the epoch cannot be negative, got {epoch}")
         self._epoch = epoch
@@ -74,7 +66,7 @@ class SplitSampler:
 
 
 class ShuffleSplitSampler(SplitSampler):
-    """Another part of the data set each epoch: one permutation of everything, cut into parts.
+    """Sampler of another part of the data set each epoch: one permutation of everything, cut into parts.
 
     All workers make the same permutation from seed and epoch, so that a sample is used by one of them: give them the
     same seed, and let them be in the same epoch (:meth:`set_epoch`, where some worker iterates more often).
@@ -92,6 +84,6 @@ class ShuffleSplitSampler(SplitSampler):
 
 def _permutation(length: int, *seeds: int) -> NDArray[np.int64]:
     # RandomState's numbers are the same in every version of NumPy: workers need not have the same one.
-    words = [word for seed in seeds for word in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)]
-    order: NDArray[np.int64] = np.random.RandomState(words).permutation(length).astype(np.int64, copy=False)
+    numbers = [number for seed in seeds for number in (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)]
+    order: NDArray[np.int64] = np.random.RandomState(numbers).permutation(length).astype(np.int64, copy=False)
     return order

@@ -1,4 +1,4 @@
-"""A batch, cut into slices: for several devices of one process, or to accumulate gradients."""
+"""Slices of a batch: for several devices of one process, or to accumulate gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
 
     Args:
         data: anything with a ``shape`` that can be sliced (NumPy, torch, ...); otherwise it is made a NumPy array.
-        num_slice: how many.
+        num_slice: the number of slices.
         batch_axis: the dimension that is cut.
         even_split: False: where the batch cannot be divided equally, the first slices get one sample more.
 
@@ -50,13 +50,9 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
 
 
 def split_and_load(data: Any, devices: Sequence[Any], batch_axis: int = 0, even_split: bool = True) -> list[Any]:
-    """:func:`split_data`, with slice i moved to ``devices[i]`` by its own ``to()``.
+    """Do :func:`split_data`, and move slice i to ``devices[i]`` by its own ``to()``.
 
-    Args:
-        data: a batch; what has no ``to()`` (NumPy arrays) can be on the device ``"cpu"`` alone.
-        devices: what ``to()`` takes, for example ``torch.device("cuda:0")``.
-        batch_axis: the dimension that is cut.
-        even_split: as in :func:`split_data`.
+    Without a ``to()`` (NumPy arrays) it can be on the device ``"cpu"`` alone. The other arguments are `split_data`'s.
 
     Raises:
         ArgumentError: as in :func:`split_data`.

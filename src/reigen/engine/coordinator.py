@@ -65,7 +65,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 from msgspec import structs
 
-from reigen.cluster.membership.abort_message import format_ranks
 from reigen.engine import fusion
 from reigen.engine.messages import (
     JOIN_NAME,
@@ -87,7 +86,7 @@ from reigen.engine.messages import (
 from reigen.engine.response_batches import MAX_SLOTS, build_response_lists
 from reigen.engine.stall.inspector import PendingCollective
 from reigen.engine.validation import build_response, find_mismatch, validate_operation
-from reigen.errors import DeadlineError
+from reigen.errors import DeadlineError, format_ranks
 from reigen.types import ReduceOp
 
 _UNCACHEABLE = (

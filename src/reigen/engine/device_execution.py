@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from reigen.backends.device import (
     DeviceArray,
     DeviceBackend,
@@ -98,42 +100,33 @@ def _execute_single(
     if operation.members:
         parts = zip(operation.members, response.members, task.members, strict=True)
         return CollectiveResult(members=tuple(_execute_single(seat, *part) for part in parts))
-    return _EXECUTORS[operation.kind](seat, operation, response, task)
+    if operation.kind is OperationKind.BROADCAST:
+        root = seat.ranks.index(operation.root)
+        source, target = _as_device_array(task.source), _as_device_array(task.target)
+        return seat.launch(source, target, task.output, lambda group: group.broadcast(source, target, root))
+    return _execute_by_rows(seat, operation, response, task)
 
 
-def _broadcast(
+def _execute_by_rows(
     seat: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry
 ) -> CollectiveResult:
-    root = seat.ranks.index(operation.root)
-    source, target = _as_device_array(task.source), _as_device_array(task.target)
-    return seat.launch(source, target, task.output, lambda group: group.broadcast(source, target, root))
-
-
-def _allgather(
-    seat: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry
-) -> CollectiveResult:
-    rows, width = response.sizes[0], elements_per_row(operation)
-    source, output = _make_output(task, (sum(rows), *operation.shape[1:]))
-    counts = [r * width for r in rows]
-    return seat.launch(source, output, output, lambda group: group.allgather(source, counts, output))
-
-
-def _alltoall(seat: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry) -> CollectiveResult:
+    """Run what has a result of so many rows as have come from the ranks, or as this rank gets."""
     width = elements_per_row(operation)
-    received = tuple(row[seat.rank] for row in response.sizes)
-    source, output = _make_output(task, (sum(received), *operation.shape[1:]))
-    counts = [[n * width for n in row] for row in response.sizes]
-    result = seat.launch(source, output, output, lambda group: group.alltoall(source, counts, output))
-    return replace(result, received_splits=received)
-
-
-def _reduce_scatter(
-    seat: _DeviceGroup, operation: Operation, response: Response, task: TensorTableEntry
-) -> CollectiveResult:
-    rows, width = split_rows(operation.shape[0], len(seat.ranks)), elements_per_row(operation)
-    source, output = _make_output(task, (rows[seat.rank], *operation.shape[1:]))
-    reduction = get_reduction(operation.dtype, operation.op, len(seat.ranks), operation.prescale, operation.postscale)
-    counts = [r * width for r in rows]
+    if operation.kind is OperationKind.ALLTOALL:
+        received = tuple(row[seat.rank] for row in response.sizes)
+        source, output = _make_output(task, (sum(received), *operation.shape[1:]))
+        table = [[n * width for n in row] for row in response.sizes]
+        result = seat.launch(source, output, output, lambda group: group.alltoall(source, table, output))
+        return structs.replace(result, received_splits=received)
+    if operation.kind is OperationKind.ALLGATHER:
+        rows = response.sizes[0]
+        source, output = _make_output(task, (sum(rows), *operation.shape[1:]))
+        counts = [r * width for r in rows]
+        return seat.launch(source, output, output, lambda group: group.allgather(source, counts, output))
+    parts, size = split_rows(operation.shape[0], len(seat.ranks)), len(seat.ranks)
+    source, output = _make_output(task, (parts[seat.rank], *operation.shape[1:]))
+    reduction = get_reduction(operation.dtype, operation.op, size, operation.prescale, operation.postscale)
+    counts = [r * width for r in parts]
     return seat.launch(source, output, output, lambda group: group.reduce_scatter(source, counts, output, reduction))
 
 
@@ -152,11 +145,3 @@ def _as_device_array(memory: HostOrDeviceArray | None) -> DeviceArray:
 def _device_result(output: HostOrDeviceArray | None, ended: DeviceEvent) -> CollectiveResult:
     """The outcome whose array is complete when ``ended`` has passed."""
     return CollectiveResult(replace(_as_device_array(output), ready=ended))
-
-
-_EXECUTORS = {
-    OperationKind.ALLGATHER: _allgather,
-    OperationKind.BROADCAST: _broadcast,
-    OperationKind.ALLTOALL: _alltoall,
-    OperationKind.REDUCESCATTER: _reduce_scatter,
-}

@@ -138,7 +138,7 @@ class Engine:
 
     # -- callers ------------------------------------------------------------------------------------------------------
 
-    def submit(self, operation: Operation, handle: Handle, *, blocking: bool) -> None:
+    def submit(self, operation: Operation, handle: Handle, blocking: bool) -> None:
         """Hand in an operation. Any thread.
 
         Args:
@@ -151,9 +151,8 @@ class Engine:
             ArgumentError: a join is outstanding.
             CollectiveError: a rank was lost, or the engine is shut down.
         """
-        observer = self._observer
         try:
-            self._outstanding.add(operation, handle, None if observer is None else observer.submitted)
+            self._outstanding.add(operation, handle, self._observer)
         except PeerLostError as error:
             self._exit_grace.give(error)
             raise
@@ -249,7 +248,8 @@ class Engine:
             if not will_look:
                 self._transport.set_wake_target(WaitingThread.ENGINE)
             self._driver.release()
-            if self._has_work(reads=not will_look) or (waits_for_others and not will_look):
+            reads = not will_look and (waits_for_others or bool(self._channel.unread) or self._transport.pending())
+            if self._outstanding.is_operational and (reads or not self._idle()):
                 self._transport.wake(WaitingThread.ENGINE)
 
     def give_up(self, error: BaseException) -> None:
@@ -301,17 +301,11 @@ class Engine:
                 self._drive(WaitingThread.ENGINE, None)
                 token = self._transport.token()
                 self._transport.set_wake_target(WaitingThread.ENGINE)
-                if self._has_work():
+                if self._outstanding.is_operational and (not self._idle() or self._channel.pending()):
                     continue
                 nap = self._sleep_until_event(IDLE_SECONDS)
             if not self._outstanding.closed:
                 self._transport.sleep(token, WaitingThread.ENGINE, nap)
-
-    def _has_work(self, *, reads: bool = True) -> bool:
-        """Whether somebody waits for something or, if that ``reads``, has said something."""
-        if not self._outstanding.is_operational:
-            return False
-        return not self._idle() or (reads and (bool(self._channel.unread) or self._transport.pending()))
 
     def _idle(self) -> bool:
         """Nobody waits, and no device is at work for anybody: no deaths and deadlines have to be looked at."""
@@ -474,8 +468,12 @@ class Engine:
                 observer.began(batch)
                 if backend is not None:
                     backend.phase_ended = observer.phase_ended
-            run = execute_allreduce if first.kind is OperationKind.ALLREDUCE and not first.device else execute
-            results = run(self._process_set_groups, members, deadline)
+            on_host = first.kind is OperationKind.ALLREDUCE and not first.device
+            results = (
+                execute_allreduce(team, members, deadline)
+                if on_host
+                else execute(self._process_set_groups, members, deadline)
+            )
         except (SharedMemoryError, DeviceError) as error:
             results = [error.of(name) for name in names]
             clear_frames(error)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reigen.backends.adasum import adasum
-from reigen.backends.base import Array, Backend, ReduceBuffer
+from reigen.backends.base import Backend, ReduceBuffer
 from reigen.engine.device_execution import execute_on_device, make_neutral_device_buffers
 from reigen.engine.handle import CollectiveResult, TensorTableEntry
 from reigen.engine.messages import Operation, OperationKind, Response
@@ -19,7 +17,7 @@ from reigen.types import DTYPES, ReduceOp
 
 
 def execute(teams: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
-    """Run a batch, all of one kind and process set; one outcome per member. For allreduces: `execute_allreduce`.
+    """Run a batch, all of one kind and process set, but allreduces in host memory; return an outcome for each member.
 
     Process sets that a batch makes or unmakes are entered into, or taken out of, ``teams``. Errors are those of
     `reigen.backends.base` and `reigen.backends.device`.
@@ -31,7 +29,8 @@ def execute(teams: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadl
     if first.kind is OperationKind.ADD_SET:
         return [_add_set(teams, first, response, deadline)]
     if first.kind is OperationKind.REMOVE_SET:
-        return [_remove_set(teams, first)]
+        teams.pop(first.shape[0]).close()
+        return [CollectiveResult()]
     return [_execute_single(team, member, deadline) for member in batch]
 
 
@@ -50,26 +49,15 @@ def make_neutral_buffers(team: ProcessSetGroup, operation: Operation) -> TensorT
     return TensorTableEntry(array, array, array)
 
 
-def _execute_single(team: ProcessSetGroup, member: BatchItem, deadline: float) -> CollectiveResult:
-    """An operation that travels alone; the members of a group one after the other."""
-    operation, response, task = member
-    if not operation.members:
-        return _EXECUTORS[operation.kind](team, operation, response, task, deadline)
-    parts = zip(operation.members, response.members, task.members, strict=True)
-    return CollectiveResult(members=tuple(_execute_single(team, part, deadline) for part in parts))
-
-
 def _backend(team: ProcessSetGroup) -> Backend:
     assert team.backend is not None, "only members of a process set hear of its operations"
     return team.backend
 
 
-def execute_allreduce(
-    teams: dict[int, ProcessSetGroup], batch: Sequence[BatchItem], deadline: float
-) -> list[CollectiveResult]:
+def execute_allreduce(team: ProcessSetGroup, batch: Sequence[BatchItem], deadline: float) -> list[CollectiveResult]:
     """`execute` for allreduces in host memory: those of one type and reduction go to the backend together, in order."""
-    team = teams[batch[0][0].process_set]
     runs: dict[tuple[str, ReduceOp, int, float, float, bool], list[ReduceBuffer]] = {}
+    results, num_ranks = [], len(team.ranks)
     for operation, response, task in batch:
         parts: Iterable[BatchItem] = ((operation, response, task),)
         if operation.members:
@@ -78,9 +66,11 @@ def execute_allreduce(
             assert isinstance(piece.source, np.ndarray)
             assert isinstance(piece.target, np.ndarray)
             buffer = ReduceBuffer(piece.source, piece.target, part.offset if agreed.in_place else -1)
-            active = response.num_active if part.divide_by_active else 0
-            key = (part.dtype, part.op, active or len(team.ranks), part.prescale, part.postscale, agreed.in_place)
+            count = (response.num_active if part.divide_by_active else 0) or num_ranks
+            key = (part.dtype, part.op, count, part.prescale, part.postscale, agreed.in_place)
             runs.setdefault(key, []).append(buffer)
+        members = tuple(CollectiveResult(member.output) for member in task.members) if task.members else ()
+        results.append(CollectiveResult(task.output, members=members))
     backend = team.backend
     assert backend is not None, "only members of a process set hear of its operations"
     for (dtype, op, count, prescale, postscale, _), buffers in runs.items():
@@ -89,116 +79,75 @@ def execute_allreduce(
             adasum(backend, sources, targets, DTYPES[dtype], prescale, postscale, deadline)
         else:
             backend.allreduce(buffers, get_reduction(dtype, op, count, prescale, postscale), deadline)
-    results = []
-    for _, _, task in batch:
-        members = tuple(CollectiveResult(member.output) for member in task.members) if task.members else ()
-        results.append(CollectiveResult(task.output, members=members))
     return results
 
 
-def _make_output(task: TensorTableEntry, shape: tuple[int, ...], operation: Operation) -> NDArray[Any]:
-    if task.make_output is not None:
-        output = task.make_output(shape)
-        assert isinstance(output, np.ndarray)
-        return output
-    return np.empty(shape, DTYPES[operation.dtype].storage)
+def _execute_single(team: ProcessSetGroup, member: BatchItem, deadline: float) -> CollectiveResult:
+    """Run an operation that travels alone; the members of a group one after the other."""
+    operation, response, task = member
+    if operation.members:
+        parts = zip(operation.members, response.members, task.members, strict=True)
+        return CollectiveResult(members=tuple(_execute_single(team, part, deadline) for part in parts))
+    backend = _backend(team)
+    match operation.kind:
+        case OperationKind.ALLOCATE:
+            return CollectiveResult(region=backend.allocate(operation.shape[0], deadline))
+        case OperationKind.ALLOCATE_SHARED:
+            return CollectiveResult(region=backend.allocate_shared(operation.shape[0], deadline))
+        case OperationKind.FREE:
+            backend.free(operation.offset)
+        case OperationKind.BROADCAST | OperationKind.REDUCE_TO_OWNERS:
+            return _execute_in_place(team, operation, task, deadline)
+        case OperationKind.ALLGATHER | OperationKind.ALLTOALL | OperationKind.REDUCESCATTER:
+            return _execute_by_rows(backend, operation, response, task, deadline)
+    # Of a barrier, an exchange and a join nothing is left to do: it was announced because every rank has come.
+    return CollectiveResult(value=response.value, payloads=response.payloads)
 
 
-def _source(task: TensorTableEntry) -> Array:
-    assert isinstance(task.source, np.ndarray)
-    return task.source
-
-
-def _allgather(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
+def _execute_in_place(
+    team: ProcessSetGroup, operation: Operation, task: TensorTableEntry, deadline: float
 ) -> CollectiveResult:
-    rows = response.sizes[0]
-    width = elements_per_row(operation)
-    output = _make_output(task, (sum(rows), *operation.shape[1:]), operation)
-    _backend(team).allgather(_source(task), [r * width for r in rows], output.reshape(-1), deadline)
-    return CollectiveResult(output)
-
-
-def _broadcast(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    assert isinstance(task.target, np.ndarray)
-    backend, root = _backend(team), team.ranks.index(operation.root)
-    backend.broadcast(_source(task) if backend.rank == root else None, task.target, root, deadline)
+    """Run what has a result of the shape of its tensor."""
+    backend, array, target = _backend(team), task.source, task.target
+    assert isinstance(array, np.ndarray)
+    if operation.kind is OperationKind.BROADCAST:
+        assert isinstance(target, np.ndarray)
+        root = team.ranks.index(operation.root)
+        backend.broadcast(array if backend.rank == root else None, target, root, deadline)
+    else:
+        reduction = get_reduction(operation.dtype, operation.op, backend.size, operation.prescale, operation.postscale)
+        backend.reduce_to_owners(ReduceBuffer(array, array, operation.offset), operation.splits, reduction, deadline)
     return CollectiveResult(task.output)
 
 
-def _alltoall(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
+def _execute_by_rows(
+    backend: Backend, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
 ) -> CollectiveResult:
-    width = elements_per_row(operation)
-    backend = _backend(team)
-    received = tuple(row[backend.rank] for row in response.sizes)
-    output = _make_output(task, (sum(received), *operation.shape[1:]), operation)
-    counts = [[n * width for n in row] for row in response.sizes]
-    backend.alltoall(_source(task), counts, output.reshape(-1), deadline)
+    """Run what has a result of so many rows as have come from the ranks, or as this rank gets."""
+    received: tuple[int, ...] = ()
+    width, source = elements_per_row(operation), task.source
+    assert isinstance(source, np.ndarray)
+    if operation.kind is OperationKind.ALLGATHER:
+        rows = list(response.sizes[0])
+        num_rows = sum(rows)
+    elif operation.kind is OperationKind.ALLTOALL:
+        received = tuple(row[backend.rank] for row in response.sizes)
+        num_rows = sum(received)
+    else:
+        rows = split_rows(operation.shape[0], backend.size)
+        num_rows = rows[backend.rank]
+    shape = (num_rows, *operation.shape[1:])
+    output = np.empty(shape, DTYPES[operation.dtype].storage) if task.make_output is None else task.make_output(shape)
+    assert isinstance(output, np.ndarray)
+    target = output.reshape(-1)
+    if operation.kind is OperationKind.ALLGATHER:
+        backend.allgather(source, [r * width for r in rows], target, deadline)
+    elif operation.kind is OperationKind.ALLTOALL:
+        backend.alltoall(source, [[n * width for n in row] for row in response.sizes], target, deadline)
+    else:
+        reduction = get_reduction(operation.dtype, operation.op, backend.size, operation.prescale, operation.postscale)
+        backend.reduce_scatter(source, [r * width for r in rows], target, reduction, deadline)
     return CollectiveResult(output, received)
-
-
-def _reduce_scatter(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    backend = _backend(team)
-    rows = split_rows(operation.shape[0], backend.size)
-    width = elements_per_row(operation)
-    output = _make_output(task, (rows[backend.rank], *operation.shape[1:]), operation)
-    reduction = get_reduction(operation.dtype, operation.op, backend.size, operation.prescale, operation.postscale)
-    backend.reduce_scatter(_source(task), [r * width for r in rows], output.reshape(-1), reduction, deadline)
-    return CollectiveResult(output)
-
-
-def _reduce_to_owners(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    backend, array = _backend(team), _source(task)
-    reduction = get_reduction(operation.dtype, operation.op, backend.size, operation.prescale, operation.postscale)
-    backend.reduce_to_owners(ReduceBuffer(array, array, operation.offset), operation.splits, reduction, deadline)
-    return CollectiveResult(task.output)
-
-
-def _barrier(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    """Nothing is left to do: it was announced because every rank has come."""
-    return CollectiveResult()
-
-
-def _exchange(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    """What everybody said came with the announcement."""
-    return CollectiveResult(payloads=response.payloads)
-
-
-def _allocate(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    return CollectiveResult(region=_backend(team).allocate(operation.shape[0], deadline))
-
-
-def _allocate_shared(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    return CollectiveResult(region=_backend(team).allocate_shared(operation.shape[0], deadline))
-
-
-def _free(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    _backend(team).free(operation.offset)
-    return CollectiveResult()
-
-
-def _join(
-    team: ProcessSetGroup, operation: Operation, response: Response, task: TensorTableEntry, deadline: float
-) -> CollectiveResult:
-    """Every rank has joined."""
-    return CollectiveResult(value=response.value)
 
 
 def _add_set(
@@ -208,23 +157,3 @@ def _add_set(
     beside = None if backend is None or device is None else device.make_subgroup(backend, operation.shape)
     teams[response.value] = ProcessSetGroup(operation.shape, backend, beside)
     return CollectiveResult(value=response.value)
-
-
-def _remove_set(teams: dict[int, ProcessSetGroup], operation: Operation) -> CollectiveResult:
-    teams.pop(operation.shape[0]).close()
-    return CollectiveResult()
-
-
-_EXECUTORS = {
-    OperationKind.ALLGATHER: _allgather,
-    OperationKind.BROADCAST: _broadcast,
-    OperationKind.ALLTOALL: _alltoall,
-    OperationKind.REDUCESCATTER: _reduce_scatter,
-    OperationKind.REDUCE_TO_OWNERS: _reduce_to_owners,
-    OperationKind.BARRIER: _barrier,
-    OperationKind.EXCHANGE: _exchange,
-    OperationKind.ALLOCATE: _allocate,
-    OperationKind.ALLOCATE_SHARED: _allocate_shared,
-    OperationKind.FREE: _free,
-    OperationKind.JOIN: _join,
-}

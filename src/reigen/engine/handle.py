@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,8 +14,7 @@ from reigen.backends.device import HostOrDeviceArray
 from reigen.errors import CollectiveError
 
 
-@dataclass(frozen=True, slots=True)
-class CollectiveResult:
+class CollectiveResult(msgspec.Struct, frozen=True, eq=False):
     """The result of a collective.
 
     Attributes:
@@ -42,8 +41,7 @@ class CollectiveResult:
         return self.array
 
 
-@dataclass(slots=True)
-class TensorTableEntry:
+class TensorTableEntry(msgspec.Struct, eq=False):
     """The memory of one submission.
 
     Attributes:
@@ -84,26 +82,29 @@ else:
     Result = TypeVar("Result")
 
 
-class Handle(Generic[Result]):
-    """A collective that was submitted. Any thread may poll or wait.
+class Handle(msgspec.Struct, Generic[Result], eq=False):
+    """A collective that was submitted. Any thread may poll or wait. No two handles are equal.
 
-    As the engine makes it, its result is the `CollectiveResult`, for whoever waits, any number of times. `then` makes
-    something else of that; such a result is handed out once. No two handles are equal.
+    Without ``deliver`` the result is the `CollectiveResult`, for each who waits, any number of times.
+
+    Attributes:
+        name: the operation's.
+        task: its memory.
+        done: whether `wait` would not block.
     """
 
-    __slots__ = ("_callbacks", "_deliver", "_engine", "_error", "_outcome", "done", "name", "task")
+    _engine: HandleWaiter
+    name: str
+    task: TensorTableEntry
+    #: makes the result of the outcome, once; None: the outcome is the result
+    _deliver: Callable[[CollectiveResult], Any] | None = None
+    done: bool = False
+    _outcome: CollectiveResult | None = None
+    _error: CollectiveError | None = None
+    #: called once each, by the thread that takes one out
+    _callbacks: list[Callable[[], None]] | None = None
 
-    def __init__(self, engine: HandleWaiter, name: str, task: TensorTableEntry) -> None:
-        self._engine = engine
-        self.name = name
-        self.task = task
-        self.done = False
-        self._outcome: CollectiveResult | None = None
-        self._error: CollectiveError | None = None
-        #: makes the result of the outcome; None: the outcome is the result
-        self._deliver: Callable[[CollectiveResult], Any] | None = None
-        #: called once each; whoever takes one out calls it
-        self._callbacks: list[Callable[[], None]] | None = None
+    __repr__ = object.__repr__
 
     def poll(self) -> bool:
         """True when `wait` would not block."""
@@ -150,7 +151,8 @@ class Handle(Generic[Result]):
         else:
             self._outcome = result
         self.done = True
-        self._call_back()
+        if self._callbacks:
+            self._call_back()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when `poll` is True: now, or on the thread that completes the operation.

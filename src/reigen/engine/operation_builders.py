@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen.backends.adasum import check_adasum
@@ -16,7 +17,7 @@ from reigen.backends.device import DeviceArray, HostOrDeviceArray
 from reigen.engine.messages import JOIN_NAME, Operation, OperationKind
 from reigen.engine.process_set import get_reduction
 from reigen.errors import ArgumentError, UnsupportedError
-from reigen.types import DType, ReduceOp
+from reigen.types import DTYPES, DType, ReduceOp
 
 _MAX_NAME_BYTES = 512
 #: How names that travel tell of a process set.
@@ -31,36 +32,49 @@ class ReductionSpec(NamedTuple):
     postscale: float
 
 
-# -- one builder for each collective: of a tensor, its element type, the argument of the collective's own (how it is
-# -- reduced, the root, the splits), the ranks of the process set and its number, an operation that has no name yet
+AllreduceSpec = tuple[ReduceOp, float, float] | tuple[ReduceOp, float, float, int, bool]
+#: Builds one collective's operation, without a name: of the tensor's shape and element type, the argument of the
+#: collective's own (how it is reduced, the root, the splits), the ranks of the process set and its number.
+OperationBuilder = Callable[[tuple[int, ...], str, Any, tuple[int, ...], int], Operation]
+
+
+@functools.lru_cache(maxsize=4096)
+def build_operation(
+    build: OperationBuilder,
+    shape: tuple[int, ...],
+    dtype: str,
+    argument: Any,
+    ranks: tuple[int, ...],
+    process_set: int,
+    name: str | None,
+    device: str,
+) -> Operation:
+    """Return what a builder makes, named, if it has a name. The same object again for the same call: training repeats.
+
+    Raises:
+        ArgumentError, UnsupportedTypeError, UnsupportedError: there is no such operation, or no such name.
+    """
+    operation = build(shape, dtype, argument, ranks, process_set)
+    return structs.replace(operation, name="" if name is None else travelling_name(name, process_set), device=device)
 
 
 def build_allreduce(
-    source: HostOrDeviceArray,
-    dtype: DType,
-    how: tuple[ReduceOp, float, float],
-    ranks: Sequence[int],
-    process_set: int,
-    offset: int = -1,
-    divide_by_active: bool = False,
+    shape: tuple[int, ...], dtype: str, how: AllreduceSpec, ranks: Sequence[int], process_set: int
 ) -> Operation:
-    """Build an allreduce by ``(operator, prescale, postscale)``.
-
-    Raises:
-        ArgumentError, UnsupportedTypeError, UnsupportedError: there is no such reduction.
-    """
-    op, prescale, postscale = how
+    """Build an allreduce by ``(operator, prescale, postscale)``, perhaps with ``(offset, divide_by_active)`` behind."""
+    op, prescale, postscale = how[:3]
+    offset, divide_by_active = how[3:] or (-1, False)
     if op is not ReduceOp.ADASUM:
-        get_reduction(dtype.name, op, len(ranks), prescale, postscale)
+        get_reduction(dtype, op, len(ranks), prescale, postscale)
     elif process_set:
         raise UnsupportedError("op=Adasum works on all ranks only, not in a process set")
     else:
-        check_adasum(dtype, len(ranks))
+        check_adasum(DTYPES[dtype], len(ranks))
     return Operation(
         OperationKind.ALLREDUCE,
         "",
-        dtype.name,
-        source.shape,
+        dtype,
+        shape,
         op,
         prescale,
         postscale,
@@ -71,47 +85,41 @@ def build_allreduce(
 
 
 def build_broadcast(
-    source: HostOrDeviceArray, dtype: DType, root_rank: int, ranks: Sequence[int], process_set: int
+    shape: tuple[int, ...], dtype: str, root_rank: int, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build a broadcast from a rank of the set."""
     root = check_root(root_rank, ranks)
-    return Operation(OperationKind.BROADCAST, "", dtype.name, source.shape, root=root, process_set=process_set)
+    return Operation(OperationKind.BROADCAST, "", dtype, shape, root=root, process_set=process_set)
 
 
 def build_allgather(
-    source: HostOrDeviceArray, dtype: DType, nothing: None, ranks: Sequence[int], process_set: int
+    shape: tuple[int, ...], dtype: str, nothing: None, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build an allgather."""
-    if not source.ndim:
+    if not shape:
         raise ArgumentError("allgather needs at least one dimension, got a scalar")
-    return Operation(OperationKind.ALLGATHER, "", dtype.name, source.shape, process_set=process_set)
+    return Operation(OperationKind.ALLGATHER, "", dtype, shape, process_set=process_set)
 
 
 def build_alltoall(
-    source: HostOrDeviceArray, dtype: DType, splits: Sequence[int] | None, ranks: Sequence[int], process_set: int
+    shape: tuple[int, ...], dtype: str, splits: Sequence[int] | None, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build an alltoall with the rows for each rank of the set; None: equally many."""
-    rows = resolve_splits(source, splits, len(ranks))
-    return Operation(OperationKind.ALLTOALL, "", dtype.name, source.shape, splits=rows, process_set=process_set)
+    rows = resolve_splits(shape, splits, len(ranks))
+    return Operation(OperationKind.ALLTOALL, "", dtype, shape, splits=rows, process_set=process_set)
 
 
 def build_reducescatter(
-    source: HostOrDeviceArray,
-    dtype: DType,
-    how: tuple[ReduceOp, float, float],
-    ranks: Sequence[int],
-    process_set: int,
+    shape: tuple[int, ...], dtype: str, how: ReductionSpec, ranks: Sequence[int], process_set: int
 ) -> Operation:
     """Build a reducescatter by ``(operator, prescale, postscale)``."""
     op, prescale, postscale = how
     if op is ReduceOp.ADASUM:
         raise UnsupportedError("op=Adasum needs whole tensors: there is no reducescatter with ReduceOp.ADASUM")
-    if not source.ndim:  # a RuntimeError in Horovod, whose core finds it
+    if not shape:  # a RuntimeError in Horovod, whose core finds it
         raise UnsupportedError("reducescatter needs at least one dimension, got a scalar")
-    get_reduction(dtype.name, op, len(ranks), prescale, postscale)
-    return Operation(
-        OperationKind.REDUCESCATTER, "", dtype.name, source.shape, op, prescale, postscale, process_set=process_set
-    )
+    get_reduction(dtype, op, len(ranks), prescale, postscale)
+    return Operation(OperationKind.REDUCESCATTER, "", dtype, shape, op, prescale, postscale, process_set=process_set)
 
 
 def check_root(root_rank: int, team: Sequence[int]) -> int:
@@ -187,11 +195,11 @@ def validate_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
     return members
 
 
-def resolve_splits(source: HostOrDeviceArray, splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
+def resolve_splits(shape: tuple[int, ...], splits: Sequence[int] | None, size: int) -> tuple[int, ...]:
     """The rows that go to each of ``size`` ranks; without ``splits``, equally many."""
-    if not source.ndim:
+    if not shape:
         raise ArgumentError("alltoall needs at least one dimension, got a scalar")
-    rows = source.shape[0]
+    rows = shape[0]
     if splits is None:
         if rows % size:
             raise ArgumentError(f"alltoall without splits: {rows} rows cannot be divided equally among {size} ranks")

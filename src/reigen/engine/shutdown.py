@@ -43,7 +43,7 @@ class Submitter(HandleWaiter, Protocol):
         """Whether operations can still be completed."""
         ...
 
-    def submit(self, operation: Operation, handle: Handle, *, blocking: bool) -> None:
+    def submit(self, operation: Operation, handle: Handle, blocking: bool) -> None:
         """Begin an operation."""
         ...
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.engine.messages import JOIN_NAME, Operation, OperationKind
+from reigen.engine.observer import EngineObserver
 from reigen.errors import ArgumentError, CollectiveError, DuplicateNameError
 
 #: What whoever hands in something after the end is told.
@@ -43,39 +44,39 @@ class TensorQueue:
         self.broken: CollectiveError | None = None
         self.is_operational = True
 
-    def add(self, operation: Operation, handle: Handle, submitted: Callable[[Operation], None] | None) -> None:
+    def add(self, operation: Operation, handle: Handle, observer: EngineObserver | None) -> None:
         """Hand in an operation. Any thread.
 
         Args:
             operation: what is wanted.
             handle: completed in time.
-            submitted: told of it before anybody can begin it.
+            observer: told of it before anybody can begin it.
 
         Raises:
             DuplicateNameError: an operation of this name is outstanding.
             ArgumentError: a join is outstanding.
             CollectiveError: a rank was lost, or this one has left.
         """
+        name, handles = operation.name, self.handles
         with self._mutex:
             if self.closed:
-                raise CollectiveError(SHUTDOWN_MESSAGE, tensor=operation.name)
+                raise CollectiveError(SHUTDOWN_MESSAGE, tensor=name)
             if self.broken is not None:
-                raise self.broken.of(operation.name)
-            if operation.name in self.handles:
-                raise DuplicateNameError(operation.name)
-            if JOIN_NAME in self.handles and operation.kind is not OperationKind.FREE:
-                raise ArgumentError(f"{operation.name}: this rank has joined; wait for join() before anything else")
-            self.handles[operation.name] = handle
-            if submitted is not None:
-                submitted(operation)
+                raise self.broken.of(name)
+            if name in handles:
+                raise DuplicateNameError(name)
+            if JOIN_NAME in handles and operation.kind is not OperationKind.FREE:
+                raise ArgumentError(f"{name}: this rank has joined; wait for join() before anything else")
+            handles[name] = handle
+            if observer is not None:
+                observer.submitted(operation)
             self.inbox.append(operation)
 
     def finish(self, results: Iterable[tuple[str, CollectiveResult | CollectiveError]]) -> None:
-        """These operations are over; wake who waits for them. A name is free again before its handle is done."""
+        """Complete these operations; wake who waits for them. A name is free again before its handle is done."""
         for name, result in results:
-            with self._mutex:
-                handle = self.handles.pop(name, None)
             self.overdue.pop(name, None)
+            handle = self.handles.pop(name, None)
             if handle is not None:
                 handle.complete(result)
         if self._num_waiters:

@@ -1,6 +1,6 @@
 """Blocks of the rules with a rate for each element: Adam, AdamW, AdaGrad, RMSProp, FTRL; and LAMB.
 
-The kernels are those of `reigen.kernels.optimizer_update`, which says what their arguments are.
+The kernels are those of `reigen.kernels.optimizer_update`, which describes their arguments.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from reigen.kernels.sgd import GradientTransform, apply_step, average_into, clip
 
 @dataclass(frozen=True, slots=True)
 class AdamMoments:
-    """What Adam and its kin keep: ``m`` and ``v``, the moving averages of the gradient and of its square.
+    """Moments of Adam and its kin: ``m`` and ``v``, the moving averages of the gradient and of its square.
 
     Attributes:
-        first: how much of ``m`` stays (beta1).
-        second: how much of ``v`` stays (beta2).
+        first, second: decay rates of ``m`` (beta1) and ``v`` (beta2).
         first_scale, second_scale: ``m`` and ``v`` are multiplied with these (bias correction) where they are used.
         epsilon: added to the root of the scaled ``v``.
     """
@@ -41,7 +40,7 @@ class AdamMoments:
         average_into(variance, spare, self.second, spare)
 
     def direction(self, states: Sequence[Array], out: Array, factor: float = 1.0) -> None:
-        """``factor * first_scale * m / (sqrt(second_scale * v) + epsilon)``."""
+        """Compute ``factor * first_scale * m / (sqrt(second_scale * v) + epsilon)``."""
         mean, variance = states
         np.sqrt(variance, out=out)
         if self.second_scale != 1.0:
@@ -62,7 +61,7 @@ class AdamKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         prepared, spare = scratch
         self.moments.absorb(self.gradient.prepare(grad, weight, prepared, spare), states, spare)
         self.moments.direction(states, spare, self.rate)
@@ -80,7 +79,7 @@ class AdaGradKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         prepared, spare = scratch
         (history,) = states
         gradient = self.gradient.prepare(grad, weight, prepared, spare)
@@ -111,7 +110,7 @@ class RMSPropKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         prepared, spare = scratch
         gradient = self.gradient.prepare(grad, weight, prepared, spare)
         squares, *centring = states
@@ -155,7 +154,7 @@ class FtrlKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 3
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         if self.rate == 0.0:  # the first step of a warm-up: nothing is learnt, and nothing is divided by 0
             return
         prepared, spare, root = scratch
@@ -173,7 +172,7 @@ class FtrlKernel(UpdateKernel):
         np.add(spare, self.beta, out=spare)
         np.divide(spare, self.rate, out=spare)
         np.add(spare, self.decay, out=spare)
-        # What is left of z is z minus z limited to +-lasso.
+        # The result of soft thresholding is z minus z limited to +-lasso.
         np.copyto(root, z)
         clip_to(root, self.l1)
         np.subtract(root, z, out=root)
@@ -182,11 +181,7 @@ class FtrlKernel(UpdateKernel):
 
 @dataclass(frozen=True, slots=True)
 class LambKernel(LayerwiseKernel):
-    """LAMB: ``u = direction + decay * w; w -= rate * |w| / |u| * u``; at ``rate`` where a norm is 0.
-
-    Attributes:
-        lower, upper: limits of ``|w|`` in that quotient, or None.
-    """
+    """LAMB: ``w -= rate * |w| / |u| * u`` (|w| limited; no factor if a norm is 0), ``u = direction + decay * w``."""
 
     gradient: GradientTransform
     moments: AdamMoments
@@ -199,14 +194,14 @@ class LambKernel(LayerwiseKernel):
     def measure(
         self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]
     ) -> tuple[float, float]:
-        """Take the gradient into the moments; squares of the weight and of the direction ``u``."""
+        """Take the gradient into the moments; return squares of the weight and of the direction ``u``."""
         prepared, spare = scratch
         self.moments.absorb(self.gradient.prepare(grad, weight, prepared, spare), states, spare)
         step = LambStepKernel(self.moments, 1.0, self.decay).direction(weight, states, scratch)
         return sum_of_squares(weight, spare), sum_of_squares(step, spare)
 
     def finish(self, first: float, second: float) -> UpdateKernel:
-        """The step along ``u``, which is computed again: cheaper than memory for it."""
+        """Return the step along ``u``, which is computed again: cheaper than memory for it."""
         of_weight, of_step = math.sqrt(first), math.sqrt(second)
         if self.lower is not None:
             of_weight = max(of_weight, self.lower)
@@ -226,7 +221,7 @@ class LambStepKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def direction(self, weight: Array, states: Sequence[Array], scratch: Sequence[Array]) -> Array:
-        """``rate * (direction + decay * w)``, in ``scratch[0]``."""
+        """Return ``rate * (direction + decay * w)``, in ``scratch[0]``."""
         out, spare = scratch
         self.moments.direction(states, out, self.rate)
         if self.decay:
@@ -235,5 +230,5 @@ class LambStepKernel(UpdateKernel):
         return out
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         np.subtract(weight, self.direction(weight, states, scratch), out=weight)

@@ -1,7 +1,7 @@
 """Adasum's arithmetic on one block: vectors of 2^k ranks, combined in adjacent pairs, level by level.
 
 A pair (a, b) becomes ``(1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b``: the sum where the two are orthogonal, the mean
-where they are parallel; in between, what both agree on is not counted twice. Source: Maleki et al. 2021, "Scaling
+where they are parallel; in between, their common part is not counted twice. Source: Maleki et al. 2021, "Scaling
 Distributed Training with Adaptive Summation", arXiv 2006.02924.
 
 Everything is float64, whatever the tensor's type: products of float32 can neither overflow nor vanish there, nor can
@@ -23,19 +23,14 @@ from reigen.types import DType
 
 Vectors = NDArray[np.float64]
 
-#: Dot products of more elements are not to be had with the same bits everywhere: from 10,000 on OpenBLAS uses as many
-#: threads as it finds.
+#: Limit of elements in a dot product: from 10,000 on OpenBLAS uses as many threads as it finds, and bits differ.
 MAX_COLUMNS = 1 << 13
 
 _TINY = float(np.finfo(np.float64).tiny)
 
 
 def check_adasum(dtype: DType, size: int) -> None:
-    """Accept what Adasum is defined for.
-
-    Args:
-        dtype: the element type of the tensor.
-        size: how many ranks.
+    """Check that Adasum is defined for an element type and ``size`` ranks.
 
     Raises:
         UnsupportedTypeError: not a floating-point type.
@@ -53,14 +48,7 @@ def check_adasum(dtype: DType, size: int) -> None:
 
 
 def pair_products(vectors: Vectors) -> Vectors:
-    """``(a.b, |a|^2, |b|^2)`` of each adjacent pair.
-
-    Args:
-        vectors: (2m, k), with k at most `MAX_COLUMNS`.
-
-    Returns:
-        (m, 3).
-    """
+    """Return ``(a.b, |a|^2, |b|^2)`` of adjacent pairs, (m, 3), of vectors (2m, k), with k at most `MAX_COLUMNS`."""
     result = np.empty((len(vectors) // 2, 3))
     for row, a, b in zip(result, vectors[0::2], vectors[1::2], strict=True):
         row[:] = np.dot(a, b), np.dot(a, a), np.dot(b, b)
@@ -68,11 +56,11 @@ def pair_products(vectors: Vectors) -> Vectors:
 
 
 def pair_factors(summed: Vectors) -> Vectors:
-    """What a and b of each pair are multiplied by.
+    """Return the factors of a and b of each pair.
 
     A vector without length, or with so little that its square is lost in float64, counts as orthogonal to all others:
-    what a rank without data contributes is neutral. Infinity and NaN in a tensor make all of it NaN, and so do float64
-    elements beyond 1e154, whose squares are infinite.
+    a rank without data is neutral. Infinity and NaN in a tensor make all of it NaN, and so do float64 elements beyond
+    1e154, whose squares are infinite.
 
     Args:
         summed: (..., 3), the `pair_products` over all of the tensor.
@@ -88,7 +76,7 @@ def pair_factors(summed: Vectors) -> Vectors:
 
 
 def combine_pairs(vectors: Vectors, levels: Sequence[Vectors]) -> Vectors:
-    """The vectors after the levels whose factors are known. Each element's bits depend on its own column alone.
+    """Combine the vectors by the levels whose factors are known. An element's bits depend on its own column alone.
 
     Args:
         vectors: (n, k); used up.
@@ -107,7 +95,7 @@ def combine_pairs(vectors: Vectors, levels: Sequence[Vectors]) -> Vectors:
 
 
 def load_float64(block: NDArray[Any], dtype: DType) -> Vectors:
-    """A copy of ``block`` (any shape, storage type of ``dtype``) as float64, exactly."""
+    """Copy ``block`` (any shape, storage type of ``dtype``) as float64, exactly."""
     numbers = block
     if dtype.name == "bfloat16":
         numbers = np.empty(block.shape, np.float32)
@@ -116,7 +104,7 @@ def load_float64(block: NDArray[Any], dtype: DType) -> Vectors:
 
 
 def store_float64(values: Vectors, dtype: DType) -> NDArray[Any]:
-    """``values`` in the storage type of ``dtype``. Halves are rounded to float32 first."""
+    """Convert ``values`` to the storage type of ``dtype``. Halves are rounded to float32 first."""
     if dtype.itemsize > 2:
         return values.astype(dtype.storage)
     out = np.empty(values.shape, dtype.storage)

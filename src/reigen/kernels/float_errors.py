@@ -19,15 +19,10 @@ _DEPTH = _ThreadDepth()
 
 
 class ignore_float_errors:  # noqa: N801  a context manager, used like those of NumPy
-    """A block without such warnings in this thread.
+    """Context manager without such warnings in this thread.
 
     One within another costs next to nothing, while entering ``np.errstate`` takes as long as adding up thousands of
     elements: threads that compute all day are in one from their start.
-
-    Example:
-        >>> with quiet():
-        ...     float(np.float32(1) / np.float32(0))
-        inf
     """
 
     __slots__ = ("_errstate",)
@@ -58,7 +53,7 @@ def _run_quietly(function: Callable[..., object], *arguments: Any, **keywords: A
         return function(*arguments, **keywords)
 
 
-if int(np.__version__.partition(".")[0]) < 2:  # where it is no variable of a context, but of a thread
+if int(np.__version__.partition(".")[0]) < 2:  # the setting belongs to a thread, not to a context
 
     def make_quiet_runner() -> Callable[..., object]:
         """Return ``run(function, ...)``, a call without such warnings; not for two threads at once."""

@@ -1,11 +1,11 @@
-"""float16 and bfloat16 to float32 and back, in NumPy.
+"""Conversion of float16 and bfloat16 to float32 and back, in NumPy.
 
-Widening is exact. Narrowing rounds once, to nearest even; NaN stays NaN, infinity stays infinity and what is too large
-becomes infinity. bfloat16 is the upper half of a float32 and is stored as uint16.
+Widening is exact. Narrowing rounds once, to nearest even; NaN stays NaN, infinity stays infinity and greater numbers
+become infinity. bfloat16 is the upper half of a float32 and is stored as uint16.
 
-Widening float16 is left to NumPy's cast. Shifting the bits and scaling by a float32 product would be vectorised, but
+float16 is widened by NumPy's cast. Shifting the bits and scaling by a float32 product would be vectorised, but
 numbers below 2**-14, which gradients are full of, are float32 subnormals on the way: they multiply 40 times slower.
-Narrowing is not left to it: for each of those numbers its cast raises the processor's underflow flag by a system
+It is not narrowed by it: for each of those numbers the cast raises the processor's underflow flag by a system
 library's function, which takes 25 times as long as all the rest.
 """
 
@@ -75,7 +75,7 @@ def _narrow_block(
     magnitudes: NDArray[np.float32],
     powers: NDArray[np.float32],
 ) -> None:
-    """As `narrow_float16`; ``magnitudes`` and ``powers`` are scratch."""
+    """Narrow one block; ``magnitudes`` and ``powers`` are scratch."""
     is_nan = np.isnan(source) if np.isnan(source.max()) else None
     bits, shifted = magnitudes.view(np.uint32), powers.view(np.uint32)
     np.abs(source, out=magnitudes)
@@ -101,5 +101,5 @@ def _narrow_block(
 
 
 def converters(name: str) -> tuple[Convert, Convert]:
-    """``(widen, narrow)`` for the half type ``name``: "float16" or "bfloat16"."""
+    """Return ``(widen, narrow)`` for the half type ``name``: "float16" or "bfloat16"."""
     return (widen_bfloat16, narrow_bfloat16) if name == "bfloat16" else (widen_float16, narrow_float16)

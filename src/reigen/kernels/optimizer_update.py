@@ -5,9 +5,8 @@ in the cache while NumPy passes over them once per operation. `run_kernel` cuts 
 bfloat16 through float32, and keeps nothing: any number of threads may run disjoint pieces at once.
 
 Every element is computed by itself with IEEE operations in a fixed order, so its bits do not depend on how a weight is
-cut. The layer-wise kernels (LAMB, LARS) need norms of the whole weight: `run_layerwise_kernel` passes over it twice,
-and whoever calls it gives it the whole weight. Sums of squares are pairwise within a block, and float64 over the
-blocks.
+cut. The layer-wise kernels (LAMB, LARS) need norms of the whole weight: `run_layerwise_kernel` gets it and passes over
+it twice. Sums of squares are pairwise within a block, and float64 over the blocks.
 
 Weight decay (``decay``) is added to the gradient as a product of its own and never folded into a factor of the weight:
 ``1 - lr * decay`` in float32 has steps of 6e-8, and a decay of 1e-7 a step would be 1.2e-7.
@@ -35,27 +34,20 @@ BLOCK = 1 << 16
 
 
 class UpdateKernel(ABC):
-    """One update of one block, in place."""
+    """Update of one block, in place."""
 
     __slots__ = ()
 
-    #: How many arrays ``scratch`` has.
+    #: Number of arrays in ``scratch``.
     num_scratch: ClassVar[int]
 
     @abstractmethod
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Update ``weight`` and ``states``.
-
-        Args:
-            weight: flat, float32 or float64.
-            grad: like ``weight``; only read.
-            states: like ``weight``, in the kernel's order.
-            scratch: like ``weight``; overwritten.
-        """
+        """Update ``weight`` and ``states``; flat, of one length, float32 or float64. ``scratch`` is overwritten."""
 
 
 class LayerwiseKernel(ABC):
-    """An update that needs two norms of the whole weight first."""
+    """Update that needs two norms of the whole weight first."""
 
     __slots__ = ()
 
@@ -65,16 +57,16 @@ class LayerwiseKernel(ABC):
     def measure(
         self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]
     ) -> tuple[float, float]:
-        """The block's share of two sums of squares. May update ``states``, not ``weight``."""
+        """Return the block's share of two sums of squares. May update ``states``, not ``weight``."""
 
     @abstractmethod
     def finish(self, first: float, second: float) -> UpdateKernel:
-        """What remains to be done with each block, given the sums of all blocks."""
+        """Return the kernel of the second pass, given the sums of all blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateOperands:
-    """A piece of a weight and what belongs to it: flat arrays of one length.
+    """Arrays of one piece of a weight: flat, of one length.
 
     Attributes:
         weight: updated; storage of ``weight_type`` (bfloat16 is uint16).
@@ -114,7 +106,7 @@ def run_layerwise_kernel(kernel: LayerwiseKernel, operands: UpdateOperands) -> N
 
 
 class _BlockLoader:
-    """Brings blocks of `UpdateOperands` into the working type, and weights back."""
+    """Loader of blocks of `UpdateOperands` into the working type, and of weights back."""
 
     def __init__(self, operands: UpdateOperands, num_scratch: int) -> None:
         self._operands = operands
@@ -129,7 +121,7 @@ class _BlockLoader:
         self._wide_grad = rows[-1] if converts_grad else None
 
     def load(self, begin: int) -> tuple[Array, Array, list[Array], list[Array]]:
-        """Weight, gradient, states and scratch of the block at ``begin``, in the working type."""
+        """Return weight, gradient, states and scratch of the block at ``begin``, in the working type."""
         operands = self._operands
         end = min(begin + BLOCK, len(operands.weight))
         weight = (operands.weight if operands.master is None else operands.master)[begin:end]
@@ -170,9 +162,9 @@ def run_kernel_on_rows(
     """Update only some rows of a weight, and only the states of these rows.
 
     Args:
-        kernel: what to do; not a layer-wise one.
+        kernel: of the update; not a layer-wise one.
         operands: as for `run_kernel`, but ``grad`` holds the gradients of ``rows`` alone, one row after the other.
-        rows: which rows of the weight, each at most once.
+        rows: indices of rows of the weight, each at most once.
         row_length: elements of a row.
     """
     if not row_length:

@@ -1,8 +1,8 @@
-"""Reduce one block: n equally long arrays, one of each rank, to one array.
+"""Reduction of one block: n equally long arrays, one of each rank, to one array.
 
 The result is ``postscale * op(prescale * x)``. Every element is combined strictly in rank order,
 ``((x0 + x1) + x2) + ...``, so its bits do not depend on how a tensor was cut into blocks or which rank did the work.
-(Where two NaN meet, NumPy's vector and scalar loops may keep different ones: that it is NaN is certain, which is not.)
+(Where two NaN meet, NumPy's vector and scalar loops may keep different ones: it is NaN in any case.)
 
 How each type computes:
 
@@ -13,7 +13,7 @@ float16, bfloat16            ``prescale * x`` is rounded to the type; all else i
 integers                     sums and products wrap around. A factor applies in float64 and the product is truncated
                              toward zero (at the ends of the type, it saturates). AVERAGE truncates toward zero.
 bool                         SUM and MAX are "or", PRODUCT and MIN are "and". There is no AVERAGE and no factor: neither
-                             "all" nor "any" is what everybody would expect of it.
+                             "all" nor "any" is the obvious result of it.
 ============================ ==========================================================================================
 
 MIN and MAX propagate NaN.
@@ -45,12 +45,12 @@ _UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What to compute.
+    """Element type, operator, number of ranks and factors of a reduction.
 
     Attributes:
         dtype: element type of every input and of the result.
-        op: how elements of the same index are combined.
-        count: how many ranks contribute; AVERAGE divides by it. At least 1.
+        op: combines elements of the same index.
+        count: number of ranks, at least 1; AVERAGE divides by it.
         prescale: factor of every input.
         postscale: factor of the result.
 
@@ -81,7 +81,7 @@ class Reduction:
 
 
 def neutral_element(dtype: DType, op: ReduceOp) -> Any:
-    """The element, in the storage type, that changes no unscaled result of ``op``: 0, 1, or an end of the range."""
+    """Return the neutral element of ``op``, in the storage type: 0, 1, or an end of the range."""
     if op is ReduceOp.PRODUCT:
         value: Any = True if dtype.name == "bool" else 1
     elif op not in {ReduceOp.MIN, ReduceOp.MAX}:
@@ -98,32 +98,24 @@ def neutral_element(dtype: DType, op: ReduceOp) -> Any:
     return value
 
 
-#: From an input to what is combined, or from that to the result. The reducer is an argument: a bound method would be a
-#: cycle, and a reducer's scratch would live on until the garbage collector comes.
+#: Conversion of an input to the working type, or back. The reducer is an argument: a bound method would be a cycle,
+#: and a reducer's scratch would live on until the garbage collector comes.
 _Step = Callable[["BlockReducer", NDArray[Any], NDArray[Any]], None]
 
 
 class BlockReducer:
-    """Computes one :class:`Reduction` on block after block. Keeps scratch between calls; not for two threads at once.
-
-    Example:
-        >>> from reigen.types import dtype_named
-        >>> x, y = np.array([1, 2], np.float32), np.array([3, 6], np.float32)
-        >>> Reducer(Reduction(dtype_named("float32"), ReduceOp.AVERAGE, count=2)).reduce([x, y], out=x)
-        >>> x
-        array([2., 4.], dtype=float32)
-    """
+    """Computes one `Reduction` on block after block. Keeps scratch between calls; not for two threads at once."""
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
         self._ufunc = _UFUNCS[reduction.op]
         self._scratch: dict[str, NDArray[Any]] = {}
         is_half = reduction.dtype.is_floating and reduction.dtype.itemsize == 2
-        #: In what the elements are combined: float32 for the half types, else the storage type.
+        #: Working type: float32 for the half types, else the storage type.
         self.working: np.dtype[Any] = np.dtype(np.float32) if is_half else reduction.dtype.storage
-        #: How an input gets into the working type, where it is not combined as it is.
+        #: Conversion of an input to the working type, where that is another.
         self._load: _Step | None = None
-        #: How the combined elements get into the result, where they are not the result.
+        #: Conversion of the combined elements to the result's type, where that is another.
         self._store: _Step | None = None
         if is_half:
             self._load, self._store = BlockReducer._load_half, BlockReducer._store_half
@@ -159,20 +151,13 @@ class BlockReducer:
             self.finish(total, out)
 
     def combine(self, inputs: Sequence[NDArray[Any]], total: NDArray[Any]) -> None:
-        """The first half of `reduce`: scale by ``prescale`` and combine, for who has only a part of all inputs.
-
-        Args:
-            inputs: as for `reduce`.
-            total: receives the result, in the type `working`.
-        """
+        """Do the first half of `reduce`: scale by ``prescale`` and combine some inputs, in the type `working`."""
         self._run_quietly(self._combine, inputs, total)
 
     def finish(self, total: NDArray[Any], out: NDArray[Any]) -> None:
-        """The second half: divide by the count for AVERAGE, scale by ``postscale``, and round to the type of ``out``.
+        """Do the second half: divide by the count for AVERAGE, scale by ``postscale``, round to the type of ``out``.
 
-        Args:
-            total: all inputs combined, in the type `working`; used up.
-            out: receives the result; may be ``total`` where the types are the same.
+        ``total`` is used up; ``out`` may be ``total`` where the types are the same.
         """
         self._run_quietly(self._finish_and_store, total, out)
 
@@ -217,13 +202,13 @@ class BlockReducer:
         self._ufunc(total, loaded, out=out)
 
     def _accumulator(self, out: NDArray[Any], pending: Sequence[NDArray[Any]]) -> NDArray[Any]:
-        """``out``, which saves cache, unless it holds an input that is still to be read; then scratch."""
+        """Return ``out``, which saves cache, unless it holds an input that is still to be read; then scratch."""
         if any(np.may_share_memory(out, source) for source in pending):
             return self._take("accumulator", len(out), self.working)
         return out
 
     def _take(self, slot: str, length: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-        """Scratch of ``length`` elements, its content undefined. Each slot is always asked for in one dtype."""
+        """Return scratch of ``length`` elements, its content undefined. Each slot is always asked for in one dtype."""
         array = self._scratch.get(slot)
         if array is None or len(array) < length:
             array = self._scratch[slot] = np.empty(length, dtype)
@@ -250,7 +235,7 @@ class BlockReducer:
     def _store_half(self, source: NDArray[Any], target: NDArray[Any]) -> None:
         self._narrow(source, target)
 
-    # What follows the last combination, in place.
+    # After the last combination, in place.
 
     def _choose_finish(self) -> Callable[[BlockReducer, NDArray[Any]], None] | None:
         reduction = self.reduction

@@ -1,6 +1,6 @@
-"""Blocks of gradient descent: SGD, NAG, Signum, LARS, and how every rule prepares a gradient.
+"""Blocks of gradient descent: SGD, NAG, Signum, LARS, and the preparation of gradients for every rule.
 
-The kernels are those of `reigen.kernels.optimizer_update`, which says what their arguments are.
+The kernels are those of `reigen.kernels.optimizer_update`, which describes their arguments.
 """
 
 from __future__ import annotations
@@ -17,13 +17,9 @@ from reigen.kernels.optimizer_update import Array, LayerwiseKernel, UpdateKernel
 
 @dataclass(frozen=True, slots=True)
 class GradientTransform:
-    """How a gradient is prepared: rescaled, clipped, decay added.
+    """Preparation of a gradient: rescaled, clipped to ``[-clip, clip]`` if not None, ``decay`` times the weight added.
 
-    Attributes:
-        rescale: factor of the gradient as it came.
-        clip: largest absolute value of an element, or None.
-        decay: this times the weight is added.
-        clips_decay: decay is added before the clipping, not after it.
+    ``clips_decay``: decay is added before the clipping, not after it.
     """
 
     rescale: float = 1.0
@@ -32,7 +28,7 @@ class GradientTransform:
     clips_decay: bool = False
 
     def prepare(self, grad: Array, weight: Array, out: Array, spare: Array, factor: float = 1.0) -> Array:
-        """``factor`` times the prepared gradient, in ``out``; or ``grad`` itself where there is nothing to do."""
+        """Return ``factor`` times the prepared gradient, in ``out``; or ``grad`` itself where it does not change."""
         folded = factor if self.clip is None else 1.0
         scale = self.rescale * folded
         if scale == 1.0 and self.clip is None and not self.decay:
@@ -59,14 +55,14 @@ def clip_to(array: Array, bound: float) -> None:
 
 
 def average_into(average: Array, new: Array, keep: float, spare: Array) -> None:
-    """``average = keep * average + (1 - keep) * new``. ``spare`` is overwritten, and may be ``new``."""
+    """Compute ``average = keep * average + (1 - keep) * new``. ``spare`` is overwritten, and may be ``new``."""
     np.multiply(new, 1.0 - keep, out=spare)
     np.multiply(average, keep, out=average)
     np.add(average, spare, out=average)
 
 
 def apply_step(weight: Array, step: Array, rate: float, decoupled: float, spare: Array) -> None:
-    """``weight -= step + rate * decoupled * weight``. ``step`` and ``spare`` are overwritten."""
+    """Compute ``weight -= step + rate * decoupled * weight``. ``step`` and ``spare`` are overwritten."""
     if decoupled:
         np.multiply(weight, rate * decoupled, out=spare)
         np.add(step, spare, out=step)
@@ -83,7 +79,7 @@ class SGDKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         step = self.gradient.prepare(grad, weight, scratch[0], scratch[1], self.rate)
         for state in states:
             np.multiply(state, self.momentum, out=state)
@@ -102,7 +98,7 @@ class NesterovKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         ahead = scratch[1]
         step = self.gradient.prepare(grad, weight, scratch[0], ahead, self.rate)
         (state,) = states
@@ -127,7 +123,7 @@ class SignumKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         signs, spare = scratch
         direction = self.gradient.prepare(grad, weight, signs, spare)
         for state in states:
@@ -146,7 +142,7 @@ class AccumulateKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 1
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """See `UpdateKernel`."""
+        """Implement `UpdateKernel`."""
         np.multiply(grad, self.rescale, out=scratch[0])
         np.add(weight, scratch[0], out=weight)
 
@@ -165,12 +161,12 @@ class LarsKernel(LayerwiseKernel):
     def measure(
         self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]
     ) -> tuple[float, float]:
-        """Squares of the weight and of the rescaled gradient, which is neither clipped nor decayed (as in MXNet)."""
+        """Return squares of the weight and of the rescaled gradient, not clipped or decayed (as in MXNet)."""
         rescaled = np.multiply(grad, self.gradient.rescale, out=scratch[0])
         return sum_of_squares(weight, scratch[1]), sum_of_squares(rescaled, scratch[1])
 
     def finish(self, first: float, second: float) -> UpdateKernel:
-        """SGD with the layer's rate."""
+        """Return SGD with the layer's rate."""
         of_weight, of_gradient = math.sqrt(first), math.sqrt(second)
         rate = self.rate
         if of_weight > 0.0 and of_gradient > 0.0:
@@ -179,5 +175,5 @@ class LarsKernel(LayerwiseKernel):
 
 
 def sum_of_squares(array: Array, spare: Array) -> float:
-    """The squares of all elements, added pairwise in the array's type. ``spare`` is overwritten."""
+    """Return the sum of squares of all elements, added pairwise in the array's type. ``spare`` is overwritten."""
     return float(np.add.reduce(np.multiply(array, array, out=spare)))

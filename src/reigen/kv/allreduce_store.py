@@ -1,4 +1,4 @@
-"""The store without servers: every worker holds all values, and sums come from the all-reduce of the job."""
+"""Store without servers: every worker holds all values, and sums come from the all-reduce of the job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reigen.context import Handle
 from reigen.errors import MismatchError, ReigenError
 from reigen.kv.local_reduce import sum_row_sparse, sum_tensors
 from reigen.kv.local_store import LocalStore, copy_to_host
-from reigen.kv.store import KeyTensors, Pending, call_when_all_done
+from reigen.kv.store import KeyTensors, Pending, PendingGroup, call_when_all_done
 from reigen.kv.values import Key, RowSparse, TensorSpec, flatten_tensor, tensor_spec
 from reigen.types import ReduceOp, dtype_named
 
@@ -24,7 +24,7 @@ _INDICES = dtype_named("int64")
 
 
 class _PushRound:
-    """One push of one key on its way."""
+    """Push of one key on its way."""
 
     def __init__(
         self, store: AllreduceStore, key: Key, complete: Callable[[], None], handles: Sequence[Handle]
@@ -53,30 +53,10 @@ class _PushRound:
         call_when_all_done(self._handles, callback)
 
 
-class _PushRounds:
-    """Several of them as one `Pending`."""
-
-    def __init__(self, rounds: list[_PushRound]) -> None:
-        self._rounds = rounds
-
-    def wait(self, timeout: float | None = None) -> None:
-        for each in self._rounds:
-            each.wait(timeout)
-
-    def done(self) -> bool:
-        return all(each.done() for each in self._rounds)
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        call_when_all_done(self._rounds, callback)
-
-
 class AllreduceStore(LocalStore):
-    """A store over the job's collectives; ``ring``, or ``horovod`` as MXNet calls it. `reigen.init` joins the job.
+    """Store over the job's collectives; ``ring``, or ``horovod`` as MXNet calls it. `reigen.init` joins the job.
 
     Optimizers and updaters run on every worker alike, on sums that have the same bits everywhere.
-
-    Args:
-        kind: its type.
     """
 
     #: numbers of the stores of this process: the same on workers that make them in the same order
@@ -163,18 +143,18 @@ class AllreduceStore(LocalStore):
             self._stored[key] = stored
 
     def _agree(self, name: str, pairs: list[tuple[Key, TensorSpec]]) -> None:
-        """That all workers initialise the same keys alike."""
-        said = ", ".join(f"{key!r}: {spec}" for key, spec in sorted(pairs, key=lambda pair: str(pair[0])))
-        words = [word.decode() for word in allgather_bytes(self._context, said.encode(), f"{name}.specs")]
-        if len(set(words)) > 1:
-            odd = [rank for rank, word in enumerate(words) if word != words[0]]
+        """Check that all workers initialise the same keys alike."""
+        own = ", ".join(f"{key!r}: {spec}" for key, spec in sorted(pairs, key=lambda pair: str(pair[0])))
+        specs = [each.decode() for each in allgather_bytes(self._context, own.encode(), f"{name}.specs")]
+        ranks = [rank for rank, spec in enumerate(specs) if spec != specs[0]]
+        if ranks:
             raise MismatchError(
-                "the workers do not initialise the same keys alike", tensor="init", ranks=odd,
-                details=dict(enumerate(words)),
+                "the workers do not initialise the same keys alike", tensor="init", ranks=ranks,
+                details=dict(enumerate(specs)),
             )  # fmt: skip
 
     def _push(self, groups: list[KeyTensors], priority: int) -> Pending:
-        return _PushRounds([self._begin(key, tensors) for key, tensors in groups])
+        return PendingGroup([self._begin(key, tensors) for key, tensors in groups])
 
     def _pull(self, groups: list[KeyTensors], priority: int, blocking: bool) -> Pending:
         before = []
@@ -184,11 +164,7 @@ class AllreduceStore(LocalStore):
                 before.append(waiting[-1])
             else:
                 self._give(key, outs)
-        return _PushRounds(before)
-
-    def _pushpull(self, values: list[KeyTensors], outs: list[KeyTensors], priority: int, blocking: bool) -> Pending:
-        self._push(values, priority)
-        return self._pull(outs, priority, blocking)
+        return PendingGroup(before)
 
     def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
         self.catch_up(key)
@@ -227,8 +203,8 @@ class AllreduceStore(LocalStore):
         of_rows = self._context.allgather(rows, spec.dtype, name=f"{name}.rows")
 
         def complete() -> None:
-            everyones: Array = of_rows.wait().on_host
-            parts = RowSparse(of_indices.wait().on_host, everyones, (spec.shape[0], spec.row_length))
+            gathered: Array = of_rows.wait().on_host
+            parts = RowSparse(of_indices.wait().on_host, gathered, (spec.shape[0], spec.row_length))
             self._apply_rows(key, *sum_row_sparse([parts], TensorSpec(spec.dtype, parts.shape, spec.stype)))
 
         return _PushRound(self, key, complete, [of_indices, of_rows])

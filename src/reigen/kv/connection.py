@@ -36,14 +36,14 @@ class MessageReceiver(Protocol):
     """Receiver of what arrives. Errors that it raises end `KVConnection.receive`, and the connection is of no use."""
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
-        """Where the body of a message is to land: exactly ``header.body_bytes`` bytes, writable."""
+        """Return where the body of a message is to land: exactly ``header.body_bytes`` bytes, writable."""
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
-        """A message is complete; ``body`` is what `place` returned, empty where nothing followed the header."""
+        """Take a complete message; ``body`` is what `place` returned, empty where nothing followed the header."""
 
 
 class MessageDropper:
-    """Which of the messages that arrive are lost, to try out what happens then (PS_DROP_MSG).
+    """Loses some of the messages that arrive, to try out what happens then (PS_DROP_MSG).
 
     Args:
         percent: how many of a hundred.
@@ -62,18 +62,14 @@ class MessageDropper:
 class KVConnection:
     """One end of the connection between a worker and a server. One thread at a time may use it.
 
-    After any error the line is of no further use: close it.
+    After any error it is of no further use: close it.
 
     Args:
-        connection: as of `reigen.net.framing.FramedConnection`.
-        session: the same.
+        connection, session: as of `reigen.net.framing.FramedConnection`.
         receiver: gets what arrives.
         name: of the other end, for logs.
         drops: loses messages on purpose.
         log_messages: log every message (PS_VERBOSE=2).
-
-    Attributes:
-        name: of the other end.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class KVConnection:
         self._is_dropped = False
 
     def fileno(self) -> int:
-        """The socket's descriptor, -1 after `close`."""
+        """Return the socket's descriptor, -1 after `close`."""
         return self._framed.fileno()
 
     @property
@@ -112,12 +108,12 @@ class KVConnection:
 
     @property
     def num_received_bytes(self) -> int:
-        """What has come since the beginning, headers included."""
+        """Bytes that have come since the beginning, headers included."""
         return self._framed.num_received_bytes
 
     @property
     def receiving(self) -> MessageHeader | None:
-        """The header of the message that has arrived in part."""
+        """Header of the message that has arrived in part."""
         return self._header
 
     def send(

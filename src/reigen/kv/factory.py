@@ -1,4 +1,4 @@
-"""From a name to a store."""
+"""Stores by the names of their types."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _exit_unless_worker(kind: str, environ: Mapping[str, str]) -> None:
 
 
 def _resolve_staleness(kind: str, meant: _StoreType, given: float | None) -> float:
-    """The staleness that a type and an argument mean together."""
+    """Return the staleness that a type and an argument mean together."""
     if meant.where == "dist" and meant.staleness is None:
         if given is None:
             raise ArgumentError(f"{kind} needs staleness=: by how many rounds a worker may be ahead of the slowest one")

@@ -1,4 +1,4 @@
-"""This process's part in its job with servers, which all its stores share: from the environment to a store."""
+"""Part of this process in its job with servers, which all its stores share: from the environment to a store."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _MOST_STORES = 1 << 16
 
 
 class SharedMembership:
-    """A `JobMembership` that several stores share: each hears of every event.
+    """`JobMembership` that several stores share: each hears of every event.
 
     Args:
         member: the real one.
-        others: all of this member's, this one included once it is there: whoever fetches events passes them on.
+        others: all of this member's, later this one, too: the one that fetches events passes them on.
     """
 
     def __init__(self, member: JobMembership, others: list[SharedMembership]) -> None:
@@ -73,7 +73,7 @@ class SharedMembership:
             return events
 
     def hear(self, events: list[MembershipEvent]) -> None:
-        """Something that another has fetched."""
+        """Take events that another has fetched."""
         with self._lock:
             if events and self._bell >= 0:
                 self._events += events
@@ -101,7 +101,7 @@ class SharedMembership:
 
 
 class JobSession:
-    """A worker's process in its job.
+    """Worker's process in its job.
 
     Args:
         member: its place there; it ends with this.
@@ -121,7 +121,7 @@ class JobSession:
         return not self._stores and not self._num_abandoned
 
     def store(self, kind: str, staleness: float, config: Config, until: float) -> DistStore:
-        """The job's next store, by then: the n-th of this worker is the n-th of all others."""
+        """Return the job's next store, by then: the n-th of this worker is the n-th of all others."""
         number = self._num_stores
         if number >= _MOST_STORES:
             raise ArgumentError(f"a job has at most {_MOST_STORES} stores")
@@ -175,7 +175,7 @@ def _register_fork_handler() -> None:
 
 
 def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
-    """A store of this process's job. The first one joins the job; the end of the process leaves it, or `leave_job`.
+    """Return a store of this process's job. The first one joins it; `leave_job`, or the end of the process, leaves it.
 
     Args:
         kind: its type.

@@ -17,7 +17,7 @@ _NUM_IDS = 1 << 64
 
 
 def key_id(key: KeyLike) -> int:
-    """The number of 64 bits under which servers know a key, the same in every process.
+    """Return the number of 64 bits under which servers know a key, the same in every process.
 
     An integer is its own id; one below 0 has that of its two's complement. A string's is its BLAKE2b hash of 8 bytes
     (RFC 7693; big endian). The server that keeps the declaration compares the name itself, so that a collision is an

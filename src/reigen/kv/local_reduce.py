@@ -17,10 +17,10 @@ _BLOCK = 1 << 16
 
 
 def sum_tensors(tensors: Sequence[Any], spec: TensorSpec) -> tuple[Array, bool]:
-    """The sum of dense tensors, in their order.
+    """Return the sum of dense tensors, in their order.
 
     Returns:
-        The flat elements in the storage type, and whether that is memory of the user's.
+        The flat elements in the storage type, shape (number of elements,), and whether that is memory of the user's.
     """
     if len(tensors) == 1:
         return flatten_tensor(tensors[0])
@@ -37,7 +37,7 @@ def sum_arrays(arrays: Sequence[Array], dtype: DType, out: Array) -> None:
 
 
 def sum_row_sparse(tensors: Sequence[Any], spec: TensorSpec) -> tuple[Array, Array]:
-    """The sum of tensors of which at least one is row-sparse.
+    """Return the sum of tensors of which at least one is row-sparse.
 
     Returns:
         Indices of rows, ascending, and these rows: (number of rows, elements of a row) in the storage type.
@@ -50,7 +50,7 @@ def sum_row_sparse(tensors: Sequence[Any], spec: TensorSpec) -> tuple[Array, Arr
 
 
 def extract_rows(tensor: Any, spec: TensorSpec) -> tuple[Array, Array]:
-    """Indices and rows of a tensor as it is; all rows of a dense one."""
+    """Return indices and rows of a tensor as it is; all rows of a dense one."""
     if isinstance(tensor, RowSparse):
         rows = flatten_tensor(tensor.values)[0].reshape(len(tensor.indices), spec.row_length)
         return tensor.checked_indices(), rows

@@ -16,19 +16,17 @@ from reigen.compression import Codec, from_params, means_none
 from reigen.errors import ArgumentError
 from reigen.kv import residual_files
 from reigen.kv.local_reduce import sum_arrays, sum_row_sparse, sum_tensors
-from reigen.kv.store import CompletedPending, KeyTensors, KVStore, Pending, UpdateFunction, check_optimizer
+from reigen.kv.store import KeyTensors, KVStore, Pending, PendingGroup, UpdateFunction, check_optimizer
 from reigen.kv.values import Key, RowSparse, TensorSpec, flatten_tensor, row_numbers, write_tensor
 
-COMPLETED = CompletedPending()
+#: Nothing is pending.
+COMPLETED = PendingGroup(())
 
 
 class LocalStore(KVStore):
-    """A store for the devices of one process. Nothing is pending in it: what it was told is done on return.
+    """Store for the devices of one process, of type ``kind``. Nothing is pending in it when a call returns.
 
     Values on devices are added up on the host.
-
-    Args:
-        kind: its type.
     """
 
     def __init__(self, kind: str = "local") -> None:
@@ -154,7 +152,7 @@ class LocalStore(KVStore):
             raise ArgumentError("this store was closed")
 
     def _take(self, key: Key, tensors: list[Any]) -> None:
-        """A round: add values up, and update what is stored."""
+        """Do a round: add values up, and update what is stored."""
         spec = self._specs[key]
         self._rounds[key] += 1
         if any(isinstance(tensor, RowSparse) for tensor in tensors):
@@ -163,18 +161,18 @@ class LocalStore(KVStore):
             self._apply(key, self._total(key, tensors, spec))
 
     def _total(self, key: Key, tensors: list[Any], spec: TensorSpec) -> Array:
-        """The sum of dense values; with compression, of what is left of each."""
+        """Return the sum of dense values; with compression, of what is left of each."""
         if self._codec is None:
             return sum_tensors(tensors, spec)[0]
         parts = []
         codes = bytearray(self._codec.max_bytes(spec.num_elements))
         for device, tensor in enumerate(tensors):
-            whose = key, f"device {device}"
-            residual = self._residuals.get(whose)
+            owner = key, f"device {device}"
+            residual = self._residuals.get(owner)
             if residual is None:
                 residual = self._codec.begin(spec.num_elements, spec.dtype)
             if residual is not None:
-                self._residuals[whose] = residual
+                self._residuals[owner] = residual
             self._codec.encode(flatten_tensor(tensor)[0], residual, codes)
             part = np.empty(spec.num_elements, spec.dtype.storage)
             self._codec.decode(codes, part)
@@ -224,7 +222,7 @@ class LocalStore(KVStore):
 
 
 def copy_to_host(value: Any) -> Any:
-    """A contiguous copy of a first value in host memory: a tensor of the same framework."""
+    """Return a contiguous copy of a first value in host memory: a tensor of the same framework."""
     if not isinstance(value, RowSparse):
         return _host_tensor(flatten_tensor(value)[0].copy().reshape(tuple(value.shape)), value)
     rows = flatten_tensor(value.values)[0]

@@ -41,12 +41,12 @@ h. RESUME, after a reconnection: the worker's counts of answered pushes (`pack_c
 i. GET_STATES is answered by VALUE, PUT_STATES by DONE: bodies of `reigen.optim.States`.
 j. NOTICE is what a server says unasked: a `ServerNotice`. It has no id and no answer.
 k. GOODBYE: the worker has nothing more to push; it is not expected any more. Answered by DONE. The connection stays.
-l. PUSH, PUSHPULL and PULL of several keys in one message, with `MessageFlag.BUNDLE`: each key is one dense shard, all
+l. PUSH, PUSHPULL and PULL of several keys in one message, with `MessageFlag.BATCH`: each key is one dense shard, all
    are of one element type, none is there twice, and ``shard`` says how many there are. The body is their ids, what
    ``round`` would be for each (both uint64), and for pushes their elements in the same order, without gaps. Each key is
    treated as if it had come by itself. What is done for all keys at the same time has one answer: a VALUE has the
    elements in the same order. Otherwise each key has an answer of its own, as soon as it is done: the keys' ids are
-   those behind the id of the bundle, in order. QUERY of a bundle is answered by `MessageFlag.UNKNOWN`, unless something
+   those behind the id of the batch, in order. QUERY of a batch is answered by `MessageFlag.UNKNOWN`, unless something
    of it is open.
 """
 
@@ -85,7 +85,7 @@ MAX_CONTROL_BYTES = 1 << 20
 INLINE_BYTES = 64 << 10
 #: In RESUME: the worker does not know how often its predecessor has pushed.
 COUNT_UNKNOWN = (1 << 64) - 1
-#: Bundles have no more bytes of elements than this, and no more keys.
+#: Batches have no more bytes of elements than this, and no more keys.
 MAX_BATCH_BYTES, MAX_BATCH_KEYS = 1 << 20, 1 << 12
 
 _HEADER = struct.Struct("<BBBBHBxIiQQQQQQ")
@@ -93,7 +93,7 @@ _COUNTS = np.dtype([("key", "<u8"), ("shard", "<u8"), ("count", "<u8")])
 
 
 class MessageKind(IntEnum):
-    """What a message is. Requests of workers are below 64, answers of servers from there on."""
+    """Kind of a message. Requests of workers are below 64, answers of servers from there on."""
 
     HELLO = 1
     DECLARE = 2
@@ -120,12 +120,12 @@ class MessageKind(IntEnum):
 
 
 class MessageFlag(IntFlag):
-    """What else there is to say of a message.
+    """Flags of a message.
 
     Attributes:
         IN_MEMORY: the body lies in the sender's arena.
         ANSWER_IN_MEMORY: the answer's body may lie in the server's arena.
-        BUNDLE: (PUSH, PUSHPULL, PULL) this is about several keys.
+        BATCH: (PUSH, PUSHPULL, PULL) this is about several keys.
         HOME: (DECLARE) the receiver is the key's home server.
         ENCODED: the body is encoded by the store's gradient compression.
         ENCODE_ANSWER: (PULL, PUSHPULL) the answer may be.
@@ -149,43 +149,33 @@ DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBERS
 
 # As plain numbers: headers are read for every message, and enumerations are slow.
 #: Kinds whose bodies are control messages, or lists that are bounded like them; these bodies are authenticated.
-CONTROL_KINDS: frozenset[int] = frozenset(
-    int(kind)
-    for kind in (
-        *(
-            MessageKind.HELLO,
-            MessageKind.DECLARE,
-            MessageKind.COMMAND,
-            MessageKind.WELCOME,
-            MessageKind.DECLARED,
-            MessageKind.DONE,
-            MessageKind.ERROR,
-            MessageKind.NOTICE,
-        ),
-        *(MessageKind.RELEASE, MessageKind.RESUME),
-    )
-)
+CONTROL_KINDS = frozenset(
+    map(int, (
+        MessageKind.HELLO, MessageKind.DECLARE, MessageKind.COMMAND, MessageKind.WELCOME, MessageKind.DECLARED,
+        MessageKind.DONE, MessageKind.ERROR, MessageKind.NOTICE, MessageKind.RELEASE, MessageKind.RESUME,
+    ))
+)  # fmt: skip
+#: Requests that count as a push, and those that are answered with what later pushes of the same worker change.
+PUSH_KINDS = frozenset(map(int, (MessageKind.PUSH, MessageKind.PUSHPULL, MessageKind.ROW_PUSH)))
+READ_KINDS = frozenset(map(int, (MessageKind.PULL, MessageKind.PUSHPULL, MessageKind.ROW_PULL)))
 _KINDS = frozenset(map(int, MessageKind))
 _IN_MEMORY = int(MessageFlag.IN_MEMORY)
 
 
 class MessageHeader(msgspec.Struct, frozen=True, gc=False):
-    """The header of a message.
+    """Header of a message.
 
     Attributes:
-        kind: a `MessageKind`.
         request: the id of the request that this is, or answers; 0 for none.
         key: its id (`reigen.kv.keys`), as an unsigned number.
-        shard: index of the shard in its key; of a bundle, how many keys it is about.
+        shard: index of the shard in its key; of a batch, how many keys it is about.
         round: of pushes, as above.
-        flags: of `MessageFlag`.
         dtype: of the body's elements, by `DTYPE_NUMBERS`.
         about: (QUERY, RECEIVED) the kind of the request in question.
         store: number of the store in its job.
         priority: of the answer, higher first.
         body_bytes: length of the body that follows on the connection.
-        offset: where the body lies in the sender's arena.
-        memory_bytes: how long it is there.
+        offset, memory_bytes: where the body lies in the sender's arena, and how long it is there.
     """
 
     kind: int
@@ -207,8 +197,17 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
         """Length of the body, wherever it is."""
         return self.memory_bytes if self.flags & _IN_MEMORY else self.body_bytes
 
+    def answer(
+        self, kind: int, flags: int = 0, dtype: int = 0, body_bytes: int = 0, offset: int = 0, memory_bytes: int = 0
+    ) -> MessageHeader:
+        """Return the header of an answer to this request, or of one to the request that this QUERY is about."""
+        return MessageHeader(
+            kind, self.request, self.key, self.shard, self.round, flags, dtype, self.about or self.kind, self.store,
+            self.priority, body_bytes, offset, memory_bytes,
+        )  # fmt: skip
+
     def pack(self) -> bytes:
-        """The 64 bytes."""
+        """Return the 64 bytes."""
         return _HEADER.pack(
             self.kind, self.flags, self.dtype, self.about, self.store, 0, self.shard, self.priority, self.request,
             self.key, self.round, self.body_bytes, self.offset, self.memory_bytes,
@@ -216,7 +215,7 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
 
 
 def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
-    """The header in 64 bytes.
+    """Return the header in 64 bytes.
 
     Raises:
         WireError: they are none.
@@ -224,21 +223,8 @@ def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes where {HEADER_BYTES} are expected")
     (
-        kind,
-        flags,
-        dtype,
-        about,
-        store,
-        zero,
-        shard,
-        priority,
-        request,
-        key,
-        round_,
-        body_bytes,
-        offset,
-        memory_bytes,
-    ) = _HEADER.unpack(data)
+        kind, flags, dtype, about, store, zero, shard, priority, request, key, round_, body_bytes, offset, memory_bytes,
+    ) = _HEADER.unpack(data)  # fmt: skip
     if kind not in _KINDS or zero or (dtype and dtype not in DTYPE_NAMES):
         raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
     if kind in CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:
@@ -251,16 +237,12 @@ def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
 
 
 def pack_counts(counts: Iterable[tuple[int, int, int]]) -> bytes:
-    """The body of RESUME, and of the DONE that answers it.
-
-    Args:
-        counts: (key id, shard index, number of pushes).
-    """
+    """Return the body of RESUME, or of the DONE that answers it, of (key id, shard index, number of pushes)."""
     return np.array(list(counts), _COUNTS).tobytes()
 
 
 def unpack_counts(body: bytes | bytearray | memoryview) -> list[tuple[int, int, int]]:
-    """What `pack_counts` packed.
+    """Return the counts of `pack_counts`.
 
     Raises:
         WireError: it is something else.
@@ -277,13 +259,9 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
     """HELLO, and with the server's number in ``number``, WELCOME.
 
     Attributes:
-        number: of the worker or server.
-        incarnation: which of those that had the number one after the other.
-        host: what people call its host.
+        incarnation: which of the processes that had the number one after the other.
         machine: equal where memory can be shared (`reigen.cluster.host_discovery.host_identity`); empty: it will not.
-        pid: the process.
-        fd: its descriptor of the arena's segment.
-        inode: that file's number: whoever opens it compares.
+        fd, inode: its descriptor of the arena's segment, and that file's number, which the opener compares.
         is_empty: (WELCOME) the server holds nothing of this store yet, and had nothing in a snapshot.
         staleness: of the store (`reigen.kv.consistency.state_machine`), the same for all; None is infinite.
     """
@@ -300,25 +278,26 @@ class KVHello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ShardRange(msgspec.Struct, array_like=True, frozen=True):
-    """One shard of a key: elements ``[begin, end)`` of the flat value are at ``server``."""
+    """Shard of a key: elements ``[begin, end)`` of the flat value are at ``server``."""
 
     index: int
     begin: int
     end: int
     server: int
 
+    @property
+    def num_elements(self) -> int:
+        """Number of its elements."""
+        return self.end - self.begin
 
-class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARE: what a worker means by a key.
+
+class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Meaning of a key, the same for all workers.
 
     Attributes:
         name: the key as the user wrote it.
-        shape: of the value.
         dtype: its name in `reigen.types.DTYPES`.
         stype: ``default`` or ``row_sparse``.
-        places: all shards of the key, from rank 0; None from the others.
-        is_initialised: rank 0 has sent all shards.
-        reason: why the shards are where they are, for logs.
         generation: how often the key was declared anew: all workers do so to have it cut in another way before the
             first push. Shards of an earlier generation are forgotten where the key is declared with a later one.
     """
@@ -327,19 +306,24 @@ class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
     shape: tuple[int, ...]
     dtype: str
     stype: str = "default"
+    generation: int = 0
+
+    def __str__(self) -> str:
+        kind = "" if self.stype == "default" else f" ({self.stype})"
+        again = f", declared anew {self.generation} time(s)" if self.generation else ""
+        return f"{self.name!r}: {self.dtype} {self.shape}{kind}{again}"
+
+
+class DeclareKey(msgspec.Struct, array_like=True, frozen=True):
+    """DECLARE: meaning of a key; from rank 0 all its shards, too, and whether it has sent them."""
+
+    spec: KeySpec
     places: tuple[ShardRange, ...] | None = None
     is_initialised: bool = False
-    reason: str = ""
-    generation: int = 0
 
 
 class KeyDeclared(msgspec.Struct, array_like=True, frozen=True):
-    """DECLARED: where the shards of a key are.
-
-    Attributes:
-        places: all of them.
-        was_initialised: the key had a value before: rank 0's is not wanted.
-    """
+    """DECLARED: all shards of the key, and whether it had a value before, so that rank 0's is not wanted."""
 
     places: tuple[ShardRange, ...]
     was_initialised: bool = False
@@ -353,7 +337,7 @@ class StoreCommand(msgspec.Struct, array_like=True, frozen=True):
 
 
 class CommandResult(msgspec.Struct, array_like=True, frozen=True):
-    """What a COMMAND led to."""
+    """Result of a COMMAND."""
 
     value: Any = None
 
@@ -363,7 +347,6 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         error: a name in `REMOTE_ERRORS`.
-        reason: the message.
         key: the key's name, as the user wrote it; None where it concerns them all.
         workers: the workers at fault.
         details: one line for each worker, where they differ.
@@ -376,7 +359,7 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
     details: dict[int, str] = {}
 
     def raised(self) -> ReigenError:
-        """As an error."""
+        """Return it as an error to be raised."""
         name = None if self.key is None else f"key {self.key!r}"
         kind = REMOTE_ERRORS.get(self.error, CollectiveError)
         if issubclass(kind, CollectiveError):
@@ -385,7 +368,7 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: ReigenError, key: int | str | None = None) -> RemoteError:
-        """What to tell of an error."""
+        """Return an error as it is told to a worker."""
         name = next(
             (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in REMOTE_ERRORS), "CollectiveError"
         )
@@ -417,8 +400,6 @@ class ServerNotice(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         what: ``lost``, ``left`` or ``returned``, of workers; ``problem``: nothing works any more, because of it;
             ``unread``: the server cannot map this worker's memory.
-        worker: whom it is about.
-        host: of that worker.
         reason: in words, with the round and the key that it interrupted.
         problem: the error that every call raises from now on, if any.
     """

@@ -1,4 +1,4 @@
-"""What gradient compression has not sent yet, in files of optimizer states: beside the states of each key."""
+"""Residuals of gradient compression in files of optimizer states: beside the states of each key."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from reigen.errors import ArgumentError, ConfigError
 from reigen.kv.values import Key, TensorSpec
 from reigen.optim import Piece, States
 
-#: Names of arrays that are residuals begin so; what follows says whose.
+#: Names of arrays that are residuals begin so; what follows is the owner.
 _PREFIX = "residual "
 
-#: Of whole keys: key and whose ("device 1", "worker 0") -> what was not sent.
+#: Of whole keys: key and owner ("device 1", "worker 0") -> what was not sent.
 Residuals = dict[tuple[Key, str], NDArray[np.float32]]
 
 
 def merge_residuals(states: States, residuals: Residuals, specs: Mapping[Key, TensorSpec]) -> States:
     """Optimizer states of whole keys, and residuals, as one."""
     pieces = {piece.key: piece for piece in states.pieces}
-    for (key, whose), residual in residuals.items():
+    for (key, owner), residual in residuals.items():
         spec = specs[key]
         size = spec.num_elements
         old = pieces.get(key) or Piece(key, size, 0, size, spec.dtype.name, 0, None, {})
-        arrays = {**old.arrays, _PREFIX + whose: residual}
+        arrays = {**old.arrays, _PREFIX + owner: residual}
         pieces[key] = Piece(key, size, 0, size, old.dtype, old.count, old.rate, arrays)
     return States(list(pieces.values()), states.optimizer, states.facts)
 
 
 def split_residuals(states: States) -> tuple[States, Residuals]:
-    """What `merge_residuals` put together; the pieces of a key may be cut."""
+    """Take apart what `merge_residuals` put together; the pieces of a key may be cut."""
     residuals: Residuals = {}
     pieces = []
     for key in states.keys:
@@ -47,11 +47,7 @@ def split_residuals(states: States) -> tuple[States, Residuals]:
 
 
 def load_states(fname: str | Path, specs: Mapping[Key, TensorSpec]) -> tuple[States, Residuals]:
-    """Read a file for a store.
-
-    Args:
-        fname: the file.
-        specs: what the store's keys hold.
+    """Read a file for a store whose keys hold ``specs``.
 
     Raises:
         ArgumentError: it is no file of states, it is damaged, or it is of other keys.

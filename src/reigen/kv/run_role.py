@@ -1,4 +1,4 @@
-"""Taking one's part in a job with parameter servers: workers join it, servers and the scheduler serve until its end."""
+"""Roles in a job with parameter servers: workers join it, servers and the scheduler serve until its end."""
 
 from __future__ import annotations
 
@@ -95,14 +95,17 @@ def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
         _log.info("this server listens at %s: %s", address, why)
         directory = settings.config.kv_snapshot_dir
 
+        saved: list[SavedJob] = []
+
         def find_saved(secret: bytes) -> tuple[SavedJob, ...]:
-            return () if directory is None else find_saved_jobs(directory, secret)
+            saved[:] = () if directory is None else find_saved_jobs(directory, secret)
+            return tuple(saved)
 
         with (
             contextlib.closing(_join_job(settings, address, environ, find_saved)) as member,
             contextlib.closing(KVServer(member, settings.config, listener)) as server,
         ):
-            if earlier := [f"{each.job:016x}" for each in find_saved(member.secret) if each.job != member.job]:
+            if earlier := [f"{each.job:016x}" for each in saved if each.job != member.job]:
                 text = "%s has snapshots of earlier jobs with this secret, which this one does not read: job-*-%s"
                 _log.warning(text, directory, ", ".join(earlier))
             # What was imported stays, and what serves requests leaves no cycles: there is little to be collected.

@@ -35,24 +35,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArenaBlock:
-    """A part of the own arena.
-
-    Attributes:
-        offset: where it begins in the segment.
-        array: its bytes, as many as were asked for.
-    """
+    """Part of the own arena: its bytes, as many as were asked for, and where it begins in the segment."""
 
     offset: int
     array: NDArray[np.uint8]
 
     @property
     def nbytes(self) -> int:
-        """How many bytes were asked for."""
+        """Bytes that were asked for."""
         return self.array.nbytes
 
 
 class ShmArena:
-    """The shared memory of this process that one other end, or several, may read. Any thread may use it.
+    """Shared memory of this process that one other end, or several, may read. Any thread may use it.
 
     Args:
         name: for /proc/PID/maps.
@@ -74,17 +69,18 @@ class ShmArena:
         #: free ranges (offset, length), ascending, with no two that touch within a slab
         self._free: list[tuple[int, int]] = []
         self._num_used_bytes = 0
+        self._has_warned = False
 
     @property
     def num_used_bytes(self) -> int:
-        """How much is allocated now."""
+        """Bytes that are allocated now."""
         return self._num_used_bytes
 
     def allocate(self, nbytes: int) -> ArenaBlock:
-        """A block of ``nbytes`` bytes, at least 1, with undefined content.
+        """Return a block of ``nbytes`` bytes, at least 1, with undefined content.
 
         Raises:
-            SharedMemoryError: the machine, or ``max_bytes``, does not allow for it; nothing was changed.
+            SharedMemoryError: the host, or ``max_bytes``, does not allow for it; nothing was changed.
         """
         length = round_up(nbytes, _CACHE_LINE_BYTES)
         with self._lock:
@@ -94,6 +90,16 @@ class ShmArena:
             index = bisect.bisect_right(self._starts, offset) - 1
             begin = offset - self._starts[index]
             return ArenaBlock(offset, self._slabs[index][begin : begin + nbytes])
+
+    def allocate_if_possible(self, nbytes: int) -> ArenaBlock | None:
+        """Return a block as of `allocate`; None, with a warning, where there is no memory for it."""
+        try:
+            return self.allocate(nbytes)
+        except SharedMemoryError as error:
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
+            _log.log(level, "%s. What finds no room travels through sockets", str(error))
+            return None
 
     def free(self, block: ArenaBlock) -> None:
         """Take a block back. Nobody may use it any more."""
@@ -112,7 +118,7 @@ class ShmArena:
             self._free.clear()
 
     def _find(self, length: int) -> int:
-        """The offset of ``length`` free bytes: of a range, of blocks that were freed and touch, or of a new slab."""
+        """Return the offset of ``length`` free bytes: of a range, of freed blocks that touch, or of a new slab."""
         offset = self._take(length)
         if offset is None and self._quick:
             self._coalesce()
@@ -166,21 +172,13 @@ class ShmArena:
 
 
 class BodyAllocator:
-    """Memory for what is sent: in an arena, but for what is small, and where that cannot grow. Any thread may use it.
-
-    Args:
-        arena: see below.
-
-    Attributes:
-        arena: takes back the blocks that are given here.
-    """
+    """Memory for bodies: in an arena, but for small ones, and where that cannot grow. Any thread may use it."""
 
     def __init__(self, arena: ShmArena) -> None:
         self.arena = arena
-        self._has_warned = False
 
     def copy(self, *parts: NDArray[Any]) -> tuple[NDArray[np.uint8] | bytes, ArenaBlock | None]:
-        """The bytes of flat arrays, one behind the other, and the block that they lie in; small ones do not."""
+        """Return the bytes of flat arrays, one behind the other, and the block that they lie in; small ones do not."""
         nbytes = sum(part.nbytes for part in parts)
         if nbytes < INLINE_BYTES:
             return b"".join(part.tobytes() for part in parts), None
@@ -189,19 +187,13 @@ class BodyAllocator:
         return body, block
 
     def take(self, nbytes: int) -> tuple[NDArray[np.uint8], ArenaBlock | None]:
-        """Memory with undefined content, and the block that it lies in."""
-        try:
-            block = self.arena.allocate(nbytes)
-        except SharedMemoryError as error:
-            level = logging.DEBUG if self._has_warned else logging.WARNING
-            self._has_warned = True
-            _log.log(level, "%s. What finds no room travels through sockets", str(error))
-            return np.empty(nbytes, np.uint8), None
-        return block.array, block
+        """Return memory with undefined content, and the block that it lies in."""
+        block = self.arena.allocate_if_possible(nbytes)
+        return (np.empty(nbytes, np.uint8), None) if block is None else (block.array, block)
 
 
 def explain_mapping_failure(who: str) -> str:
-    """What follows where shared memory cannot be mapped, and what to do about it."""
+    """Return the consequence where shared memory cannot be mapped, and what to do about it."""
     return f"Values go through sockets instead, which is slower. {_advice(who)}"
 
 
@@ -213,10 +205,7 @@ def _advice(who: str) -> str:
 
 
 class PeerShmArena:
-    """The arena of the other end, to read. One thread at a time may use it.
-
-    Args:
-        segment: opened; it is closed with this.
+    """Arena of the other end, to read. One thread at a time may use it.
 
     Attributes:
         problem: why it could not be mapped; empty where it could.
@@ -232,7 +221,7 @@ class PeerShmArena:
 
     @classmethod
     def open(cls, hello: KVHello, machine: str) -> tuple[PeerShmArena | None, str]:
-        """The arena that the other end has told of, or None; and why.
+        """Open the arena of the other end; return it, or None, and the reason.
 
         Args:
             hello: of the other end.
@@ -263,7 +252,7 @@ class PeerShmArena:
         return cls(segment), "on this machine"
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """The bytes ``[offset, offset + nbytes)`` of the other end's arena, not to be written.
+        """Return the bytes ``[offset, offset + nbytes)`` of the other end's arena, not to be written.
 
         Raises:
             WireError: they lie beyond its end.

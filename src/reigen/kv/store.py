@@ -55,7 +55,7 @@ KeyTensors: TypeAlias = tuple[Key, list[Any]]
 
 
 class UpdateFunction(Protocol):
-    """What a local store does with a sum: ``updater(key, sum, stored)`` changes ``stored`` in place."""
+    """Function of a local store on a sum: ``updater(key, sum, stored)`` changes ``stored`` in place."""
 
     def __call__(self, key: Key, value: Any, stored: Any, /) -> None:
         """Update ``stored``, a tensor of the framework that the key was initialised with."""
@@ -83,23 +83,8 @@ class Pending(Protocol):
         """Call ``callback`` when they are `done`: now, or on whichever thread finds out, which it must not keep."""
 
 
-class CompletedPending:
-    """A `Pending` of which nothing is pending."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return at once."""
-
-    def done(self) -> bool:
-        """Always."""
-        return True
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call it now."""
-        callback()
-
-
 class KVStore(ABC):
-    """A store; `reigen.kv.create` makes one. One thread at a time may use it.
+    """Store; `reigen.kv.create` makes one. One thread at a time may use it.
 
     Attributes:
         type: the name that it was created by.
@@ -260,7 +245,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """From now on, pushes update the stored values. All workers call it alike, before the first push.
+        """Have pushes update the stored values from now on. All workers call it alike, before the first push.
 
         Raises:
             ArgumentError: no optimizer of `reigen.optim`; or there were pushes already.
@@ -268,7 +253,7 @@ class KVStore(ABC):
         """
 
     def set_updater(self, updater: UpdateFunction) -> None:
-        """From now on, pushes update the stored values by a function of this process. Local stores only.
+        """Have pushes update the stored values by a function of this process. Local stores only.
 
         Raises:
             UnsupportedError: the values are not in this process.
@@ -333,7 +318,7 @@ class KVStore(ABC):
         """
 
     def num_dead_nodes(self, timeout: float = 60.0) -> int:
-        """How many workers and servers have not been heard of for ``timeout`` seconds, or are known to be dead.
+        """Return how many workers and servers have been silent for ``timeout`` seconds, or are known to be dead.
 
         Raises:
             ArgumentError: the time is negative.
@@ -342,10 +327,10 @@ class KVStore(ABC):
 
     @abstractmethod
     def leave(self) -> None:
-        """This worker has no more data: rounds from now on do without it. It may still pull."""
+        """Have rounds from now on do without this worker, which has no more data. It may still pull."""
 
     def rounds(self, key: Key) -> int:
-        """How many pushes of this rank the key has taken: one that takes a lost worker's place goes on from there."""
+        """Return how many pushes of this rank the key has taken; one in a lost worker's place goes on from there."""
         self._known(key)
         return 0
 
@@ -358,21 +343,21 @@ class KVStore(ABC):
         """
 
     def _waited(self, parts: Sequence[Pending], wait: bool) -> Pending:
-        pending = parts[0] if len(parts) == 1 else _PendingGroup(parts, self.one_deadline)
+        pending = parts[0] if len(parts) == 1 else PendingGroup(parts, self.one_deadline)
         if wait:
             pending.wait()
         return pending
 
     def one_deadline(self, until: float | None = None) -> AbstractContextManager[object]:
-        """A block of which all waits end together, where a store waits for others and keeps deadlines itself.
+        """Have all waits of a block end together, where a store waits for others and keeps deadlines itself.
 
         Args:
-            until: when, on the clock of ``time.monotonic()``; None: by the job's deadline, from now on.
+            until: the end, on the clock of ``time.monotonic()``; None: the job's deadline, from now on.
         """
         return contextlib.nullcontext()
 
     def attention(self) -> AbstractContextManager[None]:
-        """A block in which the caller calls `attend` whenever something is pending.
+        """Promise for a block to call `attend` whenever something is pending.
 
         Nothing else need be woken for it, and what is begun may leave as late as with the next `attend`.
         """
@@ -406,11 +391,11 @@ class KVStore(ABC):
     # -- MXNet's private names ----------------------------------------------------------------------------------------
 
     def _barrier(self) -> None:
-        """`barrier`."""
+        """Call `barrier`."""
         self.barrier()
 
     def _set_updater(self, updater: UpdateFunction) -> None:
-        """`set_updater`."""
+        """Call `set_updater`."""
         self.set_updater(updater)
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
@@ -455,18 +440,14 @@ class KVStore(ABC):
         return type(next(iter(self._specs))) if self._specs else None
 
     def _known(self, key: Key) -> TensorSpec:
-        """What a key holds.
-
-        Raises:
-            ArgumentError: it was never initialised.
-        """
+        """Return what a key holds; raises ArgumentError if it was never initialised."""
         check_key_type([key], self._kind())
         if key not in self._specs:
             raise ArgumentError(f"key {key!r} was never initialised; call init() with its first value")
         return self._specs[key]
 
     def _tensors(self, keys: Keys, values: Values, what: str = "value") -> list[KeyTensors]:
-        """A user's arguments as keys that exist, and tensors that are like what those hold."""
+        """Return a user's arguments as keys that exist, and tensors that are like what those hold."""
         if type(keys) in KEY_TYPES and keys in self._specs and not isinstance(values, (list, tuple)):
             named: list[KeyTensors] = [(keys, [values])]  # the usual case, and the one that is timed
         else:
@@ -481,7 +462,7 @@ class KVStore(ABC):
 
 
 def _as_output(key: Key, out: Any) -> Any:
-    """What receives a key's value: ``out``; of `pushpull` without one, the value itself.
+    """Return what receives a key's value: ``out``; of `pushpull` without one, the value itself.
 
     Raises:
         ArgumentError, UnsupportedTypeError: it cannot be written.
@@ -493,11 +474,7 @@ def _as_output(key: Key, out: Any) -> Any:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """That it is one.
-
-    Raises:
-        ArgumentError: it is not.
-    """
+    """Raise ArgumentError if this is no optimizer of `reigen.optim`."""
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             f"an optimizer of reigen.optim is needed, for example reigen.optim.create('sgd', learning_rate=0.1); got "
@@ -506,7 +483,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def _check_priority(priority: object) -> int:
-    """A priority as the int that it is; before anything is begun, since half an operation would never end.
+    """Return a priority as an int; before anything is begun, since half an operation would never end.
 
     Raises:
         ArgumentError: it is none, or does not fit into a message.
@@ -525,27 +502,34 @@ def _is_one_for_each(rows: Any) -> bool:
     return isinstance(rows, (list, tuple)) and any(getattr(each, "ndim", 0) > 0 for each in rows)
 
 
-class _PendingGroup:
-    """Several `Pending` as one."""
+class PendingGroup:
+    """Group of several `Pending` as one, or of none."""
 
-    def __init__(self, parts: Sequence[Pending], one_deadline: Callable[[], AbstractContextManager[object]]) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Pending],
+        one_deadline: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
+    ) -> None:
         self._parts, self._one_deadline = parts, one_deadline
 
     def wait(self, timeout: float | None = None) -> None:
+        """See `Pending.wait`."""
         until = None if timeout is None else time.monotonic() + timeout
         with self._one_deadline():
             for part in self._parts:
                 part.wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def done(self) -> bool:
+        """See `Pending.done`."""
         return all(part.done() for part in self._parts)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """See `Pending.add_done_callback`."""
         call_when_all_done(self._parts, callback)
 
 
 class _Completable(Protocol):
-    """What tells when it is done, as `Pending` does."""
+    """Anything that tells when it is done, as `Pending` does."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """See `Pending.add_done_callback`."""

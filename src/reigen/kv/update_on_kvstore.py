@@ -1,4 +1,4 @@
-"""Where weights are updated, on the store or by the worker: gluon.Trainer's table, as a decision with its reason."""
+"""Decision where weights are updated, on the store or by the worker: gluon.Trainer's table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from reigen.kv.store import KVStore
 
 
 class StoreKind(Enum):
-    """What matters about a store here."""
+    """Kind of a store, as far as it matters here."""
 
     NONE = "no store"
     LOCAL = "a store of this process"
@@ -22,11 +22,10 @@ class StoreKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class UpdateRequirements:
-    """What the decision depends on.
+    """Facts that the decision depends on.
 
     Attributes:
-        kind: what the store is.
-        is_capable: whether it can update weights.
+        is_capable: whether the store can update weights.
         wanted: the user's ``update_on_kvstore``; None: not said.
         default: REIGEN_KV_UPDATE_ON_KVSTORE (MXNET_UPDATE_ON_KVSTORE).
         by_name: the user gave a name, not a store that exists already.
@@ -45,12 +44,7 @@ class UpdateRequirements:
 
 @dataclass(frozen=True, slots=True)
 class UpdateLocation:
-    """The decision.
-
-    Attributes:
-        needs_store: gradients, or weights, go through the store.
-        on_store: it updates the weights.
-    """
+    """Decision: whether gradients, or weights, go through the store, and whether it updates the weights."""
 
     needs_store: bool
     on_store: bool
@@ -62,10 +56,10 @@ _STORE = UpdateLocation(needs_store=True, on_store=True)
 
 
 def store_kind(store: object | None) -> StoreKind:
-    """What a store is: with staleness 0, ``dist_ssp`` is synchronous.
+    """Return the kind of a store: with staleness 0, ``dist_ssp`` is synchronous.
 
     Example:
-        >>> kind_of(None)
+        >>> store_kind(None)
         <StoreKind.NONE: 'no store'>
     """
     if store is None:
@@ -80,7 +74,7 @@ def store_kind(store: object | None) -> StoreKind:
 
 
 def choose_update_location(question: UpdateRequirements) -> tuple[UpdateLocation, str]:
-    """Where the weights are updated, and why.
+    """Return where the weights are updated, and why.
 
     Raises:
         ArgumentError: what the user wants cannot be, with this store and these parameters.
@@ -116,7 +110,6 @@ def choose_update_location(question: UpdateRequirements) -> tuple[UpdateLocation
 
 
 def _choose_by_default(question: UpdateRequirements) -> tuple[UpdateLocation, str]:
-    """Both can be."""
     if question.wanted is not None:
         return (_STORE if question.wanted else _WORKER), f"update_on_kvstore={question.wanted}"
     if question.kind is StoreKind.ALLREDUCE:

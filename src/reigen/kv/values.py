@@ -1,4 +1,4 @@
-"""What users pass to a store: keys, tensors, lists of both, and tensors of which only some rows are there."""
+"""Arguments of users to a store: keys, tensors, lists of both, and tensors of which only some rows are there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DENSE, ROW_SPARSE = "default", "row_sparse"
 
 @dataclass
 class RowSparse:
-    """A tensor of which only some rows are there; all others are zero.
+    """Tensor of which only some rows are there; all others are zero.
 
     As a value to push, ``indices`` may be in any order, and rows with the same index are added up. As the ``out`` of
     `KVStore.row_sparse_pull` it receives the rows that were asked for, in ascending order.
@@ -57,15 +57,11 @@ class RowSparse:
 
     @classmethod
     def empty(cls, like: Any) -> RowSparse:
-        """One without rows, with the dtype, framework and shape of the tensor ``like``: to receive some."""
+        """Return one without rows, with the dtype, framework and shape of the tensor ``like``: to receive some."""
         return cls(np.empty(0, np.int64), like[:0], tuple(like.shape))
 
     def checked_indices(self) -> Array:
-        """The indices as int64.
-
-        Raises:
-            ArgumentError: one is not a row of the tensor.
-        """
+        """Return the indices as int64; raises ArgumentError if one is not a row of the tensor."""
         return row_numbers(self.indices, self.shape[0])
 
     def receive(self, indices: Array, rows: Array) -> None:
@@ -77,11 +73,9 @@ class RowSparse:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What all workers must agree on for a key.
+    """Element type, shape and storage of a key's value, the same for all workers.
 
     Attributes:
-        dtype: element type.
-        shape: of the whole tensor.
         stype: ``default`` (dense) or ``row_sparse``.
     """
 
@@ -104,7 +98,7 @@ class TensorSpec:
 
 
 def as_value(value: object, *, writable: bool = False) -> Any:
-    """A tensor that a user passed: itself, a torch sparse tensor as `RowSparse`, a number or list as an array.
+    """Return a user's tensor: itself, a torch sparse tensor as `RowSparse`, a number or list as an array.
 
     Raises:
         UnsupportedTypeError: it is none, or cannot be communicated.
@@ -129,7 +123,7 @@ def _from_torch_sparse(tensor: Any) -> RowSparse:
 
 
 def tensor_spec(value: Any) -> TensorSpec:
-    """What a tensor that `as_value` gave is.
+    """Return the spec of a tensor of `as_value`.
 
     Raises:
         UnsupportedTypeError: its element type cannot be communicated.
@@ -140,7 +134,7 @@ def tensor_spec(value: Any) -> TensorSpec:
 
 
 def flatten_tensor(tensor: Any) -> tuple[Array, bool]:
-    """A dense tensor's elements as a flat array of the storage type, and whether that is the tensor's memory."""
+    """Return a dense tensor's elements as a flat array of the storage type, and whether that is the tensor's memory."""
     array, aliases = get_adapter(tensor).array(tensor)
     return array.reshape(-1), aliases
 
@@ -198,11 +192,7 @@ def sum_duplicate_rows(indices: Array, rows: Array, dtype: DType) -> tuple[Array
 
 
 def as_key(key: object) -> Key:
-    """A key as Python's int or str.
-
-    Raises:
-        ArgumentError: see `reigen.kv.keys.key_id`.
-    """
+    """Return a key as Python's int or str; raises ArgumentError as `reigen.kv.keys.key_id` does."""
     key_id(key)  # type: ignore[arg-type]  # it looks
     return str(key) if isinstance(key, str) else operator.index(key)  # type: ignore[arg-type]
 
@@ -210,20 +200,19 @@ def as_key(key: object) -> Key:
 def group_by_key(
     keys: Any, values: object, what: str = "value", known: Container[Key] = ()
 ) -> list[tuple[Key, list[Any]]]:
-    """The tensors of each key, in the order in which the keys first come.
+    """Return the tensors of each key, in the order in which the keys first come.
 
     Args:
         keys: one, or a list.
-        values: for one key a tensor, or a list of tensors, one of each device. For a list of keys a list of as many of
-            that.
-        what: what the values are called in errors.
+        values: for one key a tensor, or a list with one for each device. For a list of keys a list of as many of that.
+        what: name of the values in errors.
         known: keys that were looked at before.
 
     Raises:
         ArgumentError: the lengths differ, a list is empty, or int and str keys are mixed.
 
     Example:
-        >>> grouped(["b", "a", "b"], [1, [2, 3], 4])
+        >>> group_by_key(["b", "a", "b"], [1, [2, 3], 4])
         [('b', [1, 4]), ('a', [2, 3])]
     """
     if not isinstance(keys, (list, tuple)):
@@ -243,7 +232,7 @@ def group_by_key(
 
 
 def check_key_type(keys: Iterable[Key], kind: type | None = None) -> type | None:
-    """The one type that all keys of a store have; ``kind`` is the one of the keys before.
+    """Return the one type that all keys of a store have; ``kind`` is the one of the keys before.
 
     Raises:
         ArgumentError: they are mixed.
@@ -258,7 +247,7 @@ def check_key_type(keys: Iterable[Key], kind: type | None = None) -> type | None
 
 
 def check_tensor_specs(key: Key, expected: TensorSpec, tensors: Sequence[Any], *, can_be_sparse: bool = True) -> None:
-    """That tensors are what the key holds.
+    """Check that tensors are what the key holds.
 
     Raises:
         ArgumentError: a shape or dtype differs from what `init` was given, or a sparse tensor meets a dense key that

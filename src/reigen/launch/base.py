@@ -1,4 +1,4 @@
-"""The interface between a job and what gets it onto hosts: launchers, the agents that they start, and their registry.
+"""Interface between a job and the engine that runs it on hosts: launchers, their agents, and their registry.
 
 A launcher says which processes run on which hosts, and gets one agent process onto each host that is not this one. It
 starts no rank, decides nothing about the job's end, retries nothing and prints nothing. The supervisor
@@ -45,7 +45,7 @@ BUILT_IN_LAUNCHERS: Mapping[str, str] = {
 }
 #: Entry points of this group, in other packages, are launchers, too.
 ENTRY_POINT_GROUP = "reigen.launchers"
-#: What is used where hosts are named and no launcher is. With this host alone, no ssh is needed.
+#: Used where hosts are named and no launcher is. With this host alone, no ssh is needed.
 DEFAULT_LAUNCHER = "ssh"
 
 _PYTHON_PROBLEMS = (
@@ -58,13 +58,7 @@ _PYTHON_PROBLEMS = (
 
 @dataclass(frozen=True, slots=True)
 class HostProblem:
-    """Why a host cannot take part.
-
-    Attributes:
-        host: its name.
-        what: what is wrong.
-        advice: what to do about it; or empty.
-    """
+    """Reason why a host cannot take part: ``what`` is wrong, and ``advice``, which may be empty."""
 
     host: str
     what: str
@@ -73,11 +67,9 @@ class HostProblem:
 
 @dataclass(frozen=True, slots=True)
 class AgentCommand:
-    """The program that an engine is to run on a host. Everybody there may read it: nothing in it is secret.
+    """Program that an engine runs on a host, whose users can read it: it holds no secret.
 
-    Attributes:
-        python: the interpreter.
-        environ: variables without which it does not find Reigen; all others go through its stdin.
+    ``environ`` has the variables without which ``python`` does not find Reigen; all others go through its stdin.
     """
 
     python: str
@@ -91,47 +83,42 @@ class AgentCommand:
         return cls(python, {"PYTHONPATH": os.pathsep.join(path)} if path else {})
 
     @property
-    def words(self) -> list[str]:
+    def argv(self) -> list[str]:
         """Program and arguments, without blanks and quotes of their own."""
         # -P: a module of the directory where the agent begins, the user's home, is nobody's joke.
         return [self.python, "-P", "-m", "reigen.launch.agent"]
 
     @property
-    def words_with_environ(self) -> list[str]:
-        """The same, for engines that carry no variables."""
+    def argv_with_environ(self) -> list[str]:
+        """Return ``argv`` for engines that carry no variables: they are set by ``env``."""
         variables = [f"{name}={text}" for name, text in self.environ.items()]
-        return ["env", *variables, *self.words] if variables else self.words
+        return ["env", *variables, *self.argv] if variables else self.argv
 
 
 class AgentStarter(Protocol):
-    """A way to get agents onto hosts."""
+    """Starter of agents on other hosts."""
 
     @property
     def remote_shell(self) -> Sequence[str]:
-        """Command line before a host's name that rsync can use (``rsync -e``); empty where there is none."""
+        """Command line before a host's name for rsync (``rsync -e``); empty where there is none."""
 
     def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
-        """Start the agent of a host, and return at once.
-
-        Args:
-            host: its name, as the plan has it.
-            agent: what is to run there.
+        """Start the agent of a host (its name is the plan's) and return at once.
 
         Returns:
-            The client process of this host through whose stdin and stdout the agent is spoken to
-            (``launch.spawn.spawn_client``). What it says on stderr is kept, and shown if it fails.
+            The client process of this host whose stdin and stdout are the agent's (``launch.spawn.spawn_client``).
 
         Raises:
             LaunchError: the client process cannot be started.
         """
 
-    def explain_exit(self, host: str, exit_code: int | None, said: str) -> HostProblem:
-        """Explain why an agent has not come, or has gone, from what the engine says.
+    def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
+        """Explain why an agent has not come, or has gone, from the engine's output.
 
         Args:
             host: its host.
             exit_code: of the client process; None: it had to be killed.
-            said: what came on its stderr, and on its stdout before the agent.
+            output: the client's stderr, and its stdout before the agent's greeting.
         """
 
 
@@ -141,10 +128,10 @@ class JobPlan:
 
     Attributes:
         assignments: hosts with their processes, in the order of ranks.
-        agents: starts the agents of hosts that are not this one; None where all are this one.
-        addresses: of hosts whose names say nothing to this one, by name.
-        processes: commands that this host runs instead of ranks: the engine's own that start them; None: ranks.
-        describe_end: the last words of such a job; None: the supervisor says which rank failed first, and how.
+        agents: starts the agents of other hosts; None where all are this one.
+        addresses: of hosts whose names this one cannot resolve, by name.
+        processes: the engine's own commands on this host that start the ranks; None: the ranks are started one by one.
+        describe_end: makes the last message of such a job; None: the supervisor names the rank that failed first.
     """
 
     assignments: Sequence[HostAssignment]
@@ -155,38 +142,29 @@ class JobPlan:
 
 
 class Launcher(Protocol):
-    """What gets a job's processes onto hosts."""
+    """Launcher of a job: gets its processes onto hosts."""
 
     @property
     def options(self) -> LaunchOptions:
-        """The job's options, as its supervisor has to know them."""
+        """Options of the job for its supervisor."""
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
-        """Decide which processes run on which hosts; an engine may have to be asked for hosts, and to grant them.
-
-        Args:
-            wait: waits so many seconds at most. The user may stop the job meanwhile: then it raises LaunchError.
+        """Decide which processes run on which hosts; ``wait`` sleeps so many seconds at most.
 
         Raises:
-            LaunchError: the engine does not give what the job needs; the message names all of that.
+            LaunchError: the engine does not give what the job needs (the message says all), or the user stopped it.
         """
 
     def close(self) -> Sequence[str]:
-        """Give back everything that the engine holds for the job.
-
-        May be called more than once, and before ``allocate``.
+        """Give back everything that the engine holds for the job; may be called again, and before ``allocate``.
 
         Returns:
-            What is left nevertheless, each with the command that removes it, for the user.
+            Whatever could not be given back, each with the command that removes it, for the user.
         """
 
 
 def assign_processes(options: LaunchOptions, hosts: Sequence[HostInfo] | None = None) -> list[HostAssignment]:
-    """Place ranks, servers and scheduler on hosts.
-
-    Args:
-        options: of the job.
-        hosts: hosts and slots that an engine has given, in the order of ranks; None: those that the user named.
+    """Place ranks, servers and scheduler on the given hosts, in the order of ranks; None: those that the user named.
 
     Raises:
         ConfigError: too few slots.
@@ -202,10 +180,7 @@ LauncherFactory = Callable[[LaunchOptions, Mapping[str, str]], Launcher]
 
 
 def find_launcher(name: str) -> LauncherFactory:
-    """Import the factory of a launcher.
-
-    Args:
-        name: one of Reigen's own, that of an entry point in the group ``reigen.launchers``, or ``module:factory``.
+    """Import a launcher's factory by the name of a built-in one, of an entry point, or as ``module:factory``.
 
     Raises:
         ConfigError: there is no such launcher, or it cannot be imported.
@@ -228,24 +203,17 @@ def find_launcher(name: str) -> LauncherFactory:
         raise LaunchError(f"--launcher {name}: {target} raised an error when it was imported: {told}") from error
 
 
-def explain_agent_exit(host: str, exit_code: int | None, said: str, python: str) -> HostProblem:
-    """Explain an agent's end where the engine has done its part: it is Python's, or Reigen's.
-
-    Args:
-        host: where it was to run.
-        exit_code: of the client process; None: it had to be killed.
-        said: what came on stderr.
-        python: the interpreter that was to run it.
-    """
-    last = last_line(said)
+def explain_agent_exit(host: str, exit_code: int | None, output: str, python: str) -> HostProblem:
+    """Explain the end of an agent whose client did its part: by Python's or Reigen's output (`AgentStarter`)."""
+    last = last_line(output)
     for pattern, what, advice in _PYTHON_PROBLEMS:
-        if re.search(pattern, said, re.IGNORECASE):
+        if re.search(pattern, output, re.IGNORECASE):
             return HostProblem(host, f"{what} ({last})", advice)
     if exit_code in {126, 127}:
         return HostProblem(host, f"there is no {python} ({last})", "name the Python there: --remote-python")
     return HostProblem(host, f"the agent ended with exit code {exit_code}: {last or 'it did not say why'}")
 
 
-def last_line(said: str) -> str:
+def last_line(output: str) -> str:
     """Return the last line that holds something, or an empty text."""
-    return next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "")
+    return next((line.strip() for line in reversed(output.splitlines()) if line.strip()), "")

@@ -1,4 +1,4 @@
-"""What the launcher's processes wait for: descriptors, and signals that ask them to stop."""
+"""Event loop of the launcher's processes: descriptors, and signals that ask them to stop."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class HasFileno(Protocol):
-    """An open file, pipe or socket."""
+    """Open file, pipe or socket."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Return its descriptor."""
 
 
 def _ignore_signal(_: int) -> None:
-    """There is no guard that would send signals on."""
+    """Ignore a signal: without a watchdog no process passes one on."""
 
 
 class LauncherLoop:
-    """One thread's waiting. A context manager.
+    """Event loop of one thread, and a context manager.
 
     Args:
-        lifeline: see ``launch.watchdog``; None where there is no guard, and nobody else to hear of signals.
-        on_signal: called with the number of a signal that asks to stop, sent to this process or to its guard.
-        on_orphaned: called when the guard has gone.
+        lifeline: see ``launch.watchdog``; None where there is no watchdog.
+        on_signal: called with the number of a signal that asks to stop, sent to this process or to its watchdog.
+        on_orphaned: called when the watchdog has gone.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LauncherLoop:
             self._wakeup.setblocking(False)
             signal.set_wakeup_fd(self._wakeup.fileno(), warn_on_full_buffer=False)
             self.watch(lifeline, lambda: self._read(lifeline))
-            self.watch(self._wakened, lambda: self._tell(self._wakened.recv(64)))
+            self.watch(self._wakened, lambda: self._dispatch(self._wakened.recv(64)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -66,16 +66,16 @@ class LauncherLoop:
         self._selector.register(file, events, callback)
 
     def unwatch(self, file: HasFileno | int) -> None:
-        """Stop that; nothing happens where nobody watches."""
+        """Stop watching ``file``, if it is watched."""
         with suppress(KeyError):
             self._selector.unregister(file)
 
     def watches(self, file: HasFileno | int) -> bool:
-        """Whether ``file`` is watched."""
+        """Return whether ``file`` is watched."""
         return file in self._selector.get_map()
 
     def wait(self, seconds: float | None) -> None:
-        """Wait for something to happen, not longer than ``seconds``, and call whom it concerns."""
+        """Wait for events, not longer than ``seconds``, and call their callbacks."""
         for key, _ in self._selector.select(seconds):
             if self._selector.get_map().get(key.fd) is key:  # an earlier one may have ended it
                 callback: Callable[[], object] = key.data
@@ -86,9 +86,9 @@ class LauncherLoop:
         if not signals:
             self.unwatch(lifeline)
             self._on_orphaned()
-        self._tell(signals)
+        self._dispatch(signals)
 
-    def _tell(self, signals: bytes) -> None:
+    def _dispatch(self, signals: bytes) -> None:
         for signum in signals:
             if signum in STOP_SIGNALS:
                 self._on_signal(signum)

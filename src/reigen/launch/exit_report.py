@@ -1,4 +1,4 @@
-"""What the user is told at the end of a job. Makes text, prints nothing."""
+"""Messages for the user at the end of a job. Makes text, prints nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from reigen.launch.watchdog import STOP_SIGNALS
 
 @dataclass(frozen=True, slots=True)
 class ProcessLocations:
-    """What was where, and what became of the hosts.
+    """Hosts and names of a job's processes, and hosts that were lost.
 
     Attributes:
         hosts: of each process, by number; empty where all are on one.
-        names: of processes that are no ranks, by number.
+        names: of PS processes, by number.
         losses: hosts that were lost, and why.
     """
 
@@ -50,62 +50,49 @@ SIGKILL_HINT = (
 def format_exit_report(
     finish: FinishJob,
     tail: Sequence[bytes],
-    whereabouts: ProcessLocations,
+    locations: ProcessLocations,
     *,
     is_above: bool = False,
     sharing: Sequence[int] = (),
 ) -> bytes:
-    """The last words of a job: nothing where all went well.
+    """Format the last message of a job: empty where all went well.
 
     Args:
         finish: how it ended.
         tail: the last lines of the stderr of the process that failed first.
-        whereabouts: where that was.
+        locations: of its processes.
         is_above: these lines were printed just before.
         sharing: ranks that ended with the same error.
     """
     if finish.failure is not None:
-        host = whereabouts.hosts.get(finish.failure.rank, "")
-        words = format_failure(finish.failure, tail, whereabouts, is_above=is_above, sharing=sharing)
-        others = [each for each in whereabouts.losses.items() if not finish.failure.reason or each[0] != host]
-        return words + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in others)
+        host = locations.hosts.get(finish.failure.rank, "")
+        report = format_failure(finish.failure, tail, locations, is_above=is_above, sharing=sharing)
+        lost = [each for each in locations.losses.items() if not finish.failure.reason or each[0] != host]
+        return report + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in lost)
     if finish.signum in STOP_SIGNALS:
         return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
     return b""
 
 
 def describe_exit(exit_code: int, cause: str = "") -> str:
-    """How a process has ended, and what the kernel says of it.
-
-    Example:
-        >>> ended(3), ended(-9)
-        ('exit code 3', 'killed by SIGKILL')
-    """
-    words = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
-    return f"{words}; {cause}" if cause else words
+    """Describe a process's exit code, and the kernel's cause of its end: ``killed by SIGKILL; CAUSE``."""
+    text = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
+    return f"{text}; {cause}" if cause else text
 
 
 def format_failure(
     failure: JobFailure,
     tail: Sequence[bytes],
-    whereabouts: ProcessLocations,
+    locations: ProcessLocations,
     *,
     is_above: bool = False,
     sharing: Sequence[int] = (),
 ) -> bytes:
-    """The block that is printed last: who failed first, how, and its last words.
-
-    Args:
-        failure: what happened.
-        tail: the last lines of that process's stderr.
-        whereabouts: where it was.
-        is_above: they were printed just before.
-        sharing: ranks that ended with the same error.
-    """
-    number, names = failure.rank, whereabouts.names
-    host = whereabouts.hosts.get(number, "")
+    """Format the block that is printed last: the process that failed first, and the last lines of its stderr."""
+    number, names = failure.rank, locations.names
+    host = locations.hosts.get(number, "")
     if failure.reason:
-        lost = _format_processes([each for each, where in whereabouts.hosts.items() if where == host], names)
+        lost = _format_processes([each for each, where in locations.hosts.items() if where == host], names)
         block = [f"reigen run: host {host} was lost, with {lost}: {failure.reason}".encode()]
     else:
         where = f" (host {host})" if host else ""
@@ -127,9 +114,9 @@ def format_failure(
             in_vain = f"it was started again {_format_restarts(failure)}, and has failed again"
             block.append(b"  " + (_describe_restarts(name, failure) if number in names else in_vain).encode())
     if failure.num_stopped:
-        others = "rank was" if failure.num_stopped == 1 else "ranks were"
+        stopped = "rank was" if failure.num_stopped == 1 else "ranks were"
         other = "" if number in names else "other "
-        block.append(f"  {failure.num_stopped} {other}{others} stopped because of it".encode())
+        block.append(f"  {failure.num_stopped} {other}{stopped} stopped because of it".encode())
     return b"\n".join(block) + b"\n"
 
 
@@ -148,7 +135,7 @@ def _format_restarts(failure: JobFailure) -> str:
 
 
 def _format_processes(numbers: Sequence[int], names: ProcessNames) -> str:
-    """``ranks 1, 2 and server 0``."""
+    """Format processes: ``ranks 1, 2 and server 0``."""
     ranks = [str(number) for number in numbers if number not in names]
     parts = [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}"] if ranks else []
     parts += [names[number] for number in numbers if number in names]

@@ -91,14 +91,14 @@ def _controller(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HorovodrunOption:
-    """One option of `horovodrun` that sets a knob, or has no effect.
+    """Option of `horovodrun` that sets a knob, or has no effect.
 
     Attributes:
         flag: its spelling; ``--[no-]x`` is a switch with two.
         parse: makes the variable's text of the option's, or of the file's value; raises ValueError.
-        path: where it stands in the configuration file; empty: nowhere.
+        path: its place in the configuration file; empty: none.
         variable: the knob's, without its prefix; empty: no effect.
-        help: what it does.
+        help: description in ``--help``.
     """
 
     flag: str
@@ -109,12 +109,12 @@ class HorovodrunOption:
 
     @property
     def name(self) -> str:
-        """As an attribute: ``--[no-]stall-check`` is stall_check."""
+        """Name of the attribute: ``--[no-]stall-check`` is stall_check."""
         return self.flag.replace("[no-]", "").strip("-").replace("-", "_")
 
     @property
     def is_switch(self) -> bool:
-        """Whether it takes no value."""
+        """True if it is a flag without a value."""
         return self.parse in {_switch, _inverse}
 
 
@@ -223,21 +223,18 @@ HOROVODRUN_OPTIONS: dict[str, tuple[HorovodrunOption, ...]] = {
 }
 
 #: Names of a knob's variable, where they are not REIGEN_X and HOROVOD_X alone.
-_OTHER_NAMES = {
-    "START_TIMEOUT": ("HOROVOD_GLOO_TIMEOUT_SECONDS",),
-    "LOG": ("REIGEN_LOG_LEVEL", "HOROVOD_LOG_LEVEL"),
-}
+_OTHER_NAMES = {"START_TIMEOUT": ("HOROVOD_GLOO_TIMEOUT_SECONDS",), "LOG": ("REIGEN_LOG_LEVEL", "HOROVOD_LOG_LEVEL")}
 
 
 @dataclass(frozen=True, slots=True)
 class TranslatedOptions:
-    """What options and configuration file come to.
+    """Variables and options that command line and configuration file come to.
 
     Attributes:
-        variables: what the ranks' environment gets.
+        variables: for the ranks' environment.
         without_effect: options, and settings of the file, that were accepted and have no effect.
         unknown: settings of the file that mean nothing.
-        wishes: what options in `MPIRUN_OPTIONS` were given, by name, while it is to start the ranks.
+        launcher_options: those of `MPIRUN_OPTIONS`, by name, where mpirun starts the ranks.
     """
 
     variables: dict[str, str]
@@ -255,11 +252,11 @@ def choose_launcher(chosen: Mapping[str, object], document: object) -> str:
 
 
 def translate_options(chosen: Mapping[str, object], document: object, environ: Mapping[str, str]) -> TranslatedOptions:
-    """The environment that options and configuration file ask for.
+    """Translate options and configuration file into the environment.
 
     Args:
         chosen: options of the command line by name, None where they were not given.
-        document: what the configuration file holds, as YAML makes it; None for no file.
+        document: the configuration file as YAML parses it; None for no file.
         environ: the launcher's environment.
 
     Raises:
@@ -268,30 +265,31 @@ def translate_options(chosen: Mapping[str, object], document: object, environ: M
     settings = dict(_flat(document))
     variables: dict[str, str] = {}
     origins: dict[str, str] = {}
-    idle: list[str] = []
-    wishes: dict[str, str] = {}
-    understood = MPIRUN_OPTIONS if choose_launcher(chosen, document) == "mpi" else ()
+    without_effect: list[str] = []
+    launcher_options: dict[str, str] = {}
+    supported = MPIRUN_OPTIONS if choose_launcher(chosen, document) == "mpi" else ()
     for option in (option for group in HOROVODRUN_OPTIONS.values() for option in group):
-        given, filed = chosen.get(option.name), settings.pop(option.path, None)
-        value = filed if given is None else given
+        option_value, file_value = chosen.get(option.name), settings.pop(option.path, None)
+        value = file_value if option_value is None else option_value
         if value is None:
             continue
-        name = f"{option.path} in the configuration file" if given is None else _format_option(option, given)
-        text = _parse_value(option, value, option.path if given is None else option.name)
+        in_file = option_value is None
+        name = f"{option.path} in the configuration file" if in_file else _format_option(option, option_value)
+        text = _parse_value(option, value, option.path if in_file else option.name)
         variable = f"REIGEN_{option.variable}"
-        if option.name in understood:
-            wishes[option.name] = text
+        if option.name in supported:
+            launcher_options[option.name] = text
         elif not option.variable:
-            idle.append(name)
-        elif given is not None or not _is_set(option.variable, environ):
+            without_effect.append(name)
+        elif not in_file or not _is_set(option.variable, environ):
             variables[variable], origins[variable] = text, name
     if origins:
         variables[ORIGINS_VARIABLE] = json.dumps(origins)
-    return TranslatedOptions(variables, tuple(idle), tuple(settings), wishes)
+    return TranslatedOptions(variables, tuple(without_effect), tuple(settings), launcher_options)
 
 
 def _flat(document: object) -> Iterator[tuple[str, object]]:
-    """The file's settings by path: ``params.cache_capacity``."""
+    """Yield the file's settings by path: ``params.cache_capacity``."""
     if document is None:
         return
     if not isinstance(document, dict):
@@ -315,7 +313,7 @@ def _parse_value(option: HorovodrunOption, value: object, name: str) -> str:
 
 
 def _format_option(option: HorovodrunOption, value: object) -> str:
-    """How the option was written."""
+    """Format the option as the user wrote it."""
     if option.name == "controller":
         return f"--{value}"
     if value is False and option.name == "log_with_timestamp":

@@ -1,4 +1,4 @@
-"""A machine's processes of a job, until nothing of them is left. `LocalProcesses` has them below this one."""
+"""Processes of a job on one host, until nothing of them is left. `LocalProcesses` has them below this one."""
 
 from __future__ import annotations
 
@@ -25,54 +25,54 @@ STDOUT, STDERR = 0, 1
 STREAMS = (STDOUT, STDERR)
 
 _READ_BYTES = 1 << 16
-#: How often to look whether what ranks left behind has gone: nobody tells of the end of a grandchild.
+#: Seconds between looks whether what ranks left behind has gone: the end of a grandchild is announced to no process.
 _SWEEP_SECONDS = 0.02
 
 
 class HostProcesses(Protocol):
-    """The processes of one machine, wherever it is: ranks, and servants under the numbers behind them."""
+    """Processes of one host, this one or another: ranks, and PS processes under the numbers behind them."""
 
     def restart(self, number: int, attempt: int) -> None:
         """Start a process again that has ended."""
 
     def terminate(self, ranks: Sequence[int]) -> None:
-        """Ask these ranks, and what they started, to stop."""
+        """Ask these ranks, and their descendants, to stop."""
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """Kill these ranks, and everything that ranks have left behind on this machine."""
+        """Kill these ranks, and everything that ranks have left behind on this host."""
 
     def sweep(self) -> None:
-        """Ask what ranks have left behind to stop; ``ProcessListener.swept`` follows when there is nothing."""
+        """Ask left-over descendants of ranks to stop; ``ProcessListener.swept`` follows when there are none."""
 
     def pause(self, stream: int) -> None:
-        """Take no more of what is printed on this stream; whoever prints has to wait."""
+        """Take no more output of this stream; its writers have to wait."""
 
     def resume(self, stream: int) -> None:
-        """Go on taking it."""
+        """Take output again."""
 
     def turn(self) -> float | None:
-        """Do what is due; returns in how many seconds to call again if nothing happens, None for never."""
+        """Do the work that is due; return the seconds until the next call if nothing happens, None for no limit."""
 
 
 class ProcessListener(Protocol):
-    """What happens to a host's processes is told to this."""
+    """Listener to events of a host's processes."""
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
         """A rank has printed this."""
 
     def closed(self, rank: int, stream: int) -> None:
-        """Nothing more comes from this stream of this rank."""
+        """Stream of this rank has ended."""
 
     def exited(self, rank: int, exit_code: int, cause: str) -> None:
-        """Its process has ended; a negative code is minus the signal that ended it, ``cause`` as in ``job.Failure``."""
+        """Process has ended; a negative code is minus the signal's number, ``cause`` as in ``JobFailure``."""
 
     def swept(self, group: HostProcesses) -> None:
-        """Nothing that its ranks started runs any more."""
+        """Group has no descendants of its ranks left."""
 
 
 @dataclass(frozen=True, slots=True)
 class _OutputPipe:
-    """One stream of one rank."""
+    """Pipe with one stream of one rank."""
 
     rank: int
     stream: int
@@ -84,20 +84,20 @@ class LocalProcesses:
 
     Args:
         loop: waits for their output and their ends.
-        listener: is told.
+        listener: gets their events.
     """
 
     def __init__(self, loop: LauncherLoop, listener: ProcessListener) -> None:
         self._loop, self._listener = loop, listener
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        #: By number: what they run, where, and what they read.
+        #: By number: command, spec and standard input.
         self._started: dict[int, tuple[Sequence[str], ProcessSpec, int | None]] = {}
         #: Pipes that are open.
         self._pipes: list[_OutputPipe] = []
         self._paused: set[int] = set()
         self._is_sweeping = self._is_killing = False
         self._oom = OomMonitor()
-        #: Children of this process that are none of the job's, and what is below them.
+        #: Children of this process that do not belong to the job; their descendants are spared, too.
         self.spared: set[int] = set()
 
     @property
@@ -108,7 +108,7 @@ class LocalProcesses:
     def start(
         self,
         command: Sequence[str],
-        place: ProcessSpec,
+        spec: ProcessSpec,
         inherited: InheritedDescriptors | None = None,
         stdin: int | None = None,
     ) -> None:
@@ -116,24 +116,24 @@ class LocalProcesses:
 
         Args:
             command: the program and its arguments.
-            place: which one, and where.
-            inherited: what it brings along.
-            stdin: what rank 0 reads, None for what this process does.
+            spec: its number and environment.
+            inherited: descriptors of ``runner`` that it inherits.
+            stdin: rank 0's standard input, None for this process's.
 
         Raises:
-            LaunchError: it cannot be started; those that were are the guard's to end.
+            LaunchError: it cannot be started; those that were are the watchdog's to end.
         """
-        rank = place.number
-        self._started[rank] = command, place, stdin
-        descriptors = place.descriptors + (() if inherited is None else inherited.descriptors)
+        rank = spec.number
+        self._started[rank] = command, spec, stdin
+        descriptors = spec.descriptors + (() if inherited is None else inherited.descriptors)
         process = spawn_process(
-            command if inherited is None else inherited.substitute(command), place, descriptors, stdin
+            command if inherited is None else inherited.substitute(command), spec, descriptors, stdin
         )
         self._processes[rank] = process
         try:
             handle = os.pidfd_open(process.pid)
         except OSError as error:
-            raise LaunchError(f"cannot watch the process of {place.name}: {explain_limit(error).strerror}") from error
+            raise LaunchError(f"cannot watch the process of {spec.name}: {explain_limit(error).strerror}") from error
         self._loop.watch(handle, lambda: self._on_exit(rank, handle))
         for stream, file in ((STDOUT, process.stdout), (STDERR, process.stderr)):
             assert file is not None, "spawn asks for pipes"
@@ -144,16 +144,12 @@ class LocalProcesses:
                 self._loop.watch(file, self._reader(pipe))
 
     def restart(self, number: int, attempt: int) -> None:
-        """Start it again, without the payload.
-
-        Raises:
-            LaunchError: it cannot be started.
-        """
-        command, place, stdin = self._started[number]
-        self.start(command, replace(place, environ={**place.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
+        """Start it again, without the payload; raises LaunchError."""
+        command, spec, stdin = self._started[number]
+        self.start(command, replace(spec, environ={**spec.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
 
     def terminate(self, ranks: Sequence[int]) -> None:
-        """Send SIGTERM to these ranks and to what is in their sessions."""
+        """Send SIGTERM to these ranks and to all processes in their sessions."""
         self._signal_groups(ranks, signal.SIGTERM)
         self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
 
@@ -182,19 +178,19 @@ class LocalProcesses:
                 self._loop.watch(pipe.file, self._reader(pipe))
 
     def turn(self) -> float | None:
-        """Collect orphans; see whether what is to end has ended, and what the OOM killer does."""
-        mine = {process.pid for process in self._processes.values() if process.returncode is None}
-        reap_orphans(mine | self.spared)
+        """Reap orphans; look whether left-over processes have ended, and at the OOM killer's counters."""
+        running = {process.pid for process in self._processes.values() if process.returncode is None}
+        reap_orphans(running | self.spared)
         if self._is_killing:
             self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
         if self._is_sweeping and not find_descendants(os.getpid(), self.spared):
             self._is_sweeping = False
             self._listener.swept(self)
-        due = self._oom.sample() if mine else None  # before an end that it is to explain
+        due = self._oom.sample() if running else None  # before an end that it is to explain
         return _SWEEP_SECONDS if self._is_sweeping or self._is_killing else due
 
     def drain(self) -> None:
-        """Take what is left in pipes whose writers have ended."""
+        """Read the rest of pipes whose writers have ended."""
         for pipe in list(self._pipes):
             while self._read(pipe):
                 pass

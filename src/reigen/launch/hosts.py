@@ -1,4 +1,4 @@
-"""Where a job was asked to run, on how many processes, and which rank that puts where.
+"""Hosts of a job, their slots, and the placement of ranks on them.
 
 Lists of hosts come as on a command line (``h1:2,h2:4``) and in a file (``h1 slots=2``).
 """
@@ -29,21 +29,17 @@ _LINE = re.compile(rf"{_NAME}(?:\s+slots\s*=\s*(?P<slots>[1-9]\d*)|:(?P<colon>[1
 
 @dataclass(frozen=True, slots=True)
 class HostInfo:
-    """A host and how many ranks may run there."""
+    """Host with its number of slots for ranks."""
 
     name: str
     slots: int
 
 
 def parse_hosts(text: str) -> list[HostInfo]:
-    """The hosts of ``h1:2,h2``; without a number, one slot.
+    """Parse ``h1:2,h2``; without a number, one slot.
 
     Raises:
         ConfigError: an entry has another form.
-
-    Example:
-        >>> parse_hosts("localhost:4")
-        [Host(name='localhost', slots=4)]
     """
     hosts = []
     for entry in text.split(","):
@@ -55,15 +51,11 @@ def parse_hosts(text: str) -> list[HostInfo]:
 
 
 def parse_hostfile(text: str, num_ranks: int = 1) -> list[HostInfo]:
-    """The hosts of a host file: a line each, ``name slots=n`` or ``name:n``; ``#`` begins a comment.
+    """Parse a host file: a line each, ``name slots=n`` or ``name:n``; ``#`` begins a comment.
 
-    A plain list of names, as MXNet's launcher has it, gives each host the same number of ranks, the first ones one more
-    where that does not come out even. Its ``name:port`` is not understood: what follows the colon are slots, as
-    everywhere else; ssh's port is `--ssh-port`'s to say, or ssh's configuration's.
-
-    Args:
-        text: what the file holds.
-        num_ranks: how many ranks a plain list is for.
+    A plain list of names, as MXNet's launcher has it, gives each host the same number of the ``num_ranks``, the first
+    ones one more where that does not come out even. Its ``name:port`` is an error: numbers behind a colon are slots, as
+    everywhere else; the port is a matter of `--ssh-port` or of ssh's configuration.
 
     Raises:
         ConfigError: a line has another form, or looks like ``name:port``, or there is none.
@@ -94,7 +86,7 @@ def parse_hostfile(text: str, num_ranks: int = 1) -> list[HostInfo]:
 
 
 def resolve_hosts(listed: str | None, file: str | os.PathLike[str] | None, num_ranks: int) -> list[HostInfo]:
-    """The hosts of a list, or of a file, or this one alone.
+    """Return the hosts of a list, or of a file, or this one alone.
 
     Raises:
         ConfigError: they have another form, or the file cannot be read.
@@ -110,17 +102,17 @@ def resolve_hosts(listed: str | None, file: str | os.PathLike[str] | None, num_r
 
 
 def parse_mxnet_hostfile(text: str) -> tuple[list[HostInfo], int | None]:
-    r"""The hosts of a file of MXNet's launcher, and where their sshd listens, if they say so.
+    r"""Parse a host file of MXNet's launcher into hosts and the port of their sshd, if it has one.
 
     A line each, ``name``, ``name:port`` or ``name slots=n``. Processes are dealt out in turn, so that slots count for
-    nothing; a number that is no port is taken for one of those.
+    nothing: a number that is no port is taken for slots.
 
     Raises:
         ConfigError: a line has another form, there is none, or the hosts have different ports.
 
     Example:
-        >>> parse_mxnet_hostfile("h1:22\nh2 slots=4")
-        ([Host(name='h1', slots=1), Host(name='h2', slots=1)], 22)
+        >>> [host.name for host in parse_mxnet_hostfile("h1:22\nh2 slots=4")[0]]
+        ['h1', 'h2']
     """
     ports: set[int] = set()
     lines = []
@@ -141,11 +133,7 @@ def parse_mxnet_hostfile(text: str) -> tuple[list[HostInfo], int | None]:
 
 
 def check_slots(hosts: Sequence[HostInfo], num_ranks: int) -> None:
-    """Make sure that the hosts have a slot for each rank.
-
-    Raises:
-        ConfigError: they have too few.
-    """
+    """Raise ConfigError unless the hosts have a slot for each rank."""
     num_slots = sum(host.slots for host in hosts)
     if num_slots < num_ranks:
         raise ConfigError(f"the hosts have {num_slots} slots, and {num_ranks} processes were asked for")
@@ -153,120 +141,103 @@ def check_slots(hosts: Sequence[HostInfo], num_ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class HostAssignment:
-    """The processes of one host.
+    """Processes of one host: its ranks' topologies, ascending; its servers, and the scheduler if it runs there.
 
-    Attributes:
-        host: its name.
-        is_here: it is this one: no ssh is needed.
-        topologies: of its ranks, ascending.
-        servants: its servers, and the scheduler if it is here.
+    ``is_local``: it is this host, which is reached without an agent.
     """
 
     host: str
-    is_here: bool
+    is_local: bool
     topologies: tuple[Topology, ...]
-    servants: tuple[PsProcess, ...] = ()
+    ps_processes: tuple[PsProcess, ...] = ()
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The numbers of its ranks."""
+        """Ranks of the host."""
         return tuple(topology.rank for topology in self.topologies)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of all its processes, in the order in which they are started."""
-        return self.ranks + tuple(servant.number for servant in self.servants)
+        """Numbers of all its processes, in the order in which they are started."""
+        return self.ranks + tuple(process.number for process in self.ps_processes)
 
 
-def assign_ranks(hosts: Sequence[HostInfo], num_ranks: int, is_here: Callable[[str], bool]) -> list[HostAssignment]:
-    """Which ranks each host gets: its slots are filled before the next host's, in the order of the list.
+def assign_ranks(hosts: Sequence[HostInfo], num_ranks: int, is_local: Callable[[str], bool]) -> list[HostAssignment]:
+    """Fill the slots of each host before the next host's, in the order of the list.
 
     A host that is named twice has the slots of both places. Hosts for which no rank is left are not used.
-
-    Args:
-        hosts: what was asked for.
-        num_ranks: how many processes.
-        is_here: whether a name is this host's.
+    ``is_local`` says whether a name is this host's.
 
     Raises:
         ConfigError: too few slots.
     """
     slots: dict[str, int] = {}
-    here = _find_local_name([host.name for host in hosts], is_here)
+    local_name = _find_local_name([host.name for host in hosts], is_local)
     for host in hosts:
-        name = here if is_here(host.name) else host.name
+        name = local_name if is_local(host.name) else host.name
         slots[name] = slots.get(name, 0) + host.slots
     check_slots(hosts, num_ranks)
     homes = [name for name, num in slots.items() for _ in range(min(num, num_ranks))]
-    return _host_assignments(homes[:num_ranks], here)
+    return _host_assignments(homes[:num_ranks], local_name)
 
 
 def assign_ranks_and_servers(
-    hosts: Sequence[HostInfo], num_ranks: int, servers: ServerOptions, is_here: Callable[[str], bool]
+    hosts: Sequence[HostInfo], num_ranks: int, servers: ServerOptions, is_local: Callable[[str], bool]
 ) -> list[HostAssignment]:
-    """Which ranks and which servers each host gets; the scheduler's is this one, whether it has ranks or not.
+    """Place ranks and servers on hosts; the scheduler runs on this one, whether it has ranks or not.
 
     Server i runs on host i of those that it may run on, and again from the first one when they are through. So do
     ranks, behind the last server's host, if they are to be dealt out; otherwise they are placed as by `assign_ranks`.
-
-    Args:
-        hosts: what was asked for.
-        num_ranks: how many ranks.
-        servers: the servers.
-        is_here: whether a name is this host's.
 
     Raises:
         ConfigError: too few slots.
     """
     names = [host.name for host in hosts]
-    here = _find_local_name([*names, *servers.hosts], is_here) or "localhost"
+    local_name = _find_local_name([*names, *servers.hosts], is_local) or "localhost"
 
     def home(listed: Sequence[str], index: int) -> str:
         name = listed[index % len(listed)]
-        return here if is_here(name) else name
+        return local_name if is_local(name) else name
 
     if servers.round_robin_workers:
-        assignments = _host_assignments([home(names, servers.num + rank) for rank in range(num_ranks)], here)
+        assignments = _host_assignments([home(names, servers.num + rank) for rank in range(num_ranks)], local_name)
     else:
-        assignments = assign_ranks(hosts, num_ranks, is_here)
+        assignments = assign_ranks(hosts, num_ranks, is_local)
     allowed = servers.hosts or names
     found = {each.host: each for each in assignments}
-    for servant in list_ps_processes(num_ranks, servers):
-        name = here if servant.role is PsRole.SCHEDULER else home(allowed, servant.index)
-        before = found.get(name, HostAssignment(name, name == here, ()))
-        found[name] = replace(before, servants=(*before.servants, servant))
+    for process in list_ps_processes(num_ranks, servers):
+        name = local_name if process.role is PsRole.SCHEDULER else home(allowed, process.index)
+        before = found.get(name, HostAssignment(name, name == local_name, ()))
+        found[name] = replace(before, ps_processes=(*before.ps_processes, process))
     return list(found.values())
 
 
-def _find_local_name(names: Sequence[str], is_here: Callable[[str], bool]) -> str:
-    """By which of its names this host is called; empty if it is not."""
-    return next((name for name in names if is_here(name)), "")
+def _find_local_name(names: Sequence[str], is_local: Callable[[str], bool]) -> str:
+    """Return the name in the list by which this host is called; empty if it is not."""
+    return next((name for name in names if is_local(name)), "")
 
 
-def _host_assignments(homes: Sequence[str], here: str) -> list[HostAssignment]:
-    """The hosts, in the order of their first rank, where rank r runs on ``homes[r]``."""
+def _host_assignments(homes: Sequence[str], local_name: str) -> list[HostAssignment]:
+    """Return the hosts, in the order of their first rank, where rank r runs on ``homes[r]``."""
     ranks: dict[str, list[int]] = {}
     for rank, name in enumerate(homes):
         ranks.setdefault(name, []).append(rank)
     counts = [len(each) for each in ranks.values()]
     return [
-        HostAssignment(name, bool(here) and name == here, tuple(_topologies(index, each, counts)))
+        HostAssignment(name, bool(local_name) and name == local_name, tuple(_topologies(index, each, counts)))
         for index, (name, each) in enumerate(ranks.items())
     ]
 
 
 def _topologies(index: int, ranks: Sequence[int], counts: Sequence[int]) -> Iterator[Topology]:
-    """The ranks of the host at ``index``, where the hosts have so many each."""
+    """Yield the topologies of the host at ``index``, where the hosts have ``counts`` ranks."""
     for local, rank in enumerate(ranks):
         having = [other for other, count in enumerate(counts) if count > local]
         yield Topology(rank, sum(counts), local, len(ranks), having.index(index), len(having))
 
 
 def is_this_host(name: str) -> bool:
-    """Whether ``name`` is this host: by its own name, or because its address is one of this host's.
-
-    A name that cannot be resolved here is another host: ssh may know it.
-    """
+    """Return whether ``name`` is this host's; one that cannot be resolved is another's: ssh may know it."""
     own = socket.gethostname()
     if name in _LOCAL_NAMES or name in {own, own.partition(".")[0]}:
         return True
@@ -278,7 +249,7 @@ def is_this_host(name: str) -> bool:
 
 
 def is_own_address(address: str) -> bool:
-    """Whether an interface of this host has this address: nobody else's can be bound."""
+    """Return whether an interface of this host has this address: no other address can be bound."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -289,32 +260,32 @@ def is_own_address(address: str) -> bool:
 
 
 def check_fixed_size(num_ranks: int, bounds: Mapping[str, int | None], discovery: str | None) -> None:
-    """Make sure that a job of ``num_ranks`` processes, no more and no fewer, is what was asked for.
+    """Reject options that ask for an elastic job.
 
     Args:
-        num_ranks: how many processes.
-        bounds: how few and how many they may be, by the name under which the user said it; None where he did not.
-        discovery: how he asked for hosts to be discovered; None: he did not.
+        num_ranks: the number of processes.
+        bounds: least and greatest number of processes, by option; None: not given.
+        discovery: the option that asks for discovery of hosts; None: not given.
 
     Raises:
         ConfigError: an elastic job was asked for.
     """
-    asked = [f"{name}={value}" for name, value in bounds.items() if value not in {None, num_ranks}]
-    asked += [] if discovery is None else [discovery]
-    if asked:
+    elastic = [f"{name}={value}" for name, value in bounds.items() if value not in {None, num_ranks}]
+    elastic += [] if discovery is None else [discovery]
+    if elastic:
         raise ConfigError(
-            f"{', '.join(asked)}: elastic jobs, whose number of processes changes, are not possible yet; "
+            f"{', '.join(elastic)}: elastic jobs, whose number of processes changes, are not possible yet; "
             f"leave it out to run {num_ranks} processes from beginning to end"
         )
 
 
 def choose_own_address(interfaces: Sequence[str], towards: str, clients: Sequence[str]) -> tuple[str, str]:
-    """At which address other hosts reach this one, and why it is this one.
+    """Choose the address at which other hosts reach this one, with the reason.
 
     Args:
         interfaces: names of those that may be used; empty: all.
         towards: another host.
-        clients: from where the other hosts say that ssh's connections come; empty texts where they do not know.
+        clients: addresses from which the other hosts see ssh's connections come; empty texts: unknown.
 
     Raises:
         ConfigError: none can be found.

@@ -1,20 +1,20 @@
-"""What the launcher does when something happens: an event goes in, instructions come out. No I/O, no clock.
+"""Decisions of the launcher: an event goes in, instructions come out. No I/O, no clock.
 
 The life of a job:
 
-a. RUNNING: ranks run, and perhaps *servants*: parameter servers and their scheduler, whose numbers come behind those of
-   the ranks. A process that exits with 0 has done its part, the others go on.
+a. RUNNING: ranks run, and perhaps *PS processes*: parameter servers and their scheduler, whose numbers come behind
+   those of the ranks. A process that exits with 0 has done its part, the others go on.
 b. A rank fails, or a signal asks the launcher to stop: the rest are asked to stop (Terminate), a timer starts:
    STOPPING.
-c. A servant is killed: it is started again (Restart), if it may be; else it ends the job as a rank would. One that ends
-   by itself with an error ends the job in any case: it has a reason, such as that the others are lost. Ranks may be
-   started again, too, or the job may go on without those that fail, if the user wants it so: the parameter server's
-   policies for lost workers. A failure that stops nobody still gives the exit code. A servant that says, by its exit
-   code, that the ranks are lost has noticed it before they have ended: a timer starts, and the first rank that fails
-   is the failure; the servant is, when the timer ends and none has failed. A rank that has left the parameter server's
-   job (Left) has no place to come back to: it is not started again. Of one that was started again in vain, the first
-   failure counts.
-d. The last rank has exited, and servants still run: they are about to end by themselves, a timer starts: ENDING. They
+c. A PS process is killed: it is started again (Restart), if it may be; else it ends the job as a rank would. One that
+   ends by itself with an error ends the job in any case: it has a reason, such as that the others are lost. Ranks may
+   be started again, too, or the job may go on without those that fail, if the user wants it so: the parameter server's
+   policies for lost workers. A failure that stops no other still gives the exit code. A PS process that says, by its
+   exit code, that the ranks are lost has noticed it before they have ended: a timer starts, and the first rank that
+   fails is the failure; the PS process is, when the timer ends and none has failed. A rank that has left the parameter
+   server's job (Left) has no place to come back to: it is not started again. Of one that was started again in vain, the
+   first failure counts.
+d. The last rank has exited, and PS processes still run: they end by themselves, a timer starts: ENDING. They
    are asked to stop when it ends, or when a signal comes: STOPPING. How they exit does not matter any more.
 e. The timer ends in STOPPING, or Ctrl-C is pressed again: what is left is killed (Kill), and the timer starts again.
 f. The last process has exited: what they left behind is asked to stop (Sweep), and killed when the timer ends:
@@ -40,7 +40,7 @@ from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 
 #: A terminal, or a tool like `timeout`, may send one request to stop twice; a second Ctrl-C comes later than this.
 REPEATED_SIGNAL_SECONDS = 0.2
-#: What a process that was lost with its host counts as having exited with: ssh's own code for a connection that failed.
+#: Exit code of a process that was lost with its host: ssh's own code for a connection that failed.
 HOST_LOST_EXIT_CODE = 255
 #: The exit codes of a process that SIGKILL has ended, and of a shell that ran it.
 KILLED_EXIT_CODES = (-SIGKILL, 128 + SIGKILL)
@@ -48,15 +48,15 @@ KILLED_EXIT_CODES = (-SIGKILL, 128 + SIGKILL)
 
 @dataclass(frozen=True, slots=True)
 class JobFailure:
-    """The first thing that went wrong.
+    """First failure of a job.
 
     Attributes:
-        rank: whose process: a rank, or a servant's number.
-        exit_code: what it exited with; negative: minus the signal that ended it.
+        rank: whose process: a rank, or a PS process's number.
+        exit_code: its exit code; negative: minus the signal that ended it.
         num_stopped: how many other ranks were running and are stopped because of it.
-        reason: why it counts as failed although nobody saw its process end; else empty.
+        reason: why it counts as failed although its end was not seen; else empty.
         num_restarts: how often it was started again, before that; of a rank, whose first failure this is, behind it.
-        cause: what the kernel says of a process that was killed (``resources.oom``); else empty.
+        cause: the kernel's part in the end of a process that was killed (``resources.oom``); else empty.
     """
 
     rank: int
@@ -69,7 +69,7 @@ class JobFailure:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExited:
-    """The process of a rank, or of a servant, has ended; ``exit_code`` and ``cause`` as in ``JobFailure``."""
+    """Process of a rank, or a PS process, has ended; ``exit_code`` and ``cause`` as in ``JobFailure``."""
 
     rank: int
     exit_code: int
@@ -78,14 +78,14 @@ class ProcessExited:
 
 @dataclass(frozen=True, slots=True)
 class PsWorkerLeft:
-    """A rank has left the parameter server's job in good order; its process goes on, or is about to end."""
+    """Rank has left the parameter server's job in good order; its process goes on, or is about to end."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class HostLost:
-    """Nothing more will be heard of these processes: their host cannot be reached any more, for this ``reason``."""
+    """Host cannot be reached any more, for this ``reason``, with these processes on it."""
 
     ranks: tuple[int, ...]
     reason: str
@@ -93,7 +93,7 @@ class HostLost:
 
 @dataclass(frozen=True, slots=True)
 class SignalReceived:
-    """The launcher was sent a signal at ``seconds`` on some steady clock."""
+    """Signal was sent to the launcher at ``seconds`` on some steady clock."""
 
     signum: int
     seconds: float
@@ -101,17 +101,17 @@ class SignalReceived:
 
 @dataclass(frozen=True, slots=True)
 class GraceExpired:
-    """The timer that StartGraceTimer started has ended."""
+    """Timer that StartGraceTimer started has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogLost:
-    """Nobody watches over the launcher any more: it must end, and everything with it."""
+    """Watchdog of the launcher has gone: it must end, and everything with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessesSwept:
-    """Nothing that the job's processes started runs any more."""
+    """Job has left no process behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class RestartProcess:
 
 @dataclass(frozen=True, slots=True)
 class TerminateProcesses:
-    """Send SIGTERM to these processes and what they started."""
+    """Send SIGTERM to these processes and their descendants."""
 
     ranks: tuple[int, ...]
 
@@ -145,17 +145,14 @@ class StartGraceTimer:
 
 @dataclass(frozen=True, slots=True)
 class SweepProcesses:
-    """Send SIGTERM to every process that is left below the launcher; say Swept when there is none."""
+    """Send SIGTERM to every process that is left below the launcher; answered by ProcessesSwept when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishJob:
-    """End the launcher.
+    """End the launcher with an exit code of 0 to 255.
 
-    Attributes:
-        exit_code: 0 to 255.
-        failure: what ended the job, None where nothing failed by itself.
-        signum: the signal that stopped the launcher, or None.
+    ``failure`` is what ended the job, if a process failed by itself; ``signum`` the signal that stopped the launcher.
     """
 
     exit_code: int
@@ -168,17 +165,12 @@ JobInstruction = RestartProcess | TerminateProcesses | KillProcesses | StartGrac
 
 
 def was_killed(exit_code: int) -> bool:
-    """Whether a process ended because of a signal, or, if it is a shell, what it ran.
-
-    Example:
-        >>> was_killed(-9), was_killed(137), was_killed(1)
-        (True, True, False)
-    """
+    """Return whether a signal ended a process, or, if it is a shell, the program that it ran: -9, 137."""
     return exit_code < 0 or exit_code > 128
 
 
 class JobPhase(Enum):
-    """Where the job is in its life."""
+    """Phase in the life of a job."""
 
     RUNNING = auto()
     ENDING = auto()
@@ -188,47 +180,49 @@ class JobPhase(Enum):
 
 
 class JobState:
-    """The state of one job. ``handle`` takes one event at a time.
+    """State of one job. ``handle`` takes one event at a time.
 
     Args:
         num_ranks: how many ranks there are, from 0.
-        restarts: how often each servant may be started again, by its number; the numbers follow those of the ranks. Of
-            ranks, only those are in it that may be started again.
-        goes_on: a rank that fails does not stop the others.
+        restarts: how often each PS process may be started again, by its number; numbers of ranks are in it only where
+            those may be started again.
+        continue_on_failure: a rank that fails does not stop the others.
     """
 
-    def __init__(self, num_ranks: int, restarts: Mapping[int, int] | None = None, *, goes_on: bool = False) -> None:
+    def __init__(
+        self, num_ranks: int, restarts: Mapping[int, int] | None = None, *, continue_on_failure: bool = False
+    ) -> None:
         self._num_ranks = num_ranks
-        self._goes_on = goes_on
+        self._continue_on_failure = continue_on_failure
         self._allowed = dict(restarts or {})
         #: How often each of them has been started again.
         self._restarted = dict.fromkeys(self._allowed, 0)
         #: How ranks that were started again had ended at first.
         self._first_ends: dict[int, ProcessExited] = {}
         #: Ranks that have left the parameter server's job.
-        self._left: set[int] = set()
+        self._departed: set[int] = set()
         self.phase = JobPhase.RUNNING
-        #: Ranks and servants whose process has not ended.
+        #: Ranks and PS processes that have not ended.
         self.running = {*range(num_ranks), *self._allowed}
         #: Set once, in RUNNING, by the first process that fails. Stops the others, unless the job goes on.
         self.failure: JobFailure | None = None
-        #: Set once, in RUNNING, by the first servant that says that the ranks are lost.
-        self._rumour: JobFailure | None = None
+        #: Set once, in RUNNING, by the first PS process that says that the ranks are lost.
+        self._reported_loss: JobFailure | None = None
         #: Set once, in RUNNING, by the first signal.
         self.signum: int | None = None
         self._stopped_at = float("-inf")
-        #: Kill was said in this phase.
+        #: A KillProcesses was returned in this phase.
         self._killed = False
 
     def handle(self, event: JobEvent) -> list[JobInstruction]:
-        """What to do now, in this order."""
+        """Return the instructions to carry out, in this order."""
         match event:
             case _ if self.phase is JobPhase.DONE:
                 return []
             case ProcessExited():
                 return self._exited(event)
             case PsWorkerLeft(number):
-                self._left.add(number)
+                self._departed.add(number)
                 return []
             case HostLost(numbers, reason):
                 return self._lost(numbers, reason)
@@ -242,10 +236,10 @@ class JobState:
                 return [] if self.running else self._finish()
 
     def validate(self) -> None:
-        """Assert what must hold between two events."""
+        """Assert the invariants between two events."""
         assert self.phase is JobPhase.DONE or bool(self.running) == (self.phase is not JobPhase.SWEEPING)
         assert self.phase is not JobPhase.RUNNING or self.signum is None
-        assert self.phase is not JobPhase.RUNNING or self.failure is None or self._goes_on
+        assert self.phase is not JobPhase.RUNNING or self.failure is None or self._continue_on_failure
         assert self.phase is not JobPhase.RUNNING or self._num_running
         assert self.phase is not JobPhase.ENDING or not self._num_running
         assert self.phase is not JobPhase.STOPPING or self._has_reason
@@ -253,7 +247,6 @@ class JobState:
 
     @property
     def _num_running(self) -> int:
-        """How many ranks run."""
         return sum(number < self._num_ranks for number in self.running)
 
     @property
@@ -263,9 +256,9 @@ class JobState:
     def _exited(self, event: ProcessExited) -> list[JobInstruction]:
         number, exit_code = event.rank, event.exit_code
         if exit_code == 0:
-            return self._gone({number}, None)
+            return self._ended({number}, None)
         times = self._restarted.get(number, 0)
-        may_return = number not in self._left if number < self._num_ranks else was_killed(exit_code)
+        may_return = number not in self._departed if number < self._num_ranks else was_killed(exit_code)
         if self.phase is JobPhase.RUNNING and may_return and times < self._allowed.get(number, 0):
             self._restarted[number] = times + 1
             if number < self._num_ranks:
@@ -275,21 +268,21 @@ class JobState:
         failure = JobFailure(number, first.exit_code, 0, num_restarts=times, cause=first.cause)
         if self.phase is JobPhase.RUNNING and number >= self._num_ranks and exit_code == WORKERS_LOST_EXIT_CODE:
             self.running.discard(number)
-            if self._rumour is not None:
+            if self._reported_loss is not None:
                 return []
-            self._rumour = failure
+            self._reported_loss = failure
             return [StartGraceTimer()]
-        return self._gone({number}, failure)
+        return self._ended({number}, failure)
 
     def _lost(self, numbers: Iterable[int], reason: str) -> list[JobInstruction]:
-        gone = self.running.intersection(numbers)
-        return self._gone(gone, JobFailure(min(gone), HOST_LOST_EXIT_CODE, 0, reason)) if gone else []
+        ended = self.running.intersection(numbers)
+        return self._ended(ended, JobFailure(min(ended), HOST_LOST_EXIT_CODE, 0, reason)) if ended else []
 
-    def _gone(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
+    def _ended(self, numbers: set[int], failure: JobFailure | None) -> list[JobInstruction]:
         self.running -= numbers
         instructions: list[JobInstruction] = []
         if failure is not None and self.phase is JobPhase.RUNNING:
-            is_alone = self._goes_on and max(numbers) < self._num_ranks and self._num_running > 0
+            is_alone = self._continue_on_failure and max(numbers) < self._num_ranks and self._num_running > 0
             num_stopped = 0 if is_alone else self._num_running
             self.failure = self.failure or replace(failure, num_stopped=num_stopped)
             if self.running and not is_alone:
@@ -322,7 +315,7 @@ class JobState:
 
     def _grace_over(self) -> list[JobInstruction]:
         if self.phase is JobPhase.RUNNING:
-            return [] if self._rumour is None else self._gone({self._rumour.rank}, self._rumour)
+            return [] if self._reported_loss is None else self._ended({self._reported_loss.rank}, self._reported_loss)
         if self.phase is JobPhase.ENDING:
             return self._stop()
         return self._finish() if self._killed else self._kill()
@@ -336,7 +329,7 @@ class JobState:
 
     def _finish(self) -> list[JobInstruction]:
         self.phase = JobPhase.DONE
-        if (failure := self.failure or (None if self.signum else self._rumour)) is not None:
+        if (failure := self.failure or (None if self.signum else self._reported_loss)) is not None:
             code = failure.exit_code
             return [FinishJob(code if code > 0 else 128 - code, failure, None)]
         return [FinishJob(0 if self.signum is None else 128 + self.signum, None, self.signum)]

@@ -1,4 +1,4 @@
-"""The launcher that starts everything on this host."""
+"""Launcher that starts everything on this host."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from reigen.launch.options import LaunchOptions
 class LocalLauncher:
     """Ranks and servers as children of the supervisor; no agent.
 
-    Args:
-        options: of the job.
-        environ: of the user's process.
-
     Raises:
         ConfigError: there are other hosts among those that were named, or too few slots.
     """
@@ -24,15 +20,15 @@ class LocalLauncher:
     def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
         names = [host.name for host in options.hosts]
         names += [] if options.servers is None else options.servers.hosts
-        if others := [name for name in names if not is_this_host(name)]:
-            raise ConfigError(f"--launcher local: {', '.join(others)} cannot be reached without ssh")
+        if remote := [name for name in names if not is_this_host(name)]:
+            raise ConfigError(f"--launcher local: {', '.join(remote)} cannot be reached without ssh")
         self.options = options
         self._plan = JobPlan(assign_processes(options))
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
-        """See ``Launcher.allocate``: there is nothing to wait for."""
+        """Return the plan, without waiting."""
         return self._plan
 
     def close(self) -> tuple[str, ...]:
-        """See ``Launcher.close``: nothing is held."""
+        """Hold nothing that has to be given back."""
         return ()

@@ -1,4 +1,4 @@
-"""A job on this host, planned: which environment and which cores each rank gets. Decides, starts nothing."""
+"""Plan of a job's processes on this host: the environment and the cores of each. Decides, starts nothing."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from reigen.errors import ConfigError
 from reigen.launch.ps_processes import WORKER_LOSS_VARIABLE, PsJobSpec, PsProcess, PsRole
 from reigen.resources.memory import cgroup_directories
 
-#: What `--bind` takes.
+#: Values of `--bind`.
 CPU_BINDINGS = ("cores", "none")
-#: Set to 1 where what a rank prints ends on a terminal, though the rank itself writes into a pipe: rank 0 may redraw
+#: Set to 1 where the output of a rank ends on a terminal, though the rank itself writes into a pipe: rank 0 may redraw
 #: its line with a carriage return.
 TERMINAL_VARIABLE = "REIGEN_TERMINAL"
 START_TIMEOUT_VARIABLE = "REIGEN_START_TIMEOUT"
 #: Set to 1 where ranks are to be given torchrun's variables: a script that finds them starts torch.distributed.
 TORCHRUN_ENV_VARIABLE = "REIGEN_TORCHRUN_ENV"
-#: What torchrun says of a process's place in its job.
+#: torchrun's names of a process's topology.
 _TORCHRUN_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-#: What only a rank is given, or only a scheduler.
+#: Variables of a rank alone, or of a scheduler alone.
 PER_RANK_VARIABLES = frozenset(
     {
         PORT_IS_HELD_VARIABLE,
@@ -39,14 +39,14 @@ PER_RANK_VARIABLES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """One process, before it is started.
+    """Process before it is started.
 
     Attributes:
         topology: a rank's place in the job; None for a process of a parameter server.
         cpus: the logical processors it is bound to; empty: not bound.
         environ: its whole environment. Not shown in ``repr``: the job's secret is in it.
-        ps_process: what it is if it is no rank.
-        descriptors: what it inherits, each time that it is started.
+        ps_process: its number and role if it is no rank.
+        descriptors: inherited each time that it is started.
     """
 
     topology: Topology | None
@@ -57,34 +57,33 @@ class ProcessSpec:
 
     @property
     def number(self) -> int:
-        """Its number in the job: a rank's is its rank."""
+        """Number in the job: a rank's is its rank."""
         if self.ps_process is not None:
             return self.ps_process.number
-        assert self.topology is not None, "a process is a rank or a servant"
+        assert self.topology is not None, "a process is a rank or a PS process"
         return self.topology.rank
 
     @property
     def is_restartable(self) -> bool:
-        """Whether another process may be started in its place: nothing of this one may then be left."""
+        """True if another process may be started in its place: nothing of this one may then be left."""
         of_a_worker = "DMLC_ROLE" in self.environ and self.environ.get(WORKER_LOSS_VARIABLE) == "wait"
         return self.ps_process is not None or of_a_worker
 
     @property
     def name(self) -> str:
-        """As the user is told."""
+        """Name in messages: ``rank 1``, ``server 0``."""
         return f"rank {self.number}" if self.ps_process is None else self.ps_process.name
 
 
 @dataclass(frozen=True, slots=True)
 class JobServices:
-    """What the launcher keeps for the ranks.
+    """Services of the launcher for the ranks.
 
     Attributes:
         rendezvous: ``host:port`` of the rendezvous service.
         secret: the job's 32 bytes.
-        master_port: a port that is held for rank 0's own server.
-        master_address: where that is: rank 0's host.
-        ps_job: what there is of parameter servers; None: nothing.
+        master_port: a port that is held for rank 0's own server, at ``master_address``, its host.
+        ps_job: description of the parameter servers' job; None: there are none.
         node_host: the address at which other hosts reach this one.
     """
 
@@ -98,11 +97,11 @@ class JobServices:
 
 @dataclass(frozen=True, slots=True)
 class AvailableCpus:
-    """The processors that the launcher may use.
+    """Processors that the launcher may use.
 
     Attributes:
         cpus: numbers of the logical processors, those of one physical core side by side.
-        quota: how many processors' time the control group allows, None where it sets no limit.
+        quota: processors' worth of time that the control group allows, None where it sets no limit.
     """
 
     cpus: tuple[int, ...]
@@ -110,12 +109,12 @@ class AvailableCpus:
 
     @property
     def num_usable(self) -> int:
-        """How many processors can be busy at a time."""
+        """Number of processors that can be busy at a time."""
         return len(self.cpus) if self.quota is None else max(1, min(len(self.cpus), int(self.quota)))
 
 
 def single_host_topologies(num_ranks: int) -> list[Topology]:
-    """Where the ranks are when all of them are on this host."""
+    """Return the topologies of a job whose ranks are all on this host."""
     return [Topology.on_one_host(rank, num_ranks) for rank in range(num_ranks)]
 
 
@@ -128,13 +127,13 @@ def plan_ranks(
     bind: str | None = None,
     start_timeout_seconds: float | None = None,
 ) -> tuple[list[ProcessSpec], str]:
-    """Places of the ranks on this host, and why their processors were chosen so.
+    """Plan this host's ranks; returns them with the reason for their binding.
 
     Args:
         topologies: the ranks that this host has.
-        services: what they are told of the launcher.
-        environ: what they inherit, but for their place in another job. TORCHRUN_ENV_VARIABLE in it asks for torchrun's
-            variables.
+        services: of the launcher.
+        environ: inherited by the ranks, but for their place in another job; TORCHRUN_ENV_VARIABLE in it asks for
+            torchrun's variables.
         cores: the processors there are.
         bind: ``cores``, ``none``, or None to bind where there is at least one processor for each rank.
         start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
@@ -152,65 +151,55 @@ def plan_ranks(
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores.num_usable // len(topologies))))
     if start_timeout_seconds is not None:
         common[START_TIMEOUT_VARIABLE] = f"{start_timeout_seconds:g}"
-    places = []
+    specs = []
     for topology, cpus in zip(topologies, shares, strict=True):
         of_torchrun = _torchrun_variables(topology, services) if for_torchrun else {}
-        places.append(ProcessSpec(topology, cpus, {**common, **_variables(topology, services), **of_torchrun}))
-    return places, reason
+        specs.append(ProcessSpec(topology, cpus, {**common, **_variables(topology, services), **of_torchrun}))
+    return specs, reason
 
 
 def plan_ps_processes(
-    servants: Sequence[PsProcess], services: JobServices, environ: Mapping[str, str], of_servers: Mapping[str, str]
+    processes: Sequence[PsProcess], services: JobServices, environ: Mapping[str, str], of_servers: Mapping[str, str]
 ) -> list[ProcessSpec]:
-    """Places of the servants on this host. They are not bound: they run when ranks wait.
+    """Plan this host's PS processes, which are not bound: they run when ranks wait.
 
-    Args:
-        servants: what this host has of them.
-        services: what they are told of the launcher.
-        environ: what they inherit.
-        of_servers: variables of the servers alone.
+    ``of_servers`` are variables of the servers alone, beside the ``environ`` of all.
     """
     common = {name: text for name, text in environ.items() if name not in PER_RANK_VARIABLES}
     common.setdefault("PYTHONUNBUFFERED", "1")
     common.setdefault("OMP_NUM_THREADS", "1")
     common |= {RENDEZVOUS_VARIABLE: services.rendezvous, SECRET_VARIABLE: services.secret.hex()}
-    places = []
-    for servant in servants:
-        made = {**common, **(of_servers if servant.role is PsRole.SERVER else {})}
-        places.append(ProcessSpec(None, (), made | _kv_variables(servant.role, servant.index, services), servant))
-    return places
+    specs = []
+    for process in processes:
+        own = {**common, **(of_servers if process.role is PsRole.SERVER else {})}
+        specs.append(ProcessSpec(None, (), own | _kv_variables(process.role, process.index, services), process))
+    return specs
 
 
 def default_ps_command(role: PsRole) -> tuple[str, ...]:
-    """What a servant runs where nobody says anything else: Reigen's own, of the Python that runs this."""
-    # -P: a module of the working directory is nobody's joke
+    """Return the command of Reigen's own server or scheduler, with this Python."""
+    # -P: no module of the working directory is imported by mistake
     return sys.executable, "-P", "-m", "reigen", role
 
 
-def process_command(place: ProcessSpec, of_ranks: Sequence[str], of_servants: Sequence[str]) -> Sequence[str]:
-    """What a process runs.
-
-    Args:
-        place: which one.
-        of_ranks: what ranks run.
-        of_servants: what servants run; empty: Reigen's own.
-    """
-    return of_ranks if place.ps_process is None else of_servants or default_ps_command(place.ps_process.role)
+def process_command(spec: ProcessSpec, rank_command: Sequence[str], ps_command: Sequence[str]) -> Sequence[str]:
+    """Return the command of a process; an empty ``ps_command`` means Reigen's own."""
+    return rank_command if spec.ps_process is None else ps_command or default_ps_command(spec.ps_process.role)
 
 
-def describe_binding(places: Sequence[ProcessSpec], reason: str) -> list[str]:
-    """Where the ranks were placed, for the user, a line each."""
+def describe_binding(specs: Sequence[ProcessSpec], reason: str) -> list[str]:
+    """Describe the binding of the ranks for the user: the reason, and a line each."""
     lines = [reason]
-    for place in places:
-        where = "any processor" if not place.cpus else "processors " + ",".join(map(str, place.cpus))
-        lines.append(f"{where}, OMP_NUM_THREADS={place.environ['OMP_NUM_THREADS']}")
+    for spec in specs:
+        where = "any processor" if not spec.cpus else "processors " + ",".join(map(str, spec.cpus))
+        lines.append(f"{where}, OMP_NUM_THREADS={spec.environ['OMP_NUM_THREADS']}")
     return lines
 
 
 def bind_cores(num_ranks: int, cpus: Sequence[int], bind: str | None) -> tuple[list[tuple[int, ...]], str]:
-    """The processors of each rank (an empty tuple: not bound), and why.
+    """Return the processors of each rank (an empty tuple: not bound), and the reason.
 
-    Neighbouring processors go to one rank, and shares differ by one at most. With more ranks than processors, and only
+    Adjacent processors go to one rank, and shares differ by one at most. With more ranks than processors, and only
     if ``bind`` asks for it, rank r gets processor r modulo their number.
     """
     if bind is not None and bind not in CPU_BINDINGS:
@@ -245,7 +234,7 @@ def _kv_variables(role: PsRole, index: int, services: JobServices) -> dict[str, 
 
 
 def detect_cpus(root: Path = Path("/sys"), proc: Path = Path("/proc")) -> AvailableCpus:
-    """The processors that this process may use, those of one physical core side by side."""
+    """Return the processors that this process may use, those of one physical core side by side."""
 
     def order(cpu: int) -> tuple[int, int, int]:
         topology = root / f"devices/system/cpu/cpu{cpu}/topology"
@@ -262,7 +251,7 @@ def _read_int(path: Path) -> int:
 
 
 def _read_cpu_quota(proc: Path) -> float | None:
-    """The least that a control group of this process, or one above it, allows, in processors; None: no limit."""
+    """Return the least quota of this process's control groups, in processors; None: no limit."""
     found = []
     for group in cgroup_directories(proc / "self", "cpu"):
         for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):

@@ -1,4 +1,4 @@
-"""What the launcher has to know of the ranks' knobs: it listens for them, on the same network, in the same manner."""
+"""Network knobs of the ranks for the launcher, which listens for them on the same network."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _LONGEST_SILENCE_SECONDS = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class NetworkOptions:
-    """How hosts talk to each other. `reigen.config` has the knobs of the same names.
+    """Options of the network between hosts. `reigen.config` has the knobs of the same names.
 
     Attributes:
-        interfaces: names of those that may be used; empty: whichever leads there.
+        interfaces: names of those that may be used; empty: the one that leads there.
         peer_timeout_seconds: how long a host may be silent before it counts as lost.
         tls: encrypt every connection.
         start_timeout_seconds: how long ranks wait for each other in the beginning, and the launcher for hosts, too.
@@ -35,13 +35,8 @@ class NetworkOptions:
     start_timeout_seconds: float = _START_TIMEOUT_SECONDS
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Self:
-        """As the ranks' environment says. What makes no sense there is left to the ranks to complain about.
-
-        Example:
-            >>> Network.of({"DMLC_INTERFACE": "eth0", "REIGEN_PEER_TIMEOUT": "soon"})
-            Network(interfaces=('eth0',), peer_timeout_seconds=20.0, tls=False, start_timeout_seconds=30.0)
-        """
+    def from_environ(cls, environ: Mapping[str, str]) -> Self:
+        """Read the ranks' environment; values that make no sense are left to the ranks to complain about."""
         listed = _first(environ, *_INTERFACES)
         start = _first(environ, "REIGEN_START_TIMEOUT", "HOROVOD_START_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")
         return cls(
@@ -53,7 +48,7 @@ class NetworkOptions:
 
     @property
     def silence_seconds(self) -> float:
-        """How long an agent may be silent: longer than ranks allow each other, so that these get their errors first."""
+        """Seconds that an agent may be silent: longer than for ranks, so that these get their errors first."""
         return min(max(1.25 * self.peer_timeout_seconds + 1, 3 * KEEPALIVE_SECONDS), _LONGEST_SILENCE_SECONDS)
 
     @property
@@ -62,11 +57,7 @@ class NetworkOptions:
         return min(max(self.peer_timeout_seconds, 3 * KEEPALIVE_SECONDS), _LONGEST_SILENCE_SECONDS)
 
     def make_tls(self) -> TlsContext | None:
-        """TLS of this process, where it is wanted.
-
-        Raises:
-            ConfigError: a package is missing that it needs.
-        """
+        """Make the TLS context of this process, where it is wanted; raises ConfigError where a package is missing."""
         if not self.tls:
             return None
         from reigen.net.tls import TlsContext  # loads OpenSSL

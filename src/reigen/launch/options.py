@@ -1,4 +1,4 @@
-"""What a job is to be, before anything of it is started; and who besides the user is told of it."""
+"""Options of a job, and the listener to its events besides the user."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from reigen.launch.ssh.command import SshOptions
 
 @dataclass(frozen=True, slots=True)
 class LaunchOptions:
-    """What `reigen run` was asked for.
+    """Options of `reigen run`.
 
     Attributes:
         command: the program and its arguments.
-        num_ranks: how many processes.
+        num_ranks: the number of processes.
         bind: ``cores``, ``none`` or None, as in ``launch.local_plan.plan_ranks``.
         grace_seconds: how long a process may take to stop before it is killed.
         start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
         prefix: whether output lines begin with their rank.
         timestamps: whether they begin with the time, before the rank.
-        verbose: tell what is started, where, and why there.
-        output_directory: where to keep what each rank prints, too: ``rank.N/stdout`` and ``rank.N/stderr``; or None.
-        inherited: what the ranks bring along; see ``launch.payload``.
-        hosts: where to run; empty: here.
-        ssh: how other hosts are reached.
-        network: how hosts talk to each other.
-        exports: variables that go to other hosts although they usually stay at home.
+        verbose: report which processes are started, where, and why there.
+        output_directory: where to keep each rank's output, too: ``rank.N/stdout`` and ``rank.N/stderr``; or None.
+        inherited: descriptors that the ranks inherit; see ``launch.payload``.
+        hosts: where to run; empty: on this host.
+        ssh: options of ssh.
+        network: options of the network between hosts.
+        exports: variables that go to other hosts although they usually do not.
         sync_directory: where the working directory is copied to on other hosts, and the ranks run; None: they run in
-            the same directory as here.
+            the same directory as on this host.
         mpi_args: further options of mpirun, where that starts the ranks.
         binding_args: its options that place and bind ranks, instead of those that ``bind`` comes to.
         servers: parameter servers that run beside the ranks; None: none.
@@ -78,32 +78,28 @@ class LaunchOptions:
 
 
 def complain(message: str) -> None:
-    """Say something to the user, on stderr."""
+    """Write a message for the user to stderr."""
     with suppress(OSError):
         sys.stderr.write(f"reigen run: {message}\n")
         sys.stderr.flush()
 
 
-def _ignore_exit(rank: int, exit_code: int, cause: str) -> None:
-    """The user is told of the first failure, in the end."""
-
-
-def _ignore_loss(ranks: Sequence[int], reason: str) -> None:
-    """The same."""
+def _ignore(*_: object) -> None:
+    """Ignore an event: the user reads of the first failure, in the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobListener:
-    """Who is told what happens, in the launcher's processes, as it happens. None of them may block for long.
+    """Listener to a job's events in the launcher's processes. No callback may block for long.
 
     Attributes:
         complain: something is wrong with the launcher itself, in one line.
         exited: a rank's process has ended, with ``exit_code`` and ``cause`` as in ``launch.job_state.ProcessExited``.
         lost: these ranks are lost with their host, for this reason.
-        finished: nothing of the job is left. None: the user is told on stderr which rank failed first, and how.
+        finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
     """
 
     complain: Callable[[str], None] = complain
-    exited: Callable[[int, int, str], None] = _ignore_exit
-    lost: Callable[[Sequence[int], str], None] = _ignore_loss
+    exited: Callable[[int, int, str], None] = _ignore
+    lost: Callable[[Sequence[int], str], None] = _ignore
     finished: Callable[[FinishJob], None] | None = None

@@ -16,37 +16,33 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """From now on every orphan below this process becomes its child, and not init's: none can hide by forking twice.
-
-    Raises:
-        OSError: the kernel refused.
-    """
+    """Adopt every orphan below this process from now on: none can hide by forking twice. Raises OSError."""
     _prctl()(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def dies_with_parent() -> Callable[[], None]:
-    """A function for a child to call between fork and exec: the kernel kills it when its parent ends.
+    """Return a function for a child to call between fork and exec: the kernel kills it when its parent ends.
 
-    The wish is tied to the *thread* that forked, so fork from a thread that lives as long as the process does. It
-    survives exec, except into a setuid program, and is not inherited: what the child starts does not have it.
+    The setting is tied to the *thread* that forked, so fork from a thread that lives as long as the process does. It
+    survives exec, except into a setuid program, and is not inherited by the child's children.
     """
     prctl, parent = _prctl(), os.getpid()
     return lambda: _set_parent_death_signal(prctl, parent)
 
 
 def die_with_process(parent: int) -> None:
-    """From now on the kernel kills this process when its parent ends, or the parent's thread that started it."""
+    """Have the kernel kill this process when its parent ends, or the parent's thread that started it."""
     _set_parent_death_signal(_prctl(), parent)
 
 
 def _set_parent_death_signal(prctl: Callable[[int, int], None], parent: int) -> None:
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the wish was made
+    if os.getppid() != parent:  # it ended before that
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def find_descendants(ancestor: int, spared: Collection[int] = ()) -> set[int]:
-    """Processes that descend from ``ancestor`` and have not ended, but for those ``spared`` and what is below them."""
+    """Return live descendants of ``ancestor``, but for those ``spared`` and their descendants."""
     children: dict[int, list[int]] = {}
     for pid, parent in _list_processes():
         children.setdefault(parent, []).append(pid)
@@ -80,7 +76,7 @@ def signal_all_below(signum: int, spared: Collection[int] = ()) -> int:
 
 
 def reap_orphans(known: set[int]) -> None:
-    """Collect ended children that are not in ``known``: orphans that were given to this process."""
+    """Reap ended children that are not in ``known``: orphans that were given to this process."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -92,23 +88,23 @@ def reap_orphans(known: set[int]) -> None:
 
 
 def kill_all_below(limit_seconds: float) -> int:
-    """Kill every process below this one, and what they start meanwhile; returns how many there were at first.
+    """Kill every process below this one, and those that they start meanwhile; returns their number at first.
 
-    Whoever is alive after ``limit_seconds`` is stuck in the kernel and will end when it comes back.
+    A process that is alive after ``limit_seconds`` is stuck in the kernel and will end when it comes back.
     """
     deadline = time.monotonic() + limit_seconds
     num_found = signal_all_below(signal.SIGKILL)
-    left = num_found
-    while left and time.monotonic() < deadline:
+    remaining = num_found
+    while remaining and time.monotonic() < deadline:
         reap_orphans(set())
         select.select([], [], [], 0.005)
-        left = signal_all_below(signal.SIGKILL)
+        remaining = signal_all_below(signal.SIGKILL)
     reap_orphans(set())
     return num_found
 
 
 def _list_processes() -> Iterator[tuple[int, int]]:
-    """(process, its parent) of all processes that have not ended."""
+    """Yield (process, its parent) of all processes that have not ended."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -133,7 +129,7 @@ def _prctl() -> Callable[[int, int], None]:
 
 
 def signal_name(signum: int) -> str:
-    """The name of a signal; realtime signals have numbers only."""
+    """Return the name of a signal; realtime signals have numbers only."""
     try:
         return signal.Signals(signum).name
     except ValueError:

@@ -1,8 +1,8 @@
-"""The processes of a job that are no ranks: parameter servers, and the scheduler that brings everybody together.
+"""Processes of a job that are no ranks: parameter servers, and the scheduler.
 
 Decides, starts nothing. The workers are the job's ranks. Servers run where the user says, in turn; the scheduler runs
 on the launcher's host, at a port that the launcher holds for the whole job, so that another one can take its place.
-All of them are told their places in MXNet's words, which Reigen's processes and those of others understand.
+All of them get their places in MXNet's variables, which Reigen's processes and those of others understand.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from enum import StrEnum
 from reigen.cluster.environ import PORT_IS_HELD_VARIABLE
 from reigen.errors import ConfigError
 
-#: Where servers write down what they hold: without it, one that is started again would have lost it.
+#: Directory of servers' snapshots: without it, one that is started again would have lost its keys.
 SNAPSHOT_VARIABLE = "REIGEN_KV_SNAPSHOT_DIR"
-#: What becomes of the job when a worker is lost: abort (the default), continue, or wait for another one.
+#: Policy when a worker is lost: abort (the default), continue, or wait for another one.
 WORKER_LOSS_VARIABLE = "REIGEN_KV_ON_WORKER_LOSS"
 DEADLINE_VARIABLE = "REIGEN_DEADLINE"
 #: How long the scheduler of a launched job waits for workers: two weeks, in seconds. The launcher knows when they end,
@@ -24,12 +24,12 @@ DEADLINE_VARIABLE = "REIGEN_DEADLINE"
 #: nothing wrong.
 _SCHEDULER_DEADLINE = "1209600"
 NODE_HOST_VARIABLE = "DMLC_NODE_HOST"
-#: How often a process has been started before.
+#: Number of times that a process has been started before.
 ATTEMPT_VARIABLE = "DMLC_NUM_ATTEMPT"
 
 
 class PsRole(StrEnum):
-    """What a process is to a parameter server."""
+    """Role of a process in the parameter server."""
 
     WORKER = "worker"
     SERVER = "server"
@@ -38,18 +38,18 @@ class PsRole(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """The parameter servers that a job was asked for.
+    """Parameter servers that a job was asked for.
 
     Attributes:
-        num: how many.
+        num: the number of servers.
         hosts: where they run, in turn; empty: on the hosts of the job.
-        command: what they and the scheduler run; empty: Reigen's own.
+        command: of servers and scheduler; empty: Reigen's own.
         environ: variables of the servers alone.
         worker_environ: variables of the ranks alone.
-        deals_workers: the ranks go to the hosts in turn, too, behind the servers; not host by host.
+        round_robin_workers: the ranks go to the hosts in turn, too, behind the servers; not host by host.
         num_restarts: how often each process that may be is started again.
-        are_reigens: the scheduler is Reigen's in any case. A command may also be a program for MXNet's own servers, and
-            their scheduler could not listen at a port that is held against other users.
+        uses_reigen_scheduler: the scheduler is Reigen's in any case. A command may also be a program for MXNet's own
+            servers, and their scheduler could not listen at a port that is held against other users.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -73,13 +73,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True)
 class PsProcess:
-    """A server, or the scheduler.
-
-    Attributes:
-        number: in the job, behind the ranks.
-        role: which of the two.
-        index: its number among those of its role.
-    """
+    """Server, or scheduler: ``number`` is in the job, behind the ranks, ``index`` among those of its role."""
 
     number: int
     role: PsRole
@@ -87,25 +81,15 @@ class PsProcess:
 
     @property
     def name(self) -> str:
-        """As the user is told.
-
-        Example:
-            >>> Servant(5, Role.SERVER, 1).name
-            'server 1'
-        """
+        """Name in messages: ``server 1``."""
         return self.role if self.role is PsRole.SCHEDULER else f"{self.role} {self.index}"
 
 
 @dataclass(frozen=True, slots=True)
 class PsJobSpec:
-    """What every process of a job with parameter servers is told of it.
+    """Description of the job for each process of a job with parameter servers.
 
-    Attributes:
-        scheduler_host: address of the scheduler.
-        scheduler_port: where it listens.
-        num_workers: how many ranks there are.
-        num_servers: how many servers.
-        port_is_held: the launcher holds that port against other users; the scheduler has to know.
+    ``port_is_held``: the launcher holds the scheduler's port against other users; the scheduler has to know.
     """
 
     scheduler_host: str
@@ -115,13 +99,7 @@ class PsJobSpec:
     port_is_held: bool = False
 
     def variables(self, role: PsRole, index: int, node_host: str) -> dict[str, str]:
-        """The environment of one of them.
-
-        Args:
-            role: what it is.
-            index: its number among those of its role.
-            node_host: the address at which the others reach its host.
-        """
+        """Return the variables of process ``index`` of a role, whose host the others reach at ``node_host``."""
         own: dict[str, str] = {}
         if role is PsRole.SCHEDULER:
             own = {DEADLINE_VARIABLE: _SCHEDULER_DEADLINE} | ({PORT_IS_HELD_VARIABLE: "1"} if self.port_is_held else {})
@@ -138,43 +116,43 @@ class PsJobSpec:
 
 
 def list_ps_processes(num_ranks: int, servers: ServerOptions | None) -> list[PsProcess]:
-    """The servers, and behind them the scheduler; none where no servers were asked for."""
+    """List the servers, and behind them the scheduler; empty where no servers were asked for."""
     if servers is None:
         return []
-    made = [PsProcess(num_ranks + index, PsRole.SERVER, index) for index in range(servers.num)]
-    return [*made, PsProcess(num_ranks + servers.num, PsRole.SCHEDULER, 0)]
+    processes = [PsProcess(num_ranks + index, PsRole.SERVER, index) for index in range(servers.num)]
+    return [*processes, PsProcess(num_ranks + servers.num, PsRole.SCHEDULER, 0)]
 
 
 def name_ps_processes(num_ranks: int, servers: ServerOptions | None) -> dict[int, str]:
-    """What servants are called, by number."""
-    return {servant.number: servant.name for servant in list_ps_processes(num_ranks, servers)}
+    """Return the names of PS processes by number."""
+    return {process.number: process.name for process in list_ps_processes(num_ranks, servers)}
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """What may fail without ending the job.
+    """Failures that do not end the job.
 
     Attributes:
-        restarts: how often processes may be started again, by number: all servants, and ranks that may be.
-        goes_on: the ranks go on without one that fails.
+        restarts: how often processes may be started again, by number: all PS processes, and ranks that may be.
+        continue_on_failure: the ranks go on without one that fails.
     """
 
     restarts: Mapping[int, int] = field(default_factory=dict)
-    goes_on: bool = False
+    continue_on_failure: bool = False
 
 
 def choose_restart_policy(num_ranks: int, servers: ServerOptions | None, environ: Mapping[str, str]) -> RestartPolicy:
-    """What may fail in a job whose processes inherit ``environ``.
+    """Choose the policy for a job whose processes inherit ``environ``.
 
     A server is started again only where it keeps snapshots: one that has forgotten everything is worse than none.
-    The scheduler learns everything anew from those that it looks after. A worker is where the servers wait for another.
+    The scheduler learns everything anew from its members. A worker is started again where the servers wait for one.
     """
     if servers is None:
         return RestartPolicy()
     of_servers = servers.num_restarts if {**environ, **servers.environ}.get(SNAPSHOT_VARIABLE) else 0
     restarts = {
-        servant.number: servers.num_restarts if servant.role is PsRole.SCHEDULER else of_servers
-        for servant in list_ps_processes(num_ranks, servers)
+        process.number: servers.num_restarts if process.role is PsRole.SCHEDULER else of_servers
+        for process in list_ps_processes(num_ranks, servers)
     }
     policy = environ.get(WORKER_LOSS_VARIABLE, "")
     if policy == "wait":

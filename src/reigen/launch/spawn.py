@@ -1,4 +1,4 @@
-"""Starting the processes of a job, and those through which agents are spoken to."""
+"""Starters of a job's processes, and of client processes of agents."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from reigen.resources.limits import explain_limit, find_limit
 
 
 def spawn_process(
-    command: Sequence[str], place: ProcessSpec, descriptors: Sequence[int] = (), stdin: int | None = None
+    command: Sequence[str], spec: ProcessSpec, descriptors: Sequence[int] = (), stdin: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Start one process: no shell, a session of its own, pipes for its output.
 
-    Rank 0 reads ``stdin``, by default that of this process; the others read nothing.
-
-    It inherits ``descriptors`` under the numbers that they have here, and nothing else that is open.
+    Rank 0 reads ``stdin``, by default that of this process; the others read nothing. The process inherits
+    ``descriptors`` under the same numbers, and nothing else that is open.
     To be called from the main thread: Python code runs between fork and exec. It takes no lock that another thread may
-    hold, for a servant may be started again when the launcher's service has its thread.
+    hold, for a PS process may be started again when the launcher's service has its thread.
 
     Raises:
         LaunchError: the command does not exist (exit code 127) or cannot be executed (126).
@@ -33,26 +32,24 @@ def spawn_process(
     try:
         return subprocess.Popen(
             command,
-            stdin=stdin if place.number == 0 else subprocess.DEVNULL,
+            stdin=stdin if spec.number == 0 else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
             pass_fds=descriptors,
-            env=place.environ,
+            env=spec.environ,
             start_new_session=True,
-            preexec_fn=_prepare(place.cpus),  # noqa: PLW1509  there is no other thread
+            preexec_fn=_prepare(spec.cpus),  # noqa: PLW1509  there is no other thread
         )
     except (OSError, ValueError) as error:
-        raise _explain_spawn_error(command[0], place, error) from None
+        raise _explain_spawn_error(command[0], spec, error) from None
 
 
 def spawn_client(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start the client process of an engine, through whose stdin and stdout an agent is spoken to.
+    """Start the client process of an engine, whose stdin and stdout are an agent's.
 
-    It has a session of its own, for Ctrl-C at a terminal is the supervisor's to hear, and dies with this process.
-
-    Raises:
-        LaunchError: there is no such program, or the kernel refused a process.
+    It has a session of its own, for Ctrl-C at a terminal is the supervisor's to handle, and dies with this process.
+    Raises LaunchError.
     """
     try:
         return subprocess.Popen(
@@ -69,17 +66,15 @@ def spawn_client(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def reserve_port(*, for_reigen: bool = False) -> socket.socket:
-    """A socket that is bound to a free port, so that the kernel gives it to nobody who asks for any.
+    """Bind a socket to a free port, which the kernel then gives to no process that asks for any port.
 
-    It does not listen. It is bound to all addresses, for servers usually are, and a stranger's on one of them would be
-    in the way. Who can listen there all the same is decided by an option that both must have set:
+    It does not listen. It is bound to all addresses, for servers usually are, and another one's on one of them would be
+    in the way. An option that both must have set decides who can listen there all the same:
 
-    SO_REUSEADDR  Everybody who asks for just this port, whatever the user. Servers of others set it: torch's TCPStore
-                  and MXNet's own scheduler do, and nothing else.
-    SO_REUSEPORT  Processes of this user alone, by the kernel's check: for servers that know that they must set it.
-
-    Args:
-        for_reigen: a server of Reigen's is to listen there, told by PORT_IS_HELD_VARIABLE; nobody else can.
+    SO_REUSEADDR  Every process that asks for just this port, whatever the user. Servers of others set it: torch's
+                  TCPStore and MXNet's own scheduler do, and nothing else.
+    SO_REUSEPORT  Processes of this user alone, by the kernel's check: for servers that know that they must set it,
+                  Reigen's (``for_reigen``) from PORT_IS_HELD_VARIABLE.
     """
     is_dual = socket.has_dualstack_ipv6()
     holder = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, socket.SOCK_STREAM)
@@ -102,14 +97,14 @@ def _prepare(cpus: Sequence[int]) -> Callable[[], None]:
     return in_child
 
 
-def _explain_spawn_error(name: str, place: ProcessSpec, error: OSError | ValueError) -> LaunchError:
+def _explain_spawn_error(name: str, spec: ProcessSpec, error: OSError | ValueError) -> LaunchError:
     if not isinstance(error, OSError):
         return LaunchError(f"cannot start {name!r}: {error}")
     if find_limit(error):  # before anything is imported: it may be that of open files
-        return LaunchError(f"cannot start {place.name}: {explain_limit(error).strerror}")
+        return LaunchError(f"cannot start {spec.name}: {explain_limit(error).strerror}")
     from shutil import which  # loads every compression library: only for an error
 
-    found = which(name, path=place.environ.get("PATH"))
+    found = which(name, path=spec.environ.get("PATH"))
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         if found is None:
             script = f"; to run the script: python {name}" if name.endswith(".py") and Path(name).is_file() else ""
@@ -118,4 +113,4 @@ def _explain_spawn_error(name: str, place: ProcessSpec, error: OSError | ValueEr
     if isinstance(error, PermissionError) or error.errno == errno.ENOEXEC:
         reason = "it is not a program" if error.errno == errno.ENOEXEC else "permission denied"
         return LaunchError(f"cannot execute {name}: {reason}", 126)
-    return LaunchError(f"cannot start {place.name}: {error.strerror}")
+    return LaunchError(f"cannot start {spec.name}: {error.strerror}")

@@ -1,4 +1,4 @@
-"""The thin side of the launcher: time, signals, output and processes around ``launch.job_state``, which decides."""
+"""Thin side of the launcher: time, signals, output and processes around ``launch.job_state``, which decides."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from reigen.launch.watchdog import run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
 from reigen.resources.limits import explain_limit
 
-#: How long the agents may take to end when everything else has.
+#: Seconds that the agents may take to end when everything else has.
 _SHUTDOWN_SECONDS = 5.0
 _LOOPBACK = "127.0.0.1"
 _READ_BYTES = 1 << 16
@@ -76,26 +76,20 @@ def run_job(
 ) -> int:
     """Run a job to its end; returns its exit code. Call it before any thread is started.
 
-    Nothing that the job started is left when this returns, on any host that can be reached. The listener is by default
-    the user.
-
-    Args:
-        options: of the job.
-        environ: what its processes inherit.
-        listener: who is told what happens.
-        launcher: name of the launcher (``launch.base.find_launcher``).
+    Nothing that the job started is left when this returns, on any host that can be reached. The default listener
+    writes to stderr.
 
     Raises:
         LaunchError: the kernel refused a process, or the launcher cannot be used.
         ConfigError: there is no such launcher, or it cannot do what is asked for: the hosts have too few slots.
     """
-    told = listener or JobListener()
+    listener = listener or JobListener()
     try:
-        made = find_launcher(launcher)(options, environ)
+        engine = find_launcher(launcher)(options, environ)
         try:
-            return run_under_watchdog(lambda lifeline: _run_supervised(made, environ, lifeline, told), told.complain)
+            return run_under_watchdog(lambda end: _run_supervised(engine, environ, end, listener), listener.complain)
         finally:
-            _close_launcher(made, told)
+            _close_launcher(engine, listener)
     except OSError as error:
         raise LaunchError(f"cannot start: {explain_limit(error)}") from error
 
@@ -128,10 +122,7 @@ def _start_ranks(
     start = RemoteStart(options, plan, environ, supervisor)
     network = options.network
     server = RendezvousServer(
-        secret,
-        start.call() or _LOOPBACK,
-        peer_timeout_seconds=network.peer_timeout_seconds,
-        tls=network.make_tls(),
+        secret, start.call() or _LOOPBACK, peer_timeout_seconds=network.peer_timeout_seconds, tls=network.make_tls()
     )
     stack.callback(server.close)
     if options.verbose and start.reason:
@@ -148,38 +139,32 @@ def _start_ranks(
 
 
 def _set_output_variables(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
-    """The environment, and what the ranks' output meets on its way."""
-    facts = {TERMINAL_VARIABLE: sys.stdout.isatty(), PREFIXED_VARIABLE: prefix}
-    others = {name: text for name, text in environ.items() if name not in facts}
-    return others | {name: "1" for name, holds in facts.items() if holds}
+    """Return the environment with variables that describe the ranks' output."""
+    conditions = {TERMINAL_VARIABLE: sys.stdout.isatty(), PREFIXED_VARIABLE: prefix}
+    kept = {name: text for name, text in environ.items() if name not in conditions}
+    return kept | {name: "1" for name, holds in conditions.items() if holds}
 
 
 def _add_scheduler(
     services: JobServices, options: LaunchOptions, environ: Mapping[str, str], stack: ExitStack
 ) -> JobServices:
-    """What there is, with a scheduler at a port of this host, if there is to be one."""
+    """Add a scheduler at a port of this host to the services, if there is to be one."""
     if options.servers is None:
         return services
     is_held = options.servers.uses_reigen_scheduler
     port = stack.enter_context(reserve_port(for_reigen=is_held)).getsockname()[1]
     address = split_address(services.rendezvous)[0]
-    # which address is this host's, nobody says better than the user; that is true of one host
+    # the user knows best which address is this host's; that is true of one host
     own = environ.get(NODE_HOST_VARIABLE, address) if address == _LOOPBACK else address
     ps_job = PsJobSpec(address, port, options.num_ranks, options.servers.num, is_held)
     return replace(services, ps_job=ps_job, node_host=own)
 
 
 class Supervisor:
-    """A job, from the start of its ranks to the launcher's exit code. A context manager.
+    """Supervisor of a job, from the start of its ranks to the launcher's exit code. A context manager.
 
-    It hears what happens on each host (``ProcessListener``, ``AgentListener``) and does what ``launch.job_state``
-    says.
-
-    Args:
-        options: of the job.
-        lifeline: see ``launch.watchdog``.
-        listener: who is told what happens.
-        environ: what processes inherit.
+    Takes the events of each host (``ProcessListener``, ``AgentListener``) and carries out the instructions of
+    ``launch.job_state``.
 
     Attributes:
         loop: waits for everything.
@@ -188,11 +173,7 @@ class Supervisor:
     """
 
     def __init__(
-        self,
-        options: LaunchOptions,
-        lifeline: int,
-        listener: JobListener,
-        environ: Mapping[str, str],
+        self, options: LaunchOptions, lifeline: int, listener: JobListener, environ: Mapping[str, str]
     ) -> None:
         self._options, self._listener, self._environ = options, listener, environ
         self._plan = JobPlan(())
@@ -208,17 +189,17 @@ class Supervisor:
         self._losses: dict[str, str] = {}
         self._local = LocalProcesses(self.loop, self)
         self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain)
-        #: Crews of which something may be left, while sweeping.
+        #: Groups of which something may be left, while sweeping.
         self._unswept: set[HostProcesses] = set()
         inherited = options.inherited
-        self._line = None if inherited is None else socket.socket(fileno=os.dup(inherited.line))
+        self._channel = None if inherited is None else socket.socket(fileno=os.dup(inherited.channel))
         #: The scheduler writes there which ranks have left the parameter servers.
-        self._left, self._left_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._departures, self._departures_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         #: The last lines of ranks that were started again, as they were then.
         self._first_tails: dict[int, list[bytes]] = {}
         self._grace_ends: float | None = None
         self._finish: FinishJob | None = None
-        #: Do not wait until everything that was printed is written.
+        #: Do not wait until all output is written.
         self._is_hurried = False
 
     def __enter__(self) -> Self:
@@ -228,10 +209,10 @@ class Supervisor:
     def __exit__(self, *exception: object) -> None:
         for agent in self.agents.values():
             agent.close()
-        if self._line is not None:
-            self._line.close()
-        os.close(self._left)
-        os.close(self._left_writer)
+        if self._channel is not None:
+            self._channel.close()
+        os.close(self._departures)
+        os.close(self._departures_writer)
         self.loop.__exit__(*exception)
 
     @property
@@ -239,7 +220,7 @@ class Supervisor:
         return [self._local, *self.agents.values()]
 
     def allocate(self, launcher: Launcher) -> JobPlan:
-        """Have the launcher decide what runs where; returns what it has decided.
+        """Have the launcher place the processes; returns its plan.
 
         Raises:
             LaunchError: it cannot have what the job needs, or the user has stopped it.
@@ -250,56 +231,46 @@ class Supervisor:
         # what an engine has started, it ends: none of that can be started again
         environ = self._environ if plan.processes is None else {}
         policy = choose_restart_policy(self._options.num_ranks, self._options.servers, environ)
-        self._job = JobState(self._options.num_ranks, policy.restarts, goes_on=policy.goes_on)
+        self._job = JobState(self._options.num_ranks, policy.restarts, continue_on_failure=policy.continue_on_failure)
         return plan
 
     def start(self, services: JobServices) -> None:
-        """Start the processes of this host.
-
-        Args:
-            services: what they are told of the launcher.
-
-        Raises:
-            LaunchError: one cannot be started; those that were are the guard's to end.
-        """
-        here = next((each for each in self._plan.assignments if each.is_here), None)
-        if here is None:
+        """Start the processes of this host; raises LaunchError."""
+        own = next((each for each in self._plan.assignments if each.is_local), None)
+        if own is None:
             return
         options, servers = self._options, self._options.servers
         environ = self._environ if servers is None else {**self._environ, **servers.worker_environ}
         timeout = options.start_timeout_seconds
         ranks, reason = plan_ranks(
-            here.topologies, services, environ, detect_cpus(), bind=options.bind, start_timeout_seconds=timeout
+            own.topologies, services, environ, detect_cpus(), bind=options.bind, start_timeout_seconds=timeout
         )
-        servants = [] if servers is None else plan_ps_processes(here.servants, services, self._environ, servers.environ)
-        places = ranks + [self._heard(place) for place in servants]
-        of_servants = () if servers is None else servers.command
-        self.start_all([(process_command(place, options.command, of_servants), place) for place in places])
-        self._tell(list(self._local.pids.items()), describe_binding(places, reason))
+        processes = own.ps_processes
+        ps_processes = [] if servers is None else plan_ps_processes(processes, services, self._environ, servers.environ)
+        specs = ranks + [self._with_departures(spec) for spec in ps_processes]
+        ps_command = () if servers is None else servers.command
+        self.start_all([(process_command(spec, options.command, ps_command), spec) for spec in specs])
+        self._report(list(self._local.pids.items()), describe_binding(specs, reason))
 
-    def _heard(self, place: ProcessSpec) -> ProcessSpec:
-        """A servant's place; the scheduler is to say who has left."""
-        if place.ps_process is None or place.ps_process.role is not PsRole.SCHEDULER:
-            return place
-        number = self._left_writer
-        return replace(place, environ={**place.environ, DEPARTURE_FD_VARIABLE: str(number)}, descriptors=(number,))
+    def _with_departures(self, spec: ProcessSpec) -> ProcessSpec:
+        """Add the pipe for departed workers to the scheduler's spec."""
+        if spec.ps_process is None or spec.ps_process.role is not PsRole.SCHEDULER:
+            return spec
+        number = self._departures_writer
+        return replace(spec, environ={**spec.environ, DEPARTURE_FD_VARIABLE: str(number)}, descriptors=(number,))
 
     def start_all(self, processes: Sequence[tuple[Sequence[str], ProcessSpec]]) -> None:
-        """Start processes of this host: what they run, and their places.
-
-        Raises:
-            LaunchError: one cannot be started; those that were are the guard's to end.
-        """
-        for command, place in processes:
-            self._local.start(command, place, self._options.inherited)
+        """Start processes of this host; raises LaunchError where one cannot be (the watchdog ends the others)."""
+        for command, spec in processes:
+            self._local.start(command, spec, self._options.inherited)
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
-        """Speak to the agent of another host through this client process."""
+        """Talk to the agent of another host through this client process."""
         self.agents[host] = AgentClient(host, process, self.loop, self, self._options.network.silence_seconds)
         self.exclude_child(process.pid)
 
     def exclude_child(self, pid: int) -> None:
-        """A child of this process is none of the job's."""
+        """Exclude a child of this process from the job's."""
         self._local.spared.add(pid)
 
     def run(self) -> int:
@@ -320,22 +291,22 @@ class Supervisor:
 
     def _describe_end(self, finish: FinishJob) -> bytes:
         if self._plan.describe_end is not None:
-            words = self._plan.describe_end(finish)
-            return f"reigen run: {words}\n".encode() if words else b""
-        places = ProcessLocations(self._hosts if self.agents else {}, self._names, self._losses)
+            message = self._plan.describe_end(finish)
+            return f"reigen run: {message}\n".encode() if message else b""
+        locations = ProcessLocations(self._hosts if self.agents else {}, self._names, self._losses)
         if finish.failure is None:
-            return format_exit_report(finish, [], places)
+            return format_exit_report(finish, [], locations)
         number = finish.failure.rank
         first = self._first_tails.get(number)
         is_above = first is None and self._display.is_error_last(number)
         tail = first or self._display.tail(number)
         sharing = [] if first is not None else self._display.take_sharing(number)
-        return format_exit_report(finish, tail, places, is_above=is_above, sharing=sharing)
+        return format_exit_report(finish, tail, locations, is_above=is_above, sharing=sharing)
 
     # ---------------------------------------------------------------- one turn
 
     def turn(self, limit_seconds: float | None = None) -> None:
-        """Wait for something to happen, not longer than that, and see to it."""
+        """Wait for events, not longer than that, and handle them."""
         was_finished = self._finish is not None
         waits = [limit_seconds, self._display.turn(), *(group.turn() for group in self._groups)]
         if self._finish is not None and not was_finished:
@@ -345,27 +316,27 @@ class Supervisor:
         self._wait(min((wait for wait in waits if wait is not None), default=None))
         if self._grace_ends is not None and time.monotonic() >= self._grace_ends:
             self._grace_ends = None
-            self._happened(GraceExpired())
+            self._handle(GraceExpired())
 
     def _wait(self, seconds: float | None) -> None:
         self.loop.wait(seconds)
         had_reader = not self._display.is_stdout_closed
         self._display.write()
         if had_reader and self._display.is_stdout_closed:
-            self._happened(SignalReceived(signal.SIGPIPE, time.monotonic()))
+            self._handle(SignalReceived(signal.SIGPIPE, time.monotonic()))
 
-    def _happened(self, event: JobEvent) -> None:
+    def _handle(self, event: JobEvent) -> None:
         for instruction in self._job.handle(event):
-            self._obey(instruction)
+            self._execute(instruction)
         if self._job.failure is not None and self._job.phase is not JobPhase.RUNNING:
             for agent in self.agents.values():
                 agent.silence_seconds = self._options.network.last_silence_seconds
 
-    def _obey(self, instruction: JobInstruction) -> None:
+    def _execute(self, instruction: JobInstruction) -> None:
         match instruction:
             case RestartProcess(number, attempt, exit_code, cause):
-                words = f"reigen run: {self._called(number)}: {describe_exit(exit_code, cause)}; it is started again\n"
-                self._display.say(words.encode())
+                end = describe_exit(exit_code, cause)
+                self._display.say(f"reigen run: {self._describe(number)}: {end}; it is started again\n".encode())
                 if number not in self._names:
                     self._first_tails.setdefault(number, self._display.tail(number))
                 next(group for group in self._groups if self._of(group, [number])).restart(number, attempt)
@@ -385,7 +356,7 @@ class Supervisor:
                 self._finish = instruction
 
     def _of(self, group: HostProcesses, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` that are a host's."""
+        """Select those of ``ranks`` that are a host's."""
         if isinstance(group, AgentClient):
             return [rank for rank in ranks if rank in self._numbers[group.host]]
         return [rank for rank in ranks if self._hosts[rank] not in self.agents]
@@ -395,49 +366,49 @@ class Supervisor:
         deadline = time.monotonic() + _SHUTDOWN_SECONDS
         for agent in self.agents.values():
             agent.finish_agent()
-        while not self._is_hurried and any(each.step is not AgentPhase.GONE for each in self.agents.values()):
-            if (left := deadline - time.monotonic()) <= 0:
+        while not self._is_hurried and any(each.phase is not AgentPhase.GONE for each in self.agents.values()):
+            if (remaining := deadline - time.monotonic()) <= 0:
                 return
-            self.turn(left)
+            self.turn(remaining)
 
-    # ---------------------------------------------------------------- what happens
+    # ---------------------------------------------------------------- events
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """See ``ProcessListener``."""
+        """Pass output on."""
         self._display.printed(rank, stream, data)
 
     def closed(self, rank: int, stream: int) -> None:
-        """See ``ProcessListener``."""
+        """Pass the end of a stream on."""
         self._display.closed(rank, stream)
 
     def exited(self, rank: int, exit_code: int, cause: str) -> None:
-        """See ``ProcessListener``."""
+        """Handle the end of a process, after the departures that were announced before."""
         if rank not in self._names:
             self._listener.exited(rank, exit_code, cause)
-            self._hear_who_left()
-        self._happened(ProcessExited(rank, exit_code, cause))
+            self._read_departures()
+        self._handle(ProcessExited(rank, exit_code, cause))
 
-    def _hear_who_left(self) -> None:
-        """A rank that left has waited until the scheduler knew, which has said so here before."""
+    def _read_departures(self) -> None:
+        """Handle departures: a rank that left has waited until the scheduler had written here."""
         with suppress(BlockingIOError):
             while True:
-                for number in os.read(self._left, _READ_BYTES).split():
-                    self._happened(PsWorkerLeft(int(number)))
+                for number in os.read(self._departures, _READ_BYTES).split():
+                    self._handle(PsWorkerLeft(int(number)))
 
     def swept(self, group: HostProcesses) -> None:
-        """See ``ProcessListener``."""
+        """Count a host as swept."""
         self._unswept.discard(group)
         if not self._unswept:
-            self._happened(ProcessesSwept())
+            self._handle(ProcessesSwept())
 
     def stepped(self, agent: AgentClient) -> None:
-        """See ``AgentListener``."""
-        if agent.started is not None and agent.step is AgentPhase.RUNNING:
+        """Handle an agent's progress or loss."""
+        if agent.started is not None and agent.phase is AgentPhase.RUNNING:
             numbers = self._numbers[agent.host]
-            self._tell(list(zip(numbers, agent.started.pids, strict=True)), list(agent.started.notes))
+            self._report(list(zip(numbers, agent.started.pids, strict=True)), list(agent.started.notes))
         if self.is_starting or agent.refused is None:
             return  # RemoteStart looks for itself
-        if agent.step is not AgentPhase.GONE:
+        if agent.phase is not AgentPhase.GONE:
             refused = agent.refused
             raise LaunchError(f"host {agent.host}: {refused.reason}", refused.exit_code)
         assert self._plan.agents is not None, "something has started this agent"
@@ -445,20 +416,20 @@ class Supervisor:
         if agent in self._unswept:
             self.swept(agent)
 
-    def rank_message(self, text: bytes, parcel: int | None) -> None:
-        """See ``AgentListener``: for whoever holds the other end of the line."""
-        if self._line is not None:
-            with suppress(OSError):  # nobody does any more
-                socket.send_fds(self._line, [text], [] if parcel is None else [parcel])
+    def rank_message(self, text: bytes, payload: int | None) -> None:
+        """Pass a rank's message to the holder of the channel's other end."""
+        if self._channel is not None:
+            with suppress(OSError):  # it is closed
+                socket.send_fds(self._channel, [text], [] if payload is None else [payload])
 
     def _lost(self, host: str, reason: str) -> None:
         self._losses[host] = reason
         numbers = self._numbers[host]
         ranks = [number for number in numbers if number in self._job.running and number not in self._names]
         self._listener.lost(ranks, f"host {host} was lost: {reason}")
-        self._happened(HostLost(numbers, reason))
+        self._handle(HostLost(numbers, reason))
 
-    def _tell(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
+    def _report(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
         if not self._options.verbose or not pids:
             return
         where = f"host {self._hosts[pids[0][0]]}: " if self.agents else ""
@@ -466,8 +437,8 @@ class Supervisor:
         for (rank, pid), note in zip(pids, notes[1:], strict=True):
             complain(f"{where}{self._names.get(rank, f'rank {rank}')}: process {pid}, {note}")
 
-    def _called(self, number: int) -> str:
-        """A process, for the user, with its host where there are several."""
+    def _describe(self, number: int) -> str:
+        """Describe a process, with its host where there are several."""
         where = f" (host {self._hosts[number]})" if self.agents else ""
         return self._names.get(number, f"rank {number}") + where
 
@@ -475,10 +446,10 @@ class Supervisor:
         self._is_hurried = True
         if self.is_starting:
             raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
-        self._happened(WatchdogLost())
+        self._handle(WatchdogLost())
 
     def _on_signal(self, signum: int) -> None:
         if self.is_starting:
             raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
         self._is_hurried = self._finish is not None
-        self._happened(SignalReceived(signum, time.monotonic()))
+        self._handle(SignalReceived(signum, time.monotonic()))

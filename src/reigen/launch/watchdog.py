@@ -1,13 +1,13 @@
-"""A process that watches over the launcher, so that nothing a job starts outlives it, however it ends.
+"""Watchdog over the launcher, so that nothing a job starts outlives it, however it ends.
 
 The command that the user sees forks once. The child, the *supervisor*, is the parent of the ranks and does the work,
-in a session of its own, so that a terminal's signals reach it one way only. The parent, the *guard*, hands on the
+in a session of its own, so that a terminal's signals reach it one way only. The parent, the *watchdog*, hands on the
 signals that it is sent, waits, and exits with the supervisor's exit code. Both take in orphans (subreaper), so a
 process below them stays below them. Then:
 
-a. The guard is killed: its end of the *lifeline*, a pipe, closes; the supervisor kills everything below it.
-b. The supervisor is killed: the kernel kills the ranks (parent-death signal), the guard everything else below it.
-c. Both are killed at once: the kernel kills the ranks. What ranks have started themselves survives only in this case.
+a. The watchdog is killed: its end of the *lifeline*, a pipe, closes; the supervisor kills everything below it.
+b. The supervisor is killed: the kernel kills the ranks (parent-death signal), the watchdog everything else below it.
+c. Both are killed at once: the kernel kills the ranks. Only in this case do processes survive that ranks have started.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _INTERNAL_ERROR_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: our own bug
 
 
 def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], None]) -> int:
-    """Run ``work`` in a supervisor process under a guard.
+    """Run ``work`` in a supervisor process under a watchdog.
 
-    To be called before any thread is started, as the last thing that a process does: it hears no stop signal after it.
+    To be called before any thread is started, as the last thing that a process does: it gets no stop signal after it.
 
     Args:
-        work: gets the lifeline: a descriptor from which it reads the numbers of the signals that the guard was sent,
-            one byte each, and the end of file when the guard has gone. Returns the exit code.
+        work: gets the lifeline: a descriptor from which it reads the numbers of the signals that the watchdog was sent,
+            one byte each, and the end of file when the watchdog has gone. Returns the exit code.
         complain: prints a line for the user.
 
     Returns:
@@ -49,8 +49,8 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     become_subreaper()
     lifeline, sender = os.pipe()
     os.set_blocking(sender, False)
-    wanted = [signum for signum in STOP_SIGNALS if _is_wanted(signum)]
-    for signum in wanted:
+    handled = [signum for signum in STOP_SIGNALS if _is_handled(signum)]
+    for signum in handled:
         signal.signal(signum, _ignore)
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     sys.stdout.flush()
@@ -61,7 +61,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     _, status = os.waitpid(supervisor, 0)
     # The exit code stands. Another signal must not change it while the interpreter ends.
     signal.set_wakeup_fd(-1)
-    for signum in wanted:
+    for signum in handled:
         signal.signal(signum, signal.SIG_IGN)
     os.close(lifeline)
     os.close(sender)
@@ -74,7 +74,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
 
 
 def _supervise(work: Callable[[int], int], complain: Callable[[str], None], lifeline: int, sender: int) -> None:
-    """The life of the supervisor. Never returns: what is above on the stack belongs to the guard."""
+    """Run the supervisor. Never returns: the frames above on the stack belong to the watchdog."""
     code = _INTERNAL_ERROR_EXIT_CODE
     try:
         os.setsid()
@@ -91,20 +91,20 @@ def _supervise(work: Callable[[int], int], complain: Callable[[str], None], life
             code = 1
         else:
             traceback.print_exc()
-    except BaseException:  # noqa: BLE001  nothing may unwind into the guard's frames
+    except BaseException:  # noqa: BLE001  nothing may unwind into the watchdog's frames
         traceback.print_exc()
     finally:
         try:
             kill_all_below(_LAST_SECONDS)
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # without a descriptor it cannot look who is there; the guard kills them
+        finally:  # without a descriptor it cannot look who is there; the watchdog kills them
             os._exit(code)
 
 
-def _is_wanted(signum: int) -> bool:
+def _is_handled(signum: int) -> bool:
     return signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
 
 
 def _ignore(*_: object) -> None:
-    """Nothing to do here: the interpreter has written the signal's number to the wake-up descriptor."""
+    """Do nothing: the interpreter has written the signal's number to the wake-up descriptor."""

@@ -14,13 +14,13 @@ from reigen.types import DType
 
 
 class MXNetAdapter(TensorAdapter[Any]):
-    """A :class:`~reigen.api.adapter.TensorAdapter` for dense NDArrays, also those of ``mx.np``.
+    """:class:`~reigen.api.adapter.TensorAdapter` for dense NDArrays, also those of ``mx.np``.
 
-    What MXNet has still to write into one is waited for. Those of a GPU are copied to the host and back.
+    It waits for MXNet's pending writes to one. Those of a GPU are copied to the host and back.
     """
 
     def as_tensor(self, value: Any, *, writable: bool = False) -> Any:
-        """The value itself, if it is a dense NDArray."""
+        """Return the value itself, if it is a dense NDArray."""
         if not arrays.is_ndarray(value):
             raise UnsupportedTypeError(f"an NDArray of MXNet is needed, got {type(value).__name__}")
         if arrays.is_sparse(value):
@@ -30,22 +30,22 @@ class MXNetAdapter(TensorAdapter[Any]):
         return value
 
     def dtype(self, tensor: Any) -> DType:
-        """See `TensorAdapter.dtype`."""
+        """Return the element type."""
         return arrays.dtype_of(tensor)
 
     def device(self, tensor: Any) -> str:
-        """``cpu`` or ``gpu``."""
+        """Return ``cpu`` or ``gpu``."""
         return "cpu" if arrays.on_host(tensor) else str(tensor.context.device_type)
 
     def array(self, tensor: Any) -> tuple[Array, bool]:
-        """See `TensorAdapter.array`."""
+        """Implement `TensorAdapter.array`."""
         if arrays.on_host(tensor):
             return arrays.view(tensor), True
         copied = tensor.asnumpy()
         return np.ascontiguousarray(copied).view(arrays.dtype_of(tensor).storage).reshape(tensor.shape), False
 
     def wrap(self, array: Array, like: Any) -> Any:
-        """See `TensorAdapter.wrap`."""
+        """Implement `TensorAdapter.wrap`."""
         if like is None:
             return mx.nd.array(array, dtype=array.dtype)
         new = empty_like(like, array.shape)
@@ -53,7 +53,7 @@ class MXNetAdapter(TensorAdapter[Any]):
         return new
 
     def write(self, tensor: Any, array: Array) -> None:
-        """See `TensorAdapter.write`."""
+        """Implement `TensorAdapter.write`."""
         if arrays.on_host(tensor):
             arrays.view(tensor)[...] = array
         else:
@@ -61,14 +61,14 @@ class MXNetAdapter(TensorAdapter[Any]):
 
 
 class EngineAdapter(MXNetAdapter):
-    """The same for an operation that MXNet's engine has started, on the arrays that it reads and writes: no waiting."""
+    """Adapter in an operation that MXNet's engine has started, on its own arrays: without waiting."""
 
     def array(self, tensor: Any) -> tuple[Array, bool]:
-        """See `TensorAdapter.array`."""
+        """Implement `TensorAdapter.array`."""
         return arrays.view_in_engine(tensor), True
 
 
 def empty_like(like: Any, shape: tuple[int, ...] | None = None, context: Any = None) -> Any:
-    """A new NDArray of the type and kind (``mx.nd``, ``mx.np``) of ``like``; by default of its shape and place, too."""
+    """Make an NDArray of the type and kind (``mx.nd``, ``mx.np``) of ``like``; by default its shape and context."""
     make = mx.np.empty if isinstance(like, mx.np.ndarray) else mx.nd.empty
     return make(like.shape if shape is None else shape, dtype=like.dtype, ctx=context or like.context)

@@ -1,10 +1,11 @@
 """NDArrays as NumPy arrays over the same memory.
 
-MXNet runs everything later, on threads of its own: what an NDArray holds is complete when its pending writes are done.
-:func:`view` waits for them; :func:`view_in_engine` is for an operation in MXNet's engine, which is not started before.
+MXNet runs everything later, on threads of its own: the content of an NDArray is complete when its pending writes are
+done. :func:`view` waits for them; :func:`view_in_engine` is for an operation in MXNet's engine, which is not started
+before.
 
 oneDNN (MKL-DNN) keeps outputs of convolutions, and the weights it predicted with, in layouts of its own, which have no
-such memory. :func:`view` has them brought into the ordinary one, as MXNet does when somebody reads them.
+such memory. :func:`view` has them brought into the ordinary one, as MXNet does when they are read.
 """
 
 from __future__ import annotations
@@ -38,26 +39,22 @@ class _ArrayMemory:
 
 
 def is_ndarray(value: object) -> bool:
-    """Whether it is an NDArray of ``mx.nd`` or an array of ``mx.np``; also a sparse one."""
+    """Return whether it is an NDArray of ``mx.nd`` or an array of ``mx.np``; also a sparse one."""
     return isinstance(value, mx.nd.NDArray)
 
 
 def is_sparse(array: Any) -> bool:
-    """Whether an NDArray is sparse: row_sparse or csr."""
+    """Return whether an NDArray is sparse: row_sparse or csr."""
     return bool(array.stype != "default")
 
 
 def on_host(array: Any) -> bool:
-    """Whether an NDArray lies in memory that the processor can reach."""
+    """Return whether an NDArray lies in memory that the processor can reach."""
     return array.context.device_type in _HOST_CONTEXTS
 
 
 def dtype_of(array: Any) -> DType:
-    """The element type of an NDArray. It does not wait.
-
-    Raises:
-        UnsupportedTypeError: it cannot be communicated.
-    """
+    """Return the element type of an NDArray without waiting; raises UnsupportedTypeError."""
     return _dtype_by_name(array.dtype)
 
 
@@ -71,14 +68,14 @@ def _dtype_by_name(given: Any) -> DType:
 
 
 def view(array: Any) -> NDArray[Any]:
-    """A NumPy array over the memory of a dense NDArray in host memory, after its pending writes.
+    """Return a NumPy array over the memory of a dense NDArray in host memory, after its pending writes.
 
     Args:
         array: of any shape, of an element type of :data:`reigen.types.DTYPES`; bfloat16 is seen as uint16.
 
     Returns:
-        C-contiguous and writable, of the same shape. It keeps the memory alive. Nobody but the caller knows that he
-        reads or writes it: he must have waited for whoever reads the NDArray before he writes.
+        C-contiguous and writable, of the same shape. It keeps the memory alive. MXNet does not know of its use: the
+        caller must have waited for the NDArray's readers before he writes.
 
     Raises:
         UnsupportedTypeError: the element type cannot be communicated, or it is sparse or not in host memory.
@@ -92,22 +89,22 @@ def view(array: Any) -> NDArray[Any]:
 
 
 def view_in_engine(array: Any) -> NDArray[Any]:
-    """`view`, without waiting: for an operation that MXNet's engine has started, on one of its arrays.
+    """Return a `view` without waiting: for an operation that MXNet's engine has started, on one of its arrays.
 
     Raises:
-        UnsupportedTypeError: the same; or it is in a layout of oneDNN: see :func:`reorder`.
+        UnsupportedTypeError: as there; or it is in a layout of oneDNN: see :func:`reorder`.
     """
     _check_viewable(array)
     return known_view_in_engine(array, array.shape, dtype_of(array))
 
 
 def known_view_in_engine(array: Any, shape: tuple[int, ...], dtype: DType) -> NDArray[Any]:
-    """`view_in_engine` of a dense NDArray in host memory, for who knows what it is: to ask MXNet takes a while."""
+    """Return the `view_in_engine` of a dense NDArray in host memory of known shape and type, without asking."""
     return _array_at(array, address_in_engine(array), shape, dtype)
 
 
 def address_in_engine(array: Any) -> int | None:
-    """Where the memory of `view_in_engine` begins."""
+    """Return the address of the memory of `view_in_engine`."""
     pointer = ctypes.c_void_p()
     # the one question about the layout that does not change it, which would wait for the operation itself
     if _LIB.MXNDArrayToDLPack(array.handle, ctypes.byref(pointer)) == 0:

@@ -1,4 +1,4 @@
-"""The collectives on NDArrays: where the result's shape is known beforehand, operations of MXNet's engine."""
+"""Collectives on NDArrays: where the result's shape is known beforehand, operations of MXNet's engine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ NDArray = Any
 
 _IN_ENGINE: Collectives[NDArray] = Collectives(EngineAdapter())
 
-#: What submits a collective: given the collectives to use, its name, and whether it is waited for.
+#: Submits a collective, given the collectives to use, its name, and whether it is waited for.
 _Submit = Callable[[Collectives[NDArray], str, bool], Handle[Any]]
 
 
 class MXNetCollectives(Collectives[NDArray]):
-    """All have an argument more, ``priority``: of the operation in MXNet's engine."""
+    """Collectives with a further argument ``priority``: of the operation in MXNet's engine; in-place ones wait."""
+
+    in_place_waits = False
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
-        """See `Collectives.implementation`."""
+        """Implement `Collectives.implementation`."""
         if collective.in_place:
             return self._in_engine(collective, grouped, form.in_place)
         run = super().implementation(collective, grouped, form)
@@ -72,9 +74,9 @@ class MXNetCollectives(Collectives[NDArray]):
         priority: int,
         process_set: ProcessSet,
     ) -> None:
-        """Put a collective into MXNet's engine or, for what is not in host memory, run it now.
+        """Put a collective into MXNet's engine or, if its arrays are not in host memory, run it now.
 
-        What would be wrong about it everywhere is said here, before it takes a number of the unnamed ones.
+        Mistakes that all ranks make are raised here, before it takes a number of the unnamed ones.
         """
         job, members = context.current(), process_set_number(process_set)
         if process_set.included() is False:
@@ -87,7 +89,7 @@ class MXNetCollectives(Collectives[NDArray]):
         if not all(map(arrays.on_host, (*reads, *writes))):
             submit(self, named, True).wait()
             return
-        for array in reads or writes:  # what is only written is new
+        for array in reads or writes:  # arrays that are only written are new
             arrays.reorder(array)
         get_engine_queue().push(lambda: submit(_IN_ENGINE, named, False), reads, writes, priority, named)
 
@@ -100,7 +102,7 @@ def reduce_in_place(
 ) -> None:
     """Put the reduction of gradients into MXNet's engine: one array by itself, several as a group.
 
-    Gradients lie in the ordinary layout; whoever cannot be sure of that calls ``grouped_allreduce_``.
+    Gradients lie in the ordinary layout; callers that cannot be sure of that use ``grouped_allreduce_``.
     """
 
     def submit(use: Collectives[NDArray], blocking: bool) -> Handle[Any]:

@@ -12,21 +12,21 @@ from reigen.types import DTYPES
 
 @dataclass(frozen=True)
 class Compressor(CastCompression):
-    """Casts floating-point NDArrays to ``wire`` and back; leaves all others as they are."""
+    """Compressor that casts floating-point NDArrays to ``wire`` and back; it leaves all others as they are."""
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """The array as it travels, and what :meth:`decompress` needs to know."""
+        """Return the array as it travels, and the context for :meth:`decompress`."""
         if self.wire is None or not dtype_of(tensor).is_floating:
             return tensor, None
         return tensor.astype(self.wire.name, copy=False), tensor.dtype
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """The array in the element type that it had before :meth:`compress`."""
+        """Return the array in the element type that it had before :meth:`compress`."""
         return tensor if ctx is None else tensor.astype(ctx, copy=False)
 
 
 class Compression:
-    """The compressors there are: ``none`` and ``fp16``."""
+    """Compressors: ``none`` and ``fp16``."""
 
     none = Compressor()
     fp16 = Compressor(DTYPES["float16"])

@@ -6,11 +6,11 @@ it writes, and is started when earlier operations are done with them. A collecti
 a. `EngineQueue.push` puts it into the engine, with its arrays, and returns.
 b. When the arrays are ready (the gradient has been computed), one of the engine's threads calls `_begin`. That submits
    the collective to Reigen's engine, and returns: the thread is free for the next. Other operations go on meanwhile.
-c. When the collective is complete, Reigen's engine calls back, which tells MXNet's engine; that starts what waited for
-   the result (the update of the weight). A failed one hands over its error, which is raised where somebody waits for
-   the array, or for whatever was computed from it.
+c. When the collective is complete, Reigen's engine calls back, which completes it in MXNet's engine; that starts the
+   operations that waited for the result (the update of the weight). A failed one hands over its error, which is raised
+   by waiting for the array, or for any result computed from it.
 
-The interface is `MXEnginePushAsyncND` of MXNet's C API. What it hands to the operation, the callback for its end, is a
+The interface is `MXEnginePushAsyncND` of MXNet's C API. The operation gets the callback for its end, which is a
 C++ object of three pointers (`CallbackOnComplete` in mxnet/engine.h: function, engine, parameter). An error is a C++
 `std::runtime_error`, which the C++ runtime's own constructor makes.
 """
@@ -42,9 +42,9 @@ _ON_COMPLETE = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _POINTER)
 _PRIORITIZED = ctypes.c_int(3)
 #: more than any std::runtime_error has: a pointer to functions and one to the text
 _ERROR_BYTES = 64
-#: how long the end of a script waits for what is still to be reduced, beyond the deadline of each collective
+#: seconds that the end of a script waits for pending reductions, beyond the deadline of each collective
 _GRACE_SECONDS = 5.0
-#: how often `EngineQueue.let_leave` looks: threads cannot tell that they have left Python
+#: seconds between looks of `EngineQueue.wait_for_engine_threads`: threads cannot report that they have left Python
 _LOOK_SECONDS = 0.0005
 
 
@@ -55,23 +55,23 @@ class _CContext(ctypes.Structure):
 
 
 class AsyncOperation(Protocol):
-    """Something that was begun, as `reigen.engine.handle.Handle` is."""
+    """Pending operation, as `reigen.engine.handle.Handle` is."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have it called once, when it is over; at once, if it is."""
+        """Have the callback called once, when it is over; at once, if it is."""
 
     def wait(self) -> object:
-        """Raise what it has met, if it has failed."""
+        """Raise its error, if it has failed."""
 
 
 class _Operation:
-    """What was pushed and is not over.
+    """Operation that was pushed and is not over.
 
     Attributes:
         begin: submits the collective.
         forgotten: called when it has left.
         error: why it failed.
-        thread: which one began it.
+        thread: the one that began it.
     """
 
     __slots__ = ("begin", "error", "forgotten", "thread")
@@ -86,32 +86,32 @@ class _KnownThreads(threading.local):
     """Threads of MXNet's engine that Python knows.
 
     ctypes has Python make, and forget, the state of a thread that is not its own with each call, which takes longer
-    than what `EngineQueue._begin` does. Ensured once more, it stays for as long as the thread.
+    than `EngineQueue._begin` itself. Ensured once more, it stays for as long as the thread.
     """
 
     _stays = False
 
     def stay(self) -> None:
-        """Have Python keep what it knows of this thread."""
+        """Have Python keep the state of this thread."""
         if not self._stays:
             self._stays = True
             ctypes.pythonapi.PyGILState_Ensure()
 
 
 class EngineQueue:
-    """This process's collectives in MXNet's engine."""
+    """Queue of this process's collectives in MXNet's engine."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         #: by number; each leaves when MXNet forgets it, and so also if MXNet never runs it
         self._operations: dict[int, _Operation] = {}
         self._forgotten = threading.Condition()
-        #: calls of MXNet's that are in Python
+        #: MXNet's calls that are in Python now
         self._calls: dict[object, None] = {}
         self._failures = EngineErrors()
         self._known_threads = _KnownThreads()
         self._cpp = ctypes.CDLL("libstdc++.so.6")
-        self._push = ctypes.CDLL(_LIB._name).MXEnginePushAsyncND  # ours alone: other code may declare it otherwise
+        self._push = ctypes.CDLL(_LIB._name).MXEnginePushAsyncND  # of our own: other code may declare it otherwise
         self._push.argtypes = [
             *(_ASYNC_FUNCTION, _POINTER, _DELETER, _POINTER, _POINTER, ctypes.c_int, _POINTER, ctypes.c_int, _POINTER),
             *(ctypes.c_int, ctypes.c_char_p, ctypes.c_bool),
@@ -177,21 +177,21 @@ class EngineQueue:
         if self._operations and context.is_initialized():
             latest = time.monotonic() + context.current().config.deadline_seconds + _GRACE_SECONDS
             with self._forgotten:
-                while self._operations and (left := latest - time.monotonic()) > 0:
-                    self._forgotten.wait(left)
+                while self._operations and (remaining := latest - time.monotonic()) > 0:
+                    self._forgotten.wait(remaining)
         self.wait_for_engine_threads()
 
     def wait_for_engine_threads(self) -> None:
         """Return when no thread of MXNet's is in Python.
 
-        After the end of the operations, and before whatever stops the interpreter for such a thread: its end, or a
+        After the end of the operations, and before the interpreter is stopped for such a thread: by its end, or a
         fork. A thread that then still needed the interpreter's lock would end the process, or never get it.
         """
         while self._calls:
             time.sleep(_LOOK_SECONDS)
 
     def prepare_fork(self) -> None:
-        """Wait until nothing that was pushed is left.
+        """Wait until all pushed operations are over.
 
         MXNet stops its engine for a fork (of gluon's DataLoader, for one) and joins its threads, with the interpreter's
         lock in the hands of the thread that forks.
@@ -203,7 +203,7 @@ class EngineQueue:
     # -- on threads of MXNet's engine ---------------------------------------------------------------------------------
 
     # Each call notes that it is in Python. To take that back is the last that it does, with one instruction: between
-    # that and the thread's leave of Python nobody else gets the interpreter's lock.
+    # that and the thread's leave of Python no other thread gets the interpreter's lock.
 
     def _begin(self, run_context: int, on_complete: int, number: int) -> None:
         call = object()
@@ -227,7 +227,7 @@ class EngineQueue:
         try:
             pending = operation.begin()
             pending.add_done_callback(lambda: self._end(operation, pending, end))
-        except BaseException as error:  # noqa: BLE001  whoever waits for the arrays is told
+        except BaseException as error:  # noqa: BLE001  raised where the arrays are waited for
             self._fail(operation, error, end)
 
     def _forget_operation(self, number: int) -> None:
@@ -237,32 +237,32 @@ class EngineQueue:
         if operation is not None and operation.forgotten is not None:
             operation.forgotten()
 
-    # -- on whichever thread of Reigen completes the collective -------------------------------------------------------
+    # -- on the thread of Reigen that completes the collective ---------------------------------------------------------
 
     def _end(self, operation: _Operation, pending: AsyncOperation, end: Callable[[Any], None]) -> None:
         try:
             pending.wait()
-        except BaseException as error:  # noqa: BLE001  whoever waits for the arrays is told
+        except BaseException as error:  # noqa: BLE001  raised where the arrays are waited for
             self._fail(operation, error, end)
         else:
             end(None)
 
     def _fail(self, operation: _Operation, error: BaseException, end: Callable[[Any], None]) -> None:
         operation.error = error
-        told = (ctypes.c_char * _ERROR_BYTES)()
-        self._cpp._ZNSt13runtime_errorC1EPKc(told, self._failures.text_of(error).encode())  # std::runtime_error()
-        end(ctypes.addressof(told))
-        self._cpp._ZNSt13runtime_errorD1Ev(told)  # and its end; MXNet has made a copy
+        what = (ctypes.c_char * _ERROR_BYTES)()
+        self._cpp._ZNSt13runtime_errorC1EPKc(what, self._failures.text_of(error).encode())  # std::runtime_error()
+        end(ctypes.addressof(what))
+        self._cpp._ZNSt13runtime_errorD1Ev(what)  # and its end; MXNet has made a copy
 
 
 @functools.cache
 def get_engine_queue() -> EngineQueue:
-    """This process's."""
+    """Return this process's queue."""
     made = EngineQueue()
     pid = os.getpid()
 
     def at_exit() -> None:
-        # A script that ends without waiting for its last step has done its part all the same: the others may wait for
+        # A script that ends without waiting for its last step has done its part all the same: other ranks may wait for
         # it. One that was ended by an exception has not.
         if os.getpid() == pid and not hasattr(sys, "last_type"):
             made.drain()
@@ -278,11 +278,11 @@ def _handles(arrays: Any) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def _distinct(arrays: Sequence[Any]) -> dict[int | None, Any]:
-    """One of all that are slices of the same: by their `Chunk`, the first field of an NDArray."""
+    """Return one of all arrays that are slices of the same: by their `Chunk`, the first field of an NDArray."""
     return {_POINTER.from_address(array.handle.value).value: array for array in arrays}
 
 
 def shutdown() -> None:
-    """Leave the job, when everything that was put into MXNet's engine is complete. ``init()`` may be called again."""
+    """Leave the job, when everything in MXNet's engine is complete. ``init()`` may be called again."""
     get_engine_queue().drain()
     context.shutdown()

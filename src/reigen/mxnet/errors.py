@@ -1,7 +1,7 @@
 """Errors that are Reigen's and MXNet's at once: scripts catch ``MXNetError``, and find the fields of `reigen.errors`.
 
 An operation in MXNet's engine can fail with a text alone. The text begins with the name of a class of ours, for which
-MXNet asks us when somebody waits for an array that could not be written; we remember which error had that text.
+MXNet asks us when an array is waited for that could not be written; we remember the error with that text.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _MAX_REMEMBERED = 256
 
 
 def to_mxnet_error(error: ReigenError) -> ReigenError:
-    """The same error as one that is an MXNetError, too."""
+    """Make the same error as one that is an MXNetError, too."""
     kind: Any = type(error)
     return error if issubclass(kind, MXNetError) else _copy(error, _combined_class(kind))
 
 
 def raises_mxnet_errors(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, whose errors of Reigen are MXNetErrors, too."""
+    """Wrap ``function`` so that Reigen's errors are MXNetErrors, too."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -44,29 +44,29 @@ def raises_mxnet_errors(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class EngineErrors:
-    """The errors that were given to MXNet's engine as texts, and come back when somebody waits."""
+    """Errors that were given to MXNet's engine as texts, and come back when an array is waited for."""
 
     def __init__(self) -> None:
         self._errors: OrderedDict[str, ReigenError] = OrderedDict()
         self._registered: set[str] = set()
 
     def text_of(self, error: BaseException) -> str:
-        """What MXNet is told."""
+        """Return the text for MXNet."""
         if not isinstance(error, ReigenError):
             return f"{type(error).__name__}: {error}"
-        told = to_mxnet_error(error)
+        converted = to_mxnet_error(error)
         name = _PREFIX + type(error).__name__
         if name not in self._registered:
             self._registered.add(name)
             register_error(name, self._error_of)
         text = f"{name}: {error}".replace("\n", "; ")  # of several lines it makes a traceback
-        self._errors[text] = told
+        self._errors[text] = converted
         if len(self._errors) > _MAX_REMEMBERED:
             self._errors.popitem(last=False)
         return text
 
     def _error_of(self, text: str) -> BaseException:
-        """The error that MXNet's text speaks of; a new one each time, because raising it gives it a traceback."""
+        """Return the error with MXNet's text; a new one each time, because raising it gives it a traceback."""
         known = [self._errors[line] for line in text.splitlines() if line in self._errors]
         return _copy(known[0], type(known[0])) if known else MXNetError(text)
 

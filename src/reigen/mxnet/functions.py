@@ -1,4 +1,4 @@
-"""Starting from one state, and whole Python objects."""
+"""Functions for equal parameters at the start, and whole Python objects."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     """Overwrite parameters in place with those of the root, and wait for it.
 
     A parameter whose shape is not known yet (deferred initialisation) is broadcast when it gets its values, in the
-    first forward pass: the ranks must come to that, too. One that is on several contexts gets the root's values on all.
+    first forward pass, which all ranks must do, too. One that is on several contexts gets the root's values on all.
 
     Args:
         params: ``net.collect_params()``, or a dict of Parameters or NDArrays; the same names on all ranks.
-        root_rank: whose values all get.
+        root_rank: the rank with the values.
         prefix: put before the names; different for models that are broadcast at the same time.
 
     Raises:
@@ -55,13 +55,13 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
 
 
 def _broadcast_copies(copies: list[Any], root_rank: int, name: str) -> list[Any]:
-    """The first becomes the root's, the others become like it; does not wait."""
+    """Broadcast the first copy, and make the others like it; does not wait."""
     broadcast_(copies[0], root_rank, name)
     return [copies[0], *(copies[0].copyto(other) for other in copies[1:])]
 
 
 def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> None:
-    """Once, when the parameter gets its first values."""
+    """Broadcast a parameter once, when it gets its first values."""
 
     def initialise(self: Any, data: Any, ctx_list: Any) -> None:
         del self.__dict__["_init_impl"]  # from now on it is the class's again
@@ -76,11 +76,11 @@ def _broadcast_when_initialised(parameter: Any, root_rank: int, name: str) -> No
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object, on every rank; see :func:`reigen.api.functions.broadcast_object`."""
+    """Return the root's object, on every rank; see :func:`reigen.api.functions.broadcast_object`."""
     return functions.broadcast_object(obj, root_rank, name, process_set)
 
 
 @raises_mxnet_errors
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Every rank's object, as a list by rank."""
+    """Return every rank's object, as a list by rank."""
     return functions.allgather_object(obj, name)

@@ -1,11 +1,11 @@
 """Gradients in registered memory: the memory that all ranks of a host share, where they are reduced without a copy.
 
 At the first step the ranks agree on a plan of buckets. From then on the gradient of a parameter *is* its place in one:
-MXNet's backward pass writes there. What cannot be there, because it is on another device or travels in another element
-type, is copied in and out by MXNet's engine. A bucket is one operation of that engine, with its gradients as the arrays
-that it writes: it begins when they have been computed.
+MXNet's backward pass writes there. Gradients on another device, or that travel in another element type, are copied in
+and out by MXNet's engine. A bucket is one operation of that engine, with its gradients as the arrays that it writes: it
+begins when they have been computed.
 
-The memory is given back when no array lies in it any more.
+The memory is given back with its last array.
 """
 
 from __future__ import annotations
@@ -39,18 +39,14 @@ from reigen.types import DTYPES, DType
 if TYPE_CHECKING:
     from reigen.context import MemoryRegion
 
-#: A gluon Parameter.
+#: gluon Parameter.
 Parameter = Any
 
 
 class _ParameterSignature(NamedTuple):
-    """What has to be the same on every rank.
+    """Facts about the gradient of parameter ``number`` that have to be the same on every rank.
 
-    Attributes:
-        number: the parameter's, in its trainer.
-        shape: of the parameter.
-        dtype: of its gradient.
-        wire: in which the gradient travels.
+    ``shape`` is the parameter's, ``dtype`` its gradient's, ``wire`` the type in which that travels.
     """
 
     number: int
@@ -63,25 +59,25 @@ class _ParameterSignature(NamedTuple):
 
 
 class _RegisteredMemory:
-    """Registered memory, while somebody refers to it."""
+    """Registered memory, until its last reference is gone."""
 
     def __init__(self, region: MemoryRegion) -> None:
         self.__array_interface__ = region.array.__array_interface__
 
 
 class GradientBuckets:
-    """The buckets of one trainer.
+    """Buckets of one trainer.
 
     Args:
-        team: the ranks that reduce them, and how.
+        group: the ranks that reduce them, with the operator.
         num_groups: so many groups of gradients, each reduced as one; 0: buckets of the usual size.
-        compression: in which element type gradients travel, or as which codes.
+        compression: the element type in which gradients travel, or their codec.
     """
 
-    def __init__(self, team: ReduceGroup, num_groups: int, compression: CastCompression | CodecCompression) -> None:
-        self._team, self._num_groups, self._compression = team, num_groups, compression
+    def __init__(self, group: ReduceGroup, num_groups: int, compression: CastCompression | CodecCompression) -> None:
+        self._group, self._num_groups, self._compression = group, num_groups, compression
         self._coded: CompressedBuckets | None = None
-        #: what the plan was made for; none at first
+        #: signatures that the plan was made for; none at first
         self._trained: tuple[_ParameterSignature, ...] = ()
         self._plan = BucketPlan((), 0, (), {})
         self._region: MemoryRegion | None = None
@@ -129,14 +125,14 @@ class GradientBuckets:
         return _ParameterSignature(index, tuple(parameter.shape), dtype, self._compression.wire_dtype(dtype))
 
     def _lay_out(self, trained: tuple[_ParameterSignature, ...], gradients: Sequence[Any]) -> None:
-        team, how = self._team, self._team.how
+        group, how = self._group, self._group.how
         options = f"op={how.op.name}, scaled by {how.prescale} and {how.postscale}, {self._num_groups} groups, "
         options += describe(self._compression)
-        team.agree(PlanProposal((options, *map(str, trained)), (), ()))
+        group.agree(PlanProposal((options, *map(str, trained)), (), ()))
         specs = [ParameterSpec(int(np.prod(each.shape)), each.wire.itemsize, each.wire.name) for each in trained]
         order = arrival_order((), len(specs))
         groups = split_evenly(order, self._num_groups) if self._num_groups else ()
-        plan = plan_buckets(specs, order, choose_bucket_bytes(team.context), groups)
+        plan = plan_buckets(specs, order, choose_bucket_bytes(group.context), groups)
         memory = self._allocate(plan.nbytes)
         memory[:] = 0  # also brings the pages in
         self._trained, self._plan = trained, plan
@@ -153,22 +149,22 @@ class GradientBuckets:
 
         if isinstance(self._compression, CodecCompression):
             dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
-            self._coded = CompressedBuckets(self._compression.codec, team, self._buckets, dtypes)
+            self._coded = CompressedBuckets(self._compression.codec, group, self._buckets, dtypes)
 
     def _allocate(self, nbytes: int) -> Array:
-        """The memory of the buckets: registered, unless what travels is elsewhere, as codes."""
+        """Allocate the buckets: registered memory, unless codes travel instead of gradients."""
         if isinstance(self._compression, CodecCompression):
             return np.empty(nbytes, np.uint8)
-        self._region = self._team.allocate(nbytes)
+        self._region = self._group.allocate(nbytes)
         owner = _RegisteredMemory(self._region)
-        weakref.finalize(owner, self._team.free, self._region).atexit = False
+        weakref.finalize(owner, self._group.free, self._region).atexit = False
         return np.asarray(owner)
 
     def _submit(self, bucket: int) -> None:
         plan = self._plan.buckets[bucket]
         members = [place.parameter for place in plan.places]
         written = [(self._places[member], self._addresses[member]) for member in members]
-        array, dtype, team, region = self._buckets[bucket], DTYPES[plan.dtype], self._team, self._region
+        array, dtype, group, region = self._buckets[bucket], DTYPES[plan.dtype], self._group, self._region
         coded = self._coded
         if not array.size:
             return
@@ -178,19 +174,15 @@ class GradientBuckets:
                 if arrays.address_in_engine(place) != address:
                     raise UnsupportedTypeError("MXNet has put a gradient into other memory than it was given")
             if coded is None:
-                return team.reduce(array, dtype, str(bucket), region)
+                return group.reduce(array, dtype, str(bucket), region)
             return coded.submit(bucket, str(bucket)).then(lambda _: coded.receive(bucket))
 
         first = min(self._trained[member].number for member in members)
-        get_engine_queue().push(begin, [], [place for place, _ in written], -first, f"{team.name}.{bucket}")
+        get_engine_queue().push(begin, [], [place for place, _ in written], -first, f"{group.name}.{bucket}")
 
 
 class StepBuckets:
-    """Buckets for whoever hears of one parameter after the other, when all gradients of a step are on their way.
-
-    Args:
-        buckets: of all parameters.
-    """
+    """Buckets for a caller that asks for one parameter after the other, when all gradients are on their way."""
 
     def __init__(self, buckets: GradientBuckets) -> None:
         self._buckets = buckets
@@ -198,18 +190,14 @@ class StepBuckets:
         self._reduced: set[int] = set()
 
     def begin(self) -> None:
-        """A new step: all gradients are new."""
+        """Begin a step: all gradients are new."""
         self._reduced.clear()
 
     def take(self, parameters: Mapping[int, Parameter], numbers: Sequence[int]) -> list[Any] | None:
-        """The gradients of some parameters, with all others' that are trained; once in a step for each.
+        """Return the reduced gradients of the parameters with these numbers; once in a step for each.
 
-        Args:
-            parameters: all, by number.
-            numbers: whose gradients are wanted.
-
-        Returns:
-            In that order; None where buckets are not for them: no gluon Parameters, sparse, or on several contexts.
+        The first call of a step reduces all that are trained. None where buckets are not for them: no gluon Parameters,
+        sparse, or on several contexts.
         """
         trained = [(number, parameter) for number, parameter in sorted(parameters.items()) if _is_plain(parameter)]
         if not {number for number, _ in trained}.issuperset(numbers):
@@ -233,7 +221,7 @@ def _can_lie_in_bucket(gradient: Any, place: Any) -> bool:
 
 
 def _move_to_bucket(parameter: Parameter, place: Any) -> None:
-    """The gradient's memory is that of the place from now on.
+    """Move the gradient's memory to its place in the bucket.
 
     It stays the same object, which scripts may have taken before the first step: to clip it, for example.
     """

@@ -1,4 +1,4 @@
-"""The gradients of one model, reduced by all ranks while MXNet still computes others."""
+"""Reduction of one model's gradients over all ranks while MXNet still computes others."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reigen.types import ReduceOp
 
 
 class GradientReducer:
-    """Adds gradients up over the ranks, in place. What makes an average of a sum is left to the optimizer: `factor`.
+    """Sum of gradients over the ranks, in place. The optimizer makes averages of them by `factor`.
 
-    That is how Horovod does it, so that gradients which a script clips between the two are as large as it expects.
+    So does Horovod: gradients which a script clips between the two are as large as it expects.
 
     Args:
         predivide: gradients are divided by it before they are added; `factor` makes up for it.
         num_groups: reduce gradients in so many groups, all or none of each; 0: each by itself.
-        process_set: whose ranks take part; a rank that is not among them reduces nothing.
+        process_set: the ranks that take part; others reduce nothing.
 
     Raises:
         ArgumentError: ``predivide`` is not positive, ``num_groups`` is negative, or the set is not registered.
@@ -46,15 +46,11 @@ class GradientReducer:
 
     @property
     def team(self) -> ReduceGroup | None:
-        """The ranks, if this is one of them and not alone."""
+        """Ranks that reduce, if this is one of them and not alone."""
         return self._team if self._team is not None and self._team.size > 1 else None
 
     def reduce(self, named: Sequence[tuple[object, int, Any]]) -> None:
-        """Put the reduction of gradients into MXNet's engine; does not wait.
-
-        Args:
-            named: of each gradient the name (the same on every rank), the priority, and the array.
-        """
+        """Put the reduction of (name, alike on every rank; priority; array) into MXNet's engine; does not wait."""
         team = self.team
         if team is None or not named:
             return

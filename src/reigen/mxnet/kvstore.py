@@ -1,4 +1,4 @@
-"""Reigen's stores for MXNet: what `mx.kv.create`, `gluon.Trainer` and `mx.mod.Module` take.
+"""Stores of Reigen for MXNet's `mx.kv.create`, `gluon.Trainer` and `mx.mod.Module`.
 
 ``import reigen.mxnet.kvstore`` registers them as ``reigen_dist_sync``, ``reigen_dist_async`` and so on, beside MXNet's
 own. :func:`register_kvstores` puts them in the place of MXNet's distributed ones: `reigen run --as-mxnet` calls it in
@@ -36,19 +36,19 @@ from reigen.mxnet.kvstore_keys import KVStoreKey, get_rows, set_rows
 from reigen.mxnet.kvstore_queue import KVStoreQueue
 from reigen.mxnet.optimizer_conversion import LocalLearningRate, convert_optimizer
 
-#: The types that have no counterpart, or another meaning, in MXNet 1.9.1; those of one process stay MXNet's.
+#: Types that have no counterpart, or another meaning, in MXNet 1.9.1; those of one process stay MXNet's.
 NAMES = tuple(sorted(name for name, meant in STORE_TYPES.items() if meant.where != "local"))
 
 
 class _UpdaterView:
-    """What a Trainer looks for after it has loaded states: ``kvstore._updater.optimizer``."""
+    """Attribute that a Trainer reads after it has loaded states: ``kvstore._updater.optimizer``."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
 
 class KVStore(mx.kvstore.KVStore):
-    """A store of :mod:`reigen.kv` behind MXNet's interface. It inherits from MXNet's, which is what some code asks for.
+    """Store of :mod:`reigen.kv` behind MXNet's interface. It inherits from MXNet's, for code that checks the class.
 
     Args:
         name: its type; None: that of the class.
@@ -62,47 +62,43 @@ class KVStore(mx.kvstore.KVStore):
 
     @raises_mxnet_errors
     def __init__(self, name: str | None = None, **options: Any) -> None:
-        # not the one of the base class, which wants a store of MXNet's library
+        # not the one of the base class, which needs a store of MXNet's library
         self.handle = KVStoreHandle()
         self._type = (name or self.registered_type).lower()
         self.store = kv.create(self._type.removeprefix("reigen_"), **options)
         self._is_ring = STORE_TYPES[self.store.type].where == "ring"
-        self._lane = KVStoreQueue(self.store)
+        self._queue = KVStoreQueue(self.store)
         self._held: dict[Key, KVStoreKey] = {}
         self._updater: Any = None
         self._rate: LocalLearningRate | None = None
         #: the optimizer as it was set, and the rate that servers know
-        self._ours: optim.Optimizer | None = None
-        self._told_rate = 0.0
+        self._converted: optim.Optimizer | None = None
+        self._sent_rate = 0.0
         self._is_closed = False
         atexit.register(self._at_exit)
 
     def __del__(self) -> None:
-        """There is no store of MXNet's library to be freed."""
+        """Free nothing: there is no store of MXNet's library."""
 
-    # -- what it is ---------------------------------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def type(self) -> str:
-        """The name that it was created by."""
+        """Name that it was created by."""
         return self._type
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Number of this worker."""
         return self.store.rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers share the store."""
+        """Number of workers that share the store."""
         return self.store.num_workers
 
     def is_capable(self, capability: str) -> bool:
-        """Whether it can do something; ``"optimizer"``: update weights, which those on servers can.
-
-        Raises:
-            ValueError: there is no such capability.
-        """
+        """Return whether it can ``"optimizer"``: update weights, which those on servers can; raises ValueError."""
         if capability.lower() != self.OPTIMIZER:
             raise ValueError(f"unknown capability {capability!r}")
         return not self._is_ring
@@ -112,39 +108,39 @@ class KVStore(mx.kvstore.KVStore):
     @raises_mxnet_errors
     def init(self, key: Any, value: Any) -> None:
         """Create keys, with the values of worker 0. All workers call it alike."""
-        self._lane.settle()
-        given = group_by_key(key, value)
-        values = [self._first_value(one, each[0]) for one, each in given]
-        for one, each in given:
+        self._queue.settle()
+        pairs = group_by_key(key, value)
+        values = [self._first_value(one, each[0]) for one, each in pairs]
+        for one, each in pairs:
             if len(each) > 1:
                 raise ArgumentError(f"key {one!r} was given {len(each)} times in one init(); a key has one value")
-        with self._lane.store_lock:
-            self.store.init([one for one, _ in given], values)
-        for (one, each), first in zip(given, values, strict=True):
+        with self._queue.store_lock:
+            self.store.init([one for one, _ in pairs], values)
+        for (one, each), first in zip(pairs, values, strict=True):
             self._held[one] = KVStoreKey(each[0], isinstance(first, kv.RowSparse))
 
     @raises_mxnet_errors
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """`init`, then `pull`."""
+        """Do `init`, then `pull`."""
         self.init(key, value)
         self.pull(key, out, priority)
 
     @raises_mxnet_errors
     def push(self, key: Any, value: Any, priority: int = 0) -> None:
-        """Add values to this round of their keys. It does not wait; nor does `pull`, nor `pushpull`, if dense."""
+        """Add values to this round of their keys, without waiting, as dense `pull` and `pushpull`."""
         groups = self._checked(key, value)
-        self._tell_rate([one for one, _ in groups])
+        self._update_rate([one for one, _ in groups])
         for one, values in groups:
             if any(is_sparse(each) for each in values) and self._held[one].is_sparse:
-                self._lane.settle()
-                with self._lane.store_lock:
+                self._queue.settle()
+                with self._queue.store_lock:
                     self.store.push(one, [get_rows(each) for each in values], priority)
             else:
                 self._begin(one, _on_host(values), [], priority)
 
     @raises_mxnet_errors
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Have ``out`` hold what is stored. Row_sparse ones are left as they are, with a warning: `row_sparse_pull`."""
+        """Pull the stored values into ``out``; row_sparse ones stay, with a warning: `row_sparse_pull`."""
         if out is None:
             raise ArgumentError("pull() needs out=: the NDArray that receives what is stored")
         if not ignore_sparse and not self._is_ring:  # as in MXNet
@@ -163,7 +159,7 @@ class KVStore(mx.kvstore.KVStore):
 
     @raises_mxnet_errors
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """`push` and `pull` in one; into the values themselves without ``out``."""
+        """Do `push` and `pull` in one; into the values themselves without ``out``."""
         groups = self._checked(key, value)
         outs = dict(groups if out is None else self._checked(key, out, "out"))
         if set(outs) != {one for one, _ in groups}:
@@ -171,13 +167,13 @@ class KVStore(mx.kvstore.KVStore):
         for one, values in groups:
             if any(is_sparse(each) for each in (*values, *outs[one])):
                 raise ArgumentError(f"key {one!r}: pushpull() takes dense NDArrays only, got a row_sparse one")
-        self._tell_rate([one for one, _ in groups])
+        self._update_rate([one for one, _ in groups])
         for one, values in groups:
             self._begin(one, _on_host(values), outs[one], priority)
 
     @raises_mxnet_errors
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
-        """Have row_sparse ``out`` hold some of the stored rows."""
+        """Pull some of the stored rows into row_sparse ``out``."""
         if out is None or row_ids is None:
             raise ArgumentError("row_sparse_pull() needs out= and row_ids=")
         for (one, outs), (_, ids) in zip(
@@ -195,7 +191,7 @@ class KVStore(mx.kvstore.KVStore):
 
     @raises_mxnet_errors
     def set_optimizer(self, optimizer: Any) -> None:
-        """From now on, pushes update the stored values. All workers call it alike, before the first push.
+        """Have pushes update the stored values from now on. All workers call it alike, before the first push.
 
         A later change of the optimizer's learning rate reaches the servers with the next push.
 
@@ -205,34 +201,30 @@ class KVStore(mx.kvstore.KVStore):
         Raises:
             ConfigError: it has no counterpart; the message says what to do.
         """
-        self._lane.settle()
+        self._queue.settle()
         if isinstance(optimizer, optim.Optimizer):
-            ours, self._rate = optimizer, None
+            converted, self._rate = optimizer, None
         else:
-            ours, self._rate = convert_optimizer(optimizer)
+            converted, self._rate = convert_optimizer(optimizer)
             self._updater = _UpdaterView(optimizer)
-        before, self._ours = self._ours, ours
-        if before is not None and _is_same_but_for_rate(before, ours):
-            self._send_rate(ours.learning_rate)  # a common way to change the rate, since MXNet's servers see no other
+        before, self._converted = self._converted, converted
+        if before is not None and _is_same_but_for_rate(before, converted):
+            self._send_rate(converted.learning_rate)  # a common way to change the rate: MXNet's servers see no other
             return
-        self._told_rate = ours.learning_rate
-        with self._lane.store_lock:
-            self.store.set_optimizer(ours)
+        self._sent_rate = converted.learning_rate
+        with self._queue.store_lock:
+            self.store.set_optimizer(converted)
 
     @raises_mxnet_errors
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Have dense values travel in fewer bits; before `init`. Types beside MXNet's: docs/kv.md.
-
-        Args:
-            compression_params: ``{"type": "2bit", "threshold": 0.5}``; numbers may be texts, as in MXNet.
-        """
+        """Have dense values travel in fewer bits, like ``{"type": "2bit"}`` (docs/kv.md); before `init`."""
         if not isinstance(compression_params, Mapping):
             raise ArgumentError(
                 'compression_params is a dict such as {"type": "2bit", "threshold": 0.5}, '
                 f"got {type(compression_params).__name__} {compression_params!r:.100}"
             )
-        self._lane.settle()
-        with self._lane.store_lock:
+        self._queue.settle()
+        with self._queue.store_lock:
             self.store.set_gradient_compression(
                 {name: _parse_number(each) for name, each in compression_params.items()}
             )
@@ -240,15 +232,15 @@ class KVStore(mx.kvstore.KVStore):
     @raises_mxnet_errors
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
         """Write the optimizer's states, of all servers, to a file: numbers and names, no code."""
-        self._lane.settle()
-        with self._lane.store_lock:
+        self._queue.settle()
+        with self._queue.store_lock:
             self.store.save_optimizer_states(fname, dump_optimizer)
 
     @raises_mxnet_errors
     def load_optimizer_states(self, fname: str | Path) -> None:
-        """Read what `save_optimizer_states` wrote. All workers call it, before they go on."""
-        self._lane.settle()
-        with self._lane.store_lock:
+        """Read a file of `save_optimizer_states`. All workers call it, before they go on."""
+        self._queue.settle()
+        with self._queue.store_lock:
             self.store.load_optimizer_states(fname)
             self.store.barrier()
         saved = optim.States.load(fname).optimizer
@@ -259,12 +251,12 @@ class KVStore(mx.kvstore.KVStore):
     def _set_updater(self, updater: Any) -> None:
         raise ArgumentError("a store on servers takes no updater, which is code; use set_optimizer()")
 
-    # -- the others ---------------------------------------------------------------------------------------------------
+    # -- end ----------------------------------------------------------------------------------------------------------
 
     @raises_mxnet_errors
     def _barrier(self) -> None:
-        """Wait until all workers have come here. It does not wait for what is on its way."""
-        self._lane.check()
+        """Wait until all workers have come here, but not for pending operations."""
+        self._queue.check()
         self.store.barrier()
 
     @raises_mxnet_errors
@@ -273,57 +265,57 @@ class KVStore(mx.kvstore.KVStore):
 
     @raises_mxnet_errors
     def wait(self) -> None:
-        """Return when nothing is on its way, and raise what it has met."""
-        self._lane.settle()
+        """Wait for pending operations, and raise their error."""
+        self._queue.settle()
 
     @raises_mxnet_errors
     def close(self) -> None:
-        """Wait, and give the store up. May be called twice; the end of the process does it."""
+        """Wait, and leave the store. May be called twice; the end of the process does it."""
         if not self._is_closed:
             self._is_closed = True
             atexit.unregister(self._at_exit)
             try:
-                if not self._is_ring:  # others may wait until they hear that this worker has nothing more to push
-                    self._lane.wait_until_begun()
+                if not self._is_ring:  # servers may wait until they know that this worker has nothing more to push
+                    self._queue.wait_until_begun()
                     self._leave()
             finally:
-                self._lane.wait_until_done()
+                self._queue.wait_until_done()
                 self.store.close()
-                self._lane.close()
+                self._queue.close()
 
     def _leave(self) -> None:
-        with contextlib.suppress(PeerLostError, ArgumentError):  # nobody is there to be told; it was closed
+        with contextlib.suppress(PeerLostError, ArgumentError):  # no servers are left; it was closed
             self.store.leave()
 
     def _at_exit(self) -> None:
-        """MXNet's engine must not call Python any more when this process has left it."""
-        if not self._lane.is_here:
+        """Close the store: MXNet's engine must not call Python any more when this process has left it."""
+        if not self._queue.is_owner_process:
             return
         if getattr(sys, "last_value", None) is None:
             self.close()
             return
-        self.store.__exit__(sys.last_type, sys.last_value, None)  # the others are to learn that this worker is lost
+        self.store.__exit__(sys.last_type, sys.last_value, None)  # the others learn that this worker is lost
         for end in (self.close, mx.nd.waitall):  # what was on its way fails; the user has the first error already
             with contextlib.suppress(MXNetError):
                 end()
 
-    # -- how it is done -----------------------------------------------------------------------------------------------
+    # -- implementation -----------------------------------------------------------------------------------------------
 
     def _begin(self, key: Key, values: Sequence[Any], outs: Sequence[Any], priority: int) -> None:
         """Have MXNet's engine push ``values`` (none: nothing), and fill ``outs`` (none: push alone)."""
         held = self._held[key]
-        is_here = all(on_host(out) for out in outs)
-        targets = outs if is_here else [held.host_buffer]
+        are_on_host = all(on_host(out) for out in outs)
+        targets = outs if are_on_host else [held.host_buffer]
         begin = functools.partial(self._operate, key, values, targets, priority)
         name = f"kv.{'pushpull' if values and outs else 'push' if values else 'pull'} {key}"
-        self._lane.add(begin, reads=values, writes=[held.order, *targets], priority=priority, name=name)
-        if not is_here:
+        self._queue.add(begin, reads=values, writes=[held.order, *targets], priority=priority, name=name)
+        if not are_on_host:
             with mx.autograd.pause():
                 for out in outs:
                     held.host_buffer.copyto(out)
 
     def _operate(self, key: Key, values: Sequence[Any], targets: Sequence[Any], priority: int) -> Pending | None:
-        """In MXNet's engine."""
+        """Push and pull in the store, in MXNet's engine."""
         for target in targets:
             reorder_in_engine(target)
         held = self._held[key]
@@ -333,11 +325,11 @@ class KVStore(mx.kvstore.KVStore):
         if targets:
             return self.store.pushpull(key, reads, writes, priority, wait=False)
         pending = self.store.push(key, reads, priority)
-        return pending if self._is_ring else None  # servers have it when they have it
+        return pending if self._is_ring else None  # for servers it is over when they have it
 
     def _pull_rows(self, key: Key, outs: Sequence[Any], rows: Any, priority: int) -> None:
-        self._lane.settle()
-        with self._lane.store_lock:
+        self._queue.settle()
+        with self._queue.store_lock:
             received = self._held[key].rows()
             if rows is None:
                 self.store.pull(key, received, priority, ignore_sparse=False)
@@ -347,24 +339,24 @@ class KVStore(mx.kvstore.KVStore):
             for out in outs:
                 set_rows(received, out)
 
-    def _tell_rate(self, keys: Sequence[Key]) -> None:
-        """Have the servers know a new learning rate, before the pushes that it is for and behind all others."""
+    def _update_rate(self, keys: Sequence[Key]) -> None:
+        """Send a new learning rate to the servers, before its pushes and behind all others."""
         if self._rate is None:
             return
         self._send_rate(self._rate.before(keys))
 
     def _send_rate(self, rate: float) -> None:
-        if rate == self._told_rate:
+        if rate == self._sent_rate:
             return
-        self._told_rate = rate
+        self._sent_rate = rate
         if self.store.staleness and self.rank:  # a worker that lags behind would set it back
             return
-        self._lane.settle()
-        with self._lane.store_lock:
+        self._queue.settle()
+        with self._queue.store_lock:
             self.store.set_learning_rate(rate)
 
     def _first_value(self, key: Key, value: Any) -> Any:
-        """What a key is initialised with: as row-sparse where a Trainer's parameter has row-sparse gradients."""
+        """Return the first value of a key: as row-sparse where a Trainer's parameter has row-sparse gradients."""
         if is_sparse(value):
             return get_rows(value)
         parameters = {} if self._updater is None else self._updater.optimizer.param_dict
@@ -373,7 +365,7 @@ class KVStore(mx.kvstore.KVStore):
         return value.asnumpy()
 
     def _checked(self, key: Any, value: Any, what: str = "value") -> list[tuple[Key, list[Any]]]:
-        """Arguments as keys that exist, and NDArrays that are like what those hold."""
+        """Check arguments: keys that exist, and NDArrays that are like their values."""
         groups = group_by_key(key, value, what)
         for one, values in groups:
             if one not in self._held:
@@ -384,26 +376,25 @@ class KVStore(mx.kvstore.KVStore):
 
 
 def create(name: str, **options: Any) -> KVStore:
-    """A store by its name in `reigen.kv.create`, with its options: ``create("dist_ssp", staleness=2)``."""
+    """Create a store by its name in `reigen.kv.create`, with its options: ``create("dist_ssp", staleness=2)``."""
     return KVStore(name, **options)
 
 
 def register_kvstores() -> None:
     """Have `mx.kv.create` make Reigen's stores under MXNet's names of distributed ones, ``horovod`` and ``byteps``.
 
-    Other names with ``dist`` in them are errors then. MXNet takes any, and looks for servers of its own, which do not
-    come.
+    Other names with ``dist`` in them are errors then, where MXNet would wait for servers of its own.
     """
     for name in NAMES:
         _register(name, name)
-    theirs = mx.kvstore.create
+    original = mx.kvstore.create
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     @raises_mxnet_errors
     def create(name: Any = "local") -> Any:
         if isinstance(name, str) and "dist" in name.lower() and name.lower() not in mx.kvstore.KVStoreBase.kv_registry:
             raise ArgumentError(f"unknown type of store {name!r}; the distributed ones are {', '.join(NAMES)}")
-        return theirs(name)
+        return original(name)
 
     mx.kvstore.create = create
     for each in ("set_config", "set_state", "dump", "pause", "resume"):
@@ -431,19 +422,19 @@ def _profile_workers_only(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _register(name: str, kind: str) -> None:
-    """Under a name, unless it is there already."""
+    """Register a class under a name, unless that exists already."""
     if name not in mx.kvstore.KVStoreBase.kv_registry:
         made = type(name, (KVStore,), {"registered_type": kind, "__module__": __name__})
         mx.kvstore.KVStoreBase.register(made)
 
 
 def _one_or_all(arrays: list[Any]) -> Any:
-    """As stores take them: most have one device."""
+    """Return one array itself, several as a list: most stores have one device."""
     return arrays[0] if len(arrays) == 1 else arrays
 
 
 def _parse_number(value: Any) -> Any:
-    """A number that was given as text, as command lines have it."""
+    """Parse a number that was given as text, as command lines have it."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             return float(value)
@@ -456,7 +447,7 @@ def _is_same_but_for_rate(one: optim.Optimizer, other: optim.Optimizer) -> bool:
 
 
 def _on_host(values: Sequence[Any]) -> list[Any]:
-    """The devices' values as dense NDArrays in host memory."""
+    """Copy the devices' values to dense NDArrays in host memory."""
     with mx.autograd.pause():
         dense = [each.tostype("default") if is_sparse(each) else each for each in values]
         return [each if on_host(each) else each.as_in_context(mx.cpu()) for each in dense]

@@ -1,4 +1,4 @@
-"""What a store for MXNet keeps of a key, and its rows: between row_sparse NDArrays and `reigen.kv.RowSparse`."""
+"""Keys of a store for MXNet, and their rows: between row_sparse NDArrays and `reigen.kv.RowSparse`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,11 @@ from reigen.mxnet.arrays import dtype_of, is_ndarray, known_view_in_engine
 
 
 class KVStoreKey:
-    """What was said of a key when it was initialised.
-
-    Args:
-        like: the NDArray that it was initialised with.
-        is_sparse: it holds rows that can be pushed and pulled one by one.
+    """Shape, type and order of a key; ``like`` is the NDArray that it was initialised with.
 
     Attributes:
-        is_sparse: see above.
-        order: what all operations of the key claim to write: so MXNet's engine runs one after the other.
+        is_sparse: it holds rows that can be pushed and pulled one by one.
+        order: an NDArray that all operations of the key claim to write: so MXNet's engine runs one after the other.
     """
 
     def __init__(self, like: Any, is_sparse: bool) -> None:
@@ -33,19 +29,15 @@ class KVStoreKey:
 
     @functools.cached_property
     def host_buffer(self) -> Any:
-        """An NDArray in host memory, where values arrive that are pulled to GPUs."""
+        """Make an NDArray in host memory for values that are pulled to GPUs."""
         return mx.nd.empty(self._shape, ctx=mx.cpu(), dtype=self._given_dtype)
 
     def rows(self) -> RowSparse:
-        """None of its rows: to receive some."""
+        """Return an object without rows, to receive some."""
         return RowSparse(np.empty(0, np.int64), np.empty((0, *self._shape[1:]), self._given_dtype), self._shape)
 
     def check(self, key: Key, array: Any) -> None:
-        """That an NDArray is like what the key holds.
-
-        Raises:
-            ArgumentError: it is not, or is none.
-        """
+        """Raise ArgumentError unless an NDArray is like the key's."""
         if not is_ndarray(array):
             raise ArgumentError(f"key {key!r}: an NDArray is needed, got {type(array).__name__}")
         if tuple(array.shape) != self._shape or dtype_of(array) is not self._dtype:
@@ -55,7 +47,7 @@ class KVStoreKey:
             )
 
     def view(self, array: Any) -> NDArray[Any]:
-        """The memory of an NDArray that `check` has seen, dense and in host memory, in an operation of MXNet's engine.
+        """Return the memory of a checked NDArray, dense and in host memory, in an operation of MXNet's engine.
 
         Raises:
             UnsupportedTypeError: it is in a layout of oneDNN's.
@@ -64,7 +56,7 @@ class KVStoreKey:
 
 
 def get_rows(array: Any) -> RowSparse:
-    """The rows of an NDArray; it waits for them. All of a dense one."""
+    """Return the rows of an NDArray; it waits for them. All of a dense one."""
     if array.stype == "row_sparse":
         return RowSparse(array.indices.asnumpy(), array.data.asnumpy(), array.shape)
     rows = array.asnumpy()

@@ -1,13 +1,12 @@
-"""The way of a store's operations through MXNet's engine, and back when they are done.
+"""Queue of a store's operations through MXNet's engine, and back when they are done.
 
 The caller's thread puts an operation into the engine's queue (:mod:`reigen.mxnet.engine`) and goes on. When its
-NDArrays are ready, a thread of the engine hands it to the lane's own thread, and is free again. That thread alone works
-with the store: it begins what is ready, all that has come meanwhile together, takes in what is answered, and tells the
-engine what is done. So the caller never waits, backward passes overlap with what travels, whoever reads an NDArray
-afterwards waits for it as for any other, and a step of many small arrays wakes few threads.
+NDArrays are ready, a thread of the engine hands it to the store's own thread, and is free again. That thread alone
+works with the store: it begins all operations that are ready together, takes in answers, and completes operations in
+the engine. So the caller never waits, backward passes overlap with transfers, later readers of an NDArray wait for it
+as for any other, and a step of many small arrays wakes few threads.
 
-The error of an operation that fails is raised where somebody waits for the NDArrays that it was to write, and by the
-next call to the store.
+The error of an operation is raised by waiting for the NDArrays that it was to write, and by the next call to the store.
 """
 
 from __future__ import annotations
@@ -27,53 +26,48 @@ from reigen.mxnet.errors import to_mxnet_error
 #: Begins an operation in the store, when its NDArrays are ready; None: it is done.
 StartOperation = Callable[[], Pending | None]
 
-#: How often `KVStoreQueue.let_begin` looks: nothing is told of each operation that begins.
+#: Seconds between looks of `KVStoreQueue.wait_until_begun`: the begin of each operation is not announced.
 _LOOK_SECONDS = 0.005
 
 
 class _InputsReady:
-    """A `reigen.mxnet.engine.AsyncOperation` of an operation whose NDArrays are ready.
+    """`reigen.mxnet.engine.AsyncOperation` of an operation whose NDArrays are ready.
 
     Attributes:
-        begin: begins it in the store.
-        pending: what that returned.
-        error: what it has met.
+        begin: begins it in the store; that returns ``pending``.
+        error: why it failed.
     """
 
-    __slots__ = ("_callback", "_lane", "begin", "error", "pending")
+    __slots__ = ("_callback", "_queue", "begin", "error", "pending")
 
-    def __init__(self, lane: KVStoreQueue, begin: StartOperation) -> None:
-        self._lane, self.begin = lane, begin
+    def __init__(self, queue: KVStoreQueue, begin: StartOperation) -> None:
+        self._queue, self.begin = queue, begin
         self.pending: Pending | None = None
         self.error: Exception | None = None
         self._callback: Callable[[], None] | None = None
 
-    def tell(self) -> None:
-        """It is over: whoever wants to know is told."""
+    def complete(self) -> None:
+        """Call the callback: it is over."""
         assert self._callback is not None
         self._callback()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See `reigen.mxnet.engine.AsyncOperation`. The operation is begun when it is known whom to tell."""
+        """Set the callback, and have the operation begun."""
         self._callback = callback
-        self._lane.take(self)
+        self._queue.take(self)
 
     def wait(self) -> None:
-        """See `reigen.mxnet.engine.AsyncOperation`; it is over."""
+        """Raise the error, if it has failed; it is over."""
         if self.error is not None:
             raise self.error
 
 
 class KVStoreQueue:
-    """See the module. It ends with `close`.
-
-    Args:
-        store: what operations are begun in.
-    """
+    """Queue of a store's operations, and its thread, which ends with `close`. See the module."""
 
     def __init__(self, store: KVStore) -> None:
         self._store = store
-        #: held by whoever calls the store, which serves one thread at a time
+        #: held for calls of the store, which serves one thread at a time
         self.store_lock = threading.RLock()
         self._changed = threading.Condition()
         self._num_pending = 0
@@ -81,7 +75,7 @@ class KVStoreQueue:
         self._ready: deque[_InputsReady] = deque()
         #: begun, in order
         self._running: dict[_InputsReady, None] = {}
-        #: of these, what is over; any thread of the store says so
+        #: of these, the ones that are over; any thread of the store adds to them
         self._over: deque[_InputsReady] = deque()
         #: the thread is in the store, not in ``_changed``
         self._attends = False
@@ -94,11 +88,7 @@ class KVStoreQueue:
     def add(
         self, begin: StartOperation, *, reads: Sequence[Any] = (), writes: Sequence[Any], priority: int = 0, name: str
     ) -> None:
-        """Have an operation begin when its NDArrays are ready; see `reigen.mxnet.engine.EngineQueue.push`.
-
-        Raises:
-            Exception: what an operation before has met.
-        """
+        """Have an operation begin when its NDArrays are ready (`EngineQueue.push`); raises the error of one before."""
         self.check()
         with self._changed:
             self._num_pending += 1
@@ -107,27 +97,19 @@ class KVStoreQueue:
         )
 
     def settle(self) -> None:
-        """Return when all operations are over.
-
-        Raises:
-            Exception: what one of them has met.
-        """
+        """Wait until all operations are over; raises the error of one of them."""
         self.check()
         self.wait_until_done()
         self.check()
 
     @property
-    def is_here(self) -> bool:
-        """Whether this is the process that made it, and not a child, where nothing of it runs."""
+    def is_owner_process(self) -> bool:
+        """Return whether this is the process that made it, and not a child, where nothing of it runs."""
         return os.getpid() == self._process
 
     def check(self) -> None:
-        """Raise what an operation has met, once.
-
-        Raises:
-            CollectiveError: or this process was forked from the one whose store it is.
-        """
-        if not self.is_here:
+        """Raise an operation's error, once; CollectiveError in a process that was forked from the store's."""
+        if not self.is_owner_process:
             raise CollectiveError("this process was forked from a worker, and is none: let the worker call its store")
         if self._error is None:
             return
@@ -137,13 +119,13 @@ class KVStoreQueue:
             raise to_mxnet_error(error) if isinstance(error, ReigenError) else error
 
     def wait_until_begun(self) -> None:
-        """Return when all operations have begun, or are over. For the end: it looks again and again."""
+        """Wait until all operations have begun, or are over. For the end: it looks again and again."""
         with self._changed:
             while self._num_pending > sum(one.pending is not None for one in list(self._running)):
                 self._changed.wait(_LOOK_SECONDS)
 
     def wait_until_done(self) -> None:
-        """Return when all operations are over, however they end."""
+        """Wait until all operations are over, however they end."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_pending)
 
@@ -156,23 +138,23 @@ class KVStoreQueue:
             self._changed.notify_all()
         self._thread.join()
 
-    # -- how operations begin and end ---------------------------------------------------------------------------------
+    # -- begin and end of operations ----------------------------------------------------------------------------------
 
-    def take(self, arrival: _InputsReady) -> None:
-        """An operation is ready. On a thread of the engine."""
-        self._ready.append(arrival)
+    def take(self, operation: _InputsReady) -> None:
+        """Take an operation that is ready. On a thread of the engine."""
+        self._ready.append(operation)
         self._wake()
 
     def _wake(self) -> None:
-        """Have the thread look at what there is now."""
-        if self._attends:  # said before it looks for the last time
+        """Wake the thread, to look for work."""
+        if self._attends:  # set before it looks for the last time
             self._store.interrupt()
             return
         with self._changed:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """The thread."""
+        """Run the thread."""
         while not self._is_closing:
             self._await_work()
             with self._store.attention():
@@ -188,30 +170,30 @@ class KVStoreQueue:
             elif self._running:
                 self._attend(next(iter(self._running)))
 
-    def _begin(self, arrival: _InputsReady) -> None:
-        self._running[arrival] = None
+    def _begin(self, operation: _InputsReady) -> None:
+        self._running[operation] = None
         try:
             with self.store_lock:
-                arrival.pending = arrival.begin()
-        except Exception as error:  # noqa: BLE001  whoever waits is told
-            arrival.error = error
-        if arrival.pending is None:
-            self._end(arrival)
+                operation.pending = operation.begin()
+        except Exception as error:  # noqa: BLE001  raised where the arrays are waited for
+            operation.error = error
+        if operation.pending is None:
+            self._end(operation)
         else:
-            arrival.pending.add_done_callback(functools.partial(self._ended, arrival))
+            operation.pending.add_done_callback(functools.partial(self._ended, operation))
 
-    def _ended(self, arrival: _InputsReady) -> None:
-        self._over.append(arrival)
+    def _ended(self, operation: _InputsReady) -> None:
+        self._over.append(operation)
         if threading.current_thread() is not self._thread:
             self._wake()
 
     def _attend(self, oldest: _InputsReady) -> None:
-        """Wait until there is something to do."""
+        """Wait for work."""
         assert oldest.pending is not None
         self._attends = True
         try:
             self._store.attend(oldest.pending, self._has_work)
-        except Exception as error:  # noqa: BLE001  whoever waits is told
+        except Exception as error:  # noqa: BLE001  raised where the arrays are waited for
             oldest.error = error
             self._over.append(oldest)
         finally:
@@ -226,20 +208,20 @@ class KVStoreQueue:
         with self._changed:
             self._changed.wait_for(lambda: self._has_work() or self._is_closing)
 
-    def _end(self, arrival: _InputsReady) -> None:
-        """An operation is over: the engine is told. Once: one that was late may come yet."""
-        if arrival not in self._running:
+    def _end(self, operation: _InputsReady) -> None:
+        """Complete an operation in the engine. Once: one that was late may come yet."""
+        if operation not in self._running:
             return
-        del self._running[arrival]
-        if arrival.error is None and arrival.pending is not None:
+        del self._running[operation]
+        if operation.error is None and operation.pending is not None:
             try:
-                arrival.pending.wait()
-            except Exception as error:  # noqa: BLE001  whoever waits is told
-                arrival.error = error
-        if arrival.error is not None:
+                operation.pending.wait()
+            except Exception as error:  # noqa: BLE001  raised where the arrays are waited for
+                operation.error = error
+        if operation.error is not None:
             with self._changed:
-                self._error = self._error or arrival.error
-        arrival.tell()
+                self._error = self._error or operation.error
+        operation.complete()
 
     def _is_over(self) -> None:
         with self._changed:

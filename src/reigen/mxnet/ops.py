@@ -7,10 +7,9 @@ int8, int32, int64, float16, float32, float64, bool or bfloat16; others raise
 
 The functions whose results have a shape that is known beforehand (``allreduce``, ``broadcast`` and their kin) return at
 once: the collective is an operation of MXNet's engine, which begins it when the array has been computed, and goes on
-with what waits for its result when it is complete. If it fails, that is raised by whatever waits for the result
-(``wait_to_read()``, ``asnumpy()``): a :class:`~reigen.errors.CollectiveError` (HorovodInternalError) that is also an
-``MXNetError``. The others wait, and raise it themselves; and so do all of them for arrays on a GPU, which are staged
-through the host.
+with operations that wait for its result when it is complete. If it fails, waiting for the result (``wait_to_read()``,
+``asnumpy()``) raises a :class:`~reigen.errors.CollectiveError` (HorovodInternalError) that is also an ``MXNetError``.
+The others wait, and raise it themselves; and so do all of them for arrays on a GPU, which are staged through the host.
 
 Collectives match between ranks by ``name``; those without one match in the order of the calls. With a ``process_set``
 its ranks take part and no others: "all ranks" below are the ranks of the set. ``priority``: among arrays that are ready

@@ -18,7 +18,7 @@ _OWN = {"_optimizer", "_gradients", "_buckets"}
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):
-    """Stands in front of an optimizer: before a weight is updated, its gradient is averaged over all ranks.
+    """Wrapper of an optimizer: before a weight is updated, its gradient is averaged over all ranks.
 
     For ``gluon.Trainer(params, opt, kvstore=None)`` and for ``Module``. With gluon the first update of a step starts
     the reductions of all gradients, which lie in buckets, as those of a :class:`~reigen.mxnet.DistributedTrainer` do.
@@ -32,7 +32,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         optimizer: any of MXNet's.
         gradient_predivide_factor: gradients are divided by it before they are added, and multiplied after.
         num_groups: reduce the gradients in so many groups; 0: in buckets of the usual size.
-        process_set: whose ranks average; the others update with their own gradients.
+        process_set: the ranks that average; others update with their own gradients.
 
     Raises:
         ArgumentError: it is no optimizer, or one of these already; or a factor or number that makes no sense.
@@ -56,7 +56,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         optimizer.rescale_grad *= gradients.factor
 
     def __getattr__(self, name: str) -> Any:
-        if name in _OWN:  # not there yet, while it is being made
+        if name in _OWN:  # not set yet, while it is being made
             raise AttributeError(name)
         value = getattr(self._optimizer, name)
         return value / self._gradients.factor if name == "rescale_grad" else value
@@ -72,16 +72,16 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         return _restored, parts
 
     def unwrapped(self) -> mx.optimizer.Optimizer:
-        """The optimizer as it was before; this object is of no use any more."""
+        """Return the optimizer as it was before; this object is of no use any more."""
         self._optimizer.rescale_grad /= self._gradients.factor
         return self._optimizer
 
     def create_state(self, index: Any, weight: Any) -> Any:
-        """The optimizer's."""
+        """Create the optimizer's state."""
         return self._optimizer.create_state(index, weight)
 
     def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
-        """The optimizer's."""
+        """Create the optimizer's state."""
         return self._optimizer.create_state_multi_precision(index, weight)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -106,7 +106,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
     @raises_mxnet_errors
     def _reduced(self, index: Any, grad: Any) -> Any:
-        """The gradient, or gradients, whose reduction is in MXNet's engine."""
+        """Return the gradient, or gradients, whose reduction is in MXNet's engine."""
         if self._buckets is None:
             return grad
         is_list = isinstance(index, (list, tuple))
@@ -119,7 +119,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
 
 def _priority(index: Any) -> int:
-    """Those that the next forward pass needs first come first."""
+    """Return the priority: gradients that the next forward pass needs first come first."""
     return -index if isinstance(index, int) else 0
 
 

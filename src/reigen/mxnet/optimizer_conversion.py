@@ -1,9 +1,9 @@
-"""MXNet's optimizers as Reigen's: by name and numbers, since no code travels to servers.
+"""Conversion of MXNet's optimizers to Reigen's: by name and numbers, since no code travels to servers.
 
-What is one of MXNet's own classes, and has a counterpart in `reigen.optim`, is translated. Another one is an error that
-says what to do: classes of a user's own, even those that inherit from MXNet's, may compute anything.
+MXNet's own classes that have a counterpart in `reigen.optim` are converted. Another one is an error with advice:
+classes of a user's own, even those that inherit from MXNet's, may compute anything.
 
-Learning-rate schedules of MXNet's are translated, too. One that is a user's own is asked in this process, once a step,
+Learning-rate schedules of MXNet's are converted, too. One that is a user's own is called in this process, once a step,
 and the rate is sent to the servers (`LocalLearningRate`).
 """
 
@@ -18,7 +18,7 @@ import mxnet as mx
 from reigen import optim
 from reigen.errors import ConfigError
 
-#: MXNet's class: our name, and where our parameters are found in it. That of the same name, if nothing else is said.
+#: MXNet's class: Reigen's name, and MXNet's names of parameters where they differ.
 _COUNTERPARTS: dict[str, tuple[str, dict[str, str]]] = {
     "SGD": ("sgd", {"momentum": "momentum", "lazy_update": "lazy_update"}),
     "ccSGD": ("sgd", {"momentum": "momentum", "lazy_update": "lazy_update"}),
@@ -26,10 +26,7 @@ _COUNTERPARTS: dict[str, tuple[str, dict[str, str]]] = {
     "Signum": ("signum", {"momentum": "momentum", "wd_lh": "wd_lh"}),
     "Adam": ("adam", {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon", "lazy_update": "lazy_update"}),
     "AdaGrad": ("adagrad", {"eps": "float_stable_eps"}),
-    "RMSProp": (
-        "rmsprop",
-        {name: name for name in ("gamma1", "gamma2", "epsilon", "centered", "clip_weights")},
-    ),
+    "RMSProp": ("rmsprop", {name: name for name in ("gamma1", "gamma2", "epsilon", "centered", "clip_weights")}),
     "Ftrl": ("ftrl", {"lamda1": "lamda1", "beta": "beta"}),
     "LAMB": (
         "lamb",
@@ -46,16 +43,14 @@ _SCHEDULES: dict[str, tuple[type[optim.Schedule], dict[str, str]]] = {
 }
 _WARMUP = ("warmup_steps", "warmup_begin_lr", "warmup_mode")
 
-#: names of MXNet's classes that can be translated
+#: names of MXNet's classes that can be converted
 CONVERTIBLE_OPTIMIZERS = tuple(_COUNTERPARTS)
 
 
 class LocalLearningRate:
-    """The learning rate of an optimizer of MXNet's, where this process decides about it.
+    """Learning rate of an optimizer of MXNet's that this process decides.
 
-    Args:
-        optimizer: MXNet's.
-        schedule: asked for each update; None: the rate is the optimizer's ``lr``, which a program may change.
+    ``schedule`` is called for each update; None: the rate is the optimizer's ``lr``, which a program may change.
     """
 
     def __init__(self, optimizer: Any, schedule: Callable[[int], float] | None) -> None:
@@ -64,11 +59,11 @@ class LocalLearningRate:
         self._num_update = int(optimizer.begin_num_update)
 
     def first(self) -> float:
-        """That of the first update."""
+        """Return the rate of the first update."""
         return float(self._optimizer.lr if self._schedule is None else self._schedule(self._num_update + 1))
 
     def before(self, keys: Iterable[int | str]) -> float:
-        """That of updates which are about to be pushed."""
+        """Return the rate of updates which are about to be pushed."""
         if self._schedule is None:
             return float(self._optimizer.lr)
         for key in keys:
@@ -78,16 +73,16 @@ class LocalLearningRate:
 
 
 def convert_optimizer(optimizer: Any) -> tuple[optim.Optimizer, LocalLearningRate | None]:
-    """Our counterpart of an optimizer of MXNet's, at this moment.
+    """Convert an optimizer of MXNet's, as it is at this moment.
 
     Returns:
-        It; and who decides about its learning rate from now on; None: itself, by its schedule.
+        Its counterpart, and the source of its learning rate from now on; None: its own schedule.
 
     Raises:
         ConfigError: it has no counterpart; or numbers that make no sense.
     """
     name, places = _counterpart(optimizer)
-    parameters = {ours: _plain(getattr(optimizer, theirs)) for ours, theirs in places.items()}
+    parameters = {name: _plain(getattr(optimizer, attribute)) for name, attribute in places.items()}
     schedule, rate = _schedule(optimizer)
     made = optim.create(
         name,
@@ -121,30 +116,30 @@ def _counterpart(optimizer: Any) -> tuple[str, dict[str, str]]:
 
 
 def _schedule(optimizer: Any) -> tuple[optim.Schedule | None, LocalLearningRate | None]:
-    """The schedule that servers follow; or else who says the rate here."""
-    given = optimizer.lr_scheduler
-    if given is None:
+    """Convert the schedule for servers; or return the learning rate that this process decides."""
+    schedule = optimizer.lr_scheduler
+    if schedule is None:
         return None, LocalLearningRate(optimizer, None)
-    kind = type(given)
+    kind = type(schedule)
     if kind is not getattr(mx.lr_scheduler, kind.__name__, None) or kind.__name__ not in _SCHEDULES:
-        return None, LocalLearningRate(optimizer, given)
-    # one that has been asked before, or was given another rate since it was made, has a past that numbers do not tell
-    if getattr(given, "count", 0) or given.base_lr != given.warmup_final_lr:
-        return None, LocalLearningRate(optimizer, given)
+        return None, LocalLearningRate(optimizer, schedule)
+    # one that has been called before, or was given another rate since it was made, has a past that numbers do not show
+    if getattr(schedule, "count", 0) or schedule.base_lr != schedule.warmup_final_lr:
+        return None, LocalLearningRate(optimizer, schedule)
     made, places = _SCHEDULES[kind.__name__]
-    parameters = {ours: _plain(getattr(given, theirs)) for ours, theirs in places.items()}
-    warmup = {name: _plain(getattr(given, name)) for name in _WARMUP}
-    return made(base_lr=float(given.base_lr), **parameters, **warmup), None
+    parameters = {name: _plain(getattr(schedule, attribute)) for name, attribute in places.items()}
+    warmup = {name: _plain(getattr(schedule, name)) for name in _WARMUP}
+    return made(base_lr=float(schedule.base_lr), **parameters, **warmup), None
 
 
 def _factors(optimizer: Any, name: str) -> dict[int | str, float]:
-    """Factors of keys and names: those that gluon's parameters have win, as in MXNet."""
+    """Return factors of keys and names: those of gluon's parameters win, as in MXNet."""
     named = {key: float(factor) for key, factor in getattr(optimizer, name).items()}
     found = {index: float(getattr(parameter, name)) for index, parameter in optimizer.param_dict.items()}
     return {**named, **{index: factor for index, factor in found.items() if named or factor != 1.0}}
 
 
 def _plain(value: Any) -> Any:
-    """A number of NumPy's as one of Python's."""
+    """Convert a number of NumPy's to one of Python's."""
     value = value.item() if hasattr(value, "item") else value
     return None if isinstance(value, float) and math.isnan(value) else value

@@ -23,7 +23,7 @@ from reigen.mxnet.optimizer import DistributedOptimizer
 
 
 class DistributedTrainer(mx.gluon.Trainer):
-    """A ``gluon.Trainer`` that needs no kvstore: ``step()`` updates with the averages of all ranks' gradients.
+    """``gluon.Trainer`` that needs no kvstore: ``step()`` updates with the averages of all ranks' gradients.
 
     From the first step on, the gradients of a host's ranks lie in memory that all of them share, in buckets. The
     reduction of a bucket is an operation of MXNet's engine, which begins it when its gradients have been computed,
@@ -36,12 +36,12 @@ class DistributedTrainer(mx.gluon.Trainer):
         params: ``net.collect_params()``, a dict or a list of Parameters; the same on every rank, in the same order.
         optimizer: a name of MXNet's, or one of its optimizers.
         optimizer_params: the optimizer's arguments, if it is given by name.
-        compression: in which type gradients travel (Compression.fp16), or as which codes of fewer bits, with error
-            feedback: a codec of `reigen.compression`, or its parameters (``{"type": "2bit", "threshold": 0.5}``).
+        compression: the type in which gradients travel (Compression.fp16), or a codec of `reigen.compression` with
+            error feedback, or its parameters (``{"type": "2bit", "threshold": 0.5}``).
         gradient_predivide_factor: gradients are divided by it before they are added, and multiplied after.
         prefix: accepted for Horovod's sake: trainers are told apart by the order in which they are made.
         num_groups: reduce the gradients in so many groups; 0: in buckets of the usual size.
-        process_set: whose ranks average; the others update with their own gradients.
+        process_set: the ranks that average; others update with their own gradients.
 
     Raises:
         ArgumentError: an argument makes no sense.
@@ -76,7 +76,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         self._scale *= self._gradients.factor
         self._comparisons = ReplicaCheckSchedule()
         team = self._gradients.team
-        #: None where nobody has to be asked, or a class of the user's own compresses tensors
+        #: None for a rank alone, or where a class of the user's own compresses tensors
         self._buckets = GradientBuckets(team, num_groups, chosen) if team and chosen else None
 
     @raises_mxnet_errors
@@ -91,8 +91,8 @@ class DistributedTrainer(mx.gluon.Trainer):
         else:
             self._reduce_compressed([(index, parameter.list_grad()[0]) for index, parameter in parameters])
         for _, parameter in parameters:
-            first, *others = parameter.list_grad()
-            for other in others:
+            first, *copies = parameter.list_grad()
+            for other in copies:
                 first.copyto(other)
 
     @raises_mxnet_errors
@@ -113,7 +113,7 @@ class DistributedTrainer(mx.gluon.Trainer):
 
 
 def _is_custom_compression(compression: object) -> bool:
-    """Whether it is a class of the user's own, as Horovod has them, which makes tensors of tensors."""
+    """Return whether it is a class of the user's own, as Horovod has them, which makes tensors of tensors."""
     return (
         not isinstance(compression, CastCompression)
         and hasattr(compression, "compress")
@@ -127,7 +127,7 @@ def _bytes_of(parameter: Any) -> NDArray[np.uint8]:
 
 
 def _sum_local_contexts(parameter: Any, copies: list[Any]) -> None:
-    """The gradients of this rank's contexts become one sum, in the first."""
+    """Add the gradients of this rank's contexts up, in the first."""
     if copies[0].stype != "default":
         raise UnsupportedTypeError(
             f"the gradient of {parameter.name} is {copies[0].stype}, and only dense ones can be reduced: create the "

@@ -11,8 +11,8 @@ format ``I`` copies exactly four aligned bytes). Three things are relied on:
    passes a full barrier between the data and the flag, so a reader that sees the flag cannot have read the data before
    that point. The readers need no barrier of their own.
 2. *Sleep*: a sleeper stores "I sleep" and then checks the flag; a waker stores the flag and then reads "does anybody
-   sleep?". Each may overtake its own store even on x86-64, so the waker calls ``fence()`` in between (a locked
-   instruction: taking an uncontended lock; membarrier elsewhere). The sleeper's check is made by the kernel, inside
+   sleep?". Each may overtake its own store even on x86-64, so the waker enters ``fence`` in between (a locked
+   instruction: a lock that is taken; membarrier elsewhere). The sleeper's check is made by the kernel, inside
    futex_wait, behind a full barrier.
 3. *Causality*: what rank A wrote before telling rank B is visible to rank C once B has told C. Both x86-64 and ARMv8
    are multi-copy atomic, so this follows from 1.
@@ -29,6 +29,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import cast
 
 import numpy as np
@@ -69,24 +70,28 @@ def _membarrier() -> Callable[[], None]:
     return lambda: syscall(number, _MEMBARRIER_GLOBAL_EXPEDITED, 0, 0) and None
 
 
-_LOCK = threading.Lock()
+class _MembarrierFence:
+    """A full barrier on entering, for processors without the locked instruction."""
 
+    def __init__(self, membarrier: Callable[[], None]) -> None:
+        self._membarrier = membarrier
 
-def _locked_instruction() -> None:
-    with _LOCK:
-        pass
+    def __enter__(self) -> None:
+        self._membarrier()
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
 
 
 #: Does nothing, and that in C.
 _no_fence = cast("Callable[[], None]", bool)
 
 
-@functools.cache
-def memory_fences() -> tuple[Callable[[], None], Callable[[], None]]:
-    """``(publish, fence)`` for this processor; see the module's text."""
+def memory_fences() -> tuple[Callable[[], None], AbstractContextManager[object]]:
+    """Return ``(publish, fence)`` for this processor; see the module's text. On x86-64 neither is a Python call."""
     if platform.machine() == "x86_64":
-        return _no_fence, _locked_instruction
-    return _membarrier(), _membarrier()
+        return _no_fence, threading.Lock()
+    return _membarrier(), _MembarrierFence(_membarrier())
 
 
 class FutexWord:

@@ -25,6 +25,7 @@ The memory-ordering argument stands in `reigen.net.futex`.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
 from collections import deque
@@ -52,6 +53,12 @@ _SLEEPS_ON = 4
 _ENGINE_SLEEPS_ON = 5
 
 
+@functools.lru_cache(maxsize=64)
+def _integers_format(num: int) -> struct.Struct:
+    """The layout of so many integers behind their length."""
+    return struct.Struct(f"={num + 1}I")
+
+
 class WaitingThread(IntFlag):
     """Who sleeps on a rank's doorbell; the bits of its futex."""
 
@@ -64,15 +71,6 @@ class WaitingThread(IntFlag):
 def shm_transport_bytes(num_ranks: int) -> int:
     """Size of one rank's part of the segment: words, then the ring."""
     return _READ + num_ranks * _LINE + RING_BYTES
-
-
-class ShmRing:
-    """The ring of one rank, as its writer or as one of its readers sees it. Cursors count bytes modulo 2**32."""
-
-    def __init__(self, memory: NDArray[np.uint8], num_ranks: int) -> None:
-        self.written = FutexWord(memory, _WRITTEN)
-        start = _READ + num_ranks * _LINE
-        self.ring = memory[start : start + RING_BYTES].data
 
 
 class ShmTransport:
@@ -91,15 +89,18 @@ class ShmTransport:
         n = len(memories)
         self._publish, self._fence = memory_fences()
         self._rank = rank
-        self._own = ShmRing(memories[rank], n)
-        self._cursor = self._own.written.load()
+        # Of a rank's ring: the bytes, and how far it is written. Cursors count bytes modulo 2**32.
+        start = _READ + n * _LINE
+        rings = [(memory[start : start + RING_BYTES].data, FutexWord(memory, _WRITTEN).cell) for memory in memories]
+        self._ring, self._written = rings[rank]
+        self._cursor = self._written[0]
         self._frames: deque[bytes] = deque()
         #: messages that did not fit into the ring so far
         self.backlog = 0
         #: how far each reader has come in our ring: the reader writes it
-        self._progress = [FutexWord(memories[r], _READ + rank * _LINE) for r in readers]
-        self._doorbells = [(FutexWord(memories[r], _DOORBELL), FutexWord(memories[r], _SLEEPER)) for r in readers]
-        self._inboxes = [(w, ShmRing(memories[w], n), FutexWord(memories[rank], _READ + w * _LINE)) for w in writers]
+        self._progress = [FutexWord(memories[r], _READ + rank * _LINE).cell for r in readers]
+        self._doorbells = [(FutexWord(memories[r], _DOORBELL), FutexWord(memories[r], _SLEEPER).cell) for r in readers]
+        self._inboxes = [(w, *rings[w], FutexWord(memories[rank], _READ + w * _LINE).cell) for w in writers]
         self._doorbell, self._sleeper = FutexWord(memories[rank], _DOORBELL), FutexWord(memories[rank], _SLEEPER)
         self._num_ranks = n
         #: numbers of this rank's rings; next() is atomic, since any of its threads may ring
@@ -121,77 +122,92 @@ class ShmTransport:
     def send_integers(self, integers: Sequence[int]) -> None:
         """Put integers below 2**32 into the outbox, at most as many as fit into a message; ring as step D tells."""
         num = len(integers)
-        frame = struct.pack(f"={num + 1}I", _INTEGERS | 4 * num, *integers)
-        if len(frame) > MAX_MESSAGE_BYTES:
+        nbytes = 4 * num + 4
+        if nbytes > MAX_MESSAGE_BYTES:
             raise AssertionError(f"{num} integers are more than a message of {MAX_MESSAGE_BYTES} bytes")
-        self._frames.append(frame)
-        self._fill_ring(_SLEEPS_ON)
+        cursor, words = self._cursor, _integers_format(num)
+        begin = cursor % RING_BYTES
+        if self._frames or begin + nbytes > RING_BYTES or self._used() + nbytes > RING_BYTES:
+            self._frames.append(words.pack(_INTEGERS | 4 * num, *integers))
+            self._fill_ring(_SLEEPS_ON)
+        else:
+            words.pack_into(self._ring, begin, _INTEGERS | 4 * num, *integers)
+            self._ring_readers(cursor + nbytes, _SLEEPS_ON)
 
     def flush(self) -> None:
         """Move what was kept back into the ring, as far as there is room."""
         self._fill_ring(0)
 
-    def _fill_ring(self, undisturbed: int) -> None:
-        """Ring the readers, but wake none whose sleeper has a bit of ``undisturbed``."""
-        cursor, frames = self._cursor, self._frames
-        used = 0
+    def _used(self) -> int:
+        """Bytes of the ring that some reader has not read."""
+        used, cursor = 0, self._cursor
         for place in self._progress:
-            used = max(used, (cursor - place.cell[0]) & 0xFFFFFFFF)
+            unread = (cursor - place[0]) & 0xFFFFFFFF
+            used = max(used, unread)
+        return used
+
+    def _fill_ring(self, undisturbed: int) -> None:
+        cursor, frames, ring, used = self._cursor, self._frames, self._ring, self._used()
         while frames and used + len(frames[0]) <= RING_BYTES:
             frame = frames.popleft()
             begin = cursor % RING_BYTES
             first = min(len(frame), RING_BYTES - begin)
-            self._own.ring[begin : begin + first] = frame[:first]
+            ring[begin : begin + first] = frame[:first]
             if first < len(frame):  # around the end
-                self._own.ring[: len(frame) - first] = frame[first:]
+                ring[: len(frame) - first] = frame[first:]
             used += len(frame)
-            cursor = (cursor + len(frame)) & 0xFFFFFFFF
+            cursor += len(frame)
         self.backlog = len(frames)
-        if cursor == self._cursor:
-            return
-        self._cursor = cursor
+        if cursor != self._cursor:
+            self._ring_readers(cursor, undisturbed)
+
+    def _ring_readers(self, cursor: int, undisturbed: int) -> None:
+        """Publish what lies before ``cursor``; wake readers, but none whose sleeper has a bit of ``undisturbed``."""
+        self._cursor = cursor = cursor & 0xFFFFFFFF
         self._publish()
-        self._own.written.cell[0] = cursor
+        self._written[0] = cursor
         self._publish()
+        value = (next(self._rings) * self._num_ranks + self._rank + 1) & 0xFFFFFFFF
         for doorbell, _ in self._doorbells:
-            doorbell.cell[0] = (next(self._rings) * self._num_ranks + self._rank + 1) & 0xFFFFFFFF
-        self._fence()
+            doorbell.cell[0] = value
+        with self._fence:
+            pass
         for doorbell, sleeper in self._doorbells:
-            who = sleeper.cell[0]
+            who = sleeper[0]
             if who and not who & undisturbed:
                 doorbell.wake(who)
 
     def wake_readers(self) -> None:
         """Step D: wake the engine's threads of the readers that have not read everything."""
         for place, (doorbell, _) in zip(self._progress, self._doorbells, strict=True):
-            if place.cell[0] != self._cursor:
+            if place[0] != self._cursor:
                 doorbell.wake(WaitingThread.ENGINE)
 
     def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
         """Everything that has come, with its sender, in each sender's order."""
         found: list[tuple[int, bytes | Sequence[int]]] = []
-        for writer, outbox, place in self._inboxes:
-            cursor, end = place.cell[0], outbox.written.cell[0]
+        for writer, ring, written, place in self._inboxes:
+            cursor, end = place[0], written[0]
             if cursor == end:
                 continue
             first, num_bytes = cursor % RING_BYTES, (end - cursor) & 0xFFFFFFFF
-            data = bytes(outbox.ring[first : first + num_bytes])
+            data = bytes(ring[first : first + num_bytes])
             if len(data) < num_bytes:  # around the end
-                data += bytes(outbox.ring[: num_bytes - len(data)])
+                data += bytes(ring[: num_bytes - len(data)])
             begin, end_of_data = 0, len(data)
             while begin < end_of_data:
                 (length,) = _WORD.unpack_from(data, begin)
-                begin += _WORD.size
                 holds_integers, length = length & _INTEGERS, length & ~_INTEGERS
-                if length > min(MAX_MESSAGE_BYTES, end_of_data - begin) or (holds_integers and length % _WORD.size):
+                following = begin + 4 + length
+                if length > MAX_MESSAGE_BYTES or following > end_of_data or (holds_integers and length % 4):
                     raise CollectiveError(f"rank {writer} sent a control message of {length} bytes", ranks=(writer,))
                 if holds_integers:
-                    found.append((writer, struct.unpack_from(f"={length // _WORD.size}I", data, begin)))
+                    found.append((writer, _integers_format(length // 4).unpack_from(data, begin)[1:]))
                 else:
-                    found.append((writer, data[begin : begin + length]))
-                begin += length
+                    found.append((writer, data[begin + 4 : following]))
+                begin = following
             self._publish()
-            place.cell[0] = end
+            place[0] = end
         return found
 
     def token(self) -> int:
@@ -200,8 +216,8 @@ class ShmTransport:
 
     def pending(self) -> bool:
         """Whether a message waits to be received."""
-        for _, outbox, place in self._inboxes:  # noqa: SIM110  a generator is as many calls again
-            if place.cell[0] != outbox.written.cell[0]:
+        for _, _, written, place in self._inboxes:  # noqa: SIM110  a generator is as many calls again
+            if place[0] != written[0]:
                 return True
         return False
 
@@ -223,7 +239,7 @@ class ShmTransport:
         """From now on rings wake ``who``. Who stops driving calls this first, so it is time for step D."""
         self._sleeper.cell[0] = who  # as the int that it is: the operators of IntFlag take a microsecond
         for place in self._progress if who else ():
-            if place.cell[0] != self._cursor:
+            if place[0] != self._cursor:
                 self.wake_readers()
                 break
 
@@ -233,7 +249,7 @@ class ShmTransport:
             return False
         self._sleeper.cell[0] = _ENGINE_SLEEPS_ON
         for place in self._progress:
-            if place.cell[0] != self._cursor:
+            if place[0] != self._cursor:
                 self.wake_readers()
                 break
         return True

@@ -1,1 +1,1 @@
-"""Watching a job: the timeline of all ranks, and what can be learned from it."""
+"""Timeline of all ranks of a job, and its analysis."""

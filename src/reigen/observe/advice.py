@@ -1,9 +1,10 @@
-"""What to do about what a timeline shows, in sentences. Pure."""
+"""Advice from a timeline, in sentences. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from reigen.errors import format_ranks
 from reigen.observe.analysis import (
     CollectiveRow,
     MatchedCollective,
@@ -18,13 +19,13 @@ from reigen.observe.analysis import (
 )
 from reigen.observe.trace_reader import Trace
 
-#: Smaller things are not worth a sentence: parts of the steps, or of the whole time where no steps are marked.
+#: Smaller shares, of the steps, or of the whole time where no steps are marked, are not worth a sentence.
 _WORTHWHILE = 0.02
 _EXPOSED = 0.1
 _HIDDEN = 0.5
-#: A rank that causes so many times the share of all waiting that it would by chance.
+#: Advice about a rank whose share of all waiting is so many times the mean.
 _TOO_MUCH = 1.5
-#: From so little nothing is concluded about who is late.
+#: Timelines shorter than this allow no conclusion about stragglers.
 _SHORT_MICROS = 500_000
 _SMALL_BYTES = 64 << 10
 _MANY_A_STEP = 32
@@ -33,15 +34,15 @@ _FEW_TOGETHER = 4
 
 @dataclass(frozen=True)
 class TraceSummary:
-    """Everything that `reigen trace` shows.
+    """Content of `reigen trace`.
 
     Attributes:
         trace: the timeline.
-        collectives: what took time.
-        steps: how much of it was hidden.
+        collectives: their times.
+        steps: their parts, and how much of the communication was hidden.
         occurrences: collectives, put together from all ranks; of the marked steps, if any are.
-        late: for whom the others waited.
-        advice: what to do, the most important first.
+        late: ranks that the others waited for.
+        advice: sentences, the most important first.
     """
 
     trace: Trace
@@ -53,7 +54,7 @@ class TraceSummary:
 
 
 def summarize(trace: Trace) -> TraceSummary:
-    """Figures, and what they mean."""
+    """Compute the figures, and advice from them."""
     rows, marked, found = collective_rows(trace), step_rows(trace), filter_by_steps(trace, match_collectives(trace))
     late = straggler_rows(trace, found)
     advice = [
@@ -67,12 +68,7 @@ def summarize(trace: Trace) -> TraceSummary:
 
 
 def format_time(micros: float) -> str:
-    """Three digits and a unit.
-
-    Example:
-        >>> time_text(12.34), time_text(4567.0), time_text(2.5e6)
-        ('12.3 us', '4.57 ms', '2.50 s')
-    """
+    """Format a time with three digits and a unit: ``12.3 us``, ``4.57 ms``, ``2.50 s``."""
     for unit, scale in (("s", 1e6), ("ms", 1e3), ("us", 1.0)):
         if micros >= scale or unit == "us":
             value = micros / scale
@@ -81,12 +77,7 @@ def format_time(micros: float) -> str:
 
 
 def format_bytes(nbytes: float) -> str:
-    """A number of bytes with a unit.
-
-    Example:
-        >>> bytes_text(40), bytes_text(4096), bytes_text(26214400)
-        ('40 B', '4.0 KiB', '25.0 MiB')
-    """
+    """Format a number of bytes with a unit: ``40 B``, ``4.0 KiB``, ``25.0 MiB``."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if nbytes >= scale:
             return f"{nbytes / scale:.1f} {unit}"
@@ -94,53 +85,53 @@ def format_bytes(nbytes: float) -> str:
 
 
 def _advise_unfinished(trace: Trace) -> list[str]:
-    """What the job hung in when it ended."""
+    """List collectives that the job hung in when it ended."""
     by_tensor: dict[str, dict[int, float]] = {}
     for one in trace.pending:
         by_tensor.setdefault(one.tensor, {})[one.rank] = one.since
-    said = []
+    advice = []
     for tensor, waiting in sorted(by_tensor.items(), key=lambda item: min(item[1].values()))[:3]:
         missing = [rank for rank in range(trace.size) if rank not in waiting]
         text = (
-            f"at the end rank(s) {_format_ranks(list(waiting))} had been waiting in {tensor!r} for "
+            f"at the end rank(s) {format_ranks(waiting)} had been waiting in {tensor!r} for "
             f"{format_time(trace.end - min(waiting.values()))}"
         )
-        said.append(f"{text}; rank(s) {_format_ranks(missing)} had not submitted it: look there" if missing else text)
-    return said
+        advice.append(f"{text}; rank(s) {format_ranks(missing)} had not submitted it: look there" if missing else text)
+    return advice
 
 
 def _advise_stragglers(trace: Trace, marked: list[StepRow], late: list[StragglerRow]) -> list[str]:
     num_steps = max((row.count for row in marked), default=0)
-    whole = trace.end
+    total = trace.end
     if num_steps:
-        whole = num_steps * percentile([row.step for row in marked], 0.5)
-    said = []
-    if whole < _SHORT_MICROS:
+        total = num_steps * percentile([row.step for row in marked], 0.5)
+    advice = []
+    if total < _SHORT_MICROS:
         return []
     fair = sum(row.cost for row in late) / max(2, len(late))
     for row in late:
-        if row.cost < _WORTHWHILE * whole or row.cost < _TOO_MUCH * fair:
+        if row.cost < _WORTHWHILE * total or row.cost < _TOO_MUCH * fair:
             continue
         cost = f"{format_time(row.cost / num_steps)} a step" if num_steps else f"{format_time(row.cost)} in all"
-        said.append(
+        advice.append(
             f"rank {row.rank} was the last in {row.part_last:.0%} of the collectives; the others waited {cost} for it "
-            f"alone ({row.cost / whole:.0%} of the time): look at its data loading, its share of the data, and what "
+            f"alone ({row.cost / total:.0%} of the time): look at its data loading, its share of the data, and what "
             "else runs on its host"
         )
-    return said
+    return advice
 
 
 def _advise_exposed(marked: list[StepRow]) -> list[str]:
-    said = []
+    advice = []
     for row in marked:
         if row.hidden is None or row.hidden >= _HIDDEN:
             continue
         exposed = row.communication * (1 - row.hidden)
         if exposed >= _EXPOSED * row.step:
-            said.append((exposed, row))
-    if not said:
+            advice.append((exposed, row))
+    if not advice:
         return []
-    exposed, row = max(said, key=lambda item: item[0])
+    exposed, row = max(advice, key=lambda item: item[0])
     assert row.hidden is not None
     text = (
         f"on rank {row.rank}, {format_time(exposed)} of a step of {format_time(row.step)} is communication "
@@ -170,18 +161,14 @@ def _advise_small(trace: Trace, marked: list[StepRow]) -> list[str]:
 
 
 def _advise_accuracy(trace: Trace) -> list[str]:
-    said = []
+    advice = []
     if not trace.steps and trace.executions:
-        said.append("no steps are marked (DistributedOptimizer does it): what computing hides is unknown")
+        advice.append("no steps are marked (DistributedOptimizer does it): what computing hides is unknown")
     if trace.num_dropped:
-        said.append(f"{trace.num_dropped} events or pages came too fast and were dropped: figures are of the rest")
+        advice.append(f"{trace.num_dropped} events or pages came too fast and were dropped: figures are of the rest")
     if len(trace.names) < trace.size:
         absent = [rank for rank in range(trace.size) if rank not in trace.names]
-        said.append(f"nothing was heard of rank(s) {_format_ranks(absent)}")
+        advice.append(f"nothing was heard of rank(s) {format_ranks(absent)}")
     if trace.is_cut:
-        said.append("the file breaks off in the middle of a record: figures are of what is before")
-    return said
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
+        advice.append("the file breaks off in the middle of a record: figures are of what is before")
+    return advice

@@ -1,4 +1,4 @@
-"""What a timeline tells: what took how long, what was hidden behind computing, and for whom the others waited.
+"""Analysis of a timeline: times of collectives, how far computing hides them, and stragglers.
 
 Times are microseconds. Pure: a `Trace` in, figures out.
 """
@@ -20,19 +20,17 @@ MAX_NAMES = 24
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """All executions of one kind and name.
+    """Executions of one kind and name.
 
     Attributes:
         kind: ALLREDUCE and the like.
         name: of the tensor; numbers may be ``*``.
         count: how often on each rank, about.
         nbytes: of one, the median.
-        total: time of carrying them out on one rank, on average. What travels together shares it by bytes.
-        median: of one, with all that travels together with it.
-        p95: of one, likewise.
-        negotiation: median time from submission to begin.
-        negotiation_p95: likewise.
-        bytes_per_second: of carrying out; 0 where there are none.
+        total: time of execution on one rank, on average. Tensors of one batch share it by bytes.
+        median, p95: of one execution, with its whole batch.
+        negotiation, negotiation_p95: time from submission to begin, median and 95th percentile.
+        bytes_per_second: of execution; 0 where there are none.
     """
 
     kind: str
@@ -49,11 +47,9 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class StepRow:
-    """The steps of one rank; medians over its steps.
+    """Steps of one rank; medians over its ``count`` steps.
 
     Attributes:
-        rank: which.
-        count: how many.
         step: time of a step.
         waiting: of it, the caller could only wait for collectives.
         communication: of it, collectives were carried out.
@@ -70,7 +66,7 @@ class StepRow:
 
 @dataclass(frozen=True)
 class MatchedCollective:
-    """One collective as all its ranks took part in it.
+    """Collective with the times of all its ranks.
 
     Attributes:
         kind: ALLREDUCE and the like.
@@ -88,20 +84,18 @@ class MatchedCollective:
 
     @property
     def lateness(self) -> float:
-        """How long only the last one was missing."""
+        """Time in which only the last rank was missing."""
         return self.alone[1] - self.alone[0]
 
 
 @dataclass(frozen=True)
 class StragglerRow:
-    """How often, and how much, one rank was the last.
+    """Lateness of one rank.
 
     Attributes:
-        rank: which.
-        times_last: in so many collectives.
-        part_last: of those that it took part in with others.
-        median: time in which only this rank was missing, when it was last.
-        p95: likewise.
+        times_last: number of collectives in which it was the last.
+        part_last: their part of those that it took part in with others.
+        median, p95: time in which only this rank was missing, when it was last.
         total: time in which all others had come to some collective and only this rank was missing.
         cost: of it, time in which another rank's caller could only wait; the mean of the other ranks.
     """
@@ -116,12 +110,7 @@ class StragglerRow:
 
 
 def percentile(values: Iterable[float], part: float) -> float:
-    """The value below which ``part`` of the values lie, interpolated; 0 if there are none.
-
-    Example:
-        >>> percentile([3.0, 1.0, 2.0], 0.5), percentile([0.0, 10.0], 0.95)
-        (2.0, 9.5)
-    """
+    """Return the value below which ``part`` of the values lie, interpolated; 0 if there are none."""
     ordered = sorted(values)
     if not ordered:
         return 0.0
@@ -132,7 +121,7 @@ def percentile(values: Iterable[float], part: float) -> float:
 
 
 def collective_rows(trace: Trace) -> list[CollectiveRow]:
-    """What took time, longest first."""
+    """Return rows of collectives, the longest first."""
     names = _short_names(trace.executions)
     weights: defaultdict[tuple[int, float], int] = defaultdict(int)
     members: defaultdict[tuple[int, float], int] = defaultdict(int)
@@ -170,7 +159,7 @@ def collective_rows(trace: Trace) -> list[CollectiveRow]:
 
 
 def step_rows(trace: Trace) -> list[StepRow]:
-    """How much of the steps is communication, and how much of that is hidden; empty if no steps are marked."""
+    """Return rows of steps, by rank; empty if no steps are marked."""
     rows = []
     for rank, marked in sorted(trace.steps.items()):
         busy = merge_intervals((one.begun, one.ended) for one in trace.executions if one.rank == rank)
@@ -191,7 +180,7 @@ def step_rows(trace: Trace) -> list[StepRow]:
 
 
 def measure_coverage(intervals: Sequence[Interval], spans: Sequence[Interval]) -> list[float]:
-    """For each of the spans, which follow each other, how much of it the intervals (a `merge_intervals`) cover."""
+    """Return for each of the spans, which follow each other, how much of it the intervals (merged) cover."""
     found, first = [], 0
     for begin, end in spans:
         while first < len(intervals) and intervals[first][1] <= begin:
@@ -205,7 +194,7 @@ def measure_coverage(intervals: Sequence[Interval], spans: Sequence[Interval]) -
 
 
 def match_collectives(trace: Trace) -> list[MatchedCollective]:
-    """Which executions of different ranks belong together, in order of time; those that two ranks or more recorded.
+    """Match executions of different ranks, in order of time; those that two ranks or more recorded.
 
     All ranks have submitted a collective before the first of them begins it, and each submits the next of the same name
     after that. So, in the order in which they begin, executions of a name belong together until one was submitted after
@@ -233,9 +222,9 @@ def match_collectives(trace: Trace) -> list[MatchedCollective]:
 
 
 def filter_by_steps(trace: Trace, found: Sequence[MatchedCollective]) -> list[MatchedCollective]:
-    """Those between the begin of the first step and the end of the last; all, if no steps are marked.
+    """Filter those between the begin of the first step and the end of the last; all, if no steps are marked.
 
-    What ranks do before, reading data and compiling, takes different times and does not come again.
+    Reading data and compiling before that takes each rank another time and does not come again.
     """
     marked = [step for several in trace.steps.values() for step in several]
     if not marked:
@@ -245,12 +234,12 @@ def filter_by_steps(trace: Trace, found: Sequence[MatchedCollective]) -> list[Ma
 
 
 def straggler_rows(trace: Trace, found: Sequence[MatchedCollective]) -> list[StragglerRow]:
-    """For whom the others waited; the rank that cost most first."""
+    """Return rows of stragglers; the rank that cost most first."""
     rows = []
     waits = {rank: merge_intervals(intervals) for rank, intervals in trace.waits.items()}
     for rank in sorted(trace.names):
-        mine = [occurrence for occurrence in found if rank in occurrence.submitted]
-        late = [occurrence for occurrence in mine if occurrence.last == rank]
+        own = [occurrence for occurrence in found if rank in occurrence.submitted]
+        late = [occurrence for occurrence in own if occurrence.last == rank]
         times = [occurrence.lateness for occurrence in late]
         alone = merge_intervals(occurrence.alone for occurrence in late)
         costs = [
@@ -260,7 +249,7 @@ def straggler_rows(trace: Trace, found: Sequence[MatchedCollective]) -> list[Str
             StragglerRow(
                 rank,
                 len(late),
-                len(late) / len(mine) if mine else 0.0,
+                len(late) / len(own) if own else 0.0,
                 percentile(times, 0.5),
                 percentile(times, 0.95),
                 total_length(alone),
@@ -271,7 +260,7 @@ def straggler_rows(trace: Trace, found: Sequence[MatchedCollective]) -> list[Str
 
 
 def select_worst(found: Sequence[MatchedCollective], most: int) -> list[MatchedCollective]:
-    """The collectives whose last rank was alone in being missing for the longest time.
+    """Select the collectives for whose last rank alone the others waited longest.
 
     Of those that were waiting for the same rank at the same time, the longest.
     """
@@ -298,7 +287,7 @@ def _add(
 
 
 def _short_names(executions: Iterable[CollectiveExecution]) -> dict[str, str]:
-    """For each tensor the name under which it is counted."""
+    """Return for each tensor the name under which it is counted."""
     tensors = {one.tensor for one in executions}
     short = {name: f"{name.partition(UNNAMED)[0]}{UNNAMED}*" if UNNAMED in name else name for name in tensors}
     if len(set(short.values())) > MAX_NAMES:

@@ -1,4 +1,4 @@
-"""Slices, put into pages that are small enough for a note."""
+"""Chunks of slices that are small enough for a note."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from reigen.observe.messages import TraceSlice
 
-#: A page is full when its content, estimated from above, has so many bytes; one addition more fits into a note.
+#: Limit of a chunk's content, estimated from above, in bytes; one addition more fits into a note.
 CHUNK_BYTES = 24 << 10
 _SLICE_BYTES = 34
 _ENTRY_BYTES = 12
@@ -20,7 +20,7 @@ Arguments = dict[str, Any]
 
 @dataclass(slots=True)
 class ChunkContent:
-    """What a page holds; see `reigen.observe.messages.TraceChunk`."""
+    """Content of a chunk; see `reigen.observe.messages.TraceChunk`."""
 
     rows: list[tuple[int, str]] = field(default_factory=list)
     labels: list[tuple[str, str]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class ChunkContent:
 
 
 class ChunkBuilder:
-    """Collects slices; names and arguments stand once in each page."""
+    """Builder of chunks; names and arguments stand once in each."""
 
     def __init__(self) -> None:
         self._done: list[ChunkContent] = []
@@ -42,7 +42,7 @@ class ChunkBuilder:
         self._nbytes = 0
 
     def add_rows(self, rows: list[tuple[int, str]]) -> None:
-        """Tell of new rows, before the slices in them."""
+        """Add new rows, before the slices in them."""
         for row in rows:
             self._page.rows.append(row)
             self._nbytes += len(row[1].encode()) + _ENTRY_BYTES
@@ -71,7 +71,7 @@ class ChunkBuilder:
             self._start_chunk()
 
     def take(self) -> list[ChunkContent]:
-        """The pages so far; the next slice begins a new one."""
+        """Return the chunks so far; the next slice begins a new one."""
         done = self._done
         if self._page.slices or self._page.rows:
             done.append(self._page)
@@ -85,5 +85,5 @@ class ChunkBuilder:
 
 
 def encode_arguments(arguments: Arguments) -> bytes:
-    """Arguments of a slice, encoded."""
+    """Encode arguments of a slice."""
     return _JSON.encode(arguments)

@@ -1,7 +1,7 @@
-"""How far a rank's clock is from rank 0's.
+"""Offset of a rank's clock from rank 0's.
 
 A rank notes the time, asks rank 0 for its time, and notes when the answer has come. Rank 0's clock was read somewhere
-in between: taken for the middle, the error is at most half of the time between. Of several attempts the fastest knows
+in between: taken for the middle, the error is at most half of the time between. The fastest of several attempts is the
 best (D. L. Mills, RFC 5905, section 10). An estimate grows older: quartz clocks run apart by up to 50 parts per million
 each, so its error bound grows until a newer one, though slower, is better.
 
@@ -23,19 +23,14 @@ _MAX_DRIFT = 100e-6
 
 @dataclass(frozen=True)
 class TimelineClock:
-    """A clock.
-
-    Attributes:
-        read: nanoseconds; never goes back.
-        identity: the same for processes that read the same clock, and only for those.
-    """
+    """Clock: ``read`` returns nanoseconds, and ``identity`` is the same just for processes that read the same clock."""
 
     read: Callable[[], int]
     identity: str
 
 
 def monotonic_clock() -> TimelineClock:
-    """The monotonic clock of this process."""
+    """Return the monotonic clock of this process."""
     identity = ""
     with suppress(OSError):
         identity = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -46,40 +41,30 @@ def monotonic_clock() -> TimelineClock:
 
 @dataclass(frozen=True)
 class ClockOffsetSample:
-    """An estimate.
-
-    Attributes:
-        nanoseconds: to add to the own clock to have rank 0's.
-        error: largest error, in nanoseconds, when it was taken.
-        taken: when, by the own clock.
-    """
+    """Estimate of the offset to add to the own clock, and its largest error, in nanoseconds, at time ``taken``."""
 
     nanoseconds: int
     error: int
     taken: int
 
     def error_at(self, now: int) -> int:
-        """The largest error at a time of the own clock."""
+        """Return the largest error at a time of the own clock."""
         if self is ZERO_OFFSET:
             return 0
         return self.error + int((now - self.taken) * _MAX_DRIFT)
 
 
-def estimate_offset(sent: int, there: int, received: int) -> ClockOffsetSample:
-    """What one question and answer tell: own time of asking, the other's time, own time of the answer."""
-    return ClockOffsetSample(there - (sent + received) // 2, (received - sent + 1) // 2, received)
+def estimate_offset(sent: int, remote: int, received: int) -> ClockOffsetSample:
+    """Estimate from one question and answer: own time of asking, the other's time, own time of the answer."""
+    return ClockOffsetSample(remote - (sent + received) // 2, (received - sent + 1) // 2, received)
 
 
-#: Both read the same clock.
+#: Sample where both read the same clock.
 ZERO_OFFSET = ClockOffsetSample(0, 0, 0)
 
 
 class ClockOffsetEstimate:
-    """The best that is known about the distance to rank 0's clock.
-
-    Args:
-        is_same: the clocks have the same identity.
-    """
+    """Best estimate of the offset of rank 0's clock; ``is_same``: the clocks have the same identity."""
 
     def __init__(self, is_same: bool) -> None:
         self._is_same = is_same
@@ -87,11 +72,11 @@ class ClockOffsetEstimate:
 
     @property
     def best(self) -> ClockOffsetSample | None:
-        """The estimate; None while nothing is known."""
+        """Best sample; None while there is none."""
         return self._best
 
     def learn(self, new: ClockOffsetSample) -> None:
-        """Take in a measurement."""
+        """Take a measurement."""
         if self._is_same and abs(new.nanoseconds) <= new.error:
             self._best = ZERO_OFFSET
         elif self._best is None or new.error <= self._best.error_at(new.taken):

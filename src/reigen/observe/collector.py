@@ -1,4 +1,4 @@
-"""Rank 0's thread that puts what all ranks have recorded into one file."""
+"""Thread of rank 0 that puts all ranks' recordings into one file."""
 
 from __future__ import annotations
 
@@ -16,26 +16,21 @@ from reigen.observe.note_channel import NoteChannel
 from reigen.observe.sender import PERIOD_SECONDS, TraceRecording
 from reigen.observe.trace_writer import TraceFile
 
-#: Pages of other ranks that wait to be written: 24 KiB each at most. More are dropped, and counted.
+#: Limit of other ranks' chunks that wait to be written, 24 KiB each at most. More are dropped, and counted.
 _MAX_CHUNKS = 2000
-#: How long the file waits for the last events of the other ranks, once it is to be closed.
+#: Seconds that the file waits for the last events of the other ranks, once it is to be closed.
 _FINAL_SECONDS = 3.0
 _POLL_SECONDS = 0.02
-#: How often the file says that the recording goes on.
+#: Seconds between records of how far the recording has come.
 _ALIVE_SECONDS = 2.0
 _JOIN_SECONDS = 10.0
 _log = logging.getLogger("reigen")
 
 
 class TraceCollector:
-    """Writes one timeline.
+    """Collector of one timeline into the file ``path``.
 
-    Args:
-        channel: of rank 0.
-        recording: of rank 0.
-        path: the file.
-        size: number of ranks.
-        end_recording: called when nothing more is to be recorded on rank 0.
+    ``end_recording`` is called when nothing more is to be recorded on rank 0.
 
     Raises:
         OSError: the file cannot be written.
@@ -51,7 +46,7 @@ class TraceCollector:
         self._merger = TraceMerger(recording.clock.read(), time.time_ns() // 1000, size)
         self._file = TraceFile(path, self._merger.first)
         self._pages: deque[tuple[int, TraceChunk]] = deque()
-        #: pages that were dropped because too many waited, by rank
+        #: chunks that were dropped because too many waited, by rank
         self._lost: Counter[int] = Counter()
         #: ranks that may still send something
         self._expected = set(range(1, size))
@@ -61,7 +56,7 @@ class TraceCollector:
 
     @property
     def is_active(self) -> bool:
-        """False once the file has been closed."""
+        """Return False once the file has been closed."""
         return self._thread.is_alive()
 
     def start(self) -> None:
@@ -69,12 +64,12 @@ class TraceCollector:
         self._thread.start()
 
     def finish(self) -> None:
-        """Complete the file; returns when that is done."""
+        """Complete the file; return when that is done."""
         self._ending.set()
         self._thread.join(_JOIN_SECONDS)
 
     def receive(self, rank: int, message: TraceChunk | TraceEnd) -> None:
-        """What another rank sent. Quick."""
+        """Take another rank's message. Quick."""
         if isinstance(message, TraceEnd):
             if not self._ending.is_set():  # it leaves, or has lost touch: no collective can follow
                 self._ending.set()
@@ -105,7 +100,7 @@ class TraceCollector:
             self._channel.post(Topic.TIMELINE, encode(TraceClosed(self.session)))
 
     def _write(self) -> None:
-        """Write what this rank has recorded, and what has come from the others."""
+        """Write this rank's recording, and the chunks of the others."""
         for page in self._recording.pages(0, 0):
             self._file.append(self._merger.records(0, page))
         while self._pages:

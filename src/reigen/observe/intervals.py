@@ -8,12 +8,7 @@ Interval = tuple[float, float]
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same times, as intervals in order that neither touch nor overlap.
-
-    Example:
-        >>> union([(3, 4), (0, 1), (0.5, 2), (5, 5)])
-        [(0, 2), (3, 4)]
-    """
+    """Merge intervals: the same times, in order, with gaps between them."""
     merged: list[Interval] = []
     for begin, end in sorted(intervals):
         if begin >= end:
@@ -26,12 +21,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect_intervals(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """The times in both; each must be a `merge_intervals`.
-
-    Example:
-        >>> intersection([(0, 2), (3, 6)], [(1, 4), (5, 9)])
-        [(1, 2), (3, 4), (5, 6)]
-    """
+    """Intersect two lists of merged intervals: the times in both."""
     found: list[Interval] = []
     i = j = 0
     while i < len(first) and j < len(second):
@@ -46,10 +36,5 @@ def intersect_intervals(first: Sequence[Interval], second: Sequence[Interval]) -
 
 
 def total_length(intervals: Iterable[Interval]) -> float:
-    """How long they are together.
-
-    Example:
-        >>> total([(0, 2), (3, 6)])
-        5
-    """
+    """Return their length together."""
     return sum(end - begin for begin, end in intervals)

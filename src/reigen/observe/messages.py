@@ -1,11 +1,11 @@
-"""What ranks say to each other about a timeline, in notes beside the collectives.
+"""Protocol of a timeline between ranks, in notes beside the collectives.
 
-a. Rank 0 opens the file and says `TraceStart`. From then on every rank records, and sends what it has recorded as
+a. Rank 0 opens the file and sends `TraceStart`. From then on every rank records, and sends its recording as
    `TraceChunk`.
 b. A rank measures how far its clock is from rank 0's: `ClockPing`, answered by `ClockPong` (see
    `reigen.observe.clock_sync`).
-c. Rank 0 says `TraceStop`. Every rank sends the rest, and `TraceEnd`. Rank 0 closes the file, and says `TraceClosed`.
-d. A rank that leaves the job says `TraceEnd` unasked, and waits for `TraceClosed`; rank 0 then goes on with (c),
+c. Rank 0 sends `TraceStop`. Every rank sends the rest, and `TraceEnd`. Rank 0 closes the file, and sends `TraceClosed`.
+d. A rank that leaves the job sends `TraceEnd` unasked, and waits for `TraceClosed`; rank 0 then goes on with (c),
    because no collective can follow. So the last events of all ranks arrive before the first of them is gone.
 
 Every wait is bounded, and ends when a rank is lost.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-#: ``(form, label, row, begin, nanoseconds, arguments)``: label and arguments are places in lists, -1 for none.
+#: ``(form, label, row, begin, nanoseconds, arguments)``: label and arguments are indices, -1 for none.
 TraceSlice = tuple[int, int, int, int, int, int]
 
 #: Forms of slices: complete, begun (and long since), ended, instant.
@@ -25,12 +25,9 @@ PHASES = ("X", "B", "E", "i")
 
 
 class TraceStart(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Record from now on.
+    """Request to record from now on, into timeline number ``session`` of the job.
 
-    Attributes:
-        session: number of the timeline in this job.
-        mark_cycles: whether the engine's rounds of negotiation are shown.
-        clock: identity of rank 0's clock.
+    ``mark_cycles``: show the engine's rounds of negotiation. ``clock``: identity of rank 0's clock.
     """
 
     session: int
@@ -39,35 +36,35 @@ class TraceStart(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class TraceStop(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Record no more, and send the rest."""
+    """Request to record no more, and to send the rest."""
 
     session: int
 
 
 class TraceClosed(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The file is complete."""
+    """File is complete."""
 
     session: int
 
 
 class ClockPong(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Rank 0's clock said ``there`` when it read this rank's `ClockPing`."""
+    """Time of rank 0's clock, ``remote``, when it read this rank's `ClockPing`."""
 
     session: int
     rank: int
     sent: int
-    there: int
+    remote: int
 
 
 class ClockPing(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """What does rank 0's clock say? This one's says ``sent``."""
+    """Request for rank 0's clock; this one's is at ``sent``."""
 
     session: int
     sent: int
 
 
 class TraceChunk(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """Some slices of one rank, complete in itself: pages before it may have been lost.
+    """Slices of one rank, complete in itself: chunks before it may have been lost.
 
     Attributes:
         session: number of the timeline in this job.
@@ -93,7 +90,7 @@ class TraceChunk(msgspec.Struct, frozen=True, array_like=True, tag=12):
 
 
 class TraceEnd(msgspec.Struct, frozen=True, array_like=True, tag=13):
-    """This rank will send no more pages."""
+    """End of a rank's chunks."""
 
     session: int
 
@@ -107,17 +104,17 @@ _FROM = msgspec.msgpack.Decoder(FromRankZero)
 
 
 def encode(message: ToRankZero | FromRankZero) -> bytes:
-    """One message as a note's data."""
+    """Encode one message as a note's data."""
     return _ENCODER.encode(message)
 
 
 def decode_at_rank_zero(data: bytes) -> ToRankZero:
-    """Raises msgspec.DecodeError for anything but what `encode` writes."""
+    """Decode a message; raises msgspec.DecodeError."""
     message: ToRankZero = _TO.decode(data)
     return message
 
 
 def decode_from_rank_zero(data: bytes) -> FromRankZero:
-    """Raises msgspec.DecodeError for anything but what `encode` writes."""
+    """Decode a message; raises msgspec.DecodeError."""
     message: FromRankZero = _FROM.decode(data)
     return message

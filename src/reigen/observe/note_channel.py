@@ -14,22 +14,17 @@ class NoteChannel(Protocol):
 
     @property
     def is_operational(self) -> bool:
-        """Whether notes still go anywhere."""
-        ...
+        """Return whether notes are still delivered."""
 
     @property
     def unsent(self) -> int:
-        """Notes that have not left yet."""
-        ...
+        """Number of notes that have not left yet."""
 
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note: rank 0's go to all others, theirs to rank 0."""
-        ...
 
     def listen(self, topic: Topic, listener: Callable[[int, bytes], None]) -> None:
         """Have ``listener(sender, data)`` called for each note, on the thread that drives the engine."""
-        ...
 
     def observe(self, observer: EngineObserver | None) -> None:
-        """Tell ``observer`` what the engine does."""
-        ...
+        """Report the engine's events to ``observer``."""

@@ -1,6 +1,6 @@
-"""What one rank's engine does, noted as fast as possible.
+"""Recorder of one rank's engine, as fast as possible.
 
-An event is a tuple ``(what, nanoseconds, a, b)``. Nothing is formatted, encoded or written on the threads that train:
+An event is a tuple ``(kind, nanoseconds, a, b)``. Nothing is formatted, encoded or written on the threads that train:
 they append, and another thread takes the events out. A method takes about half a microsecond.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from reigen.engine.messages import Operation, Response
 
-#: What happened; then a and b are
+#: Kinds of events, with a and b
 SUBMITTED = 0  # operation, None
 BEGAN = 1  # batch, None
 ENDED = 2  # batch, phases: name -> [nanoseconds in all, how often]
@@ -25,26 +25,26 @@ MARK = 7  # thread, name
 
 Event = tuple[int, int, Any, Any]
 
-#: Events that may wait to be taken out: about 200 bytes each.
+#: Limit of events that wait to be taken out: about 200 bytes each.
 MAX_EVENTS = 100_000
 
 
 class EventRecorder:
-    """An `EngineObserver` that keeps what it is told.
+    """An `EngineObserver` that keeps events until they are taken.
 
     Args:
         clock: nanoseconds; never goes back.
-        max_events: what comes while so many wait to be taken out is dropped, and counted.
+        max_events: further events are dropped, and counted, while so many wait to be taken.
     """
 
     def __init__(self, clock: Callable[[], int], max_events: int = MAX_EVENTS) -> None:
         self._clock = clock
         self._max_events = max_events
         self._events: deque[Event] = deque()
-        #: of the batch that is being carried out; there is one at most, and one thread works on it
+        #: phases of the batch that is being carried out; there is one at most, and one thread works on it
         self._phases: dict[str, list[int]] = {}
         self._phase_began = 0
-        #: events that nobody will ever see
+        #: number of dropped events
         self.num_dropped = 0
 
     def take(self, most: int) -> list[Event]:
@@ -59,25 +59,25 @@ class EventRecorder:
             self.num_dropped += 1
 
     def submitted(self, operation: Operation) -> None:
-        """See `EngineObserver.submitted`."""
+        """Record an `EngineObserver` event, here and below."""
         self._note(SUBMITTED, operation)
 
     def waiting(self, name: str) -> None:
-        """See `EngineObserver.waiting`."""
+        """Record it."""
         self._note(WAITING, get_ident(), name)
 
     def waited(self, name: str) -> None:
-        """See `EngineObserver.waited`."""
+        """Record it."""
         self._note(WAITED, get_ident(), name)
 
     def began(self, batch: Sequence[tuple[Operation, Response]]) -> None:
-        """See `EngineObserver.began`."""
+        """Record it."""
         self._phases = {}
         self._phase_began = self._clock()
         self._note(BEGAN, batch)
 
     def phase_ended(self, name: str) -> None:
-        """See `EngineObserver.phase_ended`. Phases of one name are added up: a large tensor has hundreds."""
+        """Add a phase to its name's: a large tensor has hundreds."""
         now = self._clock()
         phase = self._phases.get(name)
         if phase is None:
@@ -88,17 +88,17 @@ class EventRecorder:
         self._phase_began = now
 
     def ended(self, batch: Sequence[tuple[Operation, Response]]) -> None:
-        """See `EngineObserver.ended`."""
+        """Record it."""
         self._note(ENDED, batch, self._phases)
 
     def failed(self, name: str) -> None:
-        """See `EngineObserver.failed`."""
+        """Record it."""
         self._note(FAILED, name)
 
     def announced(self) -> None:
-        """See `EngineObserver.announced`."""
+        """Record it."""
         self._note(ANNOUNCED)
 
     def mark(self, name: str) -> None:
-        """The calling thread has come to the end of another ``name``, for example STEP."""
+        """Record that the calling thread has come to the end of another ``name``, for example STEP."""
         self._note(MARK, get_ident(), name)

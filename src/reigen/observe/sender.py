@@ -1,4 +1,4 @@
-"""What one rank records, and the thread that brings it to rank 0."""
+"""Recording of one rank, and the thread that brings it to rank 0."""
 
 from __future__ import annotations
 
@@ -12,32 +12,27 @@ from reigen.observe.note_channel import NoteChannel
 from reigen.observe.recorder import EventRecorder
 from reigen.observe.trace_events import TraceEventBuilder
 
-#: How often events are taken from the recorder, and chunks written: what two of these take, programs wait for a file.
+#: Seconds between looks at the recorder, and writes of chunks: programs wait for a file as long as two of these take.
 PERIOD_SECONDS = 0.05
-#: So many events at a time: others want the interpreter, too.
+#: Limit of events at a time: other threads want the interpreter, too.
 _EVENTS_AT_ONCE = 256
-#: In one period, whatever comes; what remains waits in the recorder, and is dropped where that is full.
+#: Limit of events in one period; the rest waits in the recorder, and is dropped where that is full.
 _EVENTS_IN_A_PERIOD = 20_000
 #: While so many notes have not left, no more are made: they share the control channel with the collectives.
 _MAX_UNSENT = 4
 _BACKLOG_SECONDS = 0.005
-#: Questions in a row, at the start and then now and then.
+#: Pings in a row, at the start and then now and then.
 _PINGS_AT_START, _PINGS = 10, 4
 _PING_SECONDS = 5.0
-#: How long the first page waits for the clock to be known.
+#: Seconds that the first chunk waits for the clock to be known.
 _CLOCK_SECONDS = 1.0
 _END_SECONDS = 2.0
 
 
 class TraceRecording:
-    """From events to pages.
+    """Converter of one rank's events into chunks of timeline number ``session``.
 
-    Args:
-        recorder: is told by the engine.
-        clock: the recorder's.
-        session: number of the timeline.
-        host: this rank's.
-        mark_cycles: whether rounds of negotiation are shown.
+    ``mark_cycles``: show rounds of negotiation.
     """
 
     def __init__(
@@ -48,12 +43,9 @@ class TraceRecording:
         self._layout = TraceEventBuilder(mark_cycles)
 
     def pages(self, offset: int, error: int, most: int = _EVENTS_IN_A_PERIOD) -> list[TraceChunk]:
-        """What has become known since the last call.
+        """Return chunks of the latest events, about ``most``.
 
-        Args:
-            offset: of this rank's clock, see `TraceChunk`.
-            error: of the offset.
-            most: about how many events to take.
+        ``offset`` and ``error`` are of this rank's clock, as in `TraceChunk`.
         """
         num_taken = 0
         while num_taken < most and (events := self.recorder.take(_EVENTS_AT_ONCE)):
@@ -69,25 +61,18 @@ class TraceRecording:
 
 
 class TraceSender:
-    """Sends what a rank other than 0 records, on a thread of its own.
-
-    Args:
-        channel: of this rank.
-        recording: of this rank.
-        rank: this rank.
-        clock: identity of rank 0's clock.
-    """
+    """Sender of the recording of a rank other than 0, on a thread of its own; ``clock`` is the identity of rank 0's."""
 
     def __init__(self, channel: NoteChannel, recording: TraceRecording, rank: int, clock: str) -> None:
         self._channel, self._recording, self._rank = channel, recording, rank
         self.session = recording.session
         own = recording.clock.identity
         self._estimate = ClockOffsetEstimate(is_same=bool(own) and own == clock)
-        self._pings_left = 0
+        self._num_pings_left = 0
         self._ping_next = 0.0
         self._answered = threading.Event()
         self._ending = threading.Event()
-        #: rank 0 says that the file is complete
+        #: set when rank 0 has completed the file
         self.is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"reigen-timeline-{rank}", daemon=True)
 
@@ -96,23 +81,23 @@ class TraceSender:
         self._thread.start()
 
     def end(self) -> None:
-        """Send the rest and no more; returns at once."""
+        """Send the rest and no more; return at once."""
         self._ending.set()
 
     def finish(self) -> None:
-        """Send the rest and no more; returns when it has been handed over."""
+        """Send the rest and no more; return when it has been handed over."""
         self.end()
         if self._thread is not threading.current_thread():
             self._thread.join(_END_SECONDS)
 
     def answered(self, pong: ClockPong) -> None:
-        """Rank 0 has told its time."""
+        """Take rank 0's answer with its time."""
         clock = self._recording.clock.read()
         if pong.rank != self._rank or pong.session != self.session:
             return
-        self._estimate.learn(estimate_offset(pong.sent, pong.there, clock))
-        self._pings_left -= 1
-        if self._pings_left > 0:
+        self._estimate.learn(estimate_offset(pong.sent, pong.remote, clock))
+        self._num_pings_left -= 1
+        if self._num_pings_left > 0:
             self._ping()
         else:
             self._answered.set()
@@ -122,7 +107,7 @@ class TraceSender:
 
     def _measure(self, num_pings: int) -> None:
         self._ping_next = time.monotonic() + _PING_SECONDS
-        self._pings_left = num_pings
+        self._num_pings_left = num_pings
         self._ping()
 
     def _run(self) -> None:

@@ -1,7 +1,7 @@
-"""The timeline of a job, as one rank takes part in it: when to record, whom to send it to, who writes it.
+"""Timeline of a job on one rank: when to record, where to send it, which rank writes.
 
-Every rank has a `Timeline` from the beginning; it costs nothing until it is started. The protocol stands in
-`reigen.observe.messages`.
+Every rank has a `Timeline` from the beginning; it costs nothing until it is started. `reigen.observe.messages` has the
+protocol.
 """
 
 from __future__ import annotations
@@ -33,21 +33,16 @@ from reigen.observe.note_channel import NoteChannel
 from reigen.observe.recorder import EventRecorder
 from reigen.observe.sender import TraceRecording, TraceSender
 
-#: How long a rank that leaves waits until the file is complete; longer than rank 0 waits for the others.
+#: Seconds that a rank that leaves waits until the file is complete; longer than rank 0 waits for the others.
 _LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.05
 _log = logging.getLogger("reigen")
 
 
 class Timeline:
-    """One rank's part in the job's timelines, of which there is at most one at a time.
+    """Timelines of the job on one rank, at most one at a time.
 
-    Args:
-        channel: of this rank. It must not have received anything yet: notes for nobody are dropped.
-        rank: this rank.
-        size: number of ranks.
-        host: this rank's host.
-        clock: this rank's.
+    The ``channel`` must not have received anything yet: notes without a listener are dropped.
     """
 
     def __init__(
@@ -58,16 +53,16 @@ class Timeline:
         self._clock = clock or monotonic_clock()
         self._lock = threading.Lock()
         self._recorder: EventRecorder | None = None
-        #: rank 0: who writes the file; the other ranks: who sends to rank 0
+        #: rank 0: the writer of the file; the other ranks: the sender to rank 0
         self._collector: TraceCollector | None = None
         self._sender: TraceSender | None = None
         self._session = 0
         channel.listen(Topic.TIMELINE, self._on_rank_note if rank == 0 else self._on_coordinator_note)
 
     def start(self, path: str, mark_cycles: bool) -> None:
-        """Rank 0: record on all ranks, into a file. Other ranks: nothing; rank 0 tells them.
+        """Rank 0: record on all ranks, into a file. Other ranks: nothing, until rank 0's request comes.
 
-        A second start with the file of the first is one too many, and nothing else, as in Horovod.
+        A second start with the file of the first is ignored, as in Horovod.
 
         Raises:
             ArgumentError: another file is being written already; the file cannot be written.
@@ -101,7 +96,7 @@ class Timeline:
                 self._begin_recording()
 
     def start_as_configured(self, path: str | None, mark_cycles: bool) -> None:
-        """At the beginning of the job, what its environment asks for. A job does not fail for want of a timeline."""
+        """Start at the beginning of the job as its environment asks for. A job does not fail for want of a timeline."""
         if path is None or path == "DYNAMIC":
             return
         if self._rank != 0:
@@ -114,14 +109,14 @@ class Timeline:
             self._channel.post(Topic.TIMELINE, encode(TraceStop(self._session + 1)))
 
     def stop(self) -> None:
-        """Rank 0: complete the file; returns when that is done. Other ranks: nothing. Without a timeline, nothing."""
+        """Complete the file on rank 0; return when that is done. Nothing on other ranks, or without a timeline."""
         with self._lock:
             if self._collector is not None:
                 self._collector.finish()
                 self._collector = None
 
     def close(self) -> None:
-        """Before this rank leaves the job: make sure that the file has its last events. Raises nothing; bounded."""
+        """Make sure, before this rank leaves the job, that the file has its last events. Raises nothing; bounded."""
         self.stop()
         sender = self._sender
         if sender is not None:
@@ -136,11 +131,11 @@ class Timeline:
 
     @property
     def is_recording(self) -> bool:
-        """Whether this rank notes what its engine does."""
+        """Return whether this rank records its engine's events."""
         return self._recorder is not None
 
     def mark(self, name: str) -> None:
-        """The calling thread has come to the end of another ``name``."""
+        """Record that the calling thread has come to the end of another ``name``."""
         recorder = self._recorder
         if recorder is not None:
             recorder.mark(name)

@@ -1,6 +1,6 @@
-"""From what a rank's engine did to slices in rows. Pure: events in, pages out.
+"""Builder of slices in rows from a rank's engine events. Pure: events in, chunks out.
 
-What is shown of a collective, one after the other in one row, with Horovod's names:
+Slices of a collective, one after the other in one row, with Horovod's names:
 
 * NEGOTIATE_ALLREDUCE: this rank has submitted it, and waits until all have and rank 0 has announced it
 * QUEUE: announced, while another one is being carried out
@@ -8,8 +8,8 @@ What is shown of a collective, one after the other in one row, with Horovod's na
 
 and of a thread STEP, from one mark to the next, and within it WAIT: it can do nothing but wait for a collective.
 
-A slice becomes known when it ends. One that takes long is shown as begun already (`TraceEventBuilder.show_long`), so
-that the file of a job that hangs, or was killed, says what it was waiting for.
+A slice becomes known when it ends. One that takes long is shown as begun already (`TraceEventBuilder.emit_long`), so
+that the file of a job that hangs, or was killed, has the collectives that it was waiting for.
 """
 
 from __future__ import annotations
@@ -39,14 +39,9 @@ Batch = Sequence[tuple[Operation, Response]]
 
 @dataclass(slots=True)
 class _OpenSlice:
-    """Something that has begun.
+    """Slice that has begun at ``begin`` nanoseconds; its arguments are JSON.
 
-    Attributes:
-        label: name and category.
-        row: where it is shown.
-        begin: nanoseconds.
-        arguments: JSON.
-        is_shown: as begun; it has to be shown as ended, then.
+    ``is_shown``: as begun; it has to be shown as ended, then.
     """
 
     label: tuple[str, str]
@@ -57,11 +52,7 @@ class _OpenSlice:
 
 
 class TraceEventBuilder:
-    """One rank's part of the picture.
-
-    Args:
-        mark_cycles: show CYCLE_START.
-    """
+    """Builder of one rank's part of the trace; ``mark_cycles``: show CYCLE_START."""
 
     def __init__(self, mark_cycles: bool) -> None:
         self._mark_cycles = mark_cycles
@@ -76,13 +67,13 @@ class TraceEventBuilder:
         #: by thread and name: time and number of the last mark
         self._marks: dict[tuple[int, str], tuple[int, int]] = {}
         self._announced = 0
-        #: what was said last about a name: of its negotiation, and what kind it was; and of its being carried out,
-        #: alone or with others
+        #: latest arguments by name: of its negotiation, and of which kind it was; and of its execution, alone or with
+        #: others
         self._names: dict[str, tuple[OperationKind, bytes]] = {}
         self._descriptions: dict[str, tuple[Operation, int, bytes]] = {}
 
     def follow(self, events: Sequence[Event]) -> None:
-        """Take in what happened, in the order in which it was noted."""
+        """Take events, in the order in which they were noted."""
         for what, now, a, b in events:
             if what == recorder.SUBMITTED:
                 self._submitted(now, a)
@@ -109,7 +100,7 @@ class TraceEventBuilder:
                 self._failed(now, a)
 
     def emit_long(self, now: int) -> None:
-        """Show what began long ago as begun."""
+        """Show slices that began long ago as begun."""
         for group in (self._negotiating.values(), self._executing, self._waiting.values()):
             for one in group:
                 if not one.is_shown and now - one.begin > LONG_NANOSECONDS:
@@ -117,7 +108,7 @@ class TraceEventBuilder:
                     self._pages.add(BEGUN, one.label, one.row, one.begin, 0, one.arguments)
 
     def take(self) -> list[ChunkContent]:
-        """What has become known since the last call."""
+        """Return the chunks since the last call."""
         if self._rows.new:
             self._pages.add_rows(self._rows.new)
             self._rows.new = []
@@ -127,7 +118,7 @@ class TraceEventBuilder:
 
     def _submitted(self, now: int, operation: Operation) -> None:
         name = operation.name
-        lost = self._negotiating.pop(name, None)  # what became of it was dropped
+        lost = self._negotiating.pop(name, None)  # its end was dropped
         if lost is not None:
             self._rows.give_back(lost.row)
         row = self._rows.take(make_title(operation))
@@ -198,7 +189,7 @@ class TraceEventBuilder:
             self._pages.add(COMPLETE, one.label, one.row, one.begin, now - one.begin, one.arguments)
 
     def _abandon(self) -> None:
-        """The end of the batch before was dropped."""
+        """Close the batch before, whose end was dropped."""
         for one in self._executing:
             self._rows.give_back(one.row)
         self._executing = []
@@ -215,24 +206,22 @@ class TraceEventBuilder:
 
 
 def make_title(operation: Operation) -> str:
-    """What a collective is called in a timeline: Horovod puts the kind before the name, ``allreduce.loss``."""
+    """Return the title of a collective: Horovod puts the kind before the name, ``allreduce.loss``."""
     name, kind = operation.name, operation.kind.name.lower()
     has_it = UNNAMED in name or name.startswith((f"{kind}.", f"{kind} "))
     return name if has_it else f"{kind}.{name}"
 
 
 def parse_title(title: str) -> str:
-    """The name of what a timeline calls ``title``."""
+    """Return the tensor's name of a title."""
     kind, _, name = title.partition(".")
     return name if kind.upper() in OperationKind.__members__ and UNNAMED not in title else title
 
 
 def describe_operation(operation: Operation, batch_size: int) -> Arguments:
-    """What a timeline says about a collective beside its name.
+    """Describe a collective beside its name.
 
-    Args:
-        operation: of this rank; its shape and bytes are this rank's, as Horovod's are.
-        batch_size: how many operations travel together with it, itself counted.
+    Shape and bytes are of this rank, as Horovod's are; ``batch_size`` counts the operations of its batch.
     """
     arguments: Arguments = {"tensor": make_title(operation)}
     if operation.members:

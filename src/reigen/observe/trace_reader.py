@@ -1,4 +1,4 @@
-"""A timeline's file, read: complete, or cut short anywhere."""
+"""Reader of a timeline's file: complete, or cut short anywhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from reigen.observe.trace_events import COLLECTIVE, ERROR, NEGOTIATION, THREAD, 
 
 
 class TraceError(ReigenError):
-    """A file that is no timeline."""
+    """Error for a file that is no timeline."""
 
 
 class _EventArguments(msgspec.Struct, gc=False):
@@ -30,7 +30,7 @@ class _EventArguments(msgspec.Struct, gc=False):
 
 
 class _EventLine(msgspec.Struct, gc=False):
-    """What is read of a record; see `reigen.observe.chrome_format.ChromeEvent`."""
+    """Fields that are read of a record; see `reigen.observe.chrome_format.ChromeEvent`."""
 
     name: str = ""
     ph: str = ""
@@ -49,18 +49,14 @@ _NO_ARGUMENTS = _EventArguments()
 
 @dataclass(slots=True)
 class CollectiveExecution:
-    """A collective on one rank. Times are microseconds since the timeline's start.
+    """Execution of a collective on one rank. Times are microseconds since the timeline's start.
 
     Attributes:
-        rank: where.
         kind: ALLREDUCE and the like.
-        tensor: its name.
-        process_set: whose ranks took part.
+        process_set: its ranks.
         nbytes: of this rank's tensor.
-        batch: how many travelled together.
+        batch: the number of tensors in its batch.
         submitted: None when that was not recorded.
-        begun: when it was begun to be carried out.
-        ended: when it was over.
     """
 
     rank: int
@@ -76,7 +72,7 @@ class CollectiveExecution:
 
 @dataclass(slots=True)
 class UnfinishedCollective:
-    """A submission that had not been answered when the recording ended."""
+    """Submission that had not been answered when the recording ended."""
 
     rank: int
     tensor: str
@@ -85,18 +81,18 @@ class UnfinishedCollective:
 
 @dataclass(slots=True)
 class Trace:
-    """A timeline.
+    """Content of a timeline.
 
     Attributes:
         size: number of ranks of the job.
         names: of the ranks that recorded something, with their hosts.
         executions: in no order.
         failures: rank and tensor of submissions that failed.
-        pending: what the ranks were waiting for at the end.
+        pending: submissions without an answer at the end.
         steps: by rank, in order.
         waits: by rank: times at which a caller could do nothing but wait.
         clock_errors: by rank: the largest error of its times, in microseconds.
-        num_dropped: events, or pages of them, that are missing.
+        num_dropped: events, or chunks of them, that are missing.
         end: the last time in the file.
         is_cut: the file breaks off.
     """
@@ -137,7 +133,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _parse_truncated(data: bytes) -> list[_EventLine]:
-    """The records before the first that is broken: each has a line of its own."""
+    """Parse the records before the first that is broken: each has a line of its own."""
     lines: list[_EventLine] = []
     for text in data.splitlines():
         record = text.strip().strip(b",")
@@ -151,7 +147,7 @@ def _parse_truncated(data: bytes) -> list[_EventLine]:
 
 
 class _TraceParser:
-    """Puts records together."""
+    """Parser of records."""
 
     def __init__(self, size: int) -> None:
         self._trace = Trace(size)

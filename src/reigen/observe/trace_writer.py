@@ -1,11 +1,11 @@
-"""A JSON array in a file that is valid after every write.
+"""Writer of a JSON array in a file that is valid after every write.
 
 Records are written over the closing bracket, with a new one behind them, by one call: whenever the process is killed,
 between two instructions, the file is a JSON array. The kernel itself can be cut short by SIGKILL between two pages of
-one call, and may keep its caller waiting there for room in its cache or on the disk, while others read. So what fits
-into the file's last page goes first, and one record at a time crosses the border of a page, once there are spaces where
-it goes to, which JSON allows behind the bracket: nothing is left to wait for then, and between the two pages there is a
-fraction of a microsecond. `reigen.observe.trace_reader` copes with that, too.
+one call, and may keep its caller waiting there for room in its cache or on the disk, while others read. So records
+that fit into the file's last page go first, and one record at a time crosses the border of a page, once there are
+spaces at its place, which JSON allows behind the bracket: nothing is left to wait for then, and between the two pages
+there is a fraction of a microsecond. `reigen.observe.trace_reader` copes with that, too.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ _END = b"\n]\n"
 
 
 class TraceFile:
-    """The file that a timeline is written to. For one thread.
-
-    Args:
-        path: where; what was there is replaced at once by a valid file.
-        first: the first record, a JSON value.
+    """File of a timeline, which replaces an older one at once and begins with a JSON value. For one thread.
 
     Raises:
         OSError: it cannot be written.
@@ -36,17 +32,13 @@ class TraceFile:
         with contextlib.ExitStack() as on_failure:
             with open_replacement(path) as self._fd:
                 on_failure.callback(os.close, self._fd)
-                #: where the closing bracket's line begins
+                #: offset of the closing bracket's line
                 self._end = 0
                 self._put(b"[\n" + first)
             on_failure.pop_all()
 
     def append(self, records: Sequence[bytes]) -> None:
-        """Add JSON values to the array.
-
-        Raises:
-            OSError: not all could be written; the file holds those before, and is valid.
-        """
+        """Add JSON values to the array. After an OSError the file holds those before, and is valid."""
         begin = 0
         while begin < len(records):
             room = -(self._end + len(_END)) % _PAGE_BYTES
@@ -59,7 +51,7 @@ class TraceFile:
             begin = end
 
     def close(self) -> None:
-        """Nothing can be added any more."""
+        """Close the file."""
         os.close(self._fd)
 
     def _put(self, text: bytes, *, makes_room: bool = False) -> None:
@@ -76,5 +68,5 @@ class TraceFile:
 
     def _write(self, data: bytes, offset: int) -> None:
         num_written = 0
-        while num_written < len(data):  # less than all: the next attempt says why
+        while num_written < len(data):  # less than all: the next attempt raises the reason
             num_written += os.pwrite(self._fd, data[num_written:], offset + num_written)

@@ -1,4 +1,4 @@
-"""In which row of a rank's part of the picture something is shown, so that nothing overlaps in a row.
+"""Rows of a rank's part of the trace, allocated so that nothing overlaps in a row.
 
 A tensor that comes again has a row of its own from then on, which carries its name, as long as there are not too many.
 The others share rows that are free. A thread that waits or marks steps has one, too.
@@ -21,10 +21,10 @@ _MAX_REMEMBERED = 4096
 
 
 class TrackAllocator:
-    """The rows of one rank."""
+    """Rows of one rank."""
 
     def __init__(self) -> None:
-        #: rows that nobody has been told of: number and title
+        #: rows that have not been announced: number and title
         self.new: list[tuple[int, str]] = []
         self._threads: dict[int, int] = {}
         self._named: dict[str, int] = {}
@@ -36,7 +36,7 @@ class TrackAllocator:
         self._num_shared = 0
 
     def thread_track(self, thread: int) -> int:
-        """The row of a thread."""
+        """Return the row of a thread."""
         row = self._threads.get(thread)
         if row is None:
             row = self._threads[thread] = min(_FIRST_THREAD + len(self._threads), FIRST_TENSOR - 1)
@@ -45,7 +45,7 @@ class TrackAllocator:
         return row
 
     def take(self, name: str) -> int:
-        """A free row for a tensor; it is taken until it is given back."""
+        """Take a free row for a tensor, until it is given back."""
         row = self._named.get(name)
         if row is None and name in self._seen and len(self._named) < MAX_NAMED:
             row = self._named[name] = FIRST_TENSOR + len(self._named)
@@ -61,7 +61,7 @@ class TrackAllocator:
         return row
 
     def give_back(self, row: int) -> None:
-        """The row is free again."""
+        """Free the row."""
         self._busy.discard(row)
         if row >= FIRST_SHARED:
             heapq.heappush(self._free, row)

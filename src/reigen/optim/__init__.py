@@ -1,4 +1,4 @@
-"""Optimizers by names and numbers: what servers, local stores and trainers update weights with. No framework."""
+"""Optimizers by names and numbers, for servers, local stores and trainers. No framework."""
 
 from reigen.files import check_can_be_written, write_atomically
 from reigen.optim.array_files import packed, unpacked
@@ -10,7 +10,7 @@ from reigen.optim.schedules import CosineScheduler, FactorScheduler, MultiFactor
 from reigen.optim.states import Piece, States, piece_of, slot_of
 from reigen.optim.updater import Updater
 
-__all__ = [  # noqa: RUF022  sorted as in the other rooms: LAMB is no constant
+__all__ = [  # noqa: RUF022  sorted as in the other packages: LAMB is no constant
     "AdaGrad",
     "Adam",
     "AdamW",

@@ -5,7 +5,7 @@ The layout, all numbers little endian::
     8 bytes     b"REIGENST"
     4 bytes     version of the layout, 2
     4 bytes     length of the header
-    header      MessagePack: what is told beside the arrays; element type and shape of each array, by name
+    header      MessagePack: values beside the arrays; element type and shape of each array, by name
     zeros       up to a multiple of 64
     arrays      one after the other, each followed by zeros up to a multiple of 64
     32 bytes    BLAKE2b of everything before
@@ -34,7 +34,7 @@ _VERSION = 2
 _FIXED = struct.Struct("<8sII")
 _ALIGNMENT = 64
 _DIGEST_BYTES = 32
-#: A header of a million pieces fits; a length that a broken file claims does not fill the memory.
+#: Limit of a header: of a million pieces, but not such that a length in a broken file could fill the memory.
 _MAX_HEADER_BYTES = 256 << 20
 _MOST_DIMENSIONS = 32
 #: Element types that arrays may have: plain bytes, no objects. bfloat16 is uint16.
@@ -54,11 +54,11 @@ class _FileHeader(msgspec.Struct, array_like=True, frozen=True):
 
 
 def packed(facts: Any, arrays: Mapping[str, NDArray[Any]]) -> list[Buffer]:
-    """The bytes, as buffers to be written one after the other; arrays are not copied if they are contiguous.
+    """Return the bytes, as buffers to be written one after the other; contiguous arrays are not copied.
 
     Args:
         facts: plain values, or a msgspec type made of such.
-        arrays: by name, of the types in `STORAGES`.
+        arrays: by name, of any shape, of the types in `STORAGES`.
 
     Raises:
         ConfigError: there is too much beside the arrays.
@@ -78,14 +78,10 @@ def packed(facts: Any, arrays: Mapping[str, NDArray[Any]]) -> list[Buffer]:
 
 
 def unpacked(data: Buffer, kind: type[_Facts]) -> tuple[_Facts, dict[str, NDArray[Any]]]:
-    """What `packed` was given. Arrays are views of ``data``, and read-only where it is.
-
-    Args:
-        data: the bytes.
-        kind: what the facts must be.
+    """Parse the bytes of `packed`, with facts of a ``kind``; arrays are views of ``data``, and read-only where it is.
 
     Raises:
-        ConfigError: these are not such bytes, or not all of them; or what they say makes no sense.
+        ConfigError: these are not such bytes, or not all of them; or their content makes no sense.
     """
     view = memoryview(data).cast("B")
     length = _checked_length(view)
@@ -95,8 +91,8 @@ def unpacked(data: Buffer, kind: type[_Facts]) -> tuple[_Facts, dict[str, NDArra
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"the header of the states makes no sense: {error}") from None
     arrays, position = {}, _padded(_FIXED.size + length)
-    for name, said in header.arrays.items():
-        arrays[name] = _array(view, position, name, said)
+    for name, entry in header.arrays.items():
+        arrays[name] = _array(view, position, name, entry)
         position += _padded(arrays[name].nbytes)
     if position != len(view) - _DIGEST_BYTES:
         raise ConfigError("the states have more bytes than they should, or fewer")
@@ -104,7 +100,7 @@ def unpacked(data: Buffer, kind: type[_Facts]) -> tuple[_Facts, dict[str, NDArra
 
 
 def _checked_length(view: memoryview) -> int:
-    """The length of the header of bytes that are whole."""
+    """Return the length of the header, after a check that all bytes are there."""
     if len(view) < _FIXED.size + _DIGEST_BYTES:
         raise ConfigError("these are no states of Reigen: too short")
     magic, version, length = _FIXED.unpack_from(view)
@@ -119,16 +115,16 @@ def _checked_length(view: memoryview) -> int:
     return int(length)
 
 
-def _array(view: memoryview, begin: int, name: str, said: _ArrayHeader) -> NDArray[Any]:
-    storage = STORAGES.get(said.dtype)
+def _array(view: memoryview, begin: int, name: str, entry: _ArrayHeader) -> NDArray[Any]:
+    storage = STORAGES.get(entry.dtype)
     if storage is None:
-        raise ConfigError(f"array {name!r:.80} of the states: elements of {said.dtype!r:.40} are not supported")
-    count = math.prod(said.shape)
-    if len(said.shape) > _MOST_DIMENSIONS or any(size < 0 for size in said.shape):
-        raise ConfigError(f"array {name!r:.80} of the states cannot have the shape {said.shape[:9]}")
+        raise ConfigError(f"array {name!r:.80} of the states: elements of {entry.dtype!r:.40} are not supported")
+    count = math.prod(entry.shape)
+    if len(entry.shape) > _MOST_DIMENSIONS or any(size < 0 for size in entry.shape):
+        raise ConfigError(f"array {name!r:.80} of the states cannot have the shape {entry.shape[:9]}")
     if begin + count * storage.itemsize > len(view) - _DIGEST_BYTES:
         raise ConfigError(f"array {name!r:.80} lies outside the states")
-    return np.frombuffer(view, storage, count, begin).reshape(said.shape)
+    return np.frombuffer(view, storage, count, begin).reshape(entry.shape)
 
 
 def _padded(size: int) -> int:

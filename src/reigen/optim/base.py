@@ -1,4 +1,4 @@
-"""What all optimizers have in common: their numbers, their specs, and how an update is asked for.
+"""Base of all optimizers: their numbers, their specs, and the call of an update.
 
 An optimizer is a frozen set of names and numbers. It keeps nothing: states belong to the piece of a weight that they
 update (`reigen.optim.optimizer_state`). So it travels as a dict of plain values (`to_spec`, `from_spec`), never as
@@ -36,10 +36,10 @@ Key = int | str
 
 @dataclass(frozen=True, slots=True)
 class UpdateRates:
-    """The numbers of one update of one key.
+    """Numbers of one update of one key.
 
     Attributes:
-        t: which update of this piece it is, from 1.
+        t: number of the update of this piece, from 1.
         rate: learning rate, multiplier included.
         decay: weight decay, multiplier included.
         base: learning rate without the multiplier.
@@ -58,23 +58,23 @@ class Optimizer(ABC):
     """Names and numbers of an update rule. The parameters below belong to all rules; they are MXNet's.
 
     Args:
-        learning_rate: default: the schedule's ``base_lr``, or what the rule says. It replaces ``base_lr``.
-        wd: weight decay. What it does is the rule's.
+        learning_rate: default: the schedule's ``base_lr``, or the rule's own. It replaces ``base_lr``.
+        wd: weight decay; its effect depends on the rule.
         rescale_grad: every gradient is multiplied with this, usually 1 / (batch size * workers).
         clip_gradient: largest absolute value of an element of the rescaled gradient; None, 0 or less: no limit.
         lr_scheduler: gives the learning rate of each update.
         multi_precision: keep a float32 copy of a float16 or bfloat16 weight, update that, and round it.
         begin_num_update: updates count from here on (training that goes on).
         lr_mult, wd_mult: key -> factor of its learning rate or weight decay.
-        param_idx2name: key -> name, by which ``lr_mult``, ``wd_mult`` and what LARS leaves out are found, too.
+        param_idx2name: key -> name, by which ``lr_mult``, ``wd_mult`` and LARS's exceptions are found, too.
 
     Raises:
         ConfigError: a number of the wrong type or outside its limits.
     """
 
-    #: The name in a spec.
+    #: Name in a spec.
     name: ClassVar[str]
-    #: The learning rate where neither the user nor a schedule says one.
+    #: Learning rate where neither the user nor a schedule gives one.
     default_rate: ClassVar[float] = 0.01
     #: Whether each element is updated by itself. Where not (LAMB, LARS), an update needs the whole weight.
     is_elementwise: ClassVar[bool] = True
@@ -94,8 +94,8 @@ class Optimizer(ABC):
         scheduler = self.lr_scheduler
         if scheduler is not None and not isinstance(scheduler, Schedule):
             raise ConfigError(f"lr_scheduler={scheduler!r} is no schedule of reigen.optim")
-        given: Any = self.learning_rate
-        if given is None:
+        value: Any = self.learning_rate
+        if value is None:
             rate = self.default_rate if scheduler is None else scheduler.base_lr
             object.__setattr__(self, "learning_rate", rate)
         check_fields(self)
@@ -108,49 +108,45 @@ class Optimizer(ABC):
         names = {_key("param_idx2name", key): str(value) for key, value in dict(self.param_idx2name).items()}
         object.__setattr__(self, "param_idx2name", names)
 
-    # ---- what a rule says
+    # ---- rules
 
     @property
     def is_lazy(self) -> bool:
-        """Whether a sparse gradient updates only its rows. Where not, the other rows see a gradient of 0."""
+        """True if a sparse gradient updates only its rows. Otherwise the other rows get a gradient of 0."""
         return False
 
     @property
     @abstractmethod
     def state_names(self) -> tuple[str, ...]:
-        """One name for each array that is kept for a weight."""
+        """Name of each array that is kept for a weight."""
 
     @abstractmethod
     def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel | LayerwiseKernel:
-        """One update with its numbers filled in."""
+        """Return the kernel of one update with its numbers filled in."""
 
     # ---- numbers
 
     @property
     def num_states(self) -> int:
-        """How many arrays are kept for a weight, each as large as the weight (without its float32 copy)."""
+        """Number of arrays that are kept for a weight, each as large as the weight (without its float32 copy)."""
         return len(self.state_names)
 
     def rate_of(self, num_update: int) -> float:
-        """The learning rate of update ``num_update`` (from 1) of a key without a multiplier."""
+        """Return the learning rate of update ``num_update`` (from 1) of a key without a multiplier."""
         return self.learning_rate if self.lr_scheduler is None else self.lr_scheduler(num_update)
 
     def replace(self, **changes: Any) -> Self:
-        """The same optimizer with other numbers.
-
-        Raises:
-            ConfigError: an unknown parameter or a wrong value.
-        """
+        """Return the same optimizer with other numbers; raises ConfigError."""
         known = {item.name for item in fields(self)}
         if unknown := set(changes) - known:
             raise ConfigError(f"{self.name} has no {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
         return replace(self, **changes)
 
     def with_learning_rate(self, learning_rate: float) -> Self:
-        """The same optimizer at another learning rate.
+        """Return the same optimizer at another learning rate.
 
         Raises:
-            ArgumentError: a schedule decides about the learning rate.
+            ArgumentError: the learning rate is the schedule's.
             ConfigError: it is no finite number.
         """
         if self.lr_scheduler is not None:
@@ -176,15 +172,15 @@ class Optimizer(ABC):
         multipliers: tuple[float, float] = (1.0, 1.0),
         last_rate: float | None = None,
     ) -> Step:
-        """One update of one key, ready to run on any number of its pieces.
+        """Make one update of one key, ready to run on any number of its pieces.
 
         Args:
-            t: which update of the piece it is, from 1 (``begin_num_update`` included): Adam's bias correction.
+            t: number of the update of the piece, from 1 (``begin_num_update`` included): Adam's bias correction.
             key: for the factors of ``lr_mult`` and ``wd_mult``.
-            num_update: what the schedule is asked for; default ``t``. Where each worker is applied by itself, its own
+            num_update: argument of the schedule; default ``t``. Where each worker is applied by itself, its own
                 number of pushes: n workers must not make the rate fall n times faster.
             multipliers: further factors of the learning rate and of the weight decay.
-            last_rate: the learning rate of the update before, without multipliers; default: what the schedule says.
+            last_rate: the learning rate of the update before, without multipliers; default: the schedule's.
         """
         count = t if num_update is None else num_update
         base = self.rate_of(count)
@@ -209,7 +205,7 @@ class Optimizer(ABC):
             weight: flat float32 or float64; for a layer-wise rule the whole weight.
             grad: as long as ``weight``, any floating NumPy type; only read.
             states: ``num_states`` arrays like ``weight``, zeros before the first update.
-            t: which update it is, from 1.
+            t: number of the update, from 1.
             lr_mult: factor of the learning rate.
             wd_mult: factor of the weight decay.
 
@@ -226,10 +222,10 @@ class Optimizer(ABC):
             raise ArgumentError("weight, gradient and states must be equally long")
         self.step(t, multipliers=(lr_mult, wd_mult)).run(UpdateOperands(weight, grad, states, *kinds))
 
-    # ---- as plain values
+    # ---- plain values
 
     def to_spec(self) -> dict[str, Any]:
-        """Name and numbers: dict, list, str, int, float, bool and None only. `from_spec` makes the optimizer again."""
+        """Return name and numbers: dict, list, str, int, float, bool and None only, for `from_spec`."""
         spec: dict[str, Any] = {"name": self.name}
         for item in fields(self):
             value = getattr(self, item.name)
@@ -246,11 +242,11 @@ class Optimizer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One update with its numbers filled in.
+    """Update with its numbers filled in.
 
     Attributes:
-        kernel: what is done with a block.
-        rate: the learning rate without multipliers, to be given as ``last_rate`` to the next `Optimizer.step`.
+        kernel: of a block.
+        rate: the learning rate without multipliers, the ``last_rate`` of the next `Optimizer.step`.
     """
 
     kernel: UpdateKernel | LayerwiseKernel
@@ -258,7 +254,7 @@ class Step:
 
     @property
     def needs_whole(self) -> bool:
-        """Whether it can run only on a whole weight, not on its pieces."""
+        """True if it can run only on a whole weight, not on its pieces."""
         return isinstance(self.kernel, LayerwiseKernel)
 
     def run(self, operands: UpdateOperands) -> None:
@@ -269,23 +265,19 @@ class Step:
             run_kernel(self.kernel, operands)
 
     def run_rows(self, operands: UpdateOperands, rows: NDArray[np.int64], row_length: int) -> None:
-        """Update some rows and their states only; see `reigen.kernels.optimizer_update.run_kernel_on_rows`.
-
-        Raises:
-            ArgumentError: a layer-wise rule.
-        """
+        """Update some rows and their states, as `run_kernel_on_rows`; ArgumentError with a layer-wise rule."""
         if isinstance(self.kernel, LayerwiseKernel):
             raise ArgumentError("a layer-wise optimizer cannot update single rows")
         run_kernel_on_rows(self.kernel, operands, rows, row_length)
 
 
 def states_type(weight_type: DType) -> DType:
-    """In what states, and the float32 copy of a half weight, are kept: float64 for float64, else float32."""
+    """Return the type of states, and of the float32 copy of a half weight: float64 for float64, else float32."""
     return weight_type if weight_type.name == "float64" else dtype_named("float32")
 
 
 def make_gradient_transform(optimizer: Optimizer, decay: float = 0.0, clips_decay: bool = False) -> GradientTransform:
-    """How ``optimizer`` prepares a gradient."""
+    """Return the preparation of gradients for ``optimizer``."""
     return GradientTransform(optimizer.rescale_grad, optimizer.clip_gradient, decay, clips_decay)
 
 

@@ -30,7 +30,7 @@ def _check_value(owner: str, field: Field[Any], kind: str, given: object) -> Any
     name = f"{owner}: {field.name}={given!r}"
     value: Any = given
     if not isinstance(given, _KINDS[kind]) or (isinstance(given, bool) and kind != "bool"):
-        raise ConfigError(f"{name} must be {_WORDS[kind]}")
+        raise ConfigError(f"{name} must be {_KIND_NAMES[kind]}")
     if kind in {"int", "float"} and abs(value) > _LARGEST:
         raise ConfigError(f"{name} is too large")
     value = _PLAIN[kind](value)  # a NumPy number is none that a message could carry
@@ -46,8 +46,8 @@ def _check_value(owner: str, field: Field[Any], kind: str, given: object) -> Any
     return value
 
 
-#: What a message can carry as an integer. Beyond, Python's integers would overflow in a product with a float.
+#: Limit of integers in a message. Beyond, Python's integers would overflow in a product with a float.
 _LARGEST = 2**63 - 1
 _KINDS: Mapping[str, type] = {"float": numbers.Real, "int": numbers.Integral, "bool": bool, "str": str}
 _PLAIN: Mapping[str, Callable[[Any], Any]] = {"float": float, "int": int, "bool": bool, "str": str}
-_WORDS = {"float": "a number", "int": "a whole number", "bool": "True or False", "str": "text"}
+_KIND_NAMES = {"float": "a number", "int": "a whole number", "bool": "True or False", "str": "text"}

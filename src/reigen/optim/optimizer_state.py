@@ -1,4 +1,4 @@
-"""What an optimizer keeps of one piece of a weight: states, float32 copy, number of updates.
+"""State of an optimizer for one piece of a weight: states, float32 copy, number of updates.
 
 A piece is a range of the flat elements of a weight: a cell of a server, or a whole parameter in one process. A slot
 belongs to one piece. Slots of different pieces may be used by different threads; so may disjoint blocks of one slot
@@ -18,7 +18,7 @@ from reigen.kernels.optimizer_update import BLOCK, UpdateOperands
 from reigen.optim.base import Key, Optimizer, Step, states_type
 from reigen.types import DType
 
-#: The name of the float32 copy among the arrays of a slot.
+#: Name of the float32 copy among the arrays of a slot.
 MASTER = "master"
 
 
@@ -26,9 +26,9 @@ class Slot:
     """Optimizer states of one piece, zeros at first.
 
     Args:
-        optimizer: what the states are for.
+        optimizer: the owner of the states.
         weight: the piece as it is now, flat, storage of ``dtype`` (bfloat16 is uint16); only its float32 copy is made
-            here, where the optimizer wants one.
+            here, where the optimizer needs one.
         dtype: element type of the weight.
 
     Attributes:
@@ -67,10 +67,8 @@ class Slot:
     def begin(self, optimizer: Optimizer, *, key: Key | None = None, num_update: int | None = None) -> Step:
         """Count one update of the whole piece and fix its numbers.
 
-        Args:
-            optimizer: as at first, or with other numbers (`check_fits`).
-            key: of the weight, for its multipliers.
-            num_update: what a schedule is asked for; see `Optimizer.step`.
+        The optimizer may have other numbers than at first (`check_fits`); ``key`` and ``num_update`` are for
+        `Optimizer.step`.
         """
         step = optimizer.step(self.count + 1, key=key, num_update=num_update, last_rate=self.rate)
         self.count += 1
@@ -86,7 +84,7 @@ class Slot:
             step: from `begin`.
             weight: flat; updated in place. A layer-wise optimizer needs the whole weight.
             grad: as long as ``weight``; only read.
-            begin: where the block begins in the piece.
+            begin: index of the block's first element in the piece.
             grad_type: of the gradient; default: that of the weight.
 
         Raises:
@@ -106,7 +104,7 @@ class Slot:
         num_update: int | None = None,
         grad_type: DType | None = None,
     ) -> None:
-        """`begin` and `apply` to the whole piece."""
+        """Do `begin` and `apply` with the whole piece."""
         self.apply(self.begin(optimizer, key=key, num_update=num_update), weight, grad, grad_type=grad_type)
 
     def update_rows(
@@ -120,19 +118,11 @@ class Slot:
         num_update: int | None = None,
         grad_type: DType | None = None,
     ) -> None:
-        """One update with a sparse gradient.
+        """Do one update with a sparse gradient; the other arguments are as above.
 
-        Where the optimizer is lazy, only ``rows`` and their states change (and decay). Where not, it is as if the other
-        rows had a gradient of 0.
-
-        Args:
-            optimizer: as for `begin`.
-            weight: the whole piece, in two dimensions: whole rows.
-            rows: the indices of rows of ``weight``, increasing.
-            grad: their gradients, in two dimensions.
-            key: as for `begin`.
-            num_update: as for `begin`.
-            grad_type: of the gradient; default: that of the weight.
+        Where the optimizer is lazy, only ``rows`` and their states change (and decay). Where not, the other rows get a
+        gradient of 0. ``weight`` is the whole piece in two dimensions, ``rows`` the increasing indices of some of its
+        rows, and ``grad`` their gradients, in two dimensions.
 
         Raises:
             ArgumentError: the shapes do not fit, or ``rows`` do not increase or are none of the piece's.
@@ -154,7 +144,7 @@ class Slot:
     def _apply_with_zeros(
         self, step: Step, weight: NDArray[Any], rows: NDArray[np.int64], grad: NDArray[Any], grad_type: DType | None
     ) -> None:
-        """Some rows at a time, so that no dense gradient of the whole piece is made."""
+        """Update some rows at a time, so that no dense gradient of the whole piece is made."""
         row_length = grad.shape[1]
         count = max(1, BLOCK // max(row_length, 1))
         dense = np.empty((count, row_length), grad.dtype)
@@ -177,23 +167,19 @@ class Slot:
         return UpdateOperands(weight, grad, states, self.dtype, grad_type or self.dtype, master)
 
     def check_fits(self, optimizer: Optimizer) -> None:
-        """Whether ``optimizer`` can go on with these states.
-
-        Raises:
-            ConfigError: it keeps others.
-        """
-        wanted = {*optimizer.state_names}
+        """Raise ConfigError unless ``optimizer`` can go on with these states."""
+        needed = {*optimizer.state_names}
         if optimizer.multi_precision and self.dtype.itemsize == 2:
-            wanted.add(MASTER)
-        if wanted != set(self.arrays):
+            needed.add(MASTER)
+        if needed != set(self.arrays):
             raise ConfigError(
                 f"the states are {_format_names(self.arrays)}; {optimizer.name} with these numbers keeps "
-                f"{_format_names(wanted)}"
+                f"{_format_names(needed)}"
             )
 
 
 def to_float32(values: NDArray[Any], dtype: DType) -> NDArray[np.float32]:
-    """A float32 copy of float16 or bfloat16 numbers."""
+    """Copy float16 or bfloat16 numbers as float32."""
     wide = np.empty(len(values), np.float32)
     widen, _ = half_precision.converters(dtype.name)
     widen(values, wide)

@@ -1,4 +1,4 @@
-"""Optimizers by name: the list of what a spec may name."""
+"""Registry of optimizers: the names that a spec may have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reigen.optim.base import Optimizer
 from reigen.optim.rules import LAMB, LARS, NAG, SGD, AdaGrad, Adam, AdamW, Ftrl, RMSProp, Signum, Test
 from reigen.optim.schedules import SCHEDULES, Schedule
 
-#: Every optimizer by its name in a spec. Nothing else can be named: a spec is no way to run code.
+#: Every optimizer by its name in a spec. No other can be named: a spec is no way to run code.
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     kind.name: kind for kind in (AdaGrad, Adam, AdamW, Ftrl, LAMB, LARS, NAG, RMSProp, SGD, Signum, Test)
 }
@@ -20,7 +20,7 @@ _PAIRS = ("lr_mult", "wd_mult", "param_idx2name")
 
 
 def create(optimizer: str | Optimizer, **parameters: Any) -> Optimizer:
-    """An optimizer by name, as in ``create("sgd", learning_rate=0.1, momentum=0.9)``.
+    """Make an optimizer by name, as in ``create("sgd", learning_rate=0.1, momentum=0.9)``.
 
     Args:
         optimizer: the name, upper or lower case; or an optimizer, which is returned.
@@ -43,10 +43,7 @@ def create(optimizer: str | Optimizer, **parameters: Any) -> Optimizer:
 
 
 def from_spec(spec: Mapping[str, Any]) -> Optimizer:
-    """The optimizer that `Optimizer.to_spec` described.
-
-    Args:
-        spec: ``name`` and any of the parameters; a schedule is a dict of that form, too.
+    """Make the optimizer of `Optimizer.to_spec`: ``name`` and any of the parameters; so, too, for a schedule.
 
     Raises:
         ConfigError: no such optimizer, schedule or parameter, or a value that makes no sense.
@@ -84,7 +81,7 @@ def _plain_dict(what: str, spec: Any) -> dict[str, Any]:
 
 
 def _mapping(name: str, pairs: Any) -> dict[Any, Any]:
-    """From pairs, as specs have them because JSON knows no integer keys, or from a mapping."""
+    """Convert pairs, as specs have them because JSON knows no integer keys, or a mapping."""
     if isinstance(pairs, Mapping):
         return dict(pairs)
     if isinstance(pairs, (list, tuple)) and all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):

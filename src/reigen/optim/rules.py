@@ -1,4 +1,4 @@
-"""The update rules. In the formulas ``g`` is ``clip(rescale_grad * grad)``, ``lr`` and ``wd`` have their multipliers.
+"""Update rules. In the formulas ``g`` is ``clip(rescale_grad * grad)``, ``lr`` and ``wd`` have their multipliers.
 
 Names, defaults and formulas are those of MXNet 1.9.1, unless a rule says otherwise.
 """
@@ -64,12 +64,6 @@ class SGD(_WithMomentum, _WithLazyUpdate):
         momentum: 0 <= momentum < 1; 0 keeps no state.
         lazy_update: a sparse gradient updates (and decays) only its rows.
 
-    Example:
-        >>> import numpy as np
-        >>> w = np.array([1.0, 2.0], np.float32)
-        >>> SGD(learning_rate=0.5).update(w, np.ones(2, np.float32), (), t=1)
-        >>> w
-        array([0.5, 1.5], dtype=float32)
     """
 
     name: ClassVar[str] = "sgd"
@@ -102,11 +96,8 @@ class NAG(_WithMomentum):
 class Signum(_WithMomentum):
     """``m = momentum * m + (1 - momentum) * (g + wd * w); w -= lr * (sign(m) + wd_lh * w)``.
 
-    With momentum 0 it is signSGD and keeps no state: ``w -= lr * (sign(g) + wd * w)``.
-
-    Args:
-        momentum: 0 <= momentum < 1.
-        wd_lh: decay that does not go through the sign (with momentum).
+    With momentum 0 it is signSGD and keeps no state: ``w -= lr * (sign(g) + wd * w)``. ``wd_lh`` is decay that does not
+    go through the sign (with momentum).
     """
 
     name: ClassVar[str] = "signum"
@@ -121,19 +112,19 @@ class Signum(_WithMomentum):
 
 @dataclass(frozen=True, kw_only=True)
 class Test(Optimizer):
-    """``w += rescale_grad * grad``: what tests of stores use, since its sums are exact. MXNet's keeps a state."""
+    """``w += rescale_grad * grad`` for tests of stores, since its sums are exact. MXNet's keeps a state."""
 
-    __test__: ClassVar[bool] = False  # nothing for pytest
+    __test__: ClassVar[bool] = False  # no test for pytest
     name: ClassVar[str] = "test"
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """None."""
+        """Empty: it keeps no states."""
         return ()
 
     @property
     def is_lazy(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
@@ -148,7 +139,7 @@ class Adam(_WithMoments, _WithLazyUpdate):
     ``w -= lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + epsilon)``.
 
     Args:
-        beta1, beta2: how much of ``m`` and ``v`` stays in an update.
+        beta1, beta2: decay rates of the averages ``m`` and ``v``.
         epsilon: keeps the quotient finite.
         lazy_update: a sparse gradient updates only its rows.
     """
@@ -171,7 +162,7 @@ class AdamW(_WithMoments, _WithLazyUpdate):
     but no optimizer. The default of ``wd`` is 0, as everywhere here; torch's is 0.01.
 
     Args:
-        beta1, beta2: how much of ``m`` and ``v`` stays in an update.
+        beta1, beta2: decay rates of the averages ``m`` and ``v``.
         epsilon: keeps the quotient finite.
         lazy_update: a sparse gradient updates only its rows.
     """
@@ -185,11 +176,7 @@ class AdamW(_WithMoments, _WithLazyUpdate):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaGrad(Optimizer):
-    """AdaGrad (Duchi et al.): ``h += g * g; w -= lr * (g / sqrt(h + eps) + wd * w)``. Sparse gradients: always lazy.
-
-    Args:
-        eps: keeps the quotient finite.
-    """
+    """AdaGrad (Duchi et al.): ``h += g * g; w -= lr * (g / sqrt(h + eps) + wd * w)``. Sparse gradients: always lazy."""
 
     name: ClassVar[str] = "adagrad"
     eps: float = field(default=1e-7, metadata=_NOT_NEGATIVE)
@@ -201,7 +188,7 @@ class AdaGrad(Optimizer):
 
     @property
     def is_lazy(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
@@ -217,10 +204,10 @@ class RMSProp(Optimizer):
     ``n - m * m`` negative it counts as 0; MXNet and torch take its root.
 
     Args:
-        gamma1: how much of ``n`` and ``m`` stays in an update.
-        gamma2: how much of ``d`` stays, where centred.
+        gamma1: decay rate of ``n`` and ``m``.
+        gamma2: decay rate of ``d``, where centred.
         epsilon: keeps the quotient finite.
-        centered: which of the two.
+        centered: whether it is Graves's.
         clip_weights: largest absolute value of a weight; None, 0 or less: no limit.
     """
 
@@ -267,7 +254,7 @@ class Ftrl(Optimizer):
 
     @property
     def is_lazy(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     def _kernel(self, rates: UpdateRates, key: Key | None) -> UpdateKernel:
@@ -281,7 +268,7 @@ class LAMB(_WithMoments):
     ``m'`` and ``v'`` as in :class:`AdamW`. Where a norm is 0, the quotient is 1.
 
     Args:
-        beta1, beta2: how much of ``m`` and ``v`` stays in an update.
+        beta1, beta2: decay rates of the averages ``m`` and ``v``.
         epsilon: keeps the quotient finite.
         lower_bound, upper_bound: limits of ``|w|`` in the quotient; None, 0 or less: no limit.
         bias_correction: False: ``m' = m``, ``v' = v``.

@@ -23,11 +23,11 @@ from reigen.optim.checks import check_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """What the schedules have in common.
+    """Base of the schedules.
 
     Attributes:
         base_lr: the rate at the end of the warm-up. An optimizer's ``learning_rate``, where given, replaces it.
-        warmup_steps: how many updates the warm-up takes.
+        warmup_steps: number of updates in the warm-up.
         warmup_begin_lr: the rate where it begins; at most ``base_lr``.
         warmup_mode: "linear" or "constant".
 
@@ -51,7 +51,7 @@ class Schedule(ABC):
             raise ConfigError(f"warmup_mode={self.warmup_mode!r} is neither 'linear' nor 'constant'")
 
     def __call__(self, num_update: int) -> float:
-        """The learning rate of update ``num_update``, counted from 1."""
+        """Return the learning rate of update ``num_update``, counted from 1."""
         if num_update >= self.warmup_steps:
             return self._after_warmup(num_update)
         if self.warmup_mode == "constant":
@@ -60,18 +60,12 @@ class Schedule(ABC):
 
     @abstractmethod
     def _after_warmup(self, num_update: int) -> float:
-        """The rate of an update that is not in the warm-up."""
+        """Return the rate of an update that is not in the warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FactorScheduler(Schedule):
-    """The rate is multiplied with ``factor`` after every ``step`` updates, and never gets below ``stop_factor_lr``.
-
-    Example:
-        >>> schedule = FactorScheduler(step=100, factor=0.5, base_lr=1.0)
-        >>> [schedule(n) for n in (1, 100, 101, 201)]
-        [1.0, 1.0, 0.5, 0.25]
-    """
+    """Schedule that multiplies the rate with ``factor`` after every ``step`` updates, down to ``stop_factor_lr``."""
 
     name: ClassVar[str] = "factor"
     step: int = field(metadata={"least": 1})
@@ -86,7 +80,7 @@ class FactorScheduler(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class MultiFactorScheduler(Schedule):
-    """The rate is multiplied with ``factor`` after each of the updates in ``step``, an increasing list."""
+    """Schedule that multiplies the rate with ``factor`` after each of the updates in ``step``, an increasing list."""
 
     name: ClassVar[str] = "multifactor"
     step: Sequence[int]
@@ -95,8 +89,8 @@ class MultiFactorScheduler(Schedule):
     def __post_init__(self) -> None:
         super().__post_init__()
         step = tuple(self.step) if isinstance(self.step, (list, tuple)) else ()
-        whole = all(isinstance(n, int) and not isinstance(n, bool) for n in step)
-        if not step or not whole or step[0] < 1 or any(later <= earlier for earlier, later in pairwise(step)):
+        are_integers = all(isinstance(n, int) and not isinstance(n, bool) for n in step)
+        if not step or not are_integers or step[0] < 1 or any(later <= earlier for earlier, later in pairwise(step)):
             raise ConfigError(
                 f"step={self.step!r} must be an increasing list of numbers of updates, the first at least 1"
             )
@@ -108,7 +102,7 @@ class MultiFactorScheduler(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class _DecayScheduler(Schedule):
-    """From ``base_lr`` at the end of the warm-up to ``final_lr`` at update ``max_update``, where it stays."""
+    """Schedule from ``base_lr`` at the end of the warm-up to ``final_lr`` at update ``max_update``, where it stays."""
 
     max_update: int = field(metadata={"least": 1})
     final_lr: float = field(default=0.0, metadata={"least": 0.0})
@@ -124,7 +118,7 @@ class _DecayScheduler(Schedule):
 
     @abstractmethod
     def _remaining(self, done: float) -> float:
-        """From 1 where ``done`` is 0 to 0 where it is 1."""
+        """Return a factor from 1 where ``done`` is 0 to 0 where it is 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Optimizer states as plain bytes: for files, and between servers and workers.
 
 `reigen.optim.array_files` has the layout: nothing in it can run, reading it makes numbers, texts and arrays. A piece
-says which range of the flat elements of its key it covers, so that any number of servers may have written it and any
+has the range of the flat elements of its key that it covers, so that any number of servers may have written it and any
 other may read it: `States.cut` puts a range together from the pieces that cover it.
 """
 
@@ -26,13 +26,13 @@ from reigen.optim.optimizer_state import Slot
 from reigen.optim.registry import from_spec
 from reigen.types import DTYPES
 
-#: What a file may say beside pieces: plain values.
+#: Plain values that a file may hold beside pieces.
 Fact = int | float | str | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is kept of one range of one key.
+    """State of one range of one key.
 
     Attributes:
         key: of the store.
@@ -64,7 +64,7 @@ class Piece:
                 raise ConfigError(f"key {self.key!r}: {name} is no flat array of {self.end - self.begin} numbers")
 
     def part(self, begin: int, end: int) -> Piece:
-        """The piece of a range within this one; its arrays are views."""
+        """Return the piece of a range within this one; its arrays are views."""
         arrays = {name: array[begin - self.begin : end - self.begin] for name, array in self.arrays.items()}
         return replace(self, begin=begin, end=end, arrays=arrays)
 
@@ -90,12 +90,9 @@ class _StatesHeader(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class States:
-    """Pieces of any number of keys, and what they belong to.
+    """Pieces of any number of keys, in any order; of a key they do not overlap.
 
-    Attributes:
-        pieces: in any order; of a key they do not overlap.
-        optimizer: whose states they are, if that is said.
-        facts: whatever else belongs to them, by name.
+    ``optimizer`` is the owner of the states, if it is known; ``facts`` are further values by name.
 
     Raises:
         ConfigError: pieces of a key overlap or disagree about its size or element type.
@@ -118,15 +115,15 @@ class States:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """All keys, each once."""
+        """Return all keys, each once."""
         return tuple(self._by_key)
 
     def of(self, key: Key) -> tuple[Piece, ...]:
-        """The pieces of one key by their ranges; none where there is no such key."""
+        """Return the pieces of one key by their ranges; empty where there is no such key."""
         return tuple(self._by_key.get(key, ()))
 
     def cut(self, key: Key, begin: int, end: int) -> Piece:
-        """One range of a key, from however many pieces it lies in.
+        """Cut one range of a key from the pieces that it lies in.
 
         Where servers had applied different numbers of updates (asynchronous stores), the largest counts.
 
@@ -152,7 +149,7 @@ class States:
         return _join_parts(parts) if parts else self.of(key)[0].part(begin, begin)
 
     def merged(self, others: Iterable[States]) -> States:
-        """These pieces and those of ``others``: what several servers gave, as one. The first optimizer named counts."""
+        """Merge these pieces and those of other servers' states. The first optimizer named counts."""
         everything = [self, *others]
         named = (states.optimizer for states in everything if states.optimizer is not None)
         facts = {name: fact for states in reversed(everything) for name, fact in states.facts.items()}
@@ -161,22 +158,22 @@ class States:
     # ---- bytes
 
     def buffers(self) -> list[Buffer]:
-        """The bytes, as buffers to be written one after the other; arrays are not copied."""
+        """Return the bytes, as buffers to be written one after the other; arrays are not copied."""
         headers = [_PieceHeader(*(getattr(piece, name) for name in _FACTS)) for piece in self.pieces]
         arrays = {f"{place} {name}": a for place, piece in enumerate(self.pieces) for name, a in piece.arrays.items()}
         spec = None if self.optimizer is None else self.optimizer.to_spec()
         return packed(_StatesHeader(spec, dict(self.facts), headers), arrays)
 
     def to_bytes(self) -> bytes:
-        """`buffers` in one."""
+        """Return the bytes of `buffers` in one."""
         return b"".join(self.buffers())
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview) -> States:
-        """What `buffers` wrote. Arrays are views of ``data``, and read-only where it is.
+        """Parse the bytes of `buffers`. Arrays are views of ``data``, and read-only where it is.
 
         Raises:
-            ConfigError: these are not the bytes of states, or not all of them; or what they say makes no sense.
+            ConfigError: these are not the bytes of states, or not all of them; or they make no sense.
         """
         header, arrays = unpacked(data, _StatesHeader)
         of_piece: list[dict[str, NDArray[Any]]] = [{} for _ in header.pieces]
@@ -186,17 +183,13 @@ class States:
                 raise ConfigError(f"an array of no piece among the states: {label!r:.80}")
             of_piece[int(place)][name] = array
         pieces = [
-            Piece(arrays=own, **{name: getattr(said, name) for name in _FACTS})
-            for said, own in zip(header.pieces, of_piece, strict=True)
+            Piece(arrays=own, **{name: getattr(header_piece, name) for name in _FACTS})
+            for header_piece, own in zip(header.pieces, of_piece, strict=True)
         ]
         return cls(pieces, None if header.optimizer is None else from_spec(header.optimizer), header.facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a file: whole or not at all, whatever happens meanwhile.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a file, as a whole or not at all; raises OSError."""
         write_atomically(path, self.buffers())
 
     @classmethod
@@ -219,22 +212,16 @@ class States:
 def piece_of(
     slot: Slot, key: Key, num_elements: int, begin: int, extra: Mapping[str, NDArray[Any]] | None = None
 ) -> Piece:
-    """What `States` keeps of ``slot``, whose piece begins at ``begin`` of ``num_elements``; arrays are not copied.
-
-    ``extra`` adds arrays, as the weight itself in a snapshot.
-    """
+    """Make the piece of ``slot``, at ``begin`` of ``num_elements``, without copies; ``extra``: more arrays."""
     arrays = {**slot.arrays, **(extra or {})}
     return Piece(key, num_elements, begin, begin + slot.length, slot.dtype.name, slot.count, slot.rate, arrays)
 
 
 def slot_of(piece: Piece, optimizer: Optimizer, weight: NDArray[Any]) -> Slot:
-    """A slot that goes on where ``piece`` ended; its arrays are copies.
+    """Make a slot that goes on where ``piece`` ended; its arrays are copies.
 
-    Args:
-        piece: of exactly the range of ``weight``. Arrays that the optimizer does not know are left out.
-        optimizer: that will use it.
-        weight: the piece of the weight, flat, in its storage type. A float32 copy that ``piece`` does not have is made
-            of it.
+    ``piece`` is of exactly the range of ``weight``, which is flat, in its storage type. Arrays that the optimizer does
+    not know are left out; a float32 copy that ``piece`` does not have is made of ``weight``.
 
     Raises:
         ConfigError: the optimizer needs states that ``piece`` does not have.

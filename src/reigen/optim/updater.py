@@ -1,4 +1,4 @@
-"""An optimizer with its states by key, for weights that live in this process: local stores and trainers."""
+"""Optimizer with its states by key, for weights that live in this process: local stores and trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reigen.types import DType, dtype_named
 
 
 class Updater:
-    """Updates weights by key; the states of a key appear with its first update. MXNet's ``get_updater(optimizer)``.
+    """Updater of weights by key; the states of a key appear with its first update. MXNet's ``get_updater(optimizer)``.
 
     One thread at a time.
 
@@ -42,7 +42,7 @@ class Updater:
         """Update ``weight`` in place.
 
         Args:
-            key: whose states are used.
+            key: of the states.
             grad: of the same shape and type; only read.
             weight: any shape. Where it is not contiguous, it is copied and written back.
             dtype: of both, where NumPy does not know it (bfloat16, stored as uint16).
@@ -62,17 +62,12 @@ class Updater:
             np.copyto(weight, flat.reshape(weight.shape))
 
     def update_rows(
-        self,
-        key: Key,
-        rows: NDArray[np.int64],
-        grad: NDArray[Any],
-        weight: NDArray[Any],
-        dtype: DType | None = None,
+        self, key: Key, rows: NDArray[np.int64], grad: NDArray[Any], weight: NDArray[Any], dtype: DType | None = None
     ) -> None:
         """Update ``weight`` in place with a sparse gradient.
 
         Args:
-            key: whose states are used.
+            key: of the states.
             rows: the rows that have a gradient, increasing.
             grad: their gradients: as many rows.
             weight: contiguous; its first dimension counts rows.
@@ -96,11 +91,7 @@ class Updater:
         )
 
     def set_optimizer(self, optimizer: Optimizer) -> None:
-        """Go on with other numbers: another learning rate, for example.
-
-        Raises:
-            ConfigError: the new optimizer keeps other states than those there are.
-        """
+        """Go on with other numbers, such as another learning rate; raises ConfigError if it keeps other states."""
         for slot in self._slots.values():
             slot.check_fits(optimizer)
         self.optimizer = optimizer
@@ -131,11 +122,7 @@ class Updater:
     # ---- states
 
     def get_states(self, dump_optimizer: bool = False) -> States:
-        """The states of all keys, loaded ones included; arrays are those in use, not copies.
-
-        Args:
-            dump_optimizer: name the optimizer and its numbers, too.
-        """
+        """Return the states of all keys, loaded ones, too; arrays in use. ``dump_optimizer``: and its numbers."""
         pieces = [piece_of(slot, key, slot.length, 0) for key, slot in self._slots.items()]
         pieces += [piece for piece in self._loaded.pieces if piece.key not in self._slots]
         return States(pieces, self.optimizer if dump_optimizer else None)
@@ -144,28 +131,19 @@ class Updater:
         """Go on from ``states``, and with their optimizer where they name one.
 
         Raises:
-            ConfigError: the states of a key are incomplete, or not those that the optimizer keeps.
+            ConfigError: the states of a key are incomplete, or not those of the optimizer.
         """
         optimizer = states.optimizer or self.optimizer
         for key in states.keys:
-            whole = states.cut(key, 0, states.of(key)[0].num_elements)
-            if missing := set(optimizer.state_names) - set(whole.arrays):
+            piece = states.cut(key, 0, states.of(key)[0].num_elements)
+            if missing := set(optimizer.state_names) - set(piece.arrays):
                 raise ConfigError(f"the states of {key!r} lack {', '.join(sorted(missing))} of {optimizer.name}")
         self.optimizer, self._loaded, self._slots = optimizer, states, {}
 
     def save(self, path: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Write the states to a file (layout: `reigen.optim.states`).
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write the states to a file (layout: `reigen.optim.states`); raises OSError."""
         self.get_states(dump_optimizer).save(path)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from the states in a file.
-
-        Raises:
-            ConfigError: it holds no states, or not those of this optimizer.
-            OSError: it cannot be read.
-        """
+        """Go on from the states in a file; raises OSError, or ConfigError: not states of this optimizer."""
         self.set_states(States.load(path))

@@ -1,4 +1,4 @@
-"""Which limit of a process, or of its kernel, stands behind an error of a system call, and what raises it."""
+"""Limits of a process, or of its kernel, behind an error of a system call, and the way to raise them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ _UNLIMITED = (resource.RLIM_INFINITY, -1)
 
 
 def explain_limit(error: OSError, num_bytes: int = 0) -> OSError:
-    """The same error, which names the limit that was reached and how it is raised, where one can tell.
-
-    Args:
-        error: what a system call has failed with.
-        num_bytes: how much memory it was to map, if any.
-    """
+    """Return the same error with the limit that was reached, and how it is raised, where that is known."""
     limit = find_limit(error, num_bytes)
     return OSError(error.errno, f"{os.strerror(error.errno or 0)}: {limit}") if limit else error
 
 
 def file_size_limit_error(num_bytes: int) -> OSError | None:
-    """The error of a file of so many bytes, memory without a name too, if RLIMIT_FSIZE does not allow it.
+    """Return the error of a file of so many bytes (memory without a name, too) if RLIMIT_FSIZE does not allow it.
 
     To be asked before it is made: the kernel answers with a signal, which ends programs that do not ignore it.
     """
@@ -35,14 +30,14 @@ def file_size_limit_error(num_bytes: int) -> OSError | None:
 
 
 def find_limit(error: OSError, num_bytes: int = 0) -> str:
-    """Which limit that is, in words; empty: nobody knows. See `explain_limit`."""
+    """Describe the limit of `explain_limit`; empty: unknown."""
     match error.errno:
         case errno.EFBIG:
             return _describe_limit("RLIMIT_FSIZE", "a file, which shared memory is, too, may have {} here", "ulimit -f")
         case errno.EMFILE:
             return _describe_limit("RLIMIT_NOFILE", "a process may have {} open files here", "ulimit -n", unit=0)
         case errno.ENFILE:
-            return f"the machine allows {_read('/proc/sys/fs/file-max')} open files: sysctl fs.file-max"
+            return f"the host allows {_read('/proc/sys/fs/file-max')} open files: sysctl fs.file-max"
         case errno.ENOMEM:
             return _explain_mmap_failure(num_bytes)
         case errno.ENOSPC if _read("/proc/sys/vm/overcommit_memory") == "2":
@@ -51,7 +46,7 @@ def find_limit(error: OSError, num_bytes: int = 0) -> str:
 
 
 def _explain_mmap_failure(num_bytes: int) -> str:
-    """Why the kernel has mapped nothing."""
+    """Explain why the kernel has mapped nothing."""
     most = int(_read("/proc/sys/vm/max_map_count") or 0)
     with suppress(OSError):
         if most and Path("/proc/self/maps").read_bytes().count(b"\n") > most - _NEAR_LIMIT:
@@ -65,11 +60,11 @@ def _explain_mmap_failure(num_bytes: int) -> str:
 
 
 def _explain_overcommit() -> str:
-    return "the machine promises no more memory than it has (vm.overcommit_memory=2): sysctl vm.overcommit_ratio"
+    return "the host promises no more memory than it has (vm.overcommit_memory=2): sysctl vm.overcommit_ratio"
 
 
-def _describe_limit(name: str, words: str, remedy: str, unit: int = _MIB) -> str:
-    """A limit of this process in words; empty where it has none."""
+def _describe_limit(name: str, text: str, remedy: str, unit: int = _MIB) -> str:
+    """Describe a limit of this process; empty where it has none."""
     soft, hard = resource.getrlimit(getattr(resource, name))
     if soft in _UNLIMITED:
         return ""
@@ -80,7 +75,7 @@ def _describe_limit(name: str, words: str, remedy: str, unit: int = _MIB) -> str
         how = f"`{remedy}` raises it, to {most} at most"
     else:
         how = f"only root can raise what `{remedy}` shows"
-    return f"{words.format(value)} ({name}): {how}"
+    return f"{text.format(value)} ({name}): {how}"
 
 
 def _read(path: str) -> str:

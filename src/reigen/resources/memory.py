@@ -1,12 +1,12 @@
-"""What memory this process may still take: of its machine, and of its control groups. Linux only; loads no NumPy.
+"""Available memory of this process: of its host, and of its control groups. Linux only; loads no NumPy.
 
-A process in a control group has the limits of that group and of all groups above it; the least that one of them has
-left is what counts. Where they are is found out as the kernel tells it: ``/proc/self/cgroup`` names the group in each
-hierarchy, ``/proc/self/mountinfo`` where that hierarchy, or a part of it, is mounted. In a container with a namespace
-of its own the group is ``/`` and the mount begins there; the groups above it cannot be seen from inside.
+A process in a control group has the limits of that group and of all groups above it; the least remainder counts. The
+kernel shows their places: ``/proc/self/cgroup`` names the group in each hierarchy, ``/proc/self/mountinfo`` where that
+hierarchy, or a part of it, is mounted. In a container with a namespace of its own the group is ``/`` and the mount
+begins there; the groups above it cannot be seen from inside.
 
-File cache is not counted as used, nor is it on the machine (MemAvailable): the kernel takes it back. Free swap is not
-counted as available. ``memory.high`` is not looked at: the kernel slows a process down beyond it, and kills nobody.
+File cache is not counted as used, nor is it on the host (MemAvailable): the kernel takes it back. Free swap is not
+counted as available. ``memory.high`` is not looked at: the kernel slows a process down beyond it, and kills none.
 """
 
 from __future__ import annotations
@@ -17,45 +17,39 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-#: Nobody takes all that is left: others need some, too, and what was counted a moment ago may be gone.
+#: Memory that is never taken: others need some, too, and a count of a moment ago may be too large by now.
 KEEP_FREE_BYTES = 16 << 20
 _PROC = Path("/proc")
 _MIB = 1 << 20
-#: A limit, what is used of it, and lines of memory.stat of which the kernel takes back what it needs; in version 2 and
+#: A limit, its use, and lines of memory.stat of which the kernel takes back as much as it needs; in version 2 and
 #: version 1 of the control groups. memsw is memory and swap together: where some is swapped out, the rest may be less.
 _FILES = (
     ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     ("memory.memsw.limit_in_bytes", "memory.memsw.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 )
-#: By controller: a group that it looks after has one of these.
+#: By controller: a group with that controller has one of these.
 _PRESENT = {"memory": [used for _, used, _ in _FILES], "cpu": ["cpu.max", "cpu.cfs_quota_us"]}
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, slots=True)
 class AvailableMemory:
-    """How much memory is left.
+    """Available memory in bytes; None: unknown.
 
-    Attributes:
-        num_bytes: so much; None where nobody says.
-        limit: whose limit that is, for an error: ``within the limit of ...``; empty: the machine has no more.
+    ``limit`` names the limit, for an error: ``within the limit of ...``; empty: the host has no more.
     """
 
     num_bytes: int | None
     limit: str = ""
 
     def allows(self, num_bytes: int) -> bool:
-        """Whether there is room for so much."""
+        """Return whether there is room for so much."""
         return self.num_bytes is None or num_bytes <= self.num_bytes
 
 
 def available_memory(proc: Path = _PROC) -> AvailableMemory:
-    """What the machine still has, or a control group of this process, whichever is less.
-
-    Args:
-        proc: where ``meminfo`` and ``self`` are.
-    """
+    """Return the memory that is left on the host, or in a control group of this process, if that is less."""
     found = AvailableMemory(None)
     with suppress(OSError, ValueError, StopIteration):
         line = next(x for x in (proc / "meminfo").read_text().splitlines() if x.startswith("MemAvailable:"))
@@ -74,11 +68,7 @@ def available_memory(proc: Path = _PROC) -> AvailableMemory:
 
 
 def describe_memory_limit(proc: Path = _PROC) -> str:
-    """The lowest limit of this process's control groups, in words; empty: there is none below the machine's memory.
-
-    Args:
-        proc: where ``meminfo`` and ``self`` are.
-    """
+    """Describe the lowest limit of this process's control groups; empty: there is none below the host's memory."""
     found: list[tuple[int, str]] = []
     with suppress(OSError, ValueError, IndexError):
         found.append((int((proc / "meminfo").read_text().split()[1]) << 10, ""))
@@ -91,12 +81,7 @@ def describe_memory_limit(proc: Path = _PROC) -> str:
 
 
 def cgroup_directories(proc_self: Path = _PROC / "self", controller: str = "memory") -> list[Path]:
-    """The control groups whose limits this process has: its own, then those above it, as far as they are seen.
-
-    Args:
-        proc_self: where ``cgroup`` and ``mountinfo`` are.
-        controller: of what, ``memory`` or ``cpu``.
-    """
+    """Return the control groups that limit ``memory`` or ``cpu``: its own, then the visible ones above it."""
     try:
         groups = (proc_self / "cgroup").read_text().splitlines()
         mounts = (proc_self / "mountinfo").read_text().splitlines()
@@ -115,7 +100,7 @@ def cgroup_directories(proc_self: Path = _PROC / "self", controller: str = "memo
 
 
 def _mounts(lines: list[str], controller: str) -> Iterator[tuple[str, str]]:
-    """(which group is the top of it, where it is mounted), of each mount of a controller, or of version 2 (empty)."""
+    """Yield (top group, mount point) of each mount of a controller, or of version 2 (empty)."""
     for line in lines:
         before, _, behind = line.partition(" - ")
         kind, _, options = behind.split(" ", 2)
@@ -125,8 +110,8 @@ def _mounts(lines: list[str], controller: str) -> Iterator[tuple[str, str]]:
 
 
 def _directories_between(path: str, root: str, point: str) -> list[Path]:
-    """The directories of a group and of those above it, up to the top of a mount; empty: it is not below that."""
-    if root.startswith("/.."):  # above this process's namespace, and the names on the way down are not told
+    """List the directories of a group and of those above it, up to the top of a mount; empty: it is not below that."""
+    if root.startswith("/.."):  # above this process's namespace, and the names on the way down are unknown
         return [Path(point)]
     try:
         names = PurePosixPath(path).relative_to(root).parts
@@ -138,7 +123,7 @@ def _directories_between(path: str, root: str, point: str) -> list[Path]:
 
 
 def _unescape_path(text: str) -> str:
-    """A path as it is, of one in mountinfo, where a space is written in octal."""
+    """Decode a path in mountinfo, where a space is written in octal."""
     return _ESCAPED.sub(lambda found: chr(int(found[1], 8)), text)
 
 

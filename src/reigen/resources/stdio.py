@@ -1,7 +1,7 @@
 """Descriptors 0, 1 and 2 of a process that was started without some of them (``>&-``, daemons, ``pythonw``).
 
-What a process opens next would get their numbers: a connection or shared memory as descriptor 1 is written to by
-whatever prints, and a child's stdin, stdout and stderr would take its place.
+Files that such a process opens would get their numbers: any output would be written to a connection or shared memory
+with descriptor 1, and a child's stdin, stdout and stderr would take its place.
 """
 
 from __future__ import annotations
@@ -27,10 +27,7 @@ def occupy_standard_descriptors() -> None:
 
 
 def open_standard_streams() -> None:
-    """The same, and Python's streams: `sys.stdout` of a program that was started without one is None.
-
-    For programs of ours, first thing: what is written there is discarded.
-    """
+    """Open descriptors and Python's streams, which are None otherwise. For programs of ours, first thing."""
     occupy_standard_descriptors()
     for fd, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is None:

@@ -64,31 +64,31 @@ def run(
 
     ``func`` calls ``init()`` itself, as a script does. Function, arguments and results are pickled by cloudpickle:
     lambdas, closures, and classes of ``__main__`` work. Modules are imported by name, from this process's ``sys.path``.
-    The processes have this one's environment and working directory; what they print comes out here, line by line, with
-    the rank in front. They cannot read this process's stdin.
+    The processes have this one's environment and working directory; their output comes out here, line by line, with the
+    rank in front. They cannot read this process's stdin.
 
     May be called from any thread, from several at the same time, and from a function that itself was started so.
 
     Args:
-        func: what to call.
+        func: the function.
         args: its arguments, the same in all processes.
         kwargs: its keyword arguments.
-        num_proc: how many processes.
+        num_proc: the number of processes.
         min_num_proc: of an elastic job, which is not possible yet; ``num_proc`` is allowed.
         max_num_proc: the same.
         slots: no effect.
         reset_limit: no effect.
         cooldown_range: no effect.
-        hosts: where, and how many processes at most: ``"h1:4,h2:4"``; by default this host. Others are reached by ssh,
-            without a password, and need the same Python, Reigen, modules and working directory.
+        hosts: hosts and greatest numbers of processes: ``"h1:4,h2:4"``; by default this host. Others are reached by
+            ssh, without a password, and need the same Python, Reigen, modules and working directory.
         hostfile: a file with such hosts, a line each: ``h1 slots=4``.
         host_discovery_script: not possible yet.
-        start_timeout: how many seconds ``init()`` waits for all ranks.
-        ssh_port: where sshd listens there, by default what ssh's configuration says.
+        start_timeout: seconds that ``init()`` waits for all ranks.
+        ssh_port: sshd's port there, by default as ssh is configured.
         ssh_identity_file: private key, by default the same.
         disable_cache: no effect.
-        output_filename: a directory; what rank N prints is kept in ``rank.N/stdout`` and ``rank.N/stderr`` there, too.
-        verbose: tell on stderr what is started, where, and why there.
+        output_filename: a directory that keeps rank N's output, too: ``rank.N/stdout`` and ``rank.N/stderr``.
+        verbose: report on stderr which processes are started, where, and why there.
         use_gloo: no effect.
         use_mpi: no effect.
         mpi_args: no effect.
@@ -98,17 +98,18 @@ def run(
         np: deprecated, ``num_proc``.
         min_np: deprecated, ``min_num_proc``.
         max_np: deprecated, ``max_num_proc``.
+        max_np: deprecated, ``max_num_proc``.
         launcher: how processes are started, as ``reigen run --launcher`` has it; by default on other hosts by ssh.
 
     Returns:
-        What the processes returned, by rank.
+        The values that the processes returned, by rank.
 
     Raises:
-        RankFailedError: a rank raised, exited or was killed. It tells of the first one that failed by itself; its
-            ``__cause__`` is the exception of that rank, where it can be loaded here. The other ranks were stopped.
+        RankFailedError: a rank raised, exited or was killed: the first one that failed by itself. Its ``__cause__`` is
+            the exception of that rank, where it can be loaded here. The other ranks were stopped.
         ConfigError: (a ValueError) arguments make no sense, or ask for what is not possible yet.
         UnsupportedTypeError: ``func`` or an argument cannot be pickled.
-        SharedMemoryError: the machine has not enough memory for the pickle of ``func`` and its arguments.
+        SharedMemoryError: the host has not enough memory for the pickle of ``func`` and its arguments.
         LaunchError: processes cannot be started, or the launcher was stopped by a signal.
 
     Example::
@@ -122,37 +123,12 @@ def run(
 
         losses = reigen.run(train, (0.1,), num_proc=4)
     """
-    deprecated = {"num_proc": np, "min_num_proc": min_np, "max_num_proc": max_np}
-    for name, value in deprecated.items():
-        if value is not None:
-            old = name.replace("num_proc", "np")
+    given = {name: value for name, value in locals().items() if name not in {"func", "args", "kwargs"}}
+    for old, name in (("np", "num_proc"), ("min_np", "min_num_proc"), ("max_np", "max_num_proc")):
+        if (value := given.pop(old)) is not None:
             warnings.warn(f"run(): {old} is deprecated, use {name}", DeprecationWarning, stacklevel=2)
-    settings, warning = resolve_arguments(
-        RunArguments(
-            num_proc=num_proc if np is None else np,
-            min_num_proc=min_num_proc if min_np is None else min_np,
-            max_num_proc=max_num_proc if max_np is None else max_np,
-            slots=slots,
-            reset_limit=reset_limit,
-            cooldown_range=cooldown_range,
-            hosts=hosts,
-            hostfile=hostfile,
-            host_discovery_script=host_discovery_script,
-            start_timeout=start_timeout,
-            ssh_port=ssh_port,
-            ssh_identity_file=ssh_identity_file,
-            disable_cache=disable_cache,
-            output_filename=output_filename,
-            verbose=verbose,
-            use_gloo=use_gloo,
-            use_mpi=use_mpi,
-            mpi_args=mpi_args,
-            network_interface=network_interface,
-            network_interfaces=network_interfaces,
-            executable=executable,
-            launcher=launcher,
-        )
-    )
+            given[name] = value
+    settings, warning = resolve_arguments(RunArguments(**given))
     if warning:
         warnings.warn(f"run(): {warning}", stacklevel=2)
     return _run((func, tuple(args), dict(kwargs or {})), settings)
@@ -160,26 +136,25 @@ def run(
 
 def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], settings: RunSettings) -> list[Any]:
     occupy_standard_descriptors()
-    parcel = pack_object(call, "the function, or one of its arguments,")
+    payload = pack_object(call, "the function, or one of its arguments,")
     try:
-        ours, theirs = ResultChannel.pair()
-        with ours:
-            with theirs:
-                watch = JobMonitor(
-                    _launcher_command(settings, parcel, theirs.fileno()), ours, (parcel, theirs.fileno())
-                )
-            with watch:
-                watch.wait()
-                return _collect_results(watch, settings.num_ranks)
+        own, inherited = ResultChannel.pair()
+        with own:
+            with inherited:
+                channel = inherited.fileno()
+                monitor = JobMonitor(_launcher_command(settings, payload, channel), own, (payload, channel))
+            with monitor:
+                monitor.wait()
+                return _collect_results(monitor, settings.num_ranks)
     finally:
-        os.close(parcel)
+        os.close(payload)
 
 
-def _launcher_command(settings: RunSettings, parcel: int, line: int) -> tuple[str, ...]:
-    order = LauncherConfig(
+def _launcher_command(settings: RunSettings, payload: int, channel: int) -> tuple[str, ...]:
+    config = LauncherConfig(
         caller=os.getpid(),
-        call=parcel,
-        line=line,
+        payload=payload,
+        channel=channel,
         num_ranks=settings.num_ranks,
         start_timeout_seconds=settings.start_timeout_seconds,
         output_directory=settings.output_directory,
@@ -191,37 +166,32 @@ def _launcher_command(settings: RunSettings, parcel: int, line: int) -> tuple[st
         ssh_identity_file=settings.ssh_identity_file,
         network_interfaces=settings.network_interfaces,
     )
-    return module_command("reigen.runner.launcher_process", [msgspec.json.encode(order).decode()])
+    return module_command("reigen.runner.launcher_process", [msgspec.json.encode(config).decode()])
 
 
-def _collect_results(watch: JobMonitor, size: int) -> list[Any]:
-    """The results by rank.
-
-    Raises:
-        RankFailedError: a rank failed, or what it returned cannot be loaded here.
-        LaunchError: the launcher failed.
-    """
-    match decide_outcome(watch.messages, size):
+def _collect_results(monitor: JobMonitor, size: int) -> list[Any]:
+    """Return the results by rank, or raise RankFailedError, or LaunchError."""
+    match decide_outcome(monitor.messages, size):
         case AllReturned():
-            for complaint in list_complaints(watch.messages):
+            for complaint in list_complaints(monitor.messages):
                 warnings.warn(f"run(): {complaint}", RuntimeWarning, stacklevel=4)
-            return [_result(watch, rank, size) for rank in range(size)]
+            return [_result(monitor, rank, size) for rank in range(size)]
         case FunctionRaised(report):
-            text, frozen = unpack_object(watch.parcels[report.rank])
+            text, frozen = unpack_object(monitor.payloads[report.rank])
             raise function_raised_error(report, size, text) from unpickle_exception(frozen)
         case RankProcessDied() as death:
-            raise rank_died_error(death, size, list_complaints(watch.messages))
+            raise rank_died_error(death, size, list_complaints(monitor.messages))
         case LauncherStopped(signum):
             raise LaunchError(f"the job was stopped: its launcher was sent {signal_name(signum)}", 128 + signum)
         case LauncherLost(reason):
-            raise LaunchError(reason or "the job's launcher was killed, and so were the ranks", watch.exit_code or 1)
+            raise LaunchError(reason or "the job's launcher was killed, and so were the ranks", monitor.exit_code or 1)
 
 
-def _result(watch: JobMonitor, rank: int, size: int) -> Any:
-    parcel = watch.parcels.pop(rank)
+def _result(monitor: JobMonitor, rank: int, size: int) -> Any:
+    payload = monitor.payloads.pop(rank)
     try:
-        return unpack_object(parcel)
+        return unpack_object(payload)
     except Exception as error:
         raise unreadable_result_error(rank, size, error) from error
     finally:
-        os.close(parcel)
+        os.close(payload)

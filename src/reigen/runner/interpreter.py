@@ -1,4 +1,4 @@
-"""Command lines that run a module of this package in a new interpreter, which finds what this one finds."""
+"""Command lines that run a module of this package in a new interpreter with this one's search path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from reigen.errors import LaunchError
 
-# The interpreter begins in safe-path mode: a file named json.py in the working directory is nobody's joke then. After
+# The interpreter begins in safe-path mode, in which a json.py in the working directory is not imported. After
 # that its search path is the caller's, so that functions of the caller's modules, and Reigen itself, are found.
 _SAME_INTERPRETER = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
 # Another interpreter has its own libraries; only what lies outside of this one's is added behind them.
@@ -20,12 +20,9 @@ _CALL_MAIN = (
 
 
 def module_command(module: str, arguments: Sequence[str], executable: str | None = None) -> tuple[str, ...]:
-    """The command line that calls ``main(arguments)`` of a module and exits with what it returns.
+    """Return a command line that exits with the result of a module's ``main(arguments)``.
 
-    Args:
-        module: its name.
-        arguments: for its ``main``; everybody on the machine can read them.
-        executable: another Python than this process's, in which Reigen is installed; or None.
+    All users of the host can read the arguments. ``executable`` is another Python than this process's, with Reigen.
 
     Raises:
         LaunchError: this process does not know its own interpreter (it is embedded in another program).
@@ -42,6 +39,6 @@ def _path() -> list[str]:
 
 
 def _outside() -> list[str]:
-    """The entries of the search path that do not belong to this interpreter's installation."""
-    ours = tuple({sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix})
-    return [entry for entry in _path() if not entry.startswith(ours)]
+    """Return the entries of the search path that do not belong to this interpreter's installation."""
+    installation = tuple({sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix})
+    return [entry for entry in _path() if not entry.startswith(installation)]

@@ -1,4 +1,4 @@
-"""The caller's side of a running job: hears what its processes say, shows what they print, stops it."""
+"""Caller's side of a running job: receives its processes' messages, shows their output, stops it."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _READ_BYTES = 1 << 16
 
 
 class JobMonitor:
-    """A launcher process and everything that comes from it. A context manager; nothing of the job is left behind it.
+    """Monitor of a launcher process, and a context manager; nothing of the job is left behind it.
 
-    For one thread, whichever: no handler is set and no thread is started. The launcher ends when this thread does.
+    For any one thread: no handler is set and no thread is started. The launcher ends when this thread does.
 
     Args:
         command: the launcher's command line.
-        line: the caller's end of the line.
-        descriptors: what the launcher inherits.
+        channel: the caller's end of the channel.
+        descriptors: those that the launcher inherits.
 
     Attributes:
-        messages: what was said so far, in order.
-        parcels: the descriptor of what each rank returned or raised, by rank.
+        messages: those received so far, in order.
+        payloads: descriptors of results and exceptions, by rank.
 
     Raises:
         LaunchError: the launcher cannot be started.
     """
 
-    def __init__(self, command: Sequence[str], line: ResultChannel, descriptors: Sequence[int]) -> None:
+    def __init__(self, command: Sequence[str], channel: ResultChannel, descriptors: Sequence[int]) -> None:
         self.messages: list[ResultMessage] = []
-        self.parcels: dict[int, int] = {}
-        self._line = line
+        self.payloads: dict[int, int] = {}
+        self._channel = channel
         self._is_open = True
         streams = [_stream(sys.stdout, sys.__stdout__), _stream(sys.stderr, sys.__stderr__)]
         try:
@@ -57,7 +57,7 @@ class JobMonitor:
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from error
         self._selector = selectors.DefaultSelector()
-        self._selector.register(line, selectors.EVENT_READ, self._hear)
+        self._selector.register(channel, selectors.EVENT_READ, self._receive)
         for file, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
             if file is not None:
                 self._selector.register(file, selectors.EVENT_READ, _OutputPump(self._selector, file, target).turn)
@@ -74,29 +74,29 @@ class JobMonitor:
         for file in (self._process.stdout, self._process.stderr):
             if file is not None:
                 file.close()
-        for parcel in self.parcels.values():
-            os.close(parcel)
-        self.parcels.clear()
+        for payload in self.payloads.values():
+            os.close(payload)
+        self.payloads.clear()
 
     @property
     def exit_code(self) -> int:
-        """What the launcher has exited with, as a shell counts: 128 + n where a signal n ended it."""
+        """Exit code of the launcher, as a shell counts: 128 + n where a signal n ended it."""
         code = self._process.wait()
         return code if code >= 0 else 128 - code
 
     def wait(self) -> None:
-        """Hear and show everything until the launcher has ended."""
+        """Receive and show everything until the launcher has ended."""
         while self._is_open:
             for key, _ in self._selector.select():
                 callback: Callable[[], object] = key.data
                 callback()
-        for key in list(self._selector.get_map().values()):  # what was said or printed last
+        for key in list(self._selector.get_map().values()):  # the last messages and output
             callback = key.data
             while callback():
                 pass
 
     def _open_handle(self) -> int:
-        """A descriptor that becomes readable when the launcher ends."""
+        """Open a descriptor that becomes readable when the launcher ends."""
         try:
             return os.pidfd_open(self._process.pid)
         except OSError:
@@ -113,23 +113,23 @@ class JobMonitor:
                 self.wait()
             except KeyboardInterrupt:
                 signum = signal.SIGINT  # a second one kills what does not stop
-            except Exception:  # noqa: BLE001  what cannot be heard or shown any more must not keep the job alive
+            except Exception:  # noqa: BLE001  an error of the channel or of the output must not keep the job alive
                 self._process.wait()
                 self._is_open = False
 
-    def _hear(self) -> bool:
+    def _receive(self) -> bool:
         try:
-            arrival = self._line.receive()
+            received = self._channel.receive()
         except BlockingIOError:
             return False
-        if arrival is None:
+        if received is None:
             with suppress(KeyError):
-                self._selector.unregister(self._line)
+                self._selector.unregister(self._channel)
             return False
-        self.messages.append(arrival.message)
-        if arrival.descriptor is not None:
-            assert isinstance(arrival.message, RankReport), "only reports come with a parcel"
-            self.parcels[arrival.message.rank] = arrival.descriptor
+        self.messages.append(received.message)
+        if received.descriptor is not None:
+            assert isinstance(received.message, RankReport), "only reports come with a payload"
+            self.payloads[received.message.rank] = received.descriptor
         return True
 
     def _on_exit(self) -> bool:
@@ -138,7 +138,7 @@ class JobMonitor:
 
 
 class _OutputPump:
-    """Copies what the launcher prints into a stream of this process that is no file, a notebook's for example."""
+    """Copier of the launcher's output into a stream of this process that is no file, a notebook's for example."""
 
     def __init__(self, selector: selectors.BaseSelector, file: IO[bytes], target: TextIO) -> None:
         self._selector, self._file, self._target = selector, file, target
@@ -146,7 +146,7 @@ class _OutputPump:
         os.set_blocking(file.fileno(), False)
 
     def turn(self) -> bool:
-        """Copy what there is; returns whether there may be more."""
+        """Copy the available output; return whether there may be more."""
         try:
             data = os.read(self._file.fileno(), _READ_BYTES)
         except BlockingIOError:
@@ -162,7 +162,7 @@ class _OutputPump:
 
 
 def _stream(now: TextIO | None, original: TextIO | None) -> int | None:
-    """How the launcher gets a stream: the process's own as it is, or a pipe where something else stands in for it."""
+    """Choose the launcher's stream: the process's own as it is, or a pipe where another object stands in for it."""
     if now is None:
         return subprocess.DEVNULL
     if now is original:

@@ -1,7 +1,6 @@
-"""The launcher of `reigen.run`: a process of its own, for the caller may have threads, handlers and no main thread.
+"""Launcher of `reigen.run`: a process of its own, for the caller may have threads, handlers and no main thread.
 
-It is `reigen run` with another audience: what the command line tells the user, this tells the caller
-(``runner.result_channel``).
+It is `reigen run`, but for its messages: they go to the caller (``runner.result_channel``), not to the user.
 """
 
 from __future__ import annotations
@@ -30,27 +29,20 @@ from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, Ra
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the keeper is asked for, on its command line. Nothing in it is secret.
+    """Options of the launcher, on its command line. Nothing in it is secret.
 
     Attributes:
         caller: process id of the caller.
-        call: descriptor of the parcel that holds the function and its arguments.
-        line: descriptor of the line to the caller.
-        num_ranks: how many processes.
-        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
-        output_directory: see ``launch.options``.
-        verbose: see ``launch.options``.
+        payload: descriptor of the payload with the function and its arguments.
+        channel: descriptor of the channel to the caller.
         executable: the Python of the ranks, or None for this one.
         hosts: names and slots; empty: this host alone.
-        ssh_port: see ``launch.ssh.command``.
-        ssh_identity_file: the same.
-        launcher: its name (``launch.base.find_launcher``).
-        network_interfaces: those that may be used, with commas between them; None: what the environment says.
+        network_interfaces: those that may be used, with commas between them; None: as in the environment.
     """
 
     caller: int
-    call: int
-    line: int
+    payload: int
+    channel: int
     num_ranks: int
     start_timeout_seconds: float | None = None
     output_directory: str | None = None
@@ -64,53 +56,53 @@ class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Keep the job that ``arguments[0]``, an Order in JSON, speaks of; returns the exit code."""
+    """Run the job of ``arguments[0]``, a LauncherConfig in JSON; return the exit code."""
     open_standard_streams()
-    order = msgspec.json.decode(arguments[0], type=LauncherConfig)
-    die_with_process(order.caller)
-    line = ResultChannel(order.line)
+    config = msgspec.json.decode(arguments[0], type=LauncherConfig)
+    die_with_process(config.caller)
+    channel = ResultChannel(config.channel)
     try:
         environ = dict(os.environ)
-        if order.network_interfaces is not None:
-            environ["REIGEN_NETWORK_INTERFACES"] = order.network_interfaces
-        return run_job(_options(order, environ), environ, _listener(line), launcher=order.launcher)
+        if config.network_interfaces is not None:
+            environ["REIGEN_NETWORK_INTERFACES"] = config.network_interfaces
+        return run_job(_options(config, environ), environ, _listener(channel), launcher=config.launcher)
     except (ConfigError, LaunchError) as error:
-        _send_message(line, LauncherComplaint(str(error)))
+        _send_message(channel, LauncherComplaint(str(error)))
         return 1
 
 
-def _options(order: LauncherConfig, environ: Mapping[str, str]) -> LaunchOptions:
-    ssh = SshOptions(port=order.ssh_port, identity_file=check_identity_file(order.ssh_identity_file))
+def _options(config: LauncherConfig, environ: Mapping[str, str]) -> LaunchOptions:
+    ssh = SshOptions(port=config.ssh_port, identity_file=check_identity_file(config.ssh_identity_file))
     return LaunchOptions(
-        command=module_command("reigen.runner.task", [PAYLOAD_PLACEHOLDER, CHANNEL_PLACEHOLDER], order.executable),
-        num_ranks=order.num_ranks,
-        start_timeout_seconds=order.start_timeout_seconds,
-        output_directory=None if order.output_directory is None else Path(order.output_directory),
-        verbose=order.verbose,
-        inherited=InheritedDescriptors(order.call, order.line),
-        hosts=tuple(HostInfo(name, slots) for name, slots in order.hosts),
-        ssh=ssh if order.executable is None else replace(ssh, python=order.executable),
-        network=NetworkOptions.of(environ),
+        command=module_command("reigen.runner.task", [PAYLOAD_PLACEHOLDER, CHANNEL_PLACEHOLDER], config.executable),
+        num_ranks=config.num_ranks,
+        start_timeout_seconds=config.start_timeout_seconds,
+        output_directory=None if config.output_directory is None else Path(config.output_directory),
+        verbose=config.verbose,
+        inherited=InheritedDescriptors(config.payload, config.channel),
+        hosts=tuple(HostInfo(name, slots) for name, slots in config.hosts),
+        ssh=ssh if config.executable is None else replace(ssh, python=config.executable),
+        network=NetworkOptions.from_environ(environ),
     )
 
 
-def _listener(line: ResultChannel) -> JobListener:
+def _listener(channel: ResultChannel) -> JobListener:
     def finished(finish: FinishJob) -> None:
-        _send_message(line, LauncherFinished(finish.signum))
+        _send_message(channel, LauncherFinished(finish.signum))
 
     def lost(ranks: Sequence[int], reason: str) -> None:
-        _send_message(line, LauncherComplaint(reason))
+        _send_message(channel, LauncherComplaint(reason))
         for rank in ranks:
-            _send_message(line, RankExited(rank, HOST_LOST_EXIT_CODE))
+            _send_message(channel, RankExited(rank, HOST_LOST_EXIT_CODE))
 
     return JobListener(
-        complain=lambda text: _send_message(line, LauncherComplaint(text)),
-        exited=lambda rank, exit_code, cause: _send_message(line, RankExited(rank, exit_code, cause)),
+        complain=lambda text: _send_message(channel, LauncherComplaint(text)),
+        exited=lambda rank, exit_code, cause: _send_message(channel, RankExited(rank, exit_code, cause)),
         lost=lost,
         finished=finished,
     )
 
 
-def _send_message(line: ResultChannel, message: ResultMessage) -> None:
+def _send_message(channel: ResultChannel, message: ResultMessage) -> None:
     with suppress(OSError):  # the caller has gone, and so will this process
-        line.send(message)
+        channel.send(message)

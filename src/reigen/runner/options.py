@@ -1,4 +1,4 @@
-"""What the many arguments of `reigen.run` come to. Decides and explains; no I/O but a host file."""
+"""Settings of `reigen.run` from its many arguments. Decides and explains; no I/O but a host file."""
 
 from __future__ import annotations
 
@@ -14,20 +14,12 @@ from reigen.launch.hosts import HostInfo, check_fixed_size, check_slots, resolve
 from reigen.launch.ssh.command import SshOptions
 
 #: Accepted for the sake of existing calls.
-_WITHOUT_EFFECT = (
-    "use_gloo",
-    "use_mpi",
-    "mpi_args",
-    "disable_cache",
-    "slots",
-    "reset_limit",
-    "cooldown_range",
-)
+_WITHOUT_EFFECT = ("use_gloo", "use_mpi", "mpi_args", "disable_cache", "slots", "reset_limit", "cooldown_range")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunArguments:
-    """The arguments of ``run`` but the function's own; their meaning stands there."""
+    """Arguments of ``run`` but the function's own; documented there."""
 
     num_proc: SupportsIndex
     min_num_proc: int | None
@@ -55,7 +47,7 @@ class RunArguments:
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What is done."""
+    """Settings of a job, with all defaults filled in."""
 
     num_ranks: int
     start_timeout_seconds: float | None
@@ -70,7 +62,7 @@ class RunSettings:
 
 
 def resolve_arguments(arguments: RunArguments) -> tuple[RunSettings, str]:
-    """What is done, and a warning about what was asked for and has no effect; empty where there is nothing.
+    """Resolve the arguments; returns a warning, too, about those that have no effect, or an empty text.
 
     Raises:
         ConfigError: an argument makes no sense, or asks for what is not possible yet.
@@ -100,18 +92,18 @@ def resolve_arguments(arguments: RunArguments) -> tuple[RunSettings, str]:
         _interfaces(arguments),
         arguments.launcher or DEFAULT_LAUNCHER,
     )
-    idle = [name for name in _WITHOUT_EFFECT if getattr(arguments, name) not in (None, False)]
-    return settings, f"no effect: {', '.join(idle)}" if idle else ""
+    without_effect = [name for name in _WITHOUT_EFFECT if getattr(arguments, name) not in (None, False)]
+    return settings, f"no effect: {', '.join(without_effect)}" if without_effect else ""
 
 
 def _interfaces(arguments: RunArguments) -> str | None:
-    """Both spellings, as the variable has it."""
+    """Join both spellings, as the variable has them."""
     names: list[str] = []
-    for given in (arguments.network_interface, arguments.network_interfaces):
-        if isinstance(given, str):
-            names += given.split(",")
-        elif isinstance(given, Sequence):
-            names += [str(name) for name in given]
+    for value in (arguments.network_interface, arguments.network_interfaces):
+        if isinstance(value, str):
+            names += value.split(",")
+        elif isinstance(value, Sequence):
+            names += [str(name) for name in value]
     return ",".join(names) or None
 
 

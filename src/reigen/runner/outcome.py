@@ -1,8 +1,8 @@
-"""What came of a job, decided from what its processes said, in the order in which they said it. No I/O.
+"""Outcome of a job, decided from its processes' messages, in the order in which they were sent. No I/O.
 
-A rank that fails says so before it leaves, so its report is older than every report of a rank that fails because of it.
-Two more things decide between a culprit and its victims: a rank that raised because a peer had gone says that, too; and
-after the first exit that makes the launcher stop the others, exits mean nothing any more.
+A rank that fails reports it before it leaves, so its report is older than every report of a rank that fails because of
+it. Two more things decide between a culprit and its victims: a rank that raised because a peer had gone reports that,
+too; and after the first exit that makes the launcher stop the others, exits mean nothing any more.
 """
 
 from __future__ import annotations
@@ -15,25 +15,21 @@ from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, Ra
 
 @dataclass(frozen=True, slots=True)
 class AllReturned:
-    """The function returned in all ranks."""
+    """Function returned in all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionRaised:
-    """It raised in this report's rank, first."""
+    """Function raised in this report's rank, first."""
 
     report: RankReport
 
 
 @dataclass(frozen=True, slots=True)
 class RankProcessDied:
-    """The process of a rank ended first, and said nothing of it.
+    """Process of a rank ended first, without a report; exit code and cause as in ``RankExited``.
 
-    Attributes:
-        rank: whose.
-        exit_code: as in ``line.Exited``.
-        returned: the function had returned.
-        cause: as in ``line.Exited``.
+    ``returned``: the function had returned.
     """
 
     rank: int
@@ -44,14 +40,14 @@ class RankProcessDied:
 
 @dataclass(frozen=True, slots=True)
 class LauncherStopped:
-    """Somebody sent the launcher a signal."""
+    """Launcher was sent a signal."""
 
     signum: int
 
 
 @dataclass(frozen=True, slots=True)
 class LauncherLost:
-    """The launcher did not do its part; ``reason`` in its own words, or empty."""
+    """Launcher did not do its part; ``reason`` is its own message, or empty."""
 
     reason: str
 
@@ -60,12 +56,7 @@ JobOutcome = AllReturned | FunctionRaised | RankProcessDied | LauncherStopped | 
 
 
 def decide_outcome(messages: Sequence[ResultMessage], size: int) -> JobOutcome:
-    """What came of a job of ``size`` ranks.
-
-    Args:
-        messages: everything that was said, in order.
-        size: how many ranks there were.
-    """
+    """Decide the outcome of a job of ``size`` ranks from all messages, in order."""
     ended = next((message for message in messages if isinstance(message, LauncherFinished)), None)
     if ended is not None and ended.signum is not None:
         return LauncherStopped(ended.signum)
@@ -79,7 +70,7 @@ def decide_outcome(messages: Sequence[ResultMessage], size: int) -> JobOutcome:
 
 
 def list_complaints(messages: Sequence[ResultMessage]) -> list[str]:
-    """What the launcher found wrong on its own side, in its words."""
+    """List the launcher's complaints about its own side."""
     return [message.text for message in messages if isinstance(message, LauncherComplaint)]
 
 

@@ -1,4 +1,4 @@
-"""What the caller of `reigen.run` is told of a rank that failed."""
+"""Errors of `reigen.run` about a rank that failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from reigen.runner.result_channel import RankReport
 
 
 def function_raised_error(report: RankReport, size: int, traceback: str) -> RankFailedError:
-    """The function raised; ``traceback`` is what Python would have printed."""
+    """Make the error for a function that raised; ``traceback`` is its text in Python's form."""
     rank = report.rank
     return RankFailedError(
         f"rank {rank} of {size} raised {report.text}\n\n{traceback.rstrip()}",
@@ -24,10 +24,7 @@ def function_raised_error(report: RankReport, size: int, traceback: str) -> Rank
 
 
 def rank_died_error(death: RankProcessDied, size: int, complaints: Sequence[str] = ()) -> RankFailedError:
-    """The process ended by itself.
-
-    Where it was lost with its host, the launcher's ``complaints`` say so.
-    """
+    """Make the error for a process that ended by itself, or was lost, as the launcher's ``complaints`` explain."""
     rank, exit_code = death.rank, death.exit_code
     when = "after the function had returned" if death.returned else "before the function returned"
     hints = [SIGKILL_HINT] if exit_code in KILLED_EXIT_CODES and not death.cause else []
@@ -43,7 +40,7 @@ def rank_died_error(death: RankProcessDied, size: int, complaints: Sequence[str]
 
 
 def unreadable_result_error(rank: int, size: int, reason: Exception) -> RankFailedError:
-    """The function returned, but its result is of no use here."""
+    """Make the error for a result that cannot be loaded here."""
     return RankFailedError(
         f"what the function returned in rank {rank} of {size} cannot be loaded here: {type(reason).__name__}: {reason}",
         0,

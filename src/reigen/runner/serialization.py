@@ -1,7 +1,7 @@
 """Python objects between the caller of `reigen.run` and its ranks: pickles in files without a name.
 
-A parcel is a memfd: it is nowhere in the file system, only a process that was given its descriptor can open it, and it
-is gone with its last user. When it is complete it is sealed: nobody can change or shorten what another one reads.
+A payload is a memfd: it is nowhere in the file system, only a process that was given its descriptor can open it, and it
+is gone with its last user. When it is complete it is sealed: it can be neither changed nor shortened under its readers.
 cloudpickle writes it, so that lambdas, closures and classes of ``__main__`` travel by value.
 
 A pickle can run code when it is loaded. These come from the caller's own processes alone, through descriptors that only
@@ -24,58 +24,58 @@ from reigen.resources.limits import explain_limit
 from reigen.resources.memory import KEEP_FREE_BYTES
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-#: Less than this is not worth a look at what the machine has left.
+#: The available memory is looked at for blocks of at least this size.
 _LOOK_BYTES = 1 << 20
 
 
 def pack_object(value: object, what: str) -> int:
-    """A sealed parcel that holds ``value``; returns its descriptor, which is the caller's to close.
+    """Pickle ``value`` into a sealed payload; returns its descriptor, which is the caller's to close.
 
     Raises:
         UnsupportedTypeError: ``value`` cannot be pickled.
-        SharedMemoryError: the machine has not enough memory for its pickle.
+        SharedMemoryError: the host has not enough memory for its pickle.
     """
-    descriptor = os.memfd_create("reigen-parcel", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("reigen-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         cloudpickle.dump(value, _PayloadWriter(descriptor, what))
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except SharedMemoryError:
         os.close(descriptor)
         raise
-    except Exception as error:  # anything can go wrong in somebody's __reduce__
+    except Exception as error:  # a class's __reduce__ can raise anything
         os.close(descriptor)
         raise UnsupportedTypeError(f"{what} cannot be sent: {type(error).__name__}: {error}") from error
     return descriptor
 
 
 def unpack_object(descriptor: int) -> Any:
-    """What a parcel holds. Any number of processes may read one at the same time."""
+    """Load the object of a payload. Any number of processes may read one at the same time."""
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content, memoryview(content) as view:
         return pickle.loads(view)
 
 
 def pickle_exception(error: BaseException) -> bytes | None:
-    """The pickle of an exception, which lies in a parcel beside its text; None where it cannot be pickled."""
+    """Pickle an exception, for a payload beside its text; None where it cannot be pickled."""
     try:
         data: bytes = cloudpickle.dumps(error)
-    except Exception:  # noqa: BLE001  anything can go wrong in somebody's __reduce__
+    except Exception:  # noqa: BLE001  a class's __reduce__ can raise anything
         return None
     return data
 
 
 def unpickle_exception(data: bytes | None) -> BaseException | None:
-    """The inverse of :func:`pickle_exception`; None where it cannot be loaded here."""
+    """Load the exception of :func:`pickle_exception`; None where it cannot be loaded here."""
     try:
         error = None if data is None else pickle.loads(data)
-    except Exception:  # noqa: BLE001  anything can go wrong in somebody's __init__
+    except Exception:  # noqa: BLE001  a class's __init__ can raise anything
         return None
     return error if isinstance(error, BaseException) else None
 
 
 class _PayloadWriter:
-    """A file for a pickler, which looks at the memory that is left before it takes what is large.
+    """File for a pickler, which checks the available memory before it takes a large block.
 
-    Without the look, a shortage would end a process (the kernel kills one) instead of raising an error.
+    Otherwise a shortage would end a process (the kernel kills one) instead of raising an error.
     """
 
     def __init__(self, descriptor: int, what: str) -> None:
@@ -90,11 +90,11 @@ class _PayloadWriter:
         if length >= _LOOK_BYTES:
             available = memory.available_memory()
             if not available.allows(length + KEEP_FREE_BYTES):
-                there = (self._num_bytes - length) >> 20
+                written_mib = (self._num_bytes - length) >> 20
                 raise SharedMemoryError.for_request(
                     self._num_bytes,
                     available.num_bytes,
-                    f"{self._what} ({there} MiB are there)" if there else self._what,
+                    f"{self._what} ({written_mib} MiB are there)" if written_mib else self._what,
                     available.limit,
                     keep_free_bytes=KEEP_FREE_BYTES,
                     where="by this process",

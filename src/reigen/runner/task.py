@@ -1,4 +1,4 @@
-"""A rank of `reigen.run`: loads the function, calls it, and tells the caller what came of it."""
+"""Rank of `reigen.run`: loads the function, calls it, and reports to the caller."""
 
 from __future__ import annotations
 
@@ -15,28 +15,24 @@ from reigen.errors import PeerLostError
 from reigen.runner.result_channel import RankReport, ResultChannel
 from reigen.runner.serialization import pack_object, pickle_exception, unpack_object
 
-#: A rank that has failed may take this long to end.
+#: Seconds that a rank that has failed may take to end.
 _LAST_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do the task; returns the exit code.
-
-    Args:
-        arguments: the descriptors of the call's parcel and of the line.
-    """
-    call, line = map(int, arguments)
+    """Run the task; ``arguments`` are the descriptors of payload and channel. Returns the exit code."""
+    call, channel = map(int, arguments)
     os.set_inheritable(call, False)
     rank = detect_job(os.environ).rank
-    with ResultChannel(line) as caller:
+    with ResultChannel(channel) as caller:
         try:
             func, args, kwargs = _load(call)
-            report, parcel = RankReport(rank), _pack_result(func(*args, **kwargs), rank)
-        except BaseException as error:  # noqa: BLE001  whatever it is, the caller is told
-            report, parcel = failure_report(rank, error), _pack_error(error)
-        # Before this process begins to end: whoever waits for this rank fails later than it, and says so later.
-        caller.send(report, parcel)
-        os.close(parcel)
+            report, payload = RankReport(rank), _pack_result(func(*args, **kwargs), rank)
+        except BaseException as error:  # noqa: BLE001  all of them are reported
+            report, payload = failure_report(rank, error), _pack_error(error)
+        # Before this process begins to end: ranks that wait for this one fail later than it, and report it later.
+        caller.send(report, payload)
+        os.close(payload)
     if not report.failed:
         return 0
     code = report.exit_code or 1  # sys.exit(0) in the function is no result: the others must not wait for one
@@ -74,7 +70,7 @@ def _pack_result(result: object, rank: int) -> int:
 
 
 def failure_report(rank: int, error: BaseException) -> RankReport:
-    """What the caller is told of an exception that the function raised."""
+    """Make the report of an exception that the function raised."""
     code = 1
     if isinstance(error, SystemExit):
         code = 0 if error.code is None else error.code if isinstance(error.code, int) else 1
@@ -83,7 +79,7 @@ def failure_report(rank: int, error: BaseException) -> RankReport:
 
 
 def _is_victim(error: BaseException) -> bool:
-    """Whether this rank failed because another one had gone, however the function put it."""
+    """Return whether this rank failed because another one had gone: PeerLostError is in the exception's chain."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:
@@ -98,7 +94,7 @@ def _is_victim(error: BaseException) -> bool:
 
 
 def _pack_error(error: BaseException) -> int:
-    """A parcel with the text of the traceback and, where it can be pickled, the exception."""
+    """Pack the text of the traceback and, where it can be pickled, the exception."""
     trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without main()
     text = "".join(traceback.format_exception(type(error), error, trace))
     return pack_object((text, pickle_exception(error)), "a traceback")

@@ -1,4 +1,4 @@
-"""For tests of Reigen and of what is built on it: ranks, leak checks, suites for backends, adapters and launchers."""
+"""Tools for tests of Reigen and of packages on top: ranks, leak checks, suites for backends, adapters and launchers."""
 
 from reigen.testing.adapters import Differentiate, check_adapter
 from reigen.testing.backends import MakeBackend, check_backend, check_rank

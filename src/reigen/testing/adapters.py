@@ -1,7 +1,7 @@
-"""The conformance suite of adapters: every framework's `TensorAdapter` passes the same one.
+"""Conformance suite of adapters: every framework's `TensorAdapter` passes the same one.
 
-The functions that are made of the table of collectives for the adapter are run on real ranks, each in every form, and
-compared with what NumPy makes of all ranks' arrays, which every rank can compute; gradients with their closed forms.
+The functions of the table of collectives are run on real ranks, each in every form, and compared with NumPy's results
+for all ranks' arrays, which every rank can compute; gradients with their closed forms.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def check_adapter(
 
     Args:
         make: makes the adapter; a function or class of a module that ranks can import.
-        pool: where the ranks run.
-        differentiate: of a framework that has gradients, how they are computed; of a module, too.
-        shapes: of tensors that the framework has, to be tried.
+        pool: runs the ranks.
+        differentiate: computes gradients, where the framework has them; a function of a module, too.
+        shapes: shapes of tensors to be tried.
         timeout: seconds for all of it.
 
     Returns:
@@ -73,7 +73,7 @@ def _check_rank(
 
 
 class _AdapterCases:
-    """The cases, for one rank."""
+    """Cases of the suite, for one rank."""
 
     def __init__(self, adapter: TensorAdapter[Any]) -> None:
         job = context.current()
@@ -83,7 +83,7 @@ class _AdapterCases:
     # -- cases
 
     def check_arrays(self, shapes: Sequence[tuple[int, ...]]) -> list[str]:
-        """Tensors of arrays and arrays of tensors: of any shape; which element types there are."""
+        """Check tensors of arrays and arrays of tensors of any shape; return the element types there are."""
         known = [name for name in DTYPES if name != "bfloat16" and self._makes(np.ones(2, name))]
         assert "float32" in known, f"an adapter is needed that makes tensors of float32 at least, not of {known} alone"
         for name in known:
@@ -100,12 +100,12 @@ class _AdapterCases:
         return known
 
     def check_function(self, spec: FunctionSpec, dtype: str) -> None:
-        """A function of the table: its result, what it writes and what it does not."""
+        """Check a function of the table: its result, and which tensors it writes."""
         what = f"{spec.name} {dtype}"
         count = 3 if spec.grouped else 1
-        everybodys = [[self._input(rank, index, dtype) for index in range(count)] for rank in range(self._size)]
-        truth = [self._truth(spec.collective, [each[index] for each in everybodys]) for index in range(count)]
-        tensors = [self._adapter.wrap(array.copy(), None) for array in everybodys[self._rank]]
+        all_arrays = [[self._input(rank, index, dtype) for index in range(count)] for rank in range(self._size)]
+        truth = [self._truth(spec.collective, [each[index] for each in all_arrays]) for index in range(count)]
+        tensors = [self._adapter.wrap(array.copy(), None) for array in all_arrays[self._rank]]
         result = self._functions[spec.name](
             tensors if spec.grouped else tensors[0], **self._options(spec.collective), name=what
         )
@@ -122,30 +122,32 @@ class _AdapterCases:
             if spec.form.in_place:
                 assert results[index] is tensors[index], f"{what} does not return its tensor"
             else:
-                self._same(tensors[index], everybodys[self._rank][index], f"the tensor given to {what}")
+                self._same(tensors[index], all_arrays[self._rank][index], f"the tensor given to {what}")
 
     def check_gradient(self, spec: FunctionSpec, differentiate: Differentiate) -> None:
-        """The gradient of a function of the table."""
+        """Check the gradient of a function of the table."""
         collective = spec.collective
         count = 2 if spec.grouped else 1
         tensors = [self._adapter.wrap(self._input(self._rank, index, "float64"), None) for index in range(count)]
         shape = self._truth(collective, [self._input(r, 0, "float64") for r in range(self._size)]).shape
-        everybodys = [[self._weights(shape, rank, index) for index in range(count)] for rank in range(self._size)]
-        weights = [self._adapter.wrap(array.copy(), None) for array in everybodys[self._rank]]
+        all_arrays = [[self._weights(shape, rank, index) for index in range(count)] for rank in range(self._size)]
+        weights = [self._adapter.wrap(array.copy(), None) for array in all_arrays[self._rank]]
 
-        def function(given: list[Any]) -> list[Any]:
+        def function(arguments: list[Any]) -> list[Any]:
             result = self._functions[spec.name](
-                given if spec.grouped else given[0], **self._options(collective), name=f"gradient of {spec.name}"
+                arguments if spec.grouped else arguments[0],
+                **self._options(collective),
+                name=f"gradient of {spec.name}",
             )
             return list(result) if spec.grouped else [result[0] if collective.returns_splits else result]
 
         gradients = differentiate(function, tensors, weights)
         for index in range(count):
-            truth = self._true_gradient(collective, [each[index] for each in everybodys])
+            truth = self._true_gradient(collective, [each[index] for each in all_arrays])
             self._same(gradients[index], truth, f"gradient of {spec.name}")
 
     def check_refusals(self) -> None:
-        """What is no tensor is refused, here and at once, and nothing was sent."""
+        """Check that an object that is no tensor is refused at once, and nothing was sent."""
         try:
             self._functions[ALLREDUCE.name](object())
         except UnsupportedTypeError:
@@ -154,17 +156,17 @@ class _AdapterCases:
             raise AssertionError("an object that is no tensor is reduced")
         self._functions[ALLREDUCE.name](self._adapter.wrap(np.ones(2, np.float32), None))
 
-    # -- what they need
+    # -- helpers
 
     def _makes(self, array: Array) -> bool:
-        """Whether there are tensors of the array's element type."""
+        """Return whether there are tensors of the array's element type."""
         try:
             return self._adapter.dtype(self._adapter.wrap(array, None)).name == array.dtype.name
-        except (ReigenError, LookupError, TypeError, ValueError):  # as the framework says it
+        except (ReigenError, LookupError, TypeError, ValueError):  # depends on the framework
             return False
 
     def _input(self, rank: int, index: int, dtype: str) -> Array:
-        """A rank's tensor: so many rows for each rank, small numbers whose sums are exact in every element type."""
+        """Make a rank's tensor: some rows for each rank, small numbers whose sums are exact in every element type."""
         values = np.arange(self._size * _ROWS * (index + 2)).reshape(self._size * _ROWS, index + 2)
         return ((values + rank * 7 + index) % 5).astype(dtype)
 
@@ -179,19 +181,19 @@ class _AdapterCases:
             return {"splits": [_ROWS] * self._size}
         return {"op": Sum} if collective.reduces else {}
 
-    def _truth(self, collective: Collective, everybodys: Sequence[Array]) -> Array:
+    def _truth(self, collective: Collective, all_arrays: Sequence[Array]) -> Array:
         own = slice(self._rank * _ROWS, (self._rank + 1) * _ROWS)
         if collective is ALLGATHER:
-            return np.concatenate(everybodys)
+            return np.concatenate(all_arrays)
         if collective is BROADCAST:
-            return everybodys[-1]
+            return all_arrays[-1]
         if collective is ALLTOALL:
-            return np.concatenate([each[own] for each in everybodys])
-        total: Array = np.sum(everybodys, axis=0, dtype=everybodys[0].dtype)
+            return np.concatenate([each[own] for each in all_arrays])
+        total: Array = np.sum(all_arrays, axis=0, dtype=all_arrays[0].dtype)
         return total if collective is ALLREDUCE else total[own]
 
     def _true_gradient(self, collective: Collective, weights: Sequence[Array]) -> Array:
-        """Horovod's rules: those of allgather and broadcast average."""
+        """Return the gradient by Horovod's rules: those of allgather and broadcast average."""
         total: Array = np.sum(weights, axis=0)
         rows = self._size * _ROWS
         if collective is ALLREDUCE:

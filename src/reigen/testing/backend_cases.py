@@ -1,4 +1,4 @@
-"""The cases of the conformance suite of backends, for one rank."""
+"""Cases of the conformance suite of backends, for one rank."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bflo
 
 
 def case_deadline() -> float:
-    """A deadline that only a broken backend meets."""
+    """Return a deadline that only a broken backend meets."""
     return time.monotonic() + PATIENCE_SECONDS
 
 
 class CaseCache:
-    """What ranks that are threads of one process need not all compute: inputs and truths, the last ones of them."""
+    """Cache of inputs and truths for ranks that are threads of one process; the latest are kept."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class CaseCache:
         return CaseCache, ()  # another process remembers for itself
 
     def of(self, key: Hashable, compute: Callable[[], list[Array]]) -> list[Array]:
-        """What ``compute`` returns, or has returned for that key lately: arrays, which become read-only."""
+        """Return the arrays of ``compute`` for a key, read-only, from the cache if they are in it."""
         with self._lock:
             if key not in self._known:
                 arrays = compute()
@@ -61,18 +61,18 @@ class CaseCache:
 
 
 class BackendConformance:
-    """The cases, for one rank."""
+    """Cases of the suite, for one rank."""
 
-    def __init__(self, backend: Backend, trimmed: bool, memory: CaseCache) -> None:
+    def __init__(self, backend: Backend, trimmed: bool, cache: CaseCache) -> None:
         self._backend = backend
-        self._memory = memory
+        self._cache = cache
         self._rank, self._size = backend.rank, backend.size
         self._trimmed = trimmed
-        #: hashes of what all ranks must have received alike
+        #: hashes of results that must be the same on all ranks
         self.digests: dict[str, str] = {}
 
     def cases(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Every case with its name, in the order in which all ranks run them."""
+        """Yield every case with its name, in the order in which all ranks run them."""
         names = ("float32", "bfloat16", "int32", "bool") if self._trimmed else tuple(DTYPES)
         for dtype in map(dtype_named, names):
             for op in OPS:
@@ -185,7 +185,7 @@ class BackendConformance:
         self._exchange(DTYPES["int16"], _LARGE_BYTES // 2 // self._size)
 
     def _exchange(self, dtype: DType, unit: int) -> None:
-        """Rank i sends ``unit * ((i + 2 * j) % 3)`` elements to rank j: every third number is zero."""
+        """Send ``unit * ((i + 2 * j) % 3)`` elements from rank i to rank j: every third number is zero."""
         counts = [[unit * ((i + 2 * j) % 3) for j in range(self._size)] for i in range(self._size)]
         inputs = self._inputs(dtype, [sum(row) for row in counts], 4)
         result, check_guards = _guarded_array(sum(row[self._rank] for row in counts), dtype)
@@ -217,7 +217,7 @@ class BackendConformance:
         np.testing.assert_array_equal(_bits(result), _bits(truth))
 
     def _registered(self) -> None:
-        """Regions are zeroed and aligned, reduced in place, as a whole and in part, and used again after free()."""
+        """Check that regions are zeroed, aligned, reduced in place, whole and in part, and used again after free()."""
         dtype, op = DTYPES["float32"], ReduceOp.SUM
         for nbytes in (4, 4096 + 4) if self._trimmed else (4, 4096 + 4, _LARGE_BYTES):
             region = self._backend.allocate(nbytes, case_deadline())
@@ -230,9 +230,7 @@ class BackendConformance:
             for first, last in ((0, values.size), (begin, values.size - begin // 2)):
                 inputs = self._inputs(dtype, [values.size] * self._size, first)
                 values[:] = inputs[self._rank]
-                self._backend.barrier(
-                    case_deadline()
-                )  # everybody's copy is written: the caller's duty with registered memory
+                self._backend.barrier(case_deadline())  # all copies are written, as callers must
                 part = values[first:last]
                 buffer = ReduceBuffer(part, part, offset=region.offset + 4 * first)
                 self._backend.allreduce([buffer], Reduction(dtype, op, self._size), case_deadline())
@@ -243,7 +241,7 @@ class BackendConformance:
             self._backend.free(region.offset)
 
     def _to_owners(self) -> None:
-        """Every owner has its part, and whoever is on its machine sees it there; parts may be empty."""
+        """Check that every owner has its part, visible to all ranks of its host; parts may be empty."""
         region = self._backend.allocate(1, case_deadline())
         num_owners, own = len(region.owned), region.owner
         self._backend.free(region.offset)
@@ -279,7 +277,7 @@ class BackendConformance:
                 self._backend.free(region.offset)
 
     def _shared(self) -> None:
-        """What an owner writes all of its machine see; zeroed when fresh, also when it is used again."""
+        """Check that an owner's writing is visible on its host; zeroed when fresh, also when it is used again."""
         region = self._backend.allocate(1, case_deadline())
         num_owners, own = len(region.owned), region.owner
         self._backend.free(region.offset)
@@ -290,16 +288,16 @@ class BackendConformance:
             assert not region.array.any(), "shared memory is not zeroed"
             self._backend.barrier(case_deadline())
             self._record(f"offset of {nbytes} shared bytes", np.array([region.offset]))
-            words = region.array[: 8 * num_owners].view(np.int64)
+            numbers = region.array[: 8 * num_owners].view(np.int64)
             if own is not None:
-                words[own] = own + 1
+                numbers[own] = own + 1
             self._backend.barrier(case_deadline())
-            np.testing.assert_array_equal(words, np.arange(1, num_owners + 1), "not everybody's writing is seen")
+            np.testing.assert_array_equal(numbers, np.arange(1, num_owners + 1), "not all ranks' writing is seen")
             self._backend.barrier(case_deadline())
             self._backend.free(region.offset)
 
     def _adasum(self, dtype: DType) -> None:
-        """A composition of other operations, alone and with several tensors; in float64 but for the result."""
+        """Check Adasum, made of other operations, with one and several tensors; in float64 but for the result."""
         counts = (1, 7, 1031, _LARGE_BYTES // 2 // dtype.itemsize)
         columns = [self._inputs(dtype, [count] * self._size, count) for count in counts]
         sources = [column[self._rank].copy() for column in columns]
@@ -314,7 +312,7 @@ class BackendConformance:
             self._record(f"adasum {dtype.name} {target.size}", target)
 
     def _mixture(self) -> None:
-        """Operations of all kinds and sizes in one random order: traces of one would hurt the next."""
+        """Run operations of all kinds and sizes in one random order: traces of one would hurt the next."""
         random = np.random.default_rng(self._size)
         for _ in range(20 if self._trimmed else 60):
             unit = int(random.choice([1, 50, 9000, 400_000]) // self._size) + 1
@@ -332,27 +330,27 @@ class BackendConformance:
                 case _:
                     self._backend.barrier(case_deadline())
 
-    # -- help
+    # -- helpers
 
     def _inputs(self, dtype: DType, counts: Sequence[int], seed: int, *, small: bool = False) -> list[Array]:
-        """Every rank's source, read-only."""
+        """Return every rank's source, read-only."""
         key = ("inputs", dtype.name, tuple(counts), seed, small and not dtype.is_floating)
-        return self._memory.of(
+        return self._cache.of(
             key, lambda: [random_array(dtype, count, (seed, rank), small=small) for rank, count in enumerate(counts)]
         )
 
     def _reduced(self, inputs: list[Array], dtype: DType, op: ReduceOp, seed: int, factors: dict[str, float]) -> Array:
-        """The truth about inputs made from ``seed``."""
+        """Return the truth about inputs made from ``seed``."""
         key = ("truth", dtype.name, op, inputs[0].size, seed, tuple(factors.items()))
-        return self._memory.of(key, lambda: [expected_reduction(inputs, dtype, op, **factors)])[0]
+        return self._cache.of(key, lambda: [expected_reduction(inputs, dtype, op, **factors)])[0]
 
     def _adasummed(self, inputs: list[Array], dtype: DType) -> Array:
-        """The truth about inputs whose seed is their size."""
+        """Return the truth about inputs whose seed is their size."""
         key = ("adasummed", dtype.name, inputs[0].size)
-        return self._memory.of(key, lambda: [expected_adasum([to_float64(array, dtype) for array in inputs])])[0]
+        return self._cache.of(key, lambda: [expected_adasum([to_float64(array, dtype) for array in inputs])])[0]
 
     def _same(self, result: Array, truth: Array, dtype: DType) -> None:
-        """The same bits, any NaN for a NaN; almost the same numbers where a backend adds in its own order."""
+        """Compare bits, any NaN for a NaN; or numbers with a tolerance where a backend adds in its own order."""
         assert result.dtype == dtype.storage
         if not dtype.is_floating:
             np.testing.assert_array_equal(result, truth)
@@ -377,12 +375,12 @@ def _needs_small(op: ReduceOp, factors: dict[str, float]) -> bool:
 
 
 def _bits(array: Array) -> Array:
-    """The elements as unsigned integers."""
+    """Return the elements as unsigned integers."""
     return array.view(np.dtype(f"u{array.dtype.itemsize}"))
 
 
 def _guarded_array(count: int, dtype: DType) -> tuple[Array, Callable[[], None]]:
-    """An array for a result inside a larger one, and a check that nothing was written around it."""
+    """Return an array for a result inside a larger one, and a check that nothing was written around it."""
     whole = np.full((count + 2 * _GUARD) * dtype.itemsize, 0xA5, np.uint8)
 
     def check() -> None:

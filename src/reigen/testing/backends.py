@@ -1,7 +1,7 @@
-"""The conformance suite of backends: every backend passes the same one.
+"""Conformance suite of backends: every backend passes the same one.
 
 Each rank runs the same list of cases on one backend. Any rank can compute the input of any other from a seed, so each
-compares what it got with an independent truth (:mod:`reigen.testing.reference`), bit by bit where the backend declares
+compares its result with an independent truth (:mod:`reigen.testing.reference`), bit by bit where the backend declares
 sums in rank order; and all ranks' results are compared with each other by hash in any case.
 """
 
@@ -21,20 +21,20 @@ from reigen.testing.backend_cases import PATIENCE_SECONDS, BackendConformance, C
 from reigen.testing.pool import RankPool
 from reigen.testing.threads import run_threads
 
-#: Makes one rank's backend: ``make(rank, size, rendezvous)``. On leaving, everything that it holds has been released.
+#: Makes one rank's backend: ``make(rank, size, rendezvous)``. On leaving, all its resources have been released.
 MakeBackend = Callable[[int, int, Rendezvous], AbstractContextManager[Backend]]
 
 
 def check_backend(
     make: MakeBackend, size: int, *, pool: RankPool | None = None, trimmed: bool = False, timeout: float = 120.0
 ) -> None:
-    """Runs the suite with ``size`` ranks.
+    """Run the suite with ``size`` ranks.
 
     Args:
         make: makes a rank's backend. With a pool, a module-level function.
-        size: how many ranks; at least 1.
-        pool: where the ranks run. By default they are threads of this process, over an in-memory rendezvous.
-        trimmed: leave out what other numbers of ranks have shown as well: for large ``size``.
+        size: the number of ranks; at least 1.
+        pool: runs the ranks. By default they are threads of this process, over an in-memory rendezvous.
+        trimmed: leave out cases that other numbers of ranks have shown as well: for large ``size``.
         timeout: seconds for all of it.
 
     Raises:
@@ -53,14 +53,9 @@ def check_backend(
 def check_rank(
     make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous, *, trimmed: bool = False
 ) -> dict[str, str]:
-    """One rank's part of the suite, for ranks that something else has started, `mpirun` for example.
+    """Run one rank's part of the suite, for ranks that another program has started, `mpirun` for example.
 
-    Args:
-        make: makes this rank's backend.
-        rank: this rank.
-        size: how many ranks; all of them call this.
-        rendezvous: where they meet.
-        trimmed: as for `check_backend`.
+    All ``size`` ranks call this, with a rendezvous that they share; the rest is as for `check_backend`.
 
     Returns:
         Hashes of results that must be the same on all ranks, by case: for the caller to compare.
@@ -80,7 +75,7 @@ def _run(
 ) -> list[Any]:
     if pool is not None:
         return pool.run(_in_process, body, make, *args, timeout=timeout)
-    return run_threads(lambda rank, meeting: body(make, rank, size, meeting, *args), size, timeout=timeout)
+    return run_threads(lambda rank, rendezvous: body(make, rank, size, rendezvous, *args), size, timeout=timeout)
 
 
 def _in_process(body: Callable[..., Any], make: MakeBackend, *args: object) -> object:
@@ -94,11 +89,11 @@ def _in_process(body: Callable[..., Any], make: MakeBackend, *args: object) -> o
         client.close()
 
 
-# ---------------------------------------------------------------------------------------------- backends that break
+# ---------------------------------------------------------------------------------------------- failures
 
 
 def _check_missing_rank(make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous) -> None:
-    """The last rank does not come: the others are told so at their deadline."""
+    """Check that the others get an error at their deadline when the last rank does not come."""
     with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
         if rank != size - 1:
             error = _failure_of_barrier(backend, time.monotonic() + 0.3 + 0.1 * size)  # ranks may be more than cores
@@ -109,7 +104,7 @@ def _check_missing_rank(make: MakeBackend, rank: int, size: int, rendezvous: Ren
 
 
 def _check_abort(make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous) -> None:
-    """Rank 0 aborts: the others are told why, long before their deadline."""
+    """Check that all ranks get the reason when rank 0 aborts, long before their deadline."""
     with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
         if backend.capabilities.abortable and rank == 0:
             backend.abort(CollectiveError("enough is enough", ranks=(0,)))
@@ -128,10 +123,10 @@ def _failure_of_barrier(backend: Backend, deadline: float) -> CollectiveError:
 
 @contextmanager
 def _synchronized_ranks(rendezvous: Rendezvous, rank: int, size: int) -> Iterator[None]:
-    """Begins when every rank has opened its backend, and keeps all open until every rank has seen what it should see.
+    """Wait until every rank has opened its backend; in the end, keep it open until every rank is done.
 
-    A rank that gives up while another still connects would be right to say so to that one, too early for these cases.
-    A rank that fails keeps nobody waiting.
+    A rank that gives up while another still connects would rightly report it to that one, too early for these cases.
+    A rank that fails lets the others go on.
     """
     rendezvous.put(f"opened/{rank}", b"")
     try:
@@ -144,15 +139,15 @@ def _synchronized_ranks(rendezvous: Rendezvous, rank: int, size: int) -> Iterato
         rendezvous.get(f"done/{other}", PATIENCE_SECONDS)
 
 
-# ---------------------------------------------------------------------------------------------- backends that work
+# ---------------------------------------------------------------------------------------------- operations
 
 
 def _check_cases(
-    make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous, trimmed: bool, memory: CaseCache
+    make: MakeBackend, rank: int, size: int, rendezvous: Rendezvous, trimmed: bool, cache: CaseCache
 ) -> dict[str, str]:
     with make(rank, size, rendezvous) as backend, _synchronized_ranks(rendezvous, rank, size):
         assert (backend.rank, backend.size) == (rank, size)
-        conformance = BackendConformance(backend, trimmed, memory)
+        conformance = BackendConformance(backend, trimmed, cache)
         for name, case in conformance.cases():
             try:
                 case()

@@ -1,4 +1,4 @@
-"""The environment that processes of tests begin with."""
+"""Environment of processes of tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCHRUN = (
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment of this process without what a launcher may have put there; one thread a process if unset."""
+    """Return this process's environment without a launcher's variables; one thread a process if unset."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS) and name not in _TORCHRUN
     }

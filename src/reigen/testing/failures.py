@@ -1,4 +1,4 @@
-"""What went wrong in which rank."""
+"""Failures of ranks in tests."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank that did not return a result.
+    """Failure of one rank that did not return a result.
 
     Attributes:
-        rank: which.
+        rank: its number.
         kind: ``raised`` an exception, ``died``, or was ``late`` and has been stopped.
-        text: the traceback; how it died; or where it was when time was up.
-        error: the exception, where it could be brought over.
+        text: the traceback; the exit status or signal; or its stack when time was up.
+        error: the exception, where it could be unpickled.
         exit_code: of a rank that died: its exit status, or minus the signal's number.
         stderr: the last lines that it wrote there during the call.
     """
@@ -29,11 +29,11 @@ class RankFailure:
 
 
 class RankError(AssertionError):
-    """A function failed in one or more ranks. The message tells everything of all of them.
+    """Error for a function that failed in one or more ranks. The message has all failures.
 
     Attributes:
         failures: in ascending order of rank.
-        results: what the ranks that succeeded returned, by rank.
+        results: of the ranks that succeeded, by rank.
     """
 
     def __init__(self, failures: Sequence[RankFailure], results: Mapping[int, Any], size: int) -> None:
@@ -48,20 +48,16 @@ class RankError(AssertionError):
 
     @property
     def rank(self) -> int:
-        """The lowest rank that failed."""
+        """Lowest rank that failed."""
         return self.failures[0].rank
 
     @property
     def errors(self) -> dict[int, BaseException]:
-        """The exceptions that could be brought over, by rank."""
+        """Exceptions that could be unpickled, by rank."""
         return {failure.rank: failure.error for failure in self.failures if failure.error is not None}
 
     def of(self, rank: int) -> RankFailure:
-        """What happened in one rank.
-
-        Raises:
-            KeyError: it did not fail.
-        """
+        """Return one rank's failure, or raise KeyError."""
         for failure in self.failures:
             if failure.rank == rank:
                 return failure

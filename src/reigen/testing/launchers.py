@@ -1,7 +1,7 @@
-"""The conformance suite of launchers: every launcher passes the same one, with real jobs of `reigen run`.
+"""Conformance suite of launchers: every launcher passes the same one, with real jobs of `reigen run`.
 
-A job's processes are known by a mark in their environment, agents by the same mark in their PYTHONPATH: so what a job
-leaves behind is found, whoever its parent is by then.
+A job's processes are known by a mark in their environment, agents by the same mark in their PYTHONPATH: so processes
+that a job leaves behind are found, even when their parents have ended.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ FindProcesses = Callable[[str], Mapping[int, str]]
 
 _MARK = "REIGEN_TEST_MARK"
 _AGENT = "reigen.launch.agent"
-#: What every rank begins with. The rank is told by Reigen, or by the engine that has started it.
+#: Beginning of every rank's program. The rank is in Reigen's variable, or in that of the engine that has started it.
 _RANK = """
 import os, signal, subprocess, sys, time
 rank = int(next(os.environ[name] for name in ("REIGEN_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK") if name in os.environ))
 def say(*words): os.write(1, (" ".join(map(str, words)) + "\\n").encode())
 """
 _WAIT = "say('ready'); time.sleep(600)"
-#: What shells, argument lists and variables make something else of if they are not careful.
+#: Texts that shells, argument lists and variables distort if they are not careful.
 _AWKWARD = ("a b", "$HOME", '"', "'", "*", ";", "--flag", "x=y", "two\nlines", "ü", "\\")
 
 
 def find_marked_processes(mark: str) -> dict[int, str]:
-    """Find the processes of this machine that have ``mark`` in their environment; also those of other namespaces."""
+    """Find the processes of this host that have ``mark`` in their environment; also those of other namespaces."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has ended meanwhile, or is somebody else's
-                if mark.encode() in (entry / "environ").read_bytes():
-                    words = (entry / "cmdline").read_bytes()
-                    if words:  # a zombie has none
-                        found[int(entry.name)] = words.replace(b"\0", b" ").decode(errors="replace")
+            with suppress(OSError):  # it has ended meanwhile, or belongs to another user
+                has_mark = mark.encode() in (entry / "environ").read_bytes()
+                if has_mark and (command := (entry / "cmdline").read_bytes()):  # a zombie has none
+                    found[int(entry.name)] = command.replace(b"\0", b" ").decode(errors="replace")
     return found
 
 
@@ -73,39 +72,39 @@ def check_launcher(
         hosts: hosts and slots, as `-H` takes them; at least two slots.
         leave_out: names of cases that do not hold for it, and why.
         arguments: further options of `reigen run`.
-        prefix: what stands before the command of a job: a program that runs the rest elsewhere, in another namespace
+        prefix: command before that of a job: a program that runs the rest elsewhere, in another namespace
             for example. Process ids are those of this process's namespace.
         environ: variables that jobs inherit besides this process's.
-        find_processes: finds what is left; by default on this machine.
+        find_processes: finds left-over processes; by default on this host.
         timeout: seconds for each job.
 
     Returns:
-        What became of each case: "passed", or why it was left out.
+        The result of each case: "passed", or why it was left out.
 
     Raises:
         AssertionError: a case failed; its name and the job's output are in the message.
         ValueError: ``leave_out`` names a case that there is not, or there are fewer than two slots.
     """
-    left_out = dict(leave_out or {})
-    if unknown := sorted(left_out.keys() - _CASES.keys()):
+    skipped = dict(leave_out or {})
+    if unknown := sorted(skipped.keys() - _CASES.keys()):
         raise ValueError(f"there are no cases {', '.join(unknown)}; there are {', '.join(_CASES)}")
     name = make if isinstance(make, str) else f"{make.__module__}:{make.__qualname__}"
     check = _LauncherCheck(name, hosts, arguments, prefix, dict(environ or {}), find_processes, timeout)
     if check.size < 2:
         raise ValueError(f"hosts {hosts!r} have fewer than two slots")
     for case, body in _CASES.items():
-        if case not in left_out:
+        if case not in skipped:
             try:
                 body(check)
             except AssertionError as error:
                 error.add_note(f"launcher {name}, case {case}")
                 raise
-    return {case: left_out.get(case, "passed") for case in _CASES}
+    return {case: skipped.get(case, "passed") for case in _CASES}
 
 
 @dataclass(frozen=True)
 class _Ended:
-    """A job that is over, and nothing of it is left."""
+    """Finished job, of which nothing is left."""
 
     exit_code: int
     stdout: bytes
@@ -122,7 +121,7 @@ class _Ended:
 
 @dataclass(frozen=True)
 class _LauncherCheck:
-    """What is checked, and where."""
+    """Launcher under test, and its hosts."""
 
     name: str
     hosts: str
@@ -147,10 +146,10 @@ class _LauncherCheck:
 
     @contextmanager
     def start(self, program: str | Sequence[str], *options: str, **more: str) -> Iterator[_Job]:
-        """Start a job on all slots, and kill in the end what is left of it.
+        """Start a job on all slots, and kill in the end all that is left of it.
 
         Args:
-            program: what each rank runs: Python behind `_RANK`, or a command line.
+            program: the ranks' program: Python behind `_RANK`, or a command line.
             options: of `reigen run`, behind those that all jobs have.
             more: environment variables.
         """
@@ -174,7 +173,7 @@ class _LauncherCheck:
 
 
 class _Job:
-    """A job that runs."""
+    """Running job."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], files: tuple[int, int], mark: str, check: _LauncherCheck
@@ -183,31 +182,31 @@ class _Job:
         self._deadline = time.monotonic() + check.timeout
 
     def processes(self) -> Mapping[int, str]:
-        """Everything that belongs to it: command lines by process id."""
+        """Return everything that belongs to it: command lines by process id."""
         return self._check.find_processes(self._mark)
 
     def read(self, stream: int = 0) -> bytes:
-        """What it has printed until now."""
+        """Return its output until now."""
         file = self._files[stream]
         return os.pread(file, os.fstat(file).st_size, 0)
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for what nobody announces."""
+        """Wait for a condition that is not announced."""
         pause = threading.Event()
         while not condition():
-            assert time.monotonic() < self._deadline, f"not in time: {what}; {self.processes()}\n{self._said()}"
+            assert time.monotonic() < self._deadline, f"not in time: {what}; {self.processes()}\n{self._output()}"
             pause.wait(0.01)
 
     def wait_until_ready(self, num_lines: int | None = None) -> None:
-        """Wait until all ranks have said that they are ready."""
+        """Wait until all ranks have printed that they are ready."""
         num = self._check.size if num_lines is None else num_lines
         self.wait_until(
             lambda: self.read().count(b"ready") >= num or self._process.poll() is not None, "ranks are ready"
         )
-        assert self._process.returncode is None, f"it ended early: {self._said()}"
+        assert self._process.returncode is None, f"it ended early: {self._output()}"
 
     def launcher(self) -> tuple[int, int]:
-        """The process that the user has started, and the supervisor, its child."""
+        """Return the process that the user has started, and the supervisor, its child."""
         own = f"{sys.executable} -m reigen run "
         pids = [pid for pid, command in self.processes().items() if command.startswith(own)]
         parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
@@ -220,7 +219,7 @@ class _Job:
         self.wait_until(lambda: not self.processes(), "nothing is left")
         return _Ended(self._process.returncode, self.read(), self.read(1).decode(errors="replace"))
 
-    def _said(self) -> str:
+    def _output(self) -> str:
         return (self.read() + self.read(1)).decode(errors="replace")
 
 
@@ -240,7 +239,7 @@ def _placement(check: _LauncherCheck) -> None:
     expected, rank = [], 0
     for host, slots in enumerate(check.slots):
         for local in range(slots):
-            crosses = [index for index, others in enumerate(check.slots) if others > local]
+            crosses = [index for index, count in enumerate(check.slots) if count > local]
             expected.append(f"{rank} {check.size} {local} {slots} {crosses.index(host)} {len(crosses)}")
             rank += 1
     assert sorted(ended.lines) == sorted(expected), ended
@@ -282,8 +281,8 @@ def _streams(check: _LauncherCheck) -> None:
     ended = check.run(code, "--no-prefix").expect(0)
     for parity, lines in enumerate((ended.lines, ended.stderr.splitlines())):
         for rank in range(check.size):
-            mine = [line for line in lines if line.startswith(f"{rank} ")]
-            assert mine == [f"{rank} {i} " + "x" * 100 for i in range(parity, 2000, 2)], f"rank {rank}: {mine[:5]}"
+            own = [line for line in lines if line.startswith(f"{rank} ")]
+            assert own == [f"{rank} {i} " + "x" * 100 for i in range(parity, 2000, 2)], f"rank {rank}: {own[:5]}"
 
 
 def _prefixes(check: _LauncherCheck) -> None:
@@ -314,8 +313,8 @@ def _first_failure(check: _LauncherCheck) -> None:
     block = ended.stderr[ended.stderr.index("reigen run: ") :].splitlines()
     assert re.fullmatch(rf"reigen run: rank {last}( \(host .+\))? failed first: exit code 1", block[0]), ended
     assert block[1:3] == ["  the last lines of its stderr:", "    what happened"], ended
-    others = "1 other rank was" if last == 1 else f"{last} other ranks were"
-    assert block[3:] == [f"  {others} stopped because of it"], ended
+    stopped = "1 other rank was" if last == 1 else f"{last} other ranks were"
+    assert block[3:] == [f"  {stopped} stopped because of it"], ended
 
 
 def _killed_rank(check: _LauncherCheck) -> None:
@@ -332,12 +331,12 @@ def _stubborn_rank(check: _LauncherCheck) -> None:
 
 
 def _orphans(check: _LauncherCheck) -> None:
-    """What ranks leave behind in sessions of its own does not outlive the job, and does not keep it alive."""
+    """Descendants of ranks in sessions of their own do not outlive the job, and do not keep it alive."""
     check.run("subprocess.Popen(['sleep', '600'], start_new_session=True)\nif rank == 1: sys.exit(5)").expect(5)
 
 
 def _stopped_job(check: _LauncherCheck) -> None:
-    """SIGINT and SIGTERM end the job, with what ranks have started."""
+    """SIGINT and SIGTERM end the job, with all descendants of ranks."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         with check.start(f"subprocess.Popen(['sleep', '600'], start_new_session=True)\n{_WAIT}") as job:
             job.wait_until_ready()
@@ -347,7 +346,7 @@ def _stopped_job(check: _LauncherCheck) -> None:
 
 
 def _killed_supervisor(check: _LauncherCheck) -> None:
-    """Nothing is left of a job whose supervisor is killed, on any host."""
+    """Killed supervisor: no process of the job is left, on any host."""
     with check.start(_WAIT) as job:
         job.wait_until_ready()
         os.kill(job.launcher()[1], signal.SIGKILL)
@@ -356,7 +355,7 @@ def _killed_supervisor(check: _LauncherCheck) -> None:
 
 
 def _killed_watchdog(check: _LauncherCheck) -> None:
-    """Nothing is left of a job whose first process is killed, on any host."""
+    """Killed first process: no process of the job is left, on any host."""
     with check.start(_WAIT) as job:
         job.wait_until_ready()
         os.kill(job.launcher()[0], signal.SIGKILL)
@@ -364,7 +363,7 @@ def _killed_watchdog(check: _LauncherCheck) -> None:
 
 
 def _killed_agent(check: _LauncherCheck) -> None:
-    """A host whose agent is killed is lost: it is named, and the others end."""
+    """Killed agent: its host is lost and named, and the others end."""
     with check.start(_WAIT) as job:
         job.wait_until_ready()
         agent = f"{sys.executable} -P -m {_AGENT}"

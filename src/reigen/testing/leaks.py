@@ -1,4 +1,4 @@
-"""Finds what a piece of code left behind: threads, descriptors, child processes, shared memory."""
+"""Detector of leaks: threads, descriptors, child processes, shared memory."""
 
 from __future__ import annotations
 
@@ -15,17 +15,13 @@ from types import TracebackType
 from typing import Self
 
 _SHM = Path("/dev/shm")
-#: What is only just closing is gone long before that, whatever else the machine does.
+#: Things that are just closing are gone long before that, even on a busy host.
 _PATIENCE_SECONDS = 30.0
 _MEMFD_MAPPING = re.compile(r"\S+ \S+ \S+ \S+ (\d+)\s+(/memfd:.*)")  # a line of /proc/PID/maps
 
 
 class LeakError(AssertionError):
-    """Something is still there that was not there before.
-
-    Attributes:
-        leaks: one line for each thing.
-    """
+    """Error for things that were not there before, with one line for each in ``leaks``."""
 
     def __init__(self, leaks: list[str]) -> None:
         self.leaks = leaks
@@ -45,7 +41,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What this process has: an identity for each thing, and how to describe it."""
+    """Snapshot of this process's resources: an identity for each thing, and its description."""
 
     threads: Mapping[Hashable, str] = field(default_factory=dict)
     descriptors: Mapping[Hashable, str] = field(default_factory=dict)
@@ -64,7 +60,7 @@ class _Snapshot:
         )
 
     def added_since(self, before: _Snapshot, kept: Resources) -> list[str]:
-        """A line for each thing that ``before`` did not have and that is not ``kept`` on purpose."""
+        """Return a line for each thing that ``before`` did not have and that is not ``kept`` on purpose."""
         leaks = [text for key, text in self.threads.items() if key not in before.threads]
         leaks += [
             text
@@ -78,22 +74,15 @@ class _Snapshot:
 
 
 class LeakCheck:
-    """A context manager that fails when its block leaves something behind.
+    """Context manager that fails when its block leaves something behind.
 
     Looks at Python threads, file descriptors, child processes (zombies too), mappings of anonymous shared memory
-    (memfd) and files in /dev/shm. Things that are just closing get ``deadline_seconds``. A block that raises is not
-    checked: its own error matters more.
-
-    Args:
-        deadline_seconds: how long to wait for things that are closing; None: half a minute.
-        keep: says what outlives the block on purpose; asked at its end.
+    (memfd) and files in /dev/shm. Things that are just closing get ``deadline_seconds``, half a minute by default. A
+    block that raises is not checked: its own error matters more. ``keep`` returns, at the end, things that outlive the
+    block on purpose.
 
     Raises:
         LeakError: at the end of the block, naming everything that is left.
-
-    Example:
-        >>> with LeakCheck():
-        ...     pass
     """
 
     def __init__(self, *, deadline_seconds: float | None = None, keep: Callable[[], Resources] = Resources) -> None:
@@ -117,16 +106,12 @@ class LeakCheck:
         self._forgiven = True
 
     def leaks(self) -> list[str]:
-        """What is there now that was not there at the beginning, one line each."""
+        """Return a line for each thing there now that was not there at the beginning."""
         added = _Snapshot.now().added_since(self._before, self._keep())
         return [leak for leak in added if not _is_foreign(leak)]
 
     def check(self) -> None:
-        """Waits for things that are closing.
-
-        Raises:
-            LeakError: something is left at the deadline.
-        """
+        """Wait for things that are closing; raise LeakError if something is left at the deadline."""
         patience = _PATIENCE_SECONDS if self._deadline_seconds is None else self._deadline_seconds
         until = time.monotonic() + patience
         if not self.leaks():
@@ -182,7 +167,7 @@ def _shm_names() -> list[str]:
 
 
 def _is_foreign(leak: str) -> bool:
-    """Whether a file in /dev/shm is gone by now, or in use by a process that has nothing to do with this one."""
+    """Return whether a file in /dev/shm is gone by now, or in use by an unrelated process."""
     if not leak.startswith("/dev/shm/"):
         return False
     if not Path(leak).exists():
@@ -191,7 +176,7 @@ def _is_foreign(leak: str) -> bool:
 
 
 def _users_of(path: str) -> Iterator[int]:
-    """Ids of the processes that have mapped a file."""
+    """Yield the ids of the processes that have mapped a file."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
@@ -200,7 +185,7 @@ def _users_of(path: str) -> Iterator[int]:
 
 
 def _is_descendant(pid: int) -> bool:
-    """Whether a process is this one or was started by it, directly or not."""
+    """Return whether a process is this one or one of its descendants."""
     while pid > 1:
         if pid == os.getpid():
             return True

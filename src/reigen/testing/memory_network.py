@@ -1,9 +1,8 @@
-"""A network in memory, for ranks that are threads of one process; it counts the bytes that they send each other.
+"""Network in memory, for ranks that are threads of one process; it counts the bytes that they send each other.
 
-What a real network does with sockets is done with queues here, in the plainest way: everybody sends straight to
-everybody, and each slice of a reduction is added up by one rank, in rank order. So each rank sends 2 (n-1)/n S bytes
-for an allreduce of S bytes, and of the other operations as little as can be; only the root of a broadcast sends n-1
-times S.
+Queues do here the work of sockets, in the plainest way: each rank sends straight to each other one, and each slice of
+a reduction is added up by one rank, in rank order. So each rank sends 2 (n-1)/n S bytes for an allreduce of S bytes,
+and the minimum for the other operations; only the root of a broadcast sends n-1 times S.
 """
 
 from __future__ import annotations
@@ -21,14 +20,10 @@ from reigen.backends.base import (
     Backend,
     BackendCapabilities,
     FailureCheck,
-    MemoryRegion,
-    MissingRanksCallback,
-    PhaseCallback,
-    ProgressHook,
+    FlatBackend,
     ReduceBuffer,
 )
 from reigen.backends.buffer_list import BufferList, rank_slice
-from reigen.backends.null import NullBackend
 from reigen.errors import CollectiveError, DeadlineError
 from reigen.kernels.reduce import BlockReducer, Reduction
 
@@ -36,33 +31,27 @@ _SLICE_SECONDS = 0.05
 
 
 class Hub:
-    """What the ranks' networks have in common."""
+    """Common state of the ranks' networks."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
-        #: (backend, sender, receiver), by ranks of the job -> what is under way
+        #: (backend, sender, receiver), by ranks of the job -> data under way
         self.queues: dict[tuple[object, int, int], deque[bytes]] = defaultdict(deque)
-        #: backend -> the first error that a rank told the others
+        #: backend -> the first error that a rank aborted with
         self.aborted: dict[object, CollectiveError] = {}
-        #: how many bytes each rank of the job has sent
+        #: number of bytes that each rank of the job has sent
         self.num_sent_bytes: dict[int, int] = defaultdict(int)
         self._num_backends: dict[tuple[int, ...], dict[int, int]] = defaultdict(lambda: defaultdict(int))
 
     def enter(self, ranks: tuple[int, ...], rank: int) -> object:
-        """What a rank's next backend among these ranks is called: the same for all of them."""
+        """Return the key of a rank's next backend among these ranks: the same for all of them."""
         with self.changed:
             self._num_backends[ranks][rank] += 1
             return ranks, self._num_backends[ranks][rank]
 
 
 class MemoryNetwork:
-    """`reigen.backends.base.HostNetwork`, one rank's end.
-
-    Args:
-        hub: the others' ends have the same.
-        rank: of the job.
-        failure: asked while a rank waits.
-    """
+    """End of one rank of a `reigen.backends.base.HostNetwork`; ``failure`` is asked while a rank waits."""
 
     name = "memory"
 
@@ -70,18 +59,18 @@ class MemoryNetwork:
         self._hub, self._rank, self._failure = hub, rank, failure
 
     def among(self, ranks: Sequence[int], deadline: float) -> Backend:
-        """See `Network.among`."""
+        """Implement `HostNetwork.among`."""
         assert list(ranks) == sorted(ranks), "ranks are given in ascending order"
         backend = MemoryBackend(self, self._hub, tuple(ranks), self._rank, self._failure)
         backend.barrier(deadline)
         return backend
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Release nothing."""
 
 
-class MemoryBackend:
-    """`reigen.backends.base.Backend` of such a network."""
+class MemoryBackend(FlatBackend):
+    """`reigen.backends.base.Backend` over such a network, without its own docstrings where the interface says all."""
 
     name = "memory"
     capabilities = BackendCapabilities(registered_memory=False, ordered_sums=True, abortable=True)
@@ -90,53 +79,43 @@ class MemoryBackend:
         self, network: MemoryNetwork, hub: Hub, ranks: tuple[int, ...], rank: int, failure: FailureCheck
     ) -> None:
         self.rank, self.size = ranks.index(rank), len(ranks)
-        self.phase_ended: PhaseCallback | None = None
-        self.lacking: MissingRanksCallback | None = None
-        self.progress_hook: ProgressHook | None = None
         self._network, self._hub, self._ranks, self._failure = network, hub, ranks, failure
         self._key = hub.enter(ranks, rank)
-        self._memory = NullBackend()
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """See `Backend.allreduce`."""
+        """Implement `Backend.allreduce`."""
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         total = np.empty(source.size, reduction.dtype.storage)
         source.read(0, source.size, total)
         bounds = [rank_slice(total.size, rank, self.size, total.itemsize) for rank in range(self.size)]
         counts = [high - low for low, high in bounds]
-        mine = np.empty(counts[self.rank], total.dtype)
-        self.reduce_scatter(total, counts, mine, reduction, deadline)
-        self.allgather(mine, counts, total, deadline)
+        own = np.empty(counts[self.rank], total.dtype)
+        self.reduce_scatter(total, counts, own, reduction, deadline)
+        self.allgather(own, counts, total, deadline)
         target.write(0, total)
-
-    def reduce_to_owners(
-        self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
-    ) -> None:
-        """See `Backend.reduce_to_owners`. Every rank is on its own, and owns all."""
-        self.allreduce([buffer], reduction, deadline)
 
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_scatter`."""
+        """Implement `Backend.reduce_scatter`."""
         gathered = np.empty((self.size, target.size), target.dtype)
         table = [list(counts) for _ in range(self.size)]
         self.alltoall(source, table, gathered.reshape(-1), deadline)
         BlockReducer(reduction).reduce(list(gathered), target)
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """See `Backend.allgather`."""
+        """Implement `Backend.allgather`."""
         copies = np.concatenate([source] * self.size)
         self.alltoall(copies, [[count] * self.size for count in counts], target, deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """See `Backend.broadcast`."""
+        """Implement `Backend.broadcast`."""
         copies = np.empty(0, target.dtype) if source is None else np.concatenate([source] * self.size)
         counts = [[target.size if rank == root else 0] * self.size for rank in range(self.size)]
         self.alltoall(copies, counts, target, deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """See `Backend.alltoall`."""
+        """Implement `Backend.alltoall`."""
         ends = list(itertools.accumulate(counts[self.rank]))
         own = source[ends[self.rank] - counts[self.rank][self.rank] : ends[self.rank]].copy()
         for peer, (count, end) in enumerate(zip(counts[self.rank], ends, strict=True)):
@@ -152,35 +131,24 @@ class MemoryBackend:
             place += count
 
     def barrier(self, deadline: float) -> None:
-        """See `Backend.barrier`."""
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        for peer in others:
+        """Implement `Backend.barrier`."""
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        for peer in peers:
             self._send(peer, b"")
-        self._receive(others, deadline)
-
-    def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate`. Ordinary memory."""
-        return self._memory.allocate(nbytes, deadline)
-
-    def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate_shared`. Every rank is on its own."""
-        return self.allocate(nbytes, deadline)
-
-    def free(self, offset: int) -> None:
-        """See `Backend.free`."""
+        self._receive(peers, deadline)
 
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
-        """See `Backend.split`."""
+        """Implement `Backend.split`."""
         return self._network.among([self._ranks[rank] for rank in ranks], deadline) if self.rank in ranks else None
 
     def abort(self, error: CollectiveError) -> None:
-        """See `Backend.abort`."""
+        """Implement `Backend.abort`."""
         with self._hub.changed:
             self._hub.aborted.setdefault(self._key, error)
             self._hub.changed.notify_all()
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Implement `Backend.close`: nothing is held."""
 
     def _send(self, peer: int, data: bytes) -> None:
         own = self._ranks[self.rank]
@@ -190,7 +158,7 @@ class MemoryBackend:
             self._hub.changed.notify_all()
 
     def _receive(self, peers: Sequence[int], deadline: float) -> list[bytes]:
-        """One message of each peer."""
+        """Receive one message of each peer."""
         own = self._ranks[self.rank]
         with self._hub.changed:
             queues = {peer: self._hub.queues[self._key, self._ranks[peer], own] for peer in peers}

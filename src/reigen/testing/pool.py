@@ -1,4 +1,4 @@
-"""Real rank processes that tests share: starting Python and importing a framework once is enough."""
+"""Pools of real rank processes that tests share: starting Python and importing a framework once is enough."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reigen.testing.leaks import Resources
 from reigen.testing.rank_process import RankProcess
 from reigen.testing.rank_tasks import RankReply, RankTask, dump, load
 
-#: What ranks may still take once one of them has died.
+#: Seconds that ranks may still take once one of them has died.
 _LAST_SECONDS = 30.0
 
 
@@ -29,22 +29,22 @@ class RankPool:
     """``size`` rank processes that run one function after another, all at the same time.
 
     The processes are new interpreters, never forks of the test. Each call has a rendezvous, a secret and an environment
-    of its own (docs/design.md names the variables), and what it changes of environment, directory and module path is
-    undone after it. After a call that failed, the processes are replaced: whatever they were in the middle of is gone.
+    of its own (docs/design.md names the variables), and its changes of environment, directory and module path are
+    undone after it. After a call that failed, the processes are replaced, with all their state.
     For one thread at a time, and the processes end with the thread that started them.
 
     Args:
-        size: how many ranks.
+        size: the number of ranks.
         env: variables for all calls, on top of the test's own environment without its launcher's variables.
         processes: a list that this pool shares with others of the same environment: they use the same processes.
 
     Example::
 
-        def places() -> tuple[int, int]:
+        def topology() -> tuple[int, int]:
             return reigen.rank(), reigen.size()
 
         with RankPool(2) as pool:
-            assert pool.run(places, init=True) == [(0, 2), (1, 2)]
+            assert pool.run(topology, init=True) == [(0, 2), (1, 2)]
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class RankPool:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids by rank; empty before the first call and after one that failed."""
+        """Process ids by rank; empty before the first call and after one that failed."""
         return tuple(process.pid for process in self._processes[: self.size])
 
     def output(self, rank: int) -> tuple[str, str]:
-        """What a rank wrote to stdout and stderr during the last call."""
+        """Return a rank's stdout and stderr of the last call."""
         return self._outputs[rank]
 
     def run(
@@ -92,21 +92,21 @@ class RankPool:
         check_leaks: bool = False,
         env: Mapping[str, str] | None = None,
     ) -> list[Any]:
-        """Calls ``func(*args)`` in every rank at the same time.
+        """Call ``func(*args)`` in every rank at the same time.
 
         Args:
             func: a function of a module that can be imported; with cloudpickle installed, any function.
-            args: what it is called with, the same everywhere.
+            args: its arguments, the same everywhere.
             timeout: seconds that all ranks together may take. Once a rank has died, the others get thirty.
             init: call Reigen's init before and shutdown after it. Without, ``func`` does, or does not.
             check_leaks: fail the ranks where the call leaves threads, descriptors, children or shared memory.
             env: variables for this call alone.
 
         Returns:
-            What the ranks returned, by rank.
+            The results, by rank.
 
         Raises:
-            RankError: ranks raised, died or were late; it tells of each of them.
+            RankError: ranks raised, died or were late; it has the failure of each of them.
         """
         self.start()
         call = dump((func, args))
@@ -125,16 +125,12 @@ class RankPool:
         return [results[rank] for rank in range(self.size)]
 
     def start(self) -> None:
-        """Starts the processes if there are none. ``run`` does it, too."""
+        """Start the processes if there are none. ``run`` does it, too."""
         while len(self._processes) < self.size:
             self._processes.append(RankProcess(len(self._processes), self._environment))
 
     def close(self, *, kill: bool = False) -> None:
-        """Ends the processes; waits until they are gone. A later ``run`` starts new ones.
-
-        Args:
-            kill: by SIGKILL, instead of waiting for them to finish.
-        """
+        """End the processes, by SIGKILL if ``kill``; waits until they are gone. A later ``run`` starts new ones."""
         for process in self._processes:
             process.connection.close()  # all of them learn at once
         for process in self._processes:
@@ -144,7 +140,7 @@ class RankPool:
     def _collect(
         self, waiting: set[RankProcess], deadline: float, timeout: float
     ) -> tuple[dict[int, Any], list[RankFailure]]:
-        """Results and failures by rank, as soon as all ranks have one or the deadline has passed."""
+        """Collect results and failures by rank, until all ranks have one or the deadline has passed."""
         results: dict[int, Any] = {}
         failures: list[RankFailure] = []
         while waiting:
@@ -177,13 +173,10 @@ def run_ranks(
     init: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Calls ``func(*args)`` in ``size`` new rank processes; see :meth:`RankPool.run`.
+    """Call ``func(*args)`` in ``size`` new rank processes; see :meth:`RankPool.run`.
 
     Returns:
-        What the ranks returned, by rank.
-
-    Raises:
-        RankError: ranks raised, died or were late.
+        The results, by rank.
     """
     with RankPool(size, env=env) as pool:
         return pool.run(func, *args, timeout=timeout, init=init)
@@ -197,31 +190,31 @@ class PoolCache:
         self._processes: list[RankProcess] = []
 
     def get(self, size: int) -> RankPool:
-        """The pool of ``size`` ranks, made when it is first asked for."""
+        """Return the pool of ``size`` ranks, made when it is first asked for."""
         return self._pools.setdefault(size, RankPool(size, processes=self._processes))
 
     @property
     def resources(self) -> Resources:
-        """Everything that the pools keep between calls."""
+        """Resources that the pools keep between calls."""
         return RankPool(1, processes=self._processes).resources
 
     def close(self, *, kill: bool = False) -> None:
-        """Ends all processes; see `RankPool.close`."""
+        """End all processes; see `RankPool.close`."""
         RankPool(1, processes=self._processes).close(kill=kill)
         self._pools.clear()
 
 
 @contextlib.contextmanager
 def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, str]]]:
-    """What the launcher gives to a job, for one call: a rendezvous service, a port, the environment of each rank."""
+    """Set up one call's job as the launcher does: a rendezvous service, a port, the environment of each rank."""
     secret = secrets.token_bytes(32)
     server = RendezvousServer(secret)
     with reserve_port() as port:
         server.start()
         try:
             services = JobServices(rendezvous=server.address, secret=secret, master_port=port.getsockname()[1])
-            places, _ = plan_ranks(single_host_topologies(size), services, environment, AvailableCpus(()), bind="none")
-            yield [dict(place.environ) for place in places]
+            specs, _ = plan_ranks(single_host_topologies(size), services, environment, AvailableCpus(()), bind="none")
+            yield [dict(spec.environ) for spec in specs]
         finally:
             server.close()
 
@@ -229,7 +222,7 @@ def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, s
 def _raised_failure(process: RankProcess, reply: RankReply) -> RankFailure:
     error: BaseException | None = None
     if reply.error is not None:
-        with contextlib.suppress(Exception):  # somebody's exception that cannot be rebuilt: the traceback tells enough
+        with contextlib.suppress(Exception):  # an exception that cannot be rebuilt: the traceback is enough
             error = load(reply.error)
     return RankFailure(process.rank, "raised", reply.traceback, error=error, stderr=process.stderr_tail())
 

@@ -1,4 +1,4 @@
-"""One persistent rank process, as seen from the test."""
+"""Persistent rank process, as seen from the test."""
 
 from __future__ import annotations
 
@@ -27,29 +27,25 @@ _TAIL_BYTES = 8192
 
 
 class RankProcess:
-    """A process that performs tasks. Its output goes to unlinked files, so it can never block on a full pipe.
+    """Process that performs tasks. Its output goes to unlinked files, so it can never block on a full pipe.
 
-    It is the leader of a session of its own: what it starts ends with it. It dies with the thread that made it.
-
-    Args:
-        rank: for messages.
-        environment: all of its environment.
+    It is the leader of a session of its own: its children end with it. It dies with the thread that made it.
     """
 
     def __init__(self, rank: int, environment: Mapping[str, str]) -> None:
         self.rank = rank
         self._outputs = (tempfile.TemporaryFile(), tempfile.TemporaryFile())  # noqa: SIM115  close() closes them
         self._marks = (0, 0)
-        self.connection, theirs = Pipe()
-        with theirs:
-            arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+        self.connection, inherited = Pipe()
+        with inherited:
+            arguments = [json.dumps(sys.path), str(inherited.fileno()), str(os.getpid())]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, *arguments],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
                 stdout=self._outputs[0],
                 stderr=self._outputs[1],
-                pass_fds=[theirs.fileno()],
+                pass_fds=[inherited.fileno()],
                 start_new_session=True,
             )
         #: Readable as soon as the process has ended.
@@ -57,30 +53,22 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """Process id."""
         return self._process.pid
 
     @property
     def resources(self) -> Resources:
-        """What it needs in the test process."""
+        """Resources that it needs in the test process."""
         descriptors = {self.pidfd, self.connection.fileno(), *(file.fileno() for file in self._outputs)}
         return Resources(frozenset(descriptors), frozenset({self.pid}))
 
     def begin(self, task: RankTask) -> None:
-        """Sends a task; returns at once.
-
-        Raises:
-            OSError: the process is gone.
-        """
+        """Send a task; return at once. Raises OSError if the process is gone."""
         self._marks = (self._size(0), self._size(1))
         self.connection.send_bytes(dump(task))
 
     def reply(self) -> RankReply:
-        """The reply, once the connection is readable or the process has ended.
-
-        Raises:
-            EOFError: the process ended instead.
-        """
+        """Return the reply, once the connection is readable; raises EOFError if the process has ended instead."""
         if not self.connection.poll():  # it has ended, and a child that it has forked keeps the connection open
             raise EOFError
         try:
@@ -91,24 +79,21 @@ class RankProcess:
         return reply
 
     def output(self) -> tuple[str, str]:
-        """What it wrote to stdout and stderr since the last task began."""
+        """Return its stdout and stderr since the last task began."""
         return self._read(0), self._read(1)
 
     def stderr_tail(self) -> str:
-        """The end of what it wrote to stderr since the last task began."""
+        """Return the end of its stderr since the last task began."""
         return self._read(1)[-_TAIL_BYTES:]
 
     def wait(self) -> int:
-        """Its exit code: minus the signal's number if it was killed. Leaves the zombie: it keeps the group's number."""
+        """Return the exit code, or minus the signal's number. Leaves the zombie, which keeps the group's id."""
         ended = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def stack(self) -> str:
-        """Where each of its Python threads is now, as text.
-
-        A stopped process (SIGSTOP) cannot tell and is reported as such.
-        """
+        """Return the stacks of its Python threads, as text; a stopped process (SIGSTOP) is reported as such."""
         if _state(self.pid) in ("T", "t"):
             return "stopped by a signal (SIGSTOP or a debugger)"
         before = self._size(1)

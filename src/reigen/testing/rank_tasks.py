@@ -1,6 +1,6 @@
-"""What a test process and its ranks say to each other.
+"""Tasks and replies between a test process and its ranks.
 
-They speak through a socket pair that the rank inherits from the test: it has no name and nobody else can reach it, so
+They pass a socket pair that the rank inherits from the test: it has no name and no other process can reach it, so
 functions and results travel pickled. Nothing in Reigen proper does that.
 """
 
@@ -14,12 +14,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankTask:
-    """One function call for one rank.
+    """Call of one function in one rank.
 
     Attributes:
         call: the pickled function and its arguments.
         environment: variables that are set for this call alone.
-        module_path: the test's sys.path, so that the rank finds the modules that the test found.
+        module_path: the test's sys.path, so that the rank finds the same modules.
         init: whether the call is wrapped in Reigen's init and shutdown.
         check_leaks: whether the call fails when it leaves threads, descriptors, children or shared memory.
     """
@@ -33,13 +33,7 @@ class RankTask:
 
 @dataclass(frozen=True)
 class RankReply:
-    """What came of a task.
-
-    Attributes:
-        result: the pickled result; None where the call failed.
-        error: the pickled exception, where it can be pickled.
-        traceback: the exception as text, empty where there was none.
-    """
+    """Result of a task, pickled (None: it failed), or its exception, pickled where possible, and as text."""
 
     result: bytes | None
     error: bytes | None = None
@@ -47,7 +41,7 @@ class RankReply:
 
 
 def dump(thing: object) -> bytes:
-    """Pickles, by value where cloudpickle is installed and the thing is a lambda, a closure or from ``__main__``."""
+    """Pickle, by value where cloudpickle is installed and it is a lambda, a closure or from ``__main__``."""
     try:
         import cloudpickle
     except ImportError:
@@ -57,11 +51,11 @@ def dump(thing: object) -> bytes:
 
 
 def load(data: bytes) -> Any:
-    """The inverse of :func:`dump`. For bytes from a private pipe only."""
+    """Unpickle the bytes of :func:`dump`, from a private pipe only."""
     return pickle.loads(data)
 
 
 def load_call(data: bytes) -> tuple[Callable[..., object], tuple[object, ...]]:
-    """The function and the arguments of a task."""
+    """Unpickle the function and the arguments of a task."""
     func, args = load(data)
     return func, args

@@ -1,4 +1,4 @@
-"""What a reduction must give, computed apart from Reigen's kernels: every step in float64 or in integers modulo 2**64.
+"""Reference results of reductions, apart from Reigen's kernels: in float64, or in integers modulo 2**64.
 
 The rules are those of docs/design.md: elements are combined in rank order; float32 and float64 in their own precision;
 float16 and bfloat16 in float32, rounded once; integers wrap around; an average or a factor of integers is computed in
@@ -35,12 +35,12 @@ _STEPS: dict[ReduceOp, _Step] = {
 def expected_reduction(
     inputs: Sequence[Array], dtype: DType, op: ReduceOp, *, prescale: float = 1.0, postscale: float = 1.0
 ) -> Array:
-    """``postscale * op(prescale * x)`` of one flat array per rank.
+    """Compute ``postscale * op(prescale * x)`` of one flat array per rank.
 
     Args:
         inputs: in rank order, of one length, in the dtype's storage type (bfloat16 as uint16).
         dtype: the element type.
-        op: how elements of the same index are combined.
+        op: combines elements of the same index.
         prescale: factor of every input.
         postscale: factor of the result.
 
@@ -57,7 +57,7 @@ def expected_reduction(
 
 
 def expected_adasum(vectors: Sequence[Array]) -> Array:
-    """Adasum of a power of two of flat float64 arrays, by its definition: a tree of adjacent pairs."""
+    """Compute Adasum of a power of two of flat float64 arrays, by its definition: a tree of adjacent pairs."""
     if len(vectors) == 1:
         return vectors[0]
     middle = len(vectors) // 2
@@ -107,7 +107,7 @@ def _reduced_integers(inputs: Sequence[Array], dtype: DType, op: ReduceOp, presc
 
 
 def to_float64(array: Array, dtype: DType) -> Array:
-    """Floating-point elements as float64, exactly."""
+    """Convert floating-point elements to float64, exactly."""
     numbers = array
     if dtype.name == "bfloat16":
         numbers = np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
@@ -116,7 +116,7 @@ def to_float64(array: Array, dtype: DType) -> Array:
 
 
 def from_float64(values: Array, dtype: DType) -> Array:
-    """Float64 elements in a floating-point type, rounded to nearest, ties to even; for bfloat16 normal numbers only."""
+    """Round float64 elements to a floating-point type, ties to even; for bfloat16 normal numbers only."""
     if dtype.name != "bfloat16":
         native: Array = values.astype(dtype.storage)
         return native
@@ -127,13 +127,10 @@ def from_float64(values: Array, dtype: DType) -> Array:
 
 
 def random_array(dtype: DType, count: int, seed: Sequence[int], *, small: bool = False) -> Array:
-    """``count`` random elements in the storage type of ``dtype``; the same for the same seed.
+    """Make ``count`` random elements in the storage type of ``dtype``; the same for the same seed.
 
-    Args:
-        dtype: the element type. Floating-point values are normally distributed, integers cover all of their type.
-        count: how many.
-        seed: any integers >= 0.
-        small: integers so small that sums over 13 ranks and factors up to 1.5 fit any type.
+    Floating-point values are normally distributed, integers cover all of their type, or, if ``small``, are so small
+    that sums over 13 ranks and factors up to 1.5 fit any type. ``seed`` is any integers >= 0.
     """
     random = np.random.default_rng(list(seed))
     if dtype.is_floating:

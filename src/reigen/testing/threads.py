@@ -14,15 +14,12 @@ from reigen.testing.failures import RankError, RankFailure
 
 
 def run_threads(func: Callable[[int, LocalRendezvous], Any], size: int, *, timeout: float = 120.0) -> list[Any]:
-    """Calls ``func(rank, rendezvous)`` in ``size`` threads at the same time.
+    """Call ``func(rank, rendezvous)`` in ``size`` threads at the same time, with one rendezvous for all.
 
-    Args:
-        func: gets its rank and the rendezvous that all of them share.
-        size: how many ranks.
-        timeout: seconds that all ranks together may take. Threads cannot be stopped: late ones stay, as daemons.
+    Threads cannot be stopped: those that are late after ``timeout`` seconds stay, as daemons.
 
     Returns:
-        What the ranks returned, by rank.
+        The results, by rank.
 
     Raises:
         RankError: ranks raised or were late.

@@ -1,4 +1,4 @@
-"""A rank of a :class:`reigen.testing.RankPool`: a process that performs one task after another."""
+"""Rank of a :class:`reigen.testing.RankPool`: a process that performs one task after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class _Baseline:
-    """What a task may change and the next one must not see."""
+    """State that a task may change and the next one must not see."""
 
     environment: dict[str, str]
     directory: str
@@ -40,11 +40,9 @@ class _Baseline:
 
 
 def main(descriptor: int, parent: int) -> None:
-    """Performs tasks until the test closes its end.
+    """Perform tasks from the inherited end of the socket pair until the test, process ``parent``, closes its end.
 
-    Args:
-        descriptor: the inherited end of the socket pair.
-        parent: process id of the test. When it ends, however it ends, so does this process.
+    When that ends, however it ends, so does this process.
     """
     _die_with(parent)
     os.set_inheritable(descriptor, False)
@@ -78,7 +76,7 @@ def _perform(task: RankTask) -> RankReply:
         with LeakCheck() if task.check_leaks else contextlib.nullcontext(), _job(task.init):
             result = func(*args)
         return RankReply(dump(result))
-    except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt are the test's to judge, too
+    except BaseException as error:  # noqa: BLE001  SystemExit and KeyboardInterrupt are for the test to judge, too
         return RankReply(None, _dump_error(error), traceback.format_exc())
 
 

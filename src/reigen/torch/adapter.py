@@ -71,7 +71,7 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         """The contents, and whether the array is the tensor's memory."""
         if tensor.requires_grad:
             tensor = tensor.detach()
-        aliases = tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_neg()
+        aliases = tensor.is_contiguous() and tensor.is_cpu and not tensor.is_neg()
         if not aliases:
             tensor = tensor.cpu().resolve_neg().clone(memory_format=torch.contiguous_format)
         if tensor.dtype is torch.bfloat16:
@@ -89,9 +89,8 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         """Copy ``array`` into the tensor, whatever its layout and device."""
         tensor.detach().copy_(tensor_over(array, dtype_of(tensor.dtype)))
 
-    def mark_modified(self, tensor: torch.Tensor) -> None:
-        """Let autograd know, so that backward through an overwritten value is an error and not a wrong gradient."""
-        torch.autograd.graph.increment_version(tensor)
+    #: lets autograd know, so that backward through an overwritten value is an error and not a wrong gradient
+    mark_modified = staticmethod(torch.autograd.graph.increment_version)
 
     def needs_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
         """See `TensorAdapter.needs_gradient`."""

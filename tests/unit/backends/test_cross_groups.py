@@ -21,13 +21,13 @@ from reigen.types import DTYPES, ReduceOp
 )
 def test_every_lane_has_a_rank_of_every_machine(groups: list[list[int]], lanes: list[tuple[int, ...]]) -> None:
     found = CrossGroups.of(groups)
-    assert list(found.lanes) == lanes
+    assert list(found.groups) == lanes
     assert found.size == sum(map(len, groups))
 
 
 def test_lanes_keep_the_order_of_machines_even_if_there_are_fewer_then() -> None:
     found = CrossGroups.of([[0, 3], [1, 2]])
-    assert found.lanes == ((0, 1),)  # 3 and 2 would add the second machine first
+    assert found.groups == ((0, 1),)  # 3 and 2 would add the second machine first
     assert "fewest ranks has 2" in found.reason
     assert "one order" in found.reason
 

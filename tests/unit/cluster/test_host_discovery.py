@@ -28,26 +28,26 @@ def numbers(machines):
 
 
 def test_one_machine():
-    assert layout(1, "aaa").machines == ((0, 1, 2),)
+    assert layout(1, "aaa").hosts == ((0, 1, 2),)
     assert layout(1, "aaa").topology() == Topology.on_one_host(1, 3)
 
 
 def test_machines_are_ordered_by_their_lowest_rank_whatever_they_are_called():
     two = layout(2, "zzaa")
-    assert two.machines == ((0, 1), (2, 3))
+    assert two.hosts == ((0, 1), (2, 3))
     assert two.local == (2, 3)
     assert two.hostnames == ("host-z", "host-z", "host-a", "host-a")
     assert numbers("zzaa") == [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]
 
 
 def test_ranks_in_turn():
-    assert layout(0, "abab").machines == ((0, 2), (1, 3))
+    assert layout(0, "abab").hosts == ((0, 2), (1, 3))
     assert numbers("abab") == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]
 
 
 def test_uneven_machines_count_only_those_that_have_the_local_rank():
     uneven = layout(4, "abbbcc")
-    assert uneven.machines == ((0,), (1, 2, 3), (4, 5))
+    assert uneven.hosts == ((0,), (1, 2, 3), (4, 5))
     assert numbers("abbbcc") == [(0, 1, 0, 3), (0, 3, 1, 3), (1, 3, 0, 2), (2, 3, 0, 1), (0, 2, 2, 3), (1, 2, 1, 2)]
 
 
@@ -122,7 +122,7 @@ def test_a_rank_that_comes_late_meets_those_that_try_again():
                 shared.put("late", b"")
             else:
                 shared.get("late", 10.0)
-            return discover_hosts(shared, rank, 2, 10.0).machines
+            return discover_hosts(shared, rank, 2, 10.0).hosts
 
         assert run_threads(find, 2) == [((0, 1),)] * 2
 

@@ -157,10 +157,10 @@ def card(pid: int, fd: int, inode: int, machine: str = "", problem: str = "") ->
     [
         (1 << 22, 3, 1, "", "", PeerLostError, "died or gave up during init"),
         (os.getpid(), 99_999, 1, "", "", PeerLostError, "died or gave up during init"),
-        (os.getpid(), 0, 1, "elsewhere", "", CollectiveError, "do not share one machine"),
+        (os.getpid(), 0, 1, "elsewhere", "", CollectiveError, "do not share one host"),
         (0, -1, 0, "", "not enough memory here", SharedMemoryError, r"not enough memory here \(told by rank 1\)"),
     ],
-    ids=["no process", "no descriptor", "another machine", "no memory"],
+    ids=["no process", "no descriptor", "another host", "no memory"],
 )
 def test_a_card_that_leads_nowhere(
     pid: int, fd: int, inode: int, machine: str, problem: str, kind: type[CollectiveError], text: str

@@ -22,7 +22,7 @@ from reigen.engine.stall.inspector import (
     StallInspector,
     StallResolved,
     WarnStall,
-    format_ranks,
+    name_ranks,
 )
 from reigen.engine.stall.report import format_resolved, format_stall, stall_error
 from reigen.engine.stall.stack_sampler import StackFrame, StackSample, process_state, sample_stack
@@ -302,7 +302,7 @@ def test_rank_one_gives_up_in_place_of_rank_zero() -> None:
     ("ranks", "text"), [([3], "rank 3"), ([4, 2], "ranks 2, 4"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7, 8")]
 )
 def test_listed(ranks: list[int], text: str) -> None:
-    assert format_ranks(ranks) == text
+    assert name_ranks(ranks) == text
 
 
 # -- where a thread is ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Bundles make no difference: a store that is sent bundles, and one that is sent the same requests key by key."""
+"""Batches make no difference: a store that is sent batches, and one that is sent the same requests key by key."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     MAX_BATCH_KEYS,
     REMOTE_ERROR_CODEC,
+    KeySpec,
     KVHello,
     MessageFlag,
     MessageHeader,
@@ -34,7 +35,7 @@ from reigen.kv.server.batching import BatchHandler, KeyBatch
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
-from reigen.kv.server.shard import KeySpec, Shard
+from reigen.kv.server.shard import Shard
 from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena
@@ -130,7 +131,7 @@ class Side:
             self.store.has_left(worker, host)
         else:
             for connection in self.connections:
-                for request in [*connection.asked(), *connection.open_requests.values()]:
+                for request in [*connection.unanswered(), *connection.open_requests.values()]:
                     request.since = -1e9
             self.store.expire()
 
@@ -160,13 +161,13 @@ class Side:
 
 @dataclass
 class Asked:
-    """A call of a worker for several keys: its id where it is a bundle, and each key's, behind that."""
+    """A call of a worker for several keys: its id where it is a batch, and each key's, behind that."""
 
     kind: MessageKind
     keys: tuple[int, ...]
     numbers: tuple[int, ...]
     values: dict[int, np.ndarray[Any, Any]]
-    bundle: int
+    batch: int
     singles: dict[int, int]
 
     def body(self, keys: tuple[int, ...]) -> bytes:
@@ -183,7 +184,7 @@ class Player:
 
 
 class Game:
-    """The same happens to two stores; one is sent bundles."""
+    """The same happens to two stores; one is sent batches."""
 
     def __init__(self, seed: int, num_workers: int | None = None) -> None:
         self.chance = random.Random(seed)
@@ -193,7 +194,7 @@ class Game:
         policy = self.chance.choice(["abort", "continue", "wait"])
         optimizer = optim.create("sgd", learning_rate=0.1, momentum=0.9)
         chosen = optimizer if staleness or self.chance.random() < 0.3 else None
-        self.bundled, self.single = (Side(num_workers, staleness, policy, chosen) for _ in range(2))
+        self.batched, self.single = (Side(num_workers, staleness, policy, chosen) for _ in range(2))
         self.players = [Player() for _ in range(num_workers)]
         self.num_requests = 0
         #: what all workers do, in the same order, and how much of it each has done
@@ -221,7 +222,7 @@ class Game:
             self.handle_events("expire")
             self.compare()
         finally:
-            self.bundled.close()
+            self.batched.close()
             self.single.close()
 
     def go_on(self, worker: int) -> None:
@@ -272,21 +273,21 @@ class Game:
             header = MessageHeader(
                 asked.kind, asked.singles[key], key, 0, number, int(MessageFlag.ANSWER_IN_MEMORY), FLOAT
             )
-            for side in (self.single, self.bundled)[: 2 if len(asked.keys) == 1 else 1]:
+            for side in (self.single, self.batched)[: 2 if len(asked.keys) == 1 else 1]:
                 side.send(worker, header, asked.body((key,)))
         if len(asked.keys) == 1:
             return
         about = np.array([asked.keys, asked.numbers], np.uint64).tobytes()
         header = MessageHeader(
             asked.kind,
-            asked.bundle,
+            asked.batch,
             0,
             len(asked.keys),
             0,
             int(MessageFlag.BATCH | MessageFlag.ANSWER_IN_MEMORY),
             FLOAT,
         )
-        self.bundled.send(worker, header, about + asked.body(asked.keys))
+        self.batched.send(worker, header, about + asked.body(asked.keys))
 
     def handle_events(self, what: str) -> None:
         worker = self.chance.randrange(len(self.players))
@@ -294,22 +295,22 @@ class Game:
         if (what == "leave" and player.open) or (what == "lose" and player.has_left):
             return
         player.has_left |= what == "leave"
-        for side in (self.bundled, self.single):
+        for side in (self.batched, self.single):
             side.handle_events(what, worker)
         if what == "reconnect":
             self.num_requests += 1
             body = pack_counts((key, 0, self.single.store.shards[key, 0].engine.done(worker)) for key in SIZES)
-            for side in (self.bundled, self.single):
+            for side in (self.batched, self.single):
                 side.send(worker, MessageHeader(MessageKind.RESUME, self.num_requests), body)
             for asked in player.open:
                 self.send(worker, asked)
 
     def compare(self) -> None:
-        for side in (self.bundled, self.single):
+        for side in (self.batched, self.single):
             side.settle()
-        assert self.bundled.values() == self.single.values()
-        assert self.bundled.arena.num_used_bytes == self.single.arena.num_used_bytes
-        for side in (self.bundled, self.single):
+        assert self.batched.values() == self.single.values()
+        assert self.batched.arena.num_used_bytes == self.single.arena.num_used_bytes
+        for side in (self.batched, self.single):
             assert side.store.broken is None
             held = [sum(1 for held in shard.engine._held if held) for shard in side.store.shards.values()]
             waiting = any(shard.waiting for shard in side.store.shards.values())
@@ -322,8 +323,8 @@ class Game:
 
     def is_over(self, worker: int, asked: Asked) -> bool:
         """Whether a call has been answered, in both stores or in none, and alike."""
-        found, expected = self.bundled.lines[worker].answers, self.single.lines[worker].answers
-        together = found.get(asked.bundle)
+        found, expected = self.batched.lines[worker].answers, self.single.lines[worker].answers
+        together = found.get(asked.batch)
         begin, is_over, player = 0, True, self.players[worker]
         for key, number in zip(asked.keys, asked.numbers, strict=True):
             answer, end = found.get(asked.singles[key]), begin + 4 * SIZES[key]
@@ -340,7 +341,7 @@ class Game:
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(10, 60, 10))])
-def test_bundles_make_no_difference(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_make_no_difference(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"together": 0, "opened": 0}
 
     def counted(name: str, of: type, method: str) -> None:
@@ -355,7 +356,7 @@ def test_bundles_make_no_difference(first: int, monkeypatch: pytest.MonkeyPatch)
     # a round of the usual keys takes more
     monkeypatch.setattr(store, "_SMALL_BYTES", 1 << 16 if first % 20 else 1 << 30)
     counted("together", BatchHandler, "_complete")
-    counted("opened", KeyBatch, "open")
+    counted("opened", KeyBatch, "split")
     for seed in range(first, first + 10):
         Game(seed).play(120)
     assert counts["together"] > 15, "the plain case has been tried"
@@ -373,11 +374,11 @@ def test_rounds_overtake_each_other_where_priorities_differ() -> None:
                     game.ask(worker, "push", USUAL)
             for worker, asked in game.chance.sample(calls, len(calls)):
                 game.send(worker, asked)
-                assert game.bundled.values() == game.single.values()
+                assert game.batched.values() == game.single.values()
             game.compare()
             assert not any(player.open for player in game.players)
         finally:
-            game.bundled.close()
+            game.batched.close()
             game.single.close()
 
 
@@ -390,14 +391,34 @@ def test_a_push_that_comes_twice_counts_once() -> None:
         assert set(side.store.shards[2, 0].array.tolist()) == {2.0}
         assert [set(line.answers) - {1 << 40 | key for key in SIZES} for line in side.lines] == [{21, 22}, {31, 32}]
         assert all(connection.num_held_bytes < 1000 for connection in side.connections), (
-            "one bundle is dropped, not kept"
+            "one batch is dropped, not kept"
         )
     finally:
         side.close()
 
 
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_push_that_waits_in_a_batch_does_not_reach_a_key_that_was_declared_anew(size: int) -> None:
+    side = Side(2, 0.0, "abort", None)
+    try:
+        body = np.array([(2, 6), (1, 1)], np.uint64).tobytes() + np.ones(40, np.float32).tobytes()
+        side.send(0, MessageHeader(MessageKind.PUSH, 10, 0, 2, 0, int(MessageFlag.BATCH), FLOAT), body)
+        side.store.plan_shards(6, KeySpec(6, (size,), "float32", generation=1), (ShardRange(0, 0, size, 0),))
+        side.send(0, MessageHeader(MessageKind.INIT, 20, 6), np.zeros(size, np.float32).tobytes())
+        side.send(1, MessageHeader(MessageKind.PUSH, 30, 2, 0, 1, 0, FLOAT), np.ones(33, np.float32).tobytes())
+        assert side.lines[0].answers[11] == (MessageKind.DONE, b"")
+        kind, problem = side.lines[0].answers[12]
+        assert (kind, problem.error, problem.key) == (MessageKind.ERROR, "ArgumentError", 6)
+        assert set(side.store.shards[2, 0].array.tolist()) == {2.0}
+        assert set(side.store.shards[6, 0].array.tolist()) == {0.0}
+        assert not side.connections[0].open_requests
+        assert side.connections[0].num_held_bytes == 0
+    finally:
+        side.close()
+
+
 @pytest.mark.parametrize("staleness", [0.0, float("inf")])
-def test_bundles_that_were_opened_leave_no_cycles(staleness: float) -> None:
+def test_batches_that_were_opened_leave_no_cycles(staleness: float) -> None:
     """Servers look for cycles rarely (`reigen.kv.run_role`)."""
     side = Side(2, staleness, "abort", optim.create("sgd", learning_rate=1.0))
     try:
@@ -460,12 +481,12 @@ def test_a_round_that_is_plain_takes_no_more_memory_than_the_values() -> None:
 @pytest.mark.parametrize(
     ("keys", "numbers", "extra", "flags", "dtype", "says"),
     [
-        ((), (), 0, 0, FLOAT, "a bundle of 0 keys"),
+        ((), (), 0, 0, FLOAT, "a batch of 0 keys"),
         ((1, 2), (1, 1), 4, 0, FLOAT, "bytes of elements"),
         ((1, 2), (1, 0), 0, 0, FLOAT, "a push without a round"),
         ((1, 1), (1, 2), 0, 0, FLOAT, "the same key twice"),
         ((1, 2), (1, 1), 0, int(MessageFlag.ENCODED), FLOAT, "with flags"),
-        ((1, 2), (1, 1), 0, 0, DTYPE_NUMBERS["float16"], "in a bundle of others"),
+        ((1, 2), (1, 1), 0, 0, DTYPE_NUMBERS["float16"], "in a batch of others"),
     ],
 )
 def test_what_no_worker_sends_ends_its_connection(
@@ -478,7 +499,7 @@ def test_what_no_worker_sends_ends_its_connection(
         with pytest.raises(WireError, match=says):
             side.send(0, header, body)
         for request, count in enumerate((0, MAX_BATCH_KEYS + 1, (1 << 32) - 1), 10):
-            with pytest.raises(WireError, match="a bundle of"):
+            with pytest.raises(WireError, match="a batch of"):
                 side.send(
                     0, MessageHeader(MessageKind.PUSH, request, 0, count, 0, int(MessageFlag.BATCH), FLOAT), bytes(64)
                 )
@@ -488,7 +509,7 @@ def test_what_no_worker_sends_ends_its_connection(
         side.close()
 
 
-def test_a_key_that_is_not_there_is_an_error_of_the_bundle_and_changes_nothing() -> None:
+def test_a_key_that_is_not_there_is_an_error_of_the_batch_and_changes_nothing() -> None:
     side = Side(1, 0.0, "abort", None)
     try:
         before = side.values()

@@ -4,7 +4,7 @@ from reigen.errors import MismatchError
 from reigen.kv.server.consensus import Consensus
 
 
-def said(*words, expected=3):
+def gather(*words, expected=3):
     agreement = Consensus("the type", lambda word: f"type {word}")
     for worker, word in words:
         agreement.say(worker, word)
@@ -12,18 +12,18 @@ def said(*words, expected=3):
 
 
 def test_nothing_is_decided_while_somebody_is_missing():
-    agreement, decision = said((0, "a"), (2, "a"))
+    agreement, decision = gather((0, "a"), (2, "a"))
     assert decision == (None, None)
     assert agreement.missing(range(3)) == (1,)
     assert Consensus("x").decide(()) == (None, None)
 
 
 def test_all_say_the_same():
-    assert said((2, "a"), (1, "a"), (0, "a"))[1] == ("a", None)
+    assert gather((2, "a"), (1, "a"), (0, "a"))[1] == ("a", None)
 
 
 def test_who_says_something_else_is_named_and_may_try_again():
-    agreement, (word, error) = said((0, "a"), (1, "b"), (2, "a"))
+    agreement, (word, error) = gather((0, "a"), (1, "b"), (2, "a"))
     assert word is None
     assert isinstance(error, MismatchError)
     assert error.ranks == (1,)
@@ -34,9 +34,9 @@ def test_who_says_something_else_is_named_and_may_try_again():
 
 
 def test_without_a_majority_the_lowest_worker_is_right():
-    assert said((0, "a"), (1, "b"), expected=2)[1][1].ranks == (1,)
+    assert gather((0, "a"), (1, "b"), expected=2)[1][1].ranks == (1,)
 
 
 def test_the_word_of_one_who_is_not_expected_any_more_counts():
-    _, (_, error) = said((0, "a"), (1, "a"), (2, "b"), expected=2)
+    _, (_, error) = gather((0, "a"), (1, "a"), (2, "b"), expected=2)
     assert error.ranks == (2,)

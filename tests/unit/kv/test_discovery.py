@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
+from reigen.cluster.bootstrap import local
 from reigen.config import load_config
 from reigen.errors import ConfigError
-from reigen.kv.membership.discovery import SchedulerLocator, choose_listen_host, expand_interfaces, scheduler_address
+from reigen.kv.membership.discovery import (
+    SchedulerLocator,
+    choose_listen_host,
+    expand_interfaces,
+    scheduler_address,
+    scheduler_secret,
+)
 from reigen.kv.membership.environment import ProcessConfig, read_process_config
 from reigen.net.interfaces import local_addresses
 
@@ -47,6 +56,17 @@ def test_a_place_that_is_not_here_is_refused(host: str) -> None:
 def test_a_scheduler_behind_another_address_listens_at_its_own() -> None:
     told = settings("scheduler", "192.0.2.7", DMLC_NODE_HOST="127.0.0.1")
     assert scheduler_address(told) == ("127.0.0.1", 9091)
+
+
+def test_a_secret_whose_keeper_does_not_answer_is_not_replaced_by_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_TALK_SECONDS", 0.05)
+    scheduler = settings("scheduler", DMLC_PS_ROOT_PORT="9093", REIGEN_START_TIMEOUT="0.1")
+    assert scheduler_secret(scheduler)[1] is False, "there is no keeper"
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(local.bootstrap_socket_name("kv", "keeper 127.0.0.1 9093", 1))
+        stopped.listen(8)
+        with pytest.raises(ConfigError, match=r"9093, and has not answered for 0.1 s .*let it go on, or end it"):
+            scheduler_secret(scheduler)
 
 
 def test_an_interface_may_be_named_by_its_beginning() -> None:

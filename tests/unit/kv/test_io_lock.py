@@ -14,28 +14,28 @@ SECONDS = 10.0
 
 
 @pytest.fixture
-def turnstile() -> Iterator[IOLock]:
+def lock() -> Iterator[IOLock]:
     made = IOLock()
     yield made
     made.close()
     made.close()
 
 
-def test_who_holds_it_hears_the_bell_and_sees_who_waits(turnstile: IOLock) -> None:
-    with turnstile:
-        assert not turnstile.is_wanted
-        assert not turnstile.try_acquire()
-        assert not turnstile.is_wanted, "who only tries asks nobody to leave"
-        other = threading.Thread(target=turnstile.__enter__)
+def test_who_holds_it_hears_the_bell_and_sees_who_waits(lock: IOLock) -> None:
+    with lock:
+        assert not lock.is_wanted
+        assert not lock.try_acquire()
+        assert not lock.is_wanted, "who only tries asks nobody to leave"
+        other = threading.Thread(target=lock.__enter__)
         other.start()
-        assert select.select([turnstile], [], [], SECONDS)[0]
-        turnstile.heed()
-        assert not select.select([turnstile], [], [], 0)[0]
-        assert turnstile.is_wanted, "the bell was heard, and somebody waits all the same"
+        assert select.select([lock], [], [], SECONDS)[0]
+        lock.clear()
+        assert not select.select([lock], [], [], 0)[0]
+        assert lock.is_wanted, "the bell was heard, and somebody waits all the same"
     other.join(SECONDS)
     assert not other.is_alive()
-    assert not turnstile.is_wanted
-    turnstile.__exit__()
-    assert turnstile.num_releases == 2
-    assert turnstile.try_acquire()
-    turnstile.__exit__()
+    assert not lock.is_wanted
+    lock.__exit__()
+    assert lock.num_releases == 2
+    assert lock.try_acquire()
+    lock.__exit__()

@@ -15,6 +15,7 @@ from reigen.kv.protocol import (
     DECLARE_CODEC,
     DTYPE_NUMBERS,
     DeclareKey,
+    KeySpec,
     KVHello,
     MessageFlag,
     MessageHeader,
@@ -27,7 +28,6 @@ from reigen.kv.protocol import (
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
 from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
-from reigen.kv.server.shard import KeySpec
 from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads
 from reigen.optim import SGD
@@ -90,7 +90,7 @@ class Scene:
             self.desk.arrived(self.connections[0], header, np.ones(4 * size, np.uint8))
 
     def push_together(self):
-        """The same, with a bundle."""
+        """The same, with a batch."""
         self.num_rounds += 1
         keys = [DENSE, OTHER]
         body = np.array([keys, [self.num_rounds] * 2], np.uint64).tobytes() + bytes(24)
@@ -129,7 +129,7 @@ BODIES = st.one_of(
     ),
     st.builds(
         lambda name, shape, dtype, stype, generation, ready: DECLARE_CODEC.encode(
-            DeclareKey(name, shape, dtype, stype, (ShardRange(0, 0, 4, 0),), ready, "", generation)
+            DeclareKey(KeySpec(name, shape, dtype, stype, generation), (ShardRange(0, 0, 4, 0),), ready)
         ),
         st.sampled_from(["dense", "rows", "new", 5]),
         st.sampled_from([(4,), (3, 2), ()]),
@@ -207,14 +207,14 @@ PUSHES = st.builds(
 )
 
 
-def _bundle(kind, request, keys, rounds, num_more):
+def _batch(kind, request, keys, rounds, num_more):
     num_bytes = 0 if kind == MessageKind.PULL else sum({DENSE: 16, OTHER: 8, ROWS: 24}[key] for key in keys) + num_more
     body = np.array([keys, rounds[: len(keys)]], np.uint64).tobytes() + bytes(num_bytes)
     return MessageHeader(kind, request, 0, len(keys), 0, MessageFlag.BATCH, FLOAT, body_bytes=len(body)), body
 
 
-BUNDLES = st.builds(
-    _bundle,
+BATCHS = st.builds(
+    _batch,
     st.sampled_from([MessageKind.PUSH, MessageKind.PUSHPULL, MessageKind.PULL]),
     st.integers(7, 100),
     st.lists(st.sampled_from([DENSE, OTHER, DENSE, OTHER, ROWS]), min_size=1, max_size=2, unique=True),
@@ -223,7 +223,7 @@ BUNDLES = st.builds(
 )
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("send"), st.one_of(MESSAGES, PUSHES, PUSHES, BUNDLES)),
+        st.tuples(st.just("send"), st.one_of(MESSAGES, PUSHES, PUSHES, BATCHS)),
         st.tuples(st.sampled_from(["push", "push", "push together", "again", "lose", "return"]), st.none()),
     ),
     max_size=25,

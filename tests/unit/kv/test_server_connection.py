@@ -118,16 +118,15 @@ class Owner:
         self.num_empty = 0
 
     def over(self, request: ClientRequest) -> None:
-        if request.on_done is not None:
-            request.on_done(request)
+        request.note()
         self.ended.append(request)
         request.operation.num_left -= 1
 
-    def key_completed(self, bundle: BatchRequest, place: int, *, is_done: bool) -> None:
-        bundle.complete_part(place, is_done=is_done)
-        self.parts.append((bundle, place))
+    def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
+        batch.complete_part(place, is_done=is_done)
+        self.parts.append((batch, place))
 
-    def heed(self, notice: ServerNotice) -> None:
+    def handle_notice(self, notice: ServerNotice) -> None:
         self.notices.append(notice)
 
     def counts(self, server: int) -> list[tuple[int, int, int]]:
@@ -151,7 +150,7 @@ class Bench:
     def begin(self, kind: MessageKind = MessageKind.PUSH, **facts: Any) -> ClientRequest:
         operation = KVOperation(None, "a test")  # type: ignore[arg-type]  # nobody waits
         operation.num_left = 1
-        request = ClientRequest(kind, 3, operation, key=7, round=3, **facts)
+        request = ClientRequest(MessageHeader(kind, key=7, round=3), 3, operation, **facts)
         self.upstream.submit(request)
         self.upstream.flush()
         return request
@@ -159,7 +158,9 @@ class Bench:
     def answer(
         self, request: ClientRequest, kind: MessageKind, body: bytes = b"", flags: int = 0, **facts: Any
     ) -> None:
-        self.server.say(MessageHeader(kind, request.request, flags=flags, store=5, body_bytes=len(body), **facts), body)
+        self.server.say(
+            MessageHeader(kind, request.header.request, flags=flags, store=5, body_bytes=len(body), **facts), body
+        )
         self.upstream.receive()
 
 
@@ -224,14 +225,14 @@ def test_values_in_the_servers_memory_are_given_back_together(bench: Make) -> No
     one.upstream.flush()
     requests.append(one.begin(MessageKind.PULL, into=intos[3]))
     (release, ids), (asked, _) = one.server.hear(2)
-    assert (release.kind, np.frombuffer(ids, "<u8").tolist()) == (MessageKind.RELEASE, [requests[0].request])
-    assert asked.request == requests[3].request, "what is asked next takes it along"
+    assert (release.kind, np.frombuffer(ids, "<u8").tolist()) == (MessageKind.RELEASE, [requests[0].header.request])
+    assert asked.request == requests[3].header.request, "what is asked next takes it along"
     for request in requests[1:]:
         one.answer(request, MessageKind.VALUE, **where)
         one.upstream.flush()
     ((release, ids),) = one.server.hear(1)
     assert release.kind == MessageKind.RELEASE, "with the last answer"
-    assert np.frombuffer(ids, "<u8").tolist() == [each.request for each in requests[1:]]
+    assert np.frombuffer(ids, "<u8").tolist() == [each.header.request for each in requests[1:]]
     assert np.stack(intos).tolist() == [[7, 7, 7]] * 4
     arena.close()
 
@@ -270,18 +271,18 @@ def test_what_no_server_says_ends_the_connection(
     assert request.answer_header is None
 
 
-def test_a_bundle_that_is_answered_with_something_else_ends_the_connection(bench: Make) -> None:
+def test_a_batch_that_is_answered_with_something_else_ends_the_connection(bench: Make) -> None:
     one, outs = bench(), [np.zeros(3, np.float32), np.zeros(0, np.float32)]
-    request = BatchRequest(MessageKind.PULL, 3, KVOperation(None, "pull"), numbers=(1, 1), outs=outs)  # type: ignore[arg-type]  # nobody waits
+    request = BatchRequest(MessageHeader(MessageKind.PULL), 3, KVOperation(None, "pull"), numbers=(1, 1), outs=outs)  # type: ignore[arg-type]  # nobody waits
     one.upstream.submit(request)
     one.upstream.flush()
-    with pytest.raises(WireError, match="16 bytes for a bundle of 12"):
+    with pytest.raises(WireError, match="16 bytes for a batch of 12"):
         one.answer(request, MessageKind.VALUE, np.ones(4, np.float32).tobytes())
     assert list(one.upstream.outstanding.values()) == [request]
     assert outs[0].tolist() == [0, 0, 0]
 
 
-def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
+def test_keys_of_a_batch_are_answered_by_themselves(bench: Make) -> None:
     one, outs = bench(), [np.zeros(2, np.float32) for _ in range(3)]
     tracks = [KeyOrder(num_reads=1, num_pushes=1) for _ in outs]
     told: list[tuple[int, int, bool]] = []
@@ -290,15 +291,14 @@ def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
         return lambda shard, number, is_done: told.append((key, number, is_done))
 
     operation = KVOperation(None, "pushpull")  # type: ignore[arg-type]  # nobody waits
-    bundle = BatchRequest(MessageKind.PUSHPULL, 3, operation, orders=tracks, numbers=(4, 5, 6), outs=outs)
-    bundle.notes = [note_of(key) for key in range(3)]
-    bundle.on_done = bundle.note
-    one.upstream.submit(bundle)
+    batch = BatchRequest(MessageHeader(MessageKind.PUSHPULL), 3, operation, orders=tracks, numbers=(4, 5, 6), outs=outs)
+    batch.notes = [note_of(key) for key in range(3)]
+    one.upstream.submit(batch)
     later = one.begin(MessageKind.PULL, into=np.zeros(1, np.float32))
-    assert later.request == bundle.request + 4, "each key has an id"
+    assert later.header.request == batch.header.request + 4, "each key has an id"
 
     def answer(place: int, kind: MessageKind, body: bytes) -> None:
-        one.server.say(MessageHeader(kind, bundle.request + 1 + place, store=5, body_bytes=len(body)), body)
+        one.server.say(MessageHeader(kind, batch.header.request + 1 + place, store=5, body_bytes=len(body)), body)
         one.upstream.receive()
 
     answer(2, MessageKind.VALUE, np.ones(2, np.float32).tobytes())
@@ -309,12 +309,12 @@ def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
     assert outs[2].tolist() == [7, 7]
     answer(0, MessageKind.ERROR, REMOTE_ERROR_CODEC.encode(RemoteError("ArgumentError", "it is wrong", "w")))
     assert told == [(2, 6, True), (0, 4, False)]
-    assert one.owner.parts == [(bundle, 2), (bundle, 0)]
-    assert list(bundle.leave()) == [tracks[1]]
-    bundle.orders = tracks
+    assert one.owner.parts == [(batch, 2), (batch, 0)]
+    assert list(batch.leave()) == [tracks[1]]
+    batch.orders = tracks
     assert not one.owner.ended
     answer(1, MessageKind.VALUE, np.ones(2, np.float32).tobytes())
-    assert one.owner.ended == [bundle]
+    assert one.owner.ended == [batch]
     assert told[2:] == [(1, 5, True)]
     assert isinstance(operation.error, ArgumentError)
     assert list(one.upstream.outstanding.values()) == [later]
@@ -322,13 +322,13 @@ def test_keys_of_a_bundle_are_answered_by_themselves(bench: Make) -> None:
 
 def test_a_value_for_a_key_that_was_only_pushed_ends_the_connection(bench: Make) -> None:
     one = bench()
-    bundle = BatchRequest(MessageKind.PUSH, 3, KVOperation(None, "push"), numbers=(1, 1))  # type: ignore[arg-type]  # nobody waits
-    one.upstream.submit(bundle)
+    batch = BatchRequest(MessageHeader(MessageKind.PUSH), 3, KVOperation(None, "push"), numbers=(1, 1))  # type: ignore[arg-type]  # nobody waits
+    one.upstream.submit(batch)
     one.upstream.flush()
-    one.server.say(MessageHeader(MessageKind.VALUE, bundle.request + 1, store=5, body_bytes=4), bytes(4))
+    one.server.say(MessageHeader(MessageKind.VALUE, batch.header.request + 1, store=5, body_bytes=4), bytes(4))
     with pytest.raises(WireError, match="a value that nobody asked for"):
         one.upstream.receive()
-    assert list(one.upstream.outstanding.values()) == [bundle]
+    assert list(one.upstream.outstanding.values()) == [batch]
 
 
 def test_another_server_at_the_address_is_noticed() -> None:
@@ -472,7 +472,11 @@ def test_what_was_not_answered_is_sent_again_after_a_reconnection(bench: Make) -
     one.upstream.receive()
     one.upstream.flush()
     again = one.server.hear(3)
-    assert [header.request for header, _ in again] == [first.request, third.request, fourth.request]
+    assert [header.request for header, _ in again] == [
+        first.header.request,
+        third.header.request,
+        fourth.header.request,
+    ]
     assert [bool(header.flags & MessageFlag.RESENT) for header, _ in again] == [True, True, False]
     assert one.owner.num_empty == 0
 
@@ -495,7 +499,7 @@ def test_the_question_where_the_server_is_may_be_lost(bench: Make) -> None:
     one.server.say(MessageHeader(MessageKind.DONE, first[0].request, store=5))
     one.upstream.receive()
     one.upstream.flush()
-    assert one.server.hear(1)[0][0].request == request.request
+    assert one.server.hear(1)[0][0].request == request.header.request
 
 
 def test_what_waits_for_its_turn_on_the_wire_is_not_sent_again(bench: Make) -> None:
@@ -545,14 +549,14 @@ def test_with_resending_what_nothing_is_heard_of_is_sent_again(bench: Make) -> N
     one.upstream.resend(unknown.sent_at + 1.5)
     one.upstream.flush()
     heard = {header.request: (header, body) for header, body in one.server.hear(3)}
-    assert heard[silent.request][1] == b"1"
-    assert heard[silent.request][0].flags & MessageFlag.RESENT
+    assert heard[silent.header.request][1] == b"1"
+    assert heard[silent.header.request][0].flags & MessageFlag.RESENT
     for request in (known, unknown):
-        assert (heard[request.request][0].kind, heard[request.request][0].about) == (
+        assert (heard[request.header.request][0].kind, heard[request.header.request][0].about) == (
             MessageKind.QUERY,
             MessageKind.PUSH,
         )
     one.answer(unknown, MessageKind.RECEIVED, flags=int(MessageFlag.UNKNOWN))
     one.upstream.flush()
     header, body = one.server.hear(1)[0]
-    assert (header.kind, header.request, body) == (MessageKind.PUSH, unknown.request, b"3")
+    assert (header.kind, header.request, body) == (MessageKind.PUSH, unknown.header.request, b"3")

@@ -4,12 +4,13 @@ import random
 
 import pytest
 
-from reigen.kv.client.sharding import ALIGNMENT_ELEMENTS, ShardPlacement, ShardPlacer, choose_slice_bytes, home_server
+from reigen.kv.client.sharding import ALIGNMENT_ELEMENTS, ShardPlacer, choose_slice_bytes, home_server
+from reigen.kv.protocol import ShardRange
 
 _MIB = 1 << 20
 
 
-def check(shards: tuple[ShardPlacement, ...], num_elements: int, unit: int = ALIGNMENT_ELEMENTS) -> None:
+def check(shards: tuple[ShardRange, ...], num_elements: int, unit: int = ALIGNMENT_ELEMENTS) -> None:
     """The shards cover the value, in order, and their borders are multiples of the unit."""
     assert [shard.index for shard in shards] == list(range(len(shards)))
     assert [shard.begin for shard in shards] == [0, *(shard.end for shard in shards[:-1])]
@@ -24,7 +25,7 @@ def test_a_small_key_lies_on_the_server_with_the_least_bytes() -> None:
     assert placed == [0, 1, 2, 1, 2]  # not by their number: 0, 1, 2, 0, 1
     assert placer.loads == [400, 160, 240]
     shards, reason = placer.place(9, 10, 8)
-    assert shards == (ShardPlacement(9, 0, 0, 10, 1),)
+    assert shards == (ShardRange(0, 0, 10, 1),)
     assert reason == "10 elements on server 1 (below the bound): 1 shard(s)"
 
 
@@ -71,7 +72,7 @@ def test_shards_are_no_larger_than_the_slice_and_servers_take_turns() -> None:
 def test_a_key_that_must_not_be_cut_is_one_shard() -> None:
     placer = ShardPlacer(2, 1000, 4096)
     assert placer.place(1, 10**6, 4, whole=True) == (
-        (ShardPlacement(1, 0, 0, 10**6, 0),),
+        (ShardRange(0, 0, 10**6, 0),),
         "1000000 elements on server 0 (must not be cut): 1 shard(s)",
     )
 
@@ -94,7 +95,7 @@ def test_tiny_values(num_elements: int) -> None:
 
 def test_one_server_takes_everything() -> None:
     shards, reason = ShardPlacer(1, 10, 4 * _MIB).place(1, 100, 4)
-    assert shards == (ShardPlacement(1, 0, 0, 100, 0),)
+    assert shards == (ShardRange(0, 0, 100, 0),)
     assert "the only server" in reason
 
 
@@ -105,7 +106,7 @@ def test_a_key_that_is_placed_anew_does_not_count_twice() -> None:
     assert sum(placer.loads) == 4000
     placer.forget(1)
     assert placer.loads == [0, 0]
-    placer.adopt(shards, 4)  # what another process of this rank has placed
+    placer.adopt(1, shards, 4)  # what another process of this rank has placed
     assert placer.loads == [4000, 0]
 
 

@@ -26,7 +26,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def outpost(clock: list[float]) -> Iterator[AgentClient]:
     """One whose agent is there, and may be silent for 5 seconds."""
     with LauncherLoop() as loop, closing(AgentClient("h2", spawn_client(["sleep", "60"]), loop, Mock(), 5.0)) as made:
-        made.step = AgentPhase.HERE
+        made.phase = AgentPhase.CONNECTED
         yield made
 
 
@@ -38,9 +38,9 @@ def pass_seconds(outpost: AgentClient, clock: list[float], seconds: int) -> None
 
 def test_a_host_that_says_nothing_is_lost(outpost: AgentClient, clock: list[float]) -> None:
     pass_seconds(outpost, clock, 5)
-    assert outpost.step is AgentPhase.HERE
+    assert outpost.phase is AgentPhase.CONNECTED
     pass_seconds(outpost, clock, 1)
-    assert outpost.step is AgentPhase.GONE
+    assert outpost.phase is AgentPhase.GONE
     assert outpost.refused is not None
     assert outpost.refused.reason == "nothing has been heard of it for 5 s"
 
@@ -48,13 +48,13 @@ def test_a_host_that_says_nothing_is_lost(outpost: AgentClient, clock: list[floa
 def test_a_host_that_is_heard_in_another_way_is_not_lost(outpost: AgentClient, clock: list[float]) -> None:
     """ssh has nothing to say where packets are lost, and for how long nobody can tell."""
     heard = [0.0]
-    outpost.heard_elsewhere_at = lambda: heard[0]
+    outpost.last_received_elsewhere = lambda: heard[0]
     for _ in range(10):
         heard[0] = clock[0]
         pass_seconds(outpost, clock, 5)
-    assert outpost.step is AgentPhase.HERE
+    assert outpost.phase is AgentPhase.CONNECTED
     pass_seconds(outpost, clock, 1)
-    assert outpost.step is AgentPhase.GONE
+    assert outpost.phase is AgentPhase.GONE
 
 
 def test_a_host_may_be_silent_for_a_shorter_time_once_the_job_has_failed(
@@ -64,7 +64,7 @@ def test_a_host_may_be_silent_for_a_shorter_time_once_the_job_has_failed(
     outpost.silence_seconds = 3.5
     assert outpost.turn() == 0.5
     pass_seconds(outpost, clock, 1)
-    assert outpost.step is AgentPhase.GONE
+    assert outpost.phase is AgentPhase.GONE
     assert outpost.refused is not None
     assert outpost.refused.reason == "nothing has been heard of it for 3.5 s"
 
@@ -74,6 +74,6 @@ def test_a_launcher_that_did_not_run_listens_first(outpost: AgentClient, clock: 
     clock[0] += 1000
     outpost.turn()
     pass_seconds(outpost, clock, 5)
-    assert outpost.step is AgentPhase.HERE
+    assert outpost.phase is AgentPhase.CONNECTED
     pass_seconds(outpost, clock, 1)
-    assert outpost.step is AgentPhase.GONE
+    assert outpost.phase is AgentPhase.GONE

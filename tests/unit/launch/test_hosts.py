@@ -105,8 +105,8 @@ def test_a_hostfile_of_mxnets_launcher():
 def homes(text, num_ranks, servers, here=("here",)):
     """Who is where: host, and its ranks and servants by name."""
     seats = assign_ranks_and_servers(parse_hosts(text), num_ranks, servers, lambda name: name in here)
-    assert [each.is_here for each in seats] == [each.host in {*here, "localhost"} for each in seats]
-    return {each.host: [*each.ranks, *(servant.name for servant in each.servants)] for each in seats}
+    assert [each.is_local for each in seats] == [each.host in {*here, "localhost"} for each in seats]
+    return {each.host: [*each.ranks, *(servant.name for servant in each.ps_processes)] for each in seats}
 
 
 def test_servers_run_in_turn_on_the_hosts_of_the_ranks_and_the_scheduler_runs_here():
@@ -152,7 +152,7 @@ def test_the_places_of_dealt_workers_agree():
 
 def test_this_host_by_any_of_its_names_is_one_host():
     assert [
-        (each.host, each.is_here, each.ranks) for each in seats("here:1,b:1,localhost:1", 3, ("here", "localhost"))
+        (each.host, each.is_local, each.ranks) for each in seats("here:1,b:1,localhost:1", 3, ("here", "localhost"))
     ] == [
         ("here", True, (0, 1)),
         ("b", False, (2,)),

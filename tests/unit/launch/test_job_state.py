@@ -299,7 +299,7 @@ def test_a_rank_that_was_started_again_and_left_then_is_not_again():
 
 
 def test_ranks_that_go_on_without_one_that_failed_give_its_exit_code():
-    job = JobState(3, {3: 0, 4: 3}, goes_on=True)
+    job = JobState(3, {3: 0, 4: 3}, continue_on_failure=True)
     assert job.handle(ProcessExited(1, 7)) == []
     assert job.handle(ProcessExited(2, 9)) == []
     assert job.handle(ProcessExited(0, 0)) == [StartGraceTimer()]
@@ -309,16 +309,16 @@ def test_ranks_that_go_on_without_one_that_failed_give_its_exit_code():
 
 
 def test_without_a_server_no_rank_goes_on():
-    job = JobState(3, {3: 0, 4: 3}, goes_on=True)
+    job = JobState(3, {3: 0, 4: 3}, continue_on_failure=True)
     job.handle(ProcessExited(1, 7))
     assert job.handle(ProcessExited(3, 1)) == [TerminateProcesses((0, 2, 4)), StartGraceTimer()]
-    job = JobState(3, {3: 0, 4: 3}, goes_on=True)
+    job = JobState(3, {3: 0, 4: 3}, continue_on_failure=True)
     assert job.handle(HostLost((1, 3), "unplugged")) == [TerminateProcesses((0, 2, 4)), StartGraceTimer()]
     assert job.failure == JobFailure(1, 255, num_stopped=2, reason="unplugged")
 
 
 def test_when_the_last_rank_fails_nobody_goes_on():
-    job = JobState(2, {2: 0, 3: 3}, goes_on=True)
+    job = JobState(2, {2: 0, 3: 3}, continue_on_failure=True)
     job.handle(ProcessExited(1, 7))
     assert job.handle(ProcessExited(0, 9)) == [TerminateProcesses((2, 3)), StartGraceTimer()]
     assert job.failure == JobFailure(1, 7, num_stopped=0)
@@ -342,10 +342,12 @@ def test_whatever_happens_every_job_ends_with_one_exit_code():
         num_ranks = rng.randint(1, 5)
         num_servants, ranks_return = rng.choice([0, 0, 2, 3]), rng.random() < 0.2
         numbers = range(0 if ranks_return else num_ranks, num_ranks + num_servants)
-        restarts, goes_on = {number: rng.randint(0, 2) for number in numbers}, rng.random() < 0.2
-        history, finishes = run_schedule(JobState(num_ranks, restarts, goes_on=goes_on), num_ranks, rng)
+        restarts, continue_on_failure = {number: rng.randint(0, 2) for number in numbers}, rng.random() < 0.2
+        history, finishes = run_schedule(
+            JobState(num_ranks, restarts, continue_on_failure=continue_on_failure), num_ranks, rng
+        )
         assert len(finishes) == 1
-        expected = expected_exit_code(num_ranks, restarts, history, goes_on)
+        expected = expected_exit_code(num_ranks, restarts, history, continue_on_failure)
         assert finishes[0].exit_code == expected, f"seed {seed}: {history}"
 
 
@@ -386,7 +388,7 @@ def code_of(code):
     return [code if code > 0 else 128 - code] if code else []
 
 
-def expected_exit_code(num_ranks, restarts, history, goes_on):
+def expected_exit_code(num_ranks, restarts, history, continue_on_failure):
     running, restarts, codes, rumours = {*range(num_ranks), *restarts}, dict(restarts), [], []
     first = {}
     for event in history:
@@ -408,12 +410,12 @@ def expected_exit_code(num_ranks, restarts, history, goes_on):
             case ProcessExited(number, code):
                 running.discard(number)
                 codes += code_of(code and first.get((number, True), code))
-                if codes and not (goes_on and number < num_ranks):
+                if codes and not (continue_on_failure and number < num_ranks):
                     break
             case HostLost(numbers, _) if running.intersection(numbers):
                 running.difference_update(numbers)
                 codes.append(255)
-                if not (goes_on and max(numbers) < num_ranks):
+                if not (continue_on_failure and max(numbers) < num_ranks):
                     break
             case SignalReceived() | WatchdogLost():
                 codes.append(137 if event == WatchdogLost() else 128 + event.signum)

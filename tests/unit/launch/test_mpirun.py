@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,14 @@ def test_open_mpi_on_this_host() -> None:
             "/opt/mpi/bin/mpirun -np 4 -H localhost:4 --bind-to none --map-by slot --tag-output "
             "python train.py --epochs 3"
         )
+
+
+def test_open_mpi_5_keeps_its_files_where_it_is_told_to() -> None:
+    here = replace(HERE, session_directory="/tmp/one")
+    base = ["--prtemca", "prte_local_tmpdir_base"]
+    assert " ".join([*base, "/tmp/one"]) in line(MpirunFamily.OPEN_MPI_5, LaunchOptions(COMMAND, 4), here)
+    asked = LaunchOptions(COMMAND, 4, mpi_args=(*base, "/tmp/mine"))
+    assert line(MpirunFamily.OPEN_MPI_5, asked, here).count("tmpdir_base") == 1
 
 
 def test_open_mpi_4_on_other_hosts() -> None:

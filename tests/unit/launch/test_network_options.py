@@ -19,7 +19,7 @@ ENVIRONS = [
 
 @pytest.mark.parametrize("environ", ENVIRONS)
 def test_launcher_and_ranks_read_the_same(environ):
-    network, config = NetworkOptions.of(environ), load_config(environ)
+    network, config = NetworkOptions.from_environ(environ), load_config(environ)
     assert network.interfaces == config.network_interfaces
     assert network.peer_timeout_seconds == config.peer_timeout_seconds
     assert network.tls == config.tls
@@ -28,7 +28,9 @@ def test_launcher_and_ranks_read_the_same(environ):
 
 @pytest.mark.parametrize("text", ["", "soon", "0", "-3", "nan", "inf"])
 def test_what_makes_no_sense_is_the_ranks_to_complain_about(text):
-    assert NetworkOptions.of({"REIGEN_PEER_TIMEOUT": text}).peer_timeout_seconds == Config().peer_timeout_seconds
+    assert (
+        NetworkOptions.from_environ({"REIGEN_PEER_TIMEOUT": text}).peer_timeout_seconds == Config().peer_timeout_seconds
+    )
 
 
 @pytest.mark.parametrize(("peer_timeout", "silence"), [(20.0, 26.0), (1.0, 3.0), (1e9, 3600.0)])

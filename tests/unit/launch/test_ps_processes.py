@@ -55,7 +55,7 @@ def test_what_servers_do_without_a_worker_is_what_the_launcher_does():
         return choose_restart_policy(2, ServerOptions(1), {"REIGEN_KV_ON_WORKER_LOSS": policy})
 
     assert on_loss("abort") == choose_restart_policy(2, ServerOptions(1), {}) == RestartPolicy({2: 0, 3: 3})
-    assert on_loss("continue") == RestartPolicy({2: 0, 3: 3}, goes_on=True)
+    assert on_loss("continue") == RestartPolicy({2: 0, 3: 3}, continue_on_failure=True)
     assert on_loss("wait") == RestartPolicy({0: 3, 1: 3, 2: 0, 3: 3})
     assert choose_restart_policy(2, None, {"REIGEN_KV_ON_WORKER_LOSS": "continue"}) == RestartPolicy()
 

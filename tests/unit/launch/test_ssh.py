@@ -20,7 +20,7 @@ from reigen.launch.ssh.launcher import explain_ssh_exit
 def test_the_command_line_of_an_agent():
     ssh = SshOptions(("ssh", "-F", "my config"), port=2222, identity_file="/k")
     agent = AgentCommand.with_modules_of("/opt/my python", {"PYTHONPATH": "/a b", "SECRET": "s"})
-    line = ssh.remote("h2", agent.words_with_environ)
+    line = ssh.remote("h2", agent.argv_with_environ)
     assert line[:3] == ["ssh", "-F", "my config"]
     assert line[-3:-1] == ["--", "h2"]
     assert shlex.split(line[-1]) == ["env", "PYTHONPATH=/a b", "/opt/my python", "-P", "-m", "reigen.launch.agent"]
@@ -33,8 +33,8 @@ def test_the_command_line_of_an_agent():
 
 def test_relative_directories_mean_the_same_elsewhere():
     agent = AgentCommand.with_modules_of("python", {"PYTHONPATH": "src::/lib"})
-    assert agent.words_with_environ[:2] == ["env", f"PYTHONPATH={Path.cwd() / 'src'}:/lib"]
-    assert AgentCommand.with_modules_of("python", {}).words_with_environ == agent.words
+    assert agent.argv_with_environ[:2] == ["env", f"PYTHONPATH={Path.cwd() / 'src'}:/lib"]
+    assert AgentCommand.with_modules_of("python", {}).argv_with_environ == agent.argv
 
 
 def test_host_keys_are_checked_unless_the_user_says_otherwise():

@@ -74,8 +74,10 @@ def test_a_wake_with_a_common_bit_ends_the_wait() -> None:
 
 
 def test_fences_can_be_called() -> None:
-    for fence in memory_fences():
-        fence()
+    publish, fence = memory_fences()
+    publish()
+    with fence:
+        pass
 
 
 def test_who_is_preempted_sleeps_at_once_and_looks_again_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_what_only_the_machine_can_raise(monkeypatch: pytest.MonkeyPatch) -> Non
     files = {"/proc/sys/vm/max_map_count": "3", "/proc/sys/vm/overcommit_memory": "0", "/proc/sys/fs/file-max": "9"}
     monkeypatch.setattr(limits, "_read", lambda path: files.get(path, ""))
     assert "3 mappings: sysctl vm.max_map_count" in find_limit(OSError(errno.ENOMEM, ""))
-    assert find_limit(OSError(errno.ENFILE, "")) == "the machine allows 9 open files: sysctl fs.file-max"
+    assert find_limit(OSError(errno.ENFILE, "")) == "the host allows 9 open files: sysctl fs.file-max"
     files |= {"/proc/sys/vm/max_map_count": "1000000000", "/proc/sys/vm/overcommit_memory": "2"}
     assert "vm.overcommit_memory=2" in find_limit(OSError(errno.ENOMEM, ""))
     assert "vm.overcommit_memory=2" in find_limit(OSError(errno.ENOSPC, ""))

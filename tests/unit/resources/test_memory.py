@@ -180,9 +180,9 @@ def test_the_lowest_limit_in_words(tree: Tree) -> None:
         (OomKillCounts(1, 5), OomKillCounts(1, 6), ""),  # another container's
         (OomKillCounts(1, 5), OomKillCounts(1, 5), ""),
         (OomKillCounts(None, 5), OomKillCounts(None, 5), ""),
-        (OomKillCounts(None, 5), OomKillCounts(None, 6), f"{ENDED_ONE.replace('control group', 'machine')} (L)"),
+        (OomKillCounts(None, 5), OomKillCounts(None, 6), f"{ENDED_ONE.replace('control group', 'host')} (L)"),
         (OomKillCounts(None, None), OomKillCounts(None, None), ""),
-        (OomKillCounts(3, 5), OomKillCounts(None, 6), f"{ENDED_ONE.replace('control group', 'machine')} (L)"),
+        (OomKillCounts(3, 5), OomKillCounts(None, 6), f"{ENDED_ONE.replace('control group', 'host')} (L)"),
     ],
 )
 def test_what_the_counters_say_of_a_process_that_was_killed(

@@ -1,4 +1,4 @@
-"""The line, parcels, and what the arguments of `run` come to."""
+"""The channel, payloads, and settings of `run`."""
 
 import dataclasses
 import fcntl
@@ -38,7 +38,7 @@ def test_messages_stay_whole_and_in_order():
         assert ours.receive() is None
 
 
-def test_a_report_brings_its_parcel():
+def test_a_report_brings_its_payload():
     ours, theirs = ResultChannel.pair()
     sent = serialization.pack_object("hello", "a word")
     with ours, theirs:
@@ -51,10 +51,10 @@ def test_a_report_brings_its_parcel():
     os.close(arrival.descriptor)
 
 
-# ---------------------------------------------------------------- parcels
+# ---------------------------------------------------------------- payloads
 
 
-def test_a_parcel_is_read_by_many_and_changed_by_nobody():
+def test_a_payload_is_read_by_many_and_changed_by_nobody():
     sent = serialization.pack_object(lambda x: x + 1, "a function")
     try:
         assert [serialization.unpack_object(sent)(each) for each in range(3)] == [1, 2, 3]
@@ -94,11 +94,11 @@ def test_a_shortage_of_memory_is_an_error(monkeypatch):
         serialization.pack_object([np.zeros(3 << 20, np.uint8), np.ones(2 << 20, np.uint8)], "two arrays")
 
 
-def test_a_shortage_of_memory_for_a_parcel_from_another_host_is_an_error(monkeypatch):
+def test_a_shortage_of_memory_for_a_payload_from_another_host_is_an_error(monkeypatch):
     monkeypatch.setattr(payload, "available_memory", lambda: AvailableMemory(17 << 20, "within L"))
     incoming = payload.PayloadFile()
     incoming.write(b"x" * 100)
-    words = r"a parcel of more than 100 bytes: 17\.0 MiB available within L, less 16\.0 MiB that are kept free"
+    words = r"a payload of more than 100 bytes: 17\.0 MiB available within L, less 16\.0 MiB that are kept free"
     with pytest.raises(LaunchError, match=words):
         incoming.write(bytes(2 << 20))
     os.close(incoming.descriptor)

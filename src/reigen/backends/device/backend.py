@@ -5,15 +5,15 @@ How it works
 a. *Connecting.* At the first operation of a group of ranks, over the backend of the same ranks in host memory
    (`reigen.backends.device.rendezvous`). Until then the backend costs nothing.
 b. *Operations.* The side stream waits for the producers' events; then the process group enqueues all tensors of the
-   batch; then an event is recorded. Nobody waits for the device.
-c. *What is pending* is kept in order, with its memory and deadline: one side stream for all backends of a rank, so what
-   was enqueued first ends first. `look` drops what has ended, and asks for errors.
-d. *Errors.* Where a rank dies, its connections break, too, and the library may be heard sooner than whoever knows the
-   name of the dead: so an error of the library's is kept back for a moment (`_NAMING_SECONDS`).
-e. *Abort* ends what waits for a rank that is gone. `close` lets what is pending end; if something goes wrong, it
+   batch; then an event is recorded. No thread waits for the device.
+c. *Pending operations* are kept in order, with memory and deadline: one side stream for all backends of a rank, so that
+   they end in order. `look` drops those that have ended, and asks for errors.
+d. *Errors.* Where a rank dies, its connections break, too, and the library's error may come sooner than the name of the
+   dead: so an error of the library's is kept back for a moment (`_NAMING_SECONDS`).
+e. *Abort* ends operations that wait for a rank that is gone. `close` lets pending ones end; if something goes wrong, it
    aborts, too.
 
-What is different from the backends in host memory: the library chooses the order of sums, so bits may depend on sizes
+Differences from the backends in host memory: the library chooses the order of sums, so bits may depend on sizes
 and topology (though all ranks hold the same bits); half-precision types are added as they are, with a rounding at each
 step; MIN and MAX need not propagate NaN.
 """
@@ -36,14 +36,14 @@ from reigen.types import DTYPES, DType, ReduceOp
 
 _log = logging.getLogger(__name__)
 
-#: How long an error of the library's is kept back, for whoever can name the rank at fault.
+#: Seconds that an error of the library's is kept back, until the rank at fault is known.
 _NAMING_SECONDS = 1.0
 _POLL_SECONDS = 2e-3
 
 
 @dataclass(slots=True)
 class _PendingOperation:
-    """Operation that was enqueued, with what it has started and the memory that it needs."""
+    """Operation that was enqueued, with its collectives and the memory that it needs."""
 
     backend: DeviceBackend
     ended: DeviceEvent
@@ -58,14 +58,14 @@ class _SharedQueue:
 
     Attributes:
         device: the only one that this rank uses, once it has used any.
-        operations: what is enqueued, in order.
-        told: whether it has been said what there is.
+        operations: those that are enqueued, in order.
+        logged: whether the devices have been logged.
         failing_since: when the library's error was seen first.
     """
 
     device: Device | None = None
     operations: deque[_PendingOperation] = field(default_factory=deque)
-    told: bool = False
+    logged: bool = False
     failing_since: float | None = None
 
 
@@ -81,7 +81,7 @@ class DeviceBackend:
         ranks: how the job numbers them.
 
     Attributes:
-        failure: tells why waiting for the other ranks is in vain, or None.
+        failure: returns the reason why the other ranks will never answer, or None.
     """
 
     def __init__(self, host: Backend, ranks: Sequence[int]) -> None:
@@ -96,12 +96,12 @@ class DeviceBackend:
 
     @property
     def used(self) -> bool:
-        """Whether there has been an operation, so that the ranks of the group hold connections to each other."""
+        """True if there has been an operation, so that the ranks of the group hold connections to each other."""
         return self._group is not None
 
     @property
     def has_pending(self) -> bool:
-        """Whether something is enqueued, here or on a backend made by `make_subgroup`, and not known to have ended."""
+        """True if an operation is enqueued, here or on a backend of `make_subgroup`, and not known to have ended."""
         return self._broken is None and bool(self._shared.operations)
 
     def takes(self, device: Device, dtype: DType, how: tuple[ReduceOp, float, float] | None = None) -> bool:
@@ -118,8 +118,8 @@ class DeviceBackend:
             ArgumentError: this rank has used another device before.
         """
         library, reason = device.library()
-        if not self._shared.told:
-            self._shared.told = True
+        if not self._shared.logged:
+            self._shared.logged = True
             if self._host.rank == 0:
                 what = "are reduced on the GPUs" if library else "are staged through the host"
                 _log.info("CUDA tensors %s: %s", what, reason)
@@ -201,7 +201,7 @@ class DeviceBackend:
         return self._group
 
     def _named(self, error: CollectiveError) -> CollectiveError:
-        """Return who is lost, if that is heard in a moment, and else the library's own error: step d."""
+        """Return an error with the lost rank, if that is known in a moment, and else the library's own: step d."""
         until = time.monotonic() + _NAMING_SECONDS
         while (lost := self.failure()) is None and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
@@ -210,7 +210,7 @@ class DeviceBackend:
     # -- how it goes --------------------------------------------------------------------------------------------------
 
     def look(self) -> CollectiveError | None:
-        """Return what went wrong with what is pending. None: nothing, as far as one can see. Never waits."""
+        """Return the error of a pending operation. None: there is none, as far as one can see. Never waits."""
         error = self._find_error()
         if error is None:
             return None
@@ -243,7 +243,7 @@ class DeviceBackend:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """End what is pending, whatever becomes of it. From now on every operation raises ``error``."""
+        """End pending operations, with any result. From now on every operation raises ``error``."""
         self._broken = self._broken or error
         group, self._group = self._group, None
         if group is not None:
@@ -253,7 +253,7 @@ class DeviceBackend:
                 _log.debug("the process group cannot be aborted: %s", failed)
 
     def close(self) -> None:
-        """Release what the device holds, once nothing is pending here any more, or it is aborted."""
+        """Release the device's resources, once nothing is pending here any more, or it is aborted."""
         try:
             while self._group is not None and any(one.backend is self for one in self._shared.operations):
                 error = self._find_error() or self.failure()
@@ -271,4 +271,4 @@ class DeviceBackend:
 
 
 def _no_failure() -> None:
-    """Nobody tells of failures of other ranks: not yet, or not any more."""
+    """Report no failures of other ranks: not yet, or not any more."""

@@ -5,18 +5,18 @@ carries what lies in host memory. The engine chooses by the operation: the kind 
 agree on. A `Device` comes with the tensor that lies on it and brings the library that connects such devices, so that
 nothing here, and nothing above, has to know a framework or a library.
 
-Nobody waits for a device. Work is ordered by *streams*, queues of the device, and *events*, marks in them:
+No thread waits for a device. Work is ordered by *streams*, queues of the device, and *events*, marks in them:
 
-a. Whoever lends memory records an event behind what he has enqueued for it (`DeviceArray.ready`).
+a. A thread that lends memory records an event behind its own work on it (`DeviceArray.ready`).
 b. The backend lets its own stream, the device's side stream, wait for that event, enqueues the collective there and
    records an event behind it. With this the operation counts as done for the engine: its handle completes.
-c. Whoever takes the result lets his stream wait for that second event.
+c. A thread that takes the result lets its stream wait for that second event.
 
-So in a training step the processor only enqueues. What is enqueued may still fail, or never end because a rank died.
+So in a training step the processor only enqueues. An enqueued operation may fail, or never end because a rank died.
 Therefore the engine asks the backend from time to time how it does (`DeviceBackend.look`), as long as something is
 pending: enqueued, and not known to have ended. An error breaks the job as one in the middle of any collective does: the
-groups are aborted, which ends what is pending with garbage as its result, and every later operation raises the error.
-So results that were taken shortly before may be garbage: whoever keeps something for good (a checkpoint, say) has to
+groups are aborted, which ends pending ones with garbage as their results, and every later operation raises the error.
+So results that were taken shortly before may be garbage: a program that keeps some for good (a checkpoint, say) has to
 synchronize with the device, and then to see another operation succeed.
 """
 
@@ -44,7 +44,6 @@ class DeviceEvent(Protocol):
         Raises:
             RuntimeError: the device has failed.
         """
-        ...
 
 
 class DeviceStream(Protocol):
@@ -53,23 +52,19 @@ class DeviceStream(Protocol):
     @property
     def handle(self) -> int:
         """The ``cudaStream_t``."""
-        ...
 
     def record(self) -> DeviceEvent:
         """Return a mark behind everything that has been enqueued so far."""
-        ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let what is enqueued from now on begin when ``event`` has passed."""
-        ...
+        """Let work that is enqueued from now on begin when ``event`` has passed."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Enqueue what ``work`` does to the device; tensors that it makes belong to this stream.
+        """Enqueue the device's operations of ``work``; tensors that it makes belong to this stream.
 
         Raises:
             RuntimeError: it cannot be enqueued.
         """
-        ...
 
 
 class DeviceWork(Protocol):
@@ -77,11 +72,9 @@ class DeviceWork(Protocol):
 
     def is_completed(self) -> bool:
         """Return whether it has ended, well or not, without waiting."""
-        ...
 
     def exception(self) -> BaseException | None:
         """Return why it has failed, if it has."""
-        ...
 
 
 class DeviceGroup(Protocol):
@@ -94,36 +87,29 @@ class DeviceGroup(Protocol):
     def allreduce(
         self, buffers: Sequence[tuple[DeviceArray, DeviceArray]], reduction: Reduction
     ) -> Sequence[DeviceWork]:
-        """See `Backend.allreduce`."""
-        ...
+        """Start `Backend.allreduce`."""
 
     def reduce_scatter(
         self, source: DeviceArray, counts: Sequence[int], target: DeviceArray, reduction: Reduction
     ) -> Sequence[DeviceWork]:
-        """See `Backend.reduce_scatter`."""
-        ...
+        """Start `Backend.reduce_scatter`."""
 
     def allgather(self, source: DeviceArray, counts: Sequence[int], target: DeviceArray) -> Sequence[DeviceWork]:
-        """See `Backend.allgather`."""
-        ...
+        """Start `Backend.allgather`."""
 
     def broadcast(self, source: DeviceArray, target: DeviceArray, root: int) -> Sequence[DeviceWork]:
-        """See `Backend.broadcast`; ``source`` is given everywhere, and read on the root."""
-        ...
+        """Start `Backend.broadcast`; ``source`` is given everywhere, and read on the root."""
 
     def alltoall(
         self, source: DeviceArray, counts: Sequence[Sequence[int]], target: DeviceArray
     ) -> Sequence[DeviceWork]:
-        """See `Backend.alltoall`."""
-        ...
+        """Start `Backend.alltoall`."""
 
     def abort(self) -> None:
-        """End what is pending, whatever becomes of it. The group is not used any more. Any thread."""
-        ...
+        """End pending operations, with any result. The group is not used any more. Any thread."""
 
     def close(self) -> None:
-        """Release what the group holds, once nothing is pending."""
-        ...
+        """Release the group's resources, once nothing is pending."""
 
 
 class Device(Protocol):
@@ -141,7 +127,6 @@ class Device(Protocol):
 
     def library(self) -> tuple[str, str]:
         """Return the library that connects devices, with its version, and a reason; "": there is none. Any thread."""
-        ...
 
     def connect(self, store: ReplicatedStore, rank: int, size: int) -> DeviceGroup:
         """Connect with the devices of the other ranks, which call this at the same time. On a thread of its own.
@@ -149,28 +134,22 @@ class Device(Protocol):
         Raises:
             RuntimeError: it failed.
         """
-        ...
 
     @property
     def side(self) -> DeviceStream:
-        """The stream for collectives; always the same."""
-        ...
+        """Stream for collectives; always the same."""
 
     def current(self) -> DeviceStream:
         """Return the stream into which the calling thread enqueues its work on this device."""
-        ...
 
     def aside(self) -> AbstractContextManager[object]:
         """Let the calling thread be on this device, and enqueue into the side stream, within a ``with`` block."""
-        ...
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        """Return new memory for what the calling thread enqueues from now on: within `aside`, into the side stream."""
-        ...
+        """Return new memory for the calling thread's next operations: within `aside`, in the side stream."""
 
     def full(self, num_elements: int, dtype: DType, value: float) -> DeviceArray:
         """Return the same, with every element ``value``."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,5 +187,5 @@ class DeviceArray:
         return replace(self, shape=(self.size,))
 
 
-#: What a front end hands to a context: arrays in host memory, or in that of a device.
+#: Array of a front end for a context: in host memory, or in that of a device.
 HostOrDeviceArray = NDArray[Any] | DeviceArray

@@ -3,11 +3,11 @@
 That backend has checked who its peers are, has deadlines and knows the dead; so the library that connects the devices
 needs no server, no port and no secret of its own to find the other ranks. How it works:
 
-a. Everybody tells which device and which library it uses (`rules.RankDeviceInfo`). If they do not go together, all
+a. Every rank sends its device and its library (`rules.RankDeviceInfo`). If they do not go together, all
    ranks get the same `DeviceError`, and the job carries on.
 b. Every rank lets a thread of its own connect (`Device.connect`), since that may wait for other ranks for as long as
    the library pleases. What the thread writes into the store is collected.
-c. Meanwhile the ranks go through rounds, each an exchange over the host's backend: everybody tells what it has written
+c. Meanwhile the ranks go through rounds, each an exchange over the host's backend: every rank sends what it has written
    since the round before, and whether it is connected. All ranks carry out what was written in rank order, so that all
    stores go through the same states: a number that several add to is the same for all.
 d. The rounds end when all are connected; when one has failed (a `DeviceError` on all ranks that says which, and what
@@ -34,10 +34,10 @@ from reigen.backends.device.rules import RankDeviceInfo, find_device_mismatch
 from reigen.backends.device.store import ReplicatedStore, StoreWrite
 from reigen.errors import DeadlineError, DeviceError
 
-#: How long a rank that has nothing to say waits before the next round.
+#: Seconds that a rank with nothing to send waits before the next round.
 _ROUND_SECONDS = 0.01
-#: How long after the deadline others may say that it has passed, and how long a thread that was told to give up may
-#: take until it is left alone.
+#: Seconds after the deadline in which others may report that it has passed, and in which a cancelled thread may end
+#: before it is left alone.
 _GRACE_SECONDS = 1.0
 _MOST_TEXT = 1000
 
@@ -45,7 +45,7 @@ Message = TypeVar("Message")
 
 
 class ConnectRound(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says in a round: whether it is connected, or late, or why it failed, and what it has written."""
+    """Message of a rank in a round: whether it is connected, or late, or why it failed, and its writes."""
 
     connected: bool
     late: bool
@@ -67,7 +67,7 @@ class _Attempt:
 
     @property
     def group(self) -> DeviceGroup | None:
-        """What was made, once it is."""
+        """Group that was made, once it is."""
         with self._lock:
             return self._group
 
@@ -91,7 +91,7 @@ class _Attempt:
         return self._group
 
     def abandon(self, reason: str) -> None:
-        """Give up: whatever is made, now or later, is aborted."""
+        """Give up: a group that is made, now or later, is aborted."""
         with self._lock:
             group, self._is_abandoned = self._group, True
         self.store.cancel(reason)
@@ -105,7 +105,7 @@ def connect_devices(host: Backend, ranks: Sequence[int], device: Device, deadlin
 
     Args:
         host: the backend of the same ranks.
-        ranks: how the job numbers them.
+        ranks: their numbers in the job.
         device: this rank's.
         deadline: until when that may take.
 
@@ -131,22 +131,22 @@ def connect_devices(host: Backend, ranks: Sequence[int], device: Device, deadlin
 
 
 def _run_rounds(host: Backend, ranks: Sequence[int], attempt: _Attempt, library: str, deadline: float) -> None:
-    """Steps c and d: returns when all ranks are connected."""
+    """Do steps c and d; return when all ranks are connected."""
     is_connected = False
     while True:
         writes = attempt.store.collect(0 if is_connected else _ROUND_SECONDS)
         is_connected = attempt.group is not None
         own = ConnectRound(is_connected, time.monotonic() >= deadline, attempt.failure, writes)
         rounds = _exchange(host, own, deadline + _GRACE_SECONDS)
-        for rank, told in enumerate(rounds):
-            attempt.store.apply(told.writes, own=rank == host.rank)
-        failures = {rank: told.failure for rank, told in enumerate(rounds) if told.failure}
+        for rank, received in enumerate(rounds):
+            attempt.store.apply(received.writes, own=rank == host.rank)
+        failures = {rank: received.failure for rank, received in enumerate(rounds) if received.failure}
         if failures:
             raise _device_error(ranks, f"{library} cannot connect the ranks' devices", failures)
-        missing = tuple(ranks[rank] for rank, told in enumerate(rounds) if not told.connected)
+        missing = tuple(ranks[rank] for rank, received in enumerate(rounds) if not received.connected)
         if not missing:
             return
-        if any(told.late for told in rounds):
+        if any(received.late for received in rounds):
             raise DeadlineError(
                 f"{library} did not connect the ranks' devices in time: still at it are ranks {list(missing)} of "
                 f"{list(ranks)} (NCCL_DEBUG=INFO shows more)",
@@ -154,25 +154,25 @@ def _run_rounds(host: Backend, ranks: Sequence[int], attempt: _Attempt, library:
             )
 
 
-def _device_error(ranks: Sequence[int], reason: str, said: Mapping[int, str]) -> DeviceError:
-    details = {ranks[member]: text for member, text in said.items()}
+def _device_error(ranks: Sequence[int], reason: str, texts: Mapping[int, str]) -> DeviceError:
+    details = {ranks[member]: text for member, text in texts.items()}
     return DeviceError(reason, ranks=tuple(details), details=details)
 
 
 def _exchange(host: Backend, message: Message, deadline: float) -> list[Message]:
-    """Return what all ranks say, in their order."""
+    """Return the messages of all ranks, in their order."""
     own = np.frombuffer(msgspec.msgpack.encode(message), np.uint8)
     sizes = np.empty(host.size, np.int64)
     host.allgather(np.array([own.size], np.int64), [1] * host.size, sizes, deadline)
     counts = [int(size) for size in sizes]
-    told = np.empty(sum(counts), np.uint8)
-    host.allgather(own, counts, told, deadline)
+    received = np.empty(sum(counts), np.uint8)
+    host.allgather(own, counts, received, deadline)
     decoder = msgspec.msgpack.Decoder(type(message))
-    return [decoder.decode(part.tobytes()) for part in np.split(told, np.cumsum(counts)[:-1])]
+    return [decoder.decode(part.tobytes()) for part in np.split(received, np.cumsum(counts)[:-1])]
 
 
 def _host_id() -> str:
-    """Return what NCCL takes for the identity of a host."""
+    """Return the identity of this host as NCCL sees it."""
     given = os.environ.get("NCCL_HOSTID")
     if given:
         return ascii(given)

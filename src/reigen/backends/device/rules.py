@@ -10,7 +10,7 @@ import msgspec
 from reigen.kernels.reduce import Reduction
 from reigen.types import DType, ReduceOp
 
-#: What both NCCL and Gloo reduce in process groups of torch: neither has 16-bit integers.
+#: Types that both NCCL and Gloo reduce in process groups of torch: neither has 16-bit integers.
 _DTYPES = frozenset(("int8", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64", "bool"))
 #: For torch a bool is a byte that is 0 or 1.
 _BOOL_OPS = {ReduceOp.SUM: "MAX", ReduceOp.MAX: "MAX", ReduceOp.PRODUCT: "MIN", ReduceOp.MIN: "MIN"}
@@ -20,7 +20,7 @@ _MANY_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class DeviceReduction:
-    """How a process group is told to reduce.
+    """Reduction of a process group.
 
     Attributes:
         op: name of an operator of ``torch.distributed.ReduceOp``: SUM, PRODUCT, MIN or MAX.
@@ -56,7 +56,7 @@ def explain_unsupported(dtype: DType, op: ReduceOp, prescale: float, postscale: 
 
 
 def make_device_reduction(reduction: Reduction) -> DeviceReduction:
-    """Return how devices reduce what `explain_unsupported` has not refused.
+    """Return the devices' reduction for one that `explain_unsupported` has not refused.
 
     Factors and divisor become one factor of the inputs, so that sums of half-precision numbers do not overflow where
     their average would not. (Reigen's host backends multiply, add and divide one after the other, half-precision types
@@ -72,7 +72,7 @@ def make_device_reduction(reduction: Reduction) -> DeviceReduction:
 
 
 def _is_factor_exact(factor: float, dtype: DType) -> bool:
-    """Whether the type holds the factor as exactly as its other numbers."""
+    """Return whether the type holds the factor as exactly as its other numbers."""
     smallest = {"float16": 2.0**-14, "float64": 2.0**-1022}.get(dtype.name, 2.0**-126)
     largest = {"float16": 65504.0, "float64": 2.0**1023}.get(dtype.name, 2.0**127)
     return factor == 0.0 or smallest <= abs(factor) <= largest
@@ -85,13 +85,13 @@ _SHARED_GPU_ERROR = (
 
 
 class RankDeviceInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells the others before they connect.
+    """Message of a rank to the others before they connect.
 
     Attributes:
         host: the same for ranks of one host, as NCCL sees it.
         device: `reigen.backends.device.Device.identity`.
-        name: what the process calls it.
-        library: name and version of what connects it with others.
+        name: the process's name for it.
+        library: name and version of the library that connects it with others.
     """
 
     host: str
@@ -101,11 +101,7 @@ class RankDeviceInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_device_mismatch(facts: Sequence[RankDeviceInfo]) -> tuple[str, dict[int, str]] | None:
-    """Return why these ranks cannot connect, and what each of those concerned said; None: they can.
-
-    Args:
-        facts: by number of the rank.
-    """
+    """Return why ranks with these facts, by number, cannot connect, and those facts; None: they can."""
     if len({fact.library for fact in facts}) > 1:
         return "the ranks have different libraries for their devices", {r: f.library for r, f in enumerate(facts)}
     users: dict[tuple[str, str], list[int]] = {}

@@ -61,20 +61,20 @@ class ReplicatedStore:
             return all(key in self._values for key in keys)
 
     def cancel(self, reason: str) -> None:
-        """Let everybody who waits here, and will wait, give up."""
+        """End all waiting here, now and later."""
         with self._changed:
             self._cancelled = reason
             self._changed.notify_all()
 
     def collect(self, patience_seconds: float) -> list[StoreWrite]:
-        """Return what was written on this rank since the last call, after a moment if that is nothing."""
+        """Return this rank's writes since the last call, after a moment if there are none."""
         with self._changed:
             self._changed.wait_for(lambda: self._unsent, patience_seconds)
             unsent, self._unsent = self._unsent, []
             return unsent
 
     def apply(self, writes: Sequence[StoreWrite], *, own: bool) -> None:
-        """Carry out what a rank has written; ``own``: this one."""
+        """Carry out a rank's writes; ``own``: this one's."""
         with self._changed:
             for write in writes:
                 value = write.value

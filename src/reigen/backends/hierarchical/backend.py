@@ -1,29 +1,30 @@
-"""The backend of ranks on several machines: shared memory inside each machine, a network between them.
+"""Backend of ranks on several hosts: shared memory inside each host, a network between them.
 
-Every operation has up to three steps (`backends.hierarchical.cross_groups` tells what a lane is,
-`backends.hierarchical.intra_host` what a machine's ranks do):
+Every operation has up to three steps (see `backends.hierarchical.cross_groups` for cross groups,
+`backends.hierarchical.intra_host` for the ranks of a host):
 
-a. inside the machine: what lane c carries comes to the rank of lane c, reduced if it is a reduction;
-b. between machines: lane c does the operation on its slice, among one rank of each machine;
-c. inside the machine: the result comes to all ranks.
+a. inside the host: the slice of cross group c comes to the rank of that group, reduced if it is a reduction;
+b. between hosts: cross group c does the operation on its slice, among one rank of each host;
+c. inside the host: the result comes to all ranks.
 
-So of a tensor of S bytes on H machines each machine sends 2 (H-1)/H S for an allreduce if the network's own algorithm
-does, and as little as can be for the others, too, whatever the number of ranks is. Registered memory is reduced where
-it lies, and (c) is a copy to the other ranks' copies. alltoall knows no lanes: what goes to another machine goes from
-rank to rank, through one more backend of the network that all ranks join when it is first used.
+So of a tensor of S bytes on H hosts each host sends 2 (H-1)/H S for an allreduce if the network's own algorithm does,
+and the minimum for the others, too, whatever the number of ranks is. Registered memory is reduced where it lies, and
+(c) is a copy to the other ranks' copies. alltoall has no cross groups: data for another host goes from rank to rank,
+through one more backend of the network that all ranks join when it is first used.
 
-Sums: inside a machine in the order of its ranks, then in the order of machines if the network adds in order. Bits
-depend on the layout (who is on which machine) and on nothing else then: not on sizes, fusion or the number of lanes.
-Where only the first machine has several ranks, that is rank order (`CrossGroups.adds_in_rank_order`).
+Sums: inside a host in the order of its ranks, then in the order of hosts if the network adds in order. Bits depend on
+the layout (the host of each rank) and on nothing else then: not on sizes, fusion or the number of cross groups. Where
+only the first host has several ranks, that is rank order (`CrossGroups.adds_in_rank_order`).
 
-Partial sums of float16 and bfloat16 travel as float32: a machine's sum that was rounded to the type would lose what one
-host keeps, and could overflow where an average does not. It costs half as many bytes again, not twice as many: only the
-way to the owner of a slice is float32, the results come back in the type. MIN and MAX lose nothing and travel as they
-are, and so does everything where each machine has one rank.
+Partial sums of float16 and bfloat16 travel as float32: a host's sum that was rounded to the type would lose bits that
+one host keeps, and could overflow where an average does not. It costs half as many bytes again, not twice as many: only
+the way to the owner of a slice is float32, the results come back in the type. MIN and MAX lose nothing and travel
+unchanged, and so does everything where each host has one rank.
 
-Waiting: who waits for another machine, or for a rank that does, gets a second more than the deadline for each of these
-steps, so that who knows best whom it waits for in vain is the first to tell. Whoever fails tells the others, on this
-machine and in its lane. Whoever waits in a lane learns what fails on its own machine from the network's ``failure``.
+Waiting: a rank that waits for another host, or for a rank that does, gets a second more than the deadline for each of
+these steps, so that the rank that knows best which one is missing is the first to report it. A rank that fails reports
+it to the others, on this host and in its cross group. A rank that waits in a cross group learns of failures on its own
+host from the network's ``failure``.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from reigen.errors import CollectiveError, SharedMemoryError
 from reigen.kernels.reduce import Reduction
 from reigen.types import DTYPES, ReduceOp
 
-#: Scratch of a rank for what cannot be done in the caller's arrays.
+#: Scratch of a rank for operations that cannot be done in the caller's arrays.
 CHUNK_BYTES = 1 << 25
 
 _NO_RANK = np.iinfo(np.int64).max
@@ -71,30 +72,30 @@ def compose_backend(
     deadline: float,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Backend:
-    """The backend of ranks that may be on several machines. Collective among them.
+    """Make the backend of ranks that may be on several hosts. Collective among them.
 
     Args:
-        groups: the backend's ranks by machine, numbered from 0; in any order, of any sizes.
+        groups: the backend's ranks by host, numbered from 0; in any order, of any sizes.
         rank: this rank.
-        local: the backend of this rank's group, in the order of ranks. The result takes it over.
-        network: between machines.
+        local: the backend of this rank's host, in the order of ranks. The result takes it over.
+        network: between hosts.
         ranks: for each rank of the backend its number in the job, ascending.
-        deadline: for the connections between machines.
+        deadline: for the connections between hosts.
         chunk_bytes: about how much scratch a rank may use.
 
     Returns:
-        ``local`` where all ranks are on one machine, a backend of the network alone where no two are.
+        ``local`` where all ranks are on one host, a backend of the network alone where no two are.
 
     Raises:
         PeerLostError, DeadlineError, CollectiveError: as told in `reigen.backends.base`; ``local`` is closed.
     """
-    lanes = CrossGroups.of(groups)
-    if len(lanes.machines) == 1:
+    cross = CrossGroups.of(groups)
+    if len(cross.hosts) == 1:
         return local
-    if len(lanes.machines) == lanes.size:
+    if len(cross.hosts) == cross.size:
         local.close()
         return network.among(ranks, deadline)
-    backend = HierarchicalBackend(lanes, rank, local, network, ranks, chunk_bytes)
+    backend = HierarchicalBackend(cross, rank, local, network, ranks, chunk_bytes)
     try:
         backend.connect(deadline)
     except BaseException:
@@ -104,13 +105,13 @@ def compose_backend(
 
 
 class HierarchicalBackend:
-    """`reigen.backends.base.Backend` of several machines, some of which have several ranks. Made by `compose_backend`.
+    """`reigen.backends.base.Backend` of several hosts, some of which have several ranks. Made by `compose_backend`.
 
     Args:
-        lanes: who is where.
+        cross: the ranks by host and cross group.
         rank: this rank.
-        local: the backend of this machine's ranks.
-        network: between machines.
+        local: the backend of this host's ranks.
+        network: between hosts.
         ranks: for each rank of the backend its number in the job.
         chunk_bytes: about how much scratch this rank may use.
     """
@@ -119,48 +120,48 @@ class HierarchicalBackend:
 
     def __init__(
         self,
-        lanes: CrossGroups,
+        cross: CrossGroups,
         rank: int,
         local: ShmBackend | NullBackend,
         network: HostNetwork,
         ranks: Sequence[int],
         chunk_bytes: int,
     ) -> None:
-        self.rank, self.size = rank, lanes.size
+        self.rank, self.size = rank, cross.size
         self.capabilities = BackendCapabilities(registered_memory=True, ordered_sums=False, abortable=False)
-        self._lanes, self._network, self._ranks = lanes, network, tuple(ranks)
+        self._cross, self._network, self._ranks = cross, network, tuple(ranks)
         self._chunk_bytes = chunk_bytes
-        #: the ranks of this machine
-        self._own = lanes.machines[lanes.host_of(rank)]
+        #: the ranks of this host
+        self._own = cross.hosts[cross.host_of(rank)]
         self._local = IntraHost(local)
-        self._inter_host = InterHost(lanes, rank, self._local, chunk_bytes)
-        #: backends of the network that this rank has joined: of its lane, if it has one, and of all ranks
+        self._inter_host = InterHost(cross, rank, self._local, chunk_bytes)
+        #: backends of the network that this rank has joined: of its cross group, if it has one, and of all ranks
         self._joined: list[Backend] = []
         self._flat: Backend | None = None
-        #: registered memory: where it begins here, and the local backend's region
+        #: registered memory: its offset, and the local backend's region
         self._regions: dict[int, MemoryRegion] = {}
         self._next_offset = 0
         self._phase_ended: PhaseCallback | None = None
-        self._meanwhile: ProgressHook | None = None
+        self._progress_hook: ProgressHook | None = None
         self.lacking: MissingRanksCallback | None = None
         local.lacking = self._translated(self._own)
 
     def connect(self, deadline: float) -> None:
-        """Join this rank's lane, and learn what the network can do. Collective; once, before anything else."""
-        with self._telling():
+        """Join this rank's cross group, and learn the network's capabilities. Collective; to be called first."""
+        with self._reporting_failures():
             if self._inter_host.index is not None:
-                self._inter_host.lane = self._join(self._lanes.lanes[self._inter_host.index], deadline)
+                self._inter_host.group = self._join(self._cross.groups[self._inter_host.index], deadline)
             ordered, abortable = self._inter_host.learn(deadline + GRACE_SECONDS)
         self.capabilities = BackendCapabilities(
-            registered_memory=True, ordered_sums=ordered and self._lanes.adds_in_rank_order, abortable=abortable
+            registered_memory=True, ordered_sums=ordered and self._cross.adds_in_rank_order, abortable=abortable
         )
 
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """See `Backend.allreduce`."""
+        """Implement `Backend.allreduce`."""
         stages = two_stage_reduction(reduction)
-        with self._telling():
+        with self._reporting_failures():
             if buffers and buffers[0].offset >= 0:
                 each = [self._copies(buffer, reduction.dtype.storage) for buffer in buffers]
                 copies = [BufferList([own[rank] for own in each]) for rank in range(self._local.size)]
@@ -172,83 +173,72 @@ class HierarchicalBackend:
     def reduce_to_owners(
         self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_to_owners`. What a lane carries stays with the rank that carries it."""
-        with self._telling():
+        """Implement `Backend.reduce_to_owners`: the slice of a cross group stays with its rank."""
+        with self._reporting_failures():
             copies = [BufferList([copy]) for copy in self._copies(buffer, reduction.dtype.storage)]
             self._inter_host.reduce_to_owners(copies, counts, two_stage_reduction(reduction), deadline)
 
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_scatter`."""
-        with self._telling():
+        """Implement `Backend.reduce_scatter`."""
+        with self._reporting_failures():
             self._inter_host.reduce_scatter(source, counts, target, two_stage_reduction(reduction), deadline)
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """See `Backend.allgather`."""
-        with self._telling():
+        """Implement `Backend.allgather`."""
+        with self._reporting_failures():
             self._inter_host.allgather(source, counts, target, deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """See `Backend.broadcast`."""
-        with self._telling():
+        """Implement `Backend.broadcast`."""
+        with self._reporting_failures():
             self._inter_host.broadcast(source, target, root, deadline)
 
     def barrier(self, deadline: float) -> None:
-        """See `Backend.barrier`."""
-        with self._telling():
+        """Implement `Backend.barrier`."""
+        with self._reporting_failures():
             self._inter_host.barrier(deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """See `Backend.alltoall`. To ranks of this machine in its memory, to others straight over the network."""
+        """Implement `Backend.alltoall`: in memory to ranks of this host, straight over the network to others."""
         table = np.array(counts, np.int64).reshape(self.size, self.size)
         near = np.zeros_like(table, bool)
-        for machine in self._lanes.machines:
-            near[np.ix_(machine, machine)] = True
-        others = [rank for rank in range(self.size) if rank not in self._own]
+        for host in self._cross.hosts:
+            near[np.ix_(host, host)] = True
+        remote_ranks = [rank for rank in range(self.size) if rank not in self._own]
         sent = np.cumsum(table[self.rank]) - table[self.rank]
         received = np.cumsum(table[:, self.rank]) - table[:, self.rank]
         step = max(1, self._chunk_bytes // target.itemsize // self.size)
-        with self._telling():
+        with self._reporting_failures():
             if self._flat is None and table[~near].any():
                 self._flat = self._join(range(self.size), deadline)
             for begin in range(0, int(table.max()), step):
                 now = np.clip(table - begin, 0, step)
-                here, away = now[np.ix_(self._own, self._own)], np.where(near, 0, now)
-                out, into = (
-                    _split_array(source, sent + begin, now[self.rank]),
-                    _split_array(target, received + begin, now[:, self.rank]),
-                )
-                if here.any():
-                    _alltoall_pieces(
-                        self._local.backend,
-                        _select_arrays(out, self._own),
-                        here,
-                        _select_arrays(into, self._own),
-                        deadline,
-                    )
-                if self._flat is not None and away.any():
-                    _alltoall_pieces(
-                        self._flat,
-                        _select_arrays(out, others),
-                        away,
-                        _select_arrays(into, others),
-                        deadline + GRACE_SECONDS,
-                    )
+                local, remote = now[np.ix_(self._own, self._own)], np.where(near, 0, now)
+                sources = _split_array(source, sent + begin, now[self.rank])
+                targets = _split_array(target, received + begin, now[:, self.rank])
+                for backend, numbers, ranks, limit in (
+                    (self._local.backend, local, self._own, deadline),
+                    (self._flat, remote, remote_ranks, deadline + GRACE_SECONDS),
+                ):
+                    if backend is not None and numbers.any():
+                        outgoing, incoming = _select_arrays(sources, ranks), _select_arrays(targets, ranks)
+                        _alltoall_pieces(backend, outgoing, numbers, incoming, limit)
 
     # -- registered memory --------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate`."""
+        """Implement `Backend.allocate`."""
         return self._allocated(self._local.backend.allocate, nbytes, deadline)
 
     def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate_shared`."""
+        """Implement `Backend.allocate_shared`."""
         return self._allocated(self._local.backend.allocate_shared, nbytes, deadline)
 
     def _allocated(self, allocate: Callable[[int, float], MemoryRegion], nbytes: int, deadline: float) -> MemoryRegion:
         region, failure = None, None
-        with self._telling():
+        with self._reporting_failures():
             try:
                 region = allocate(nbytes, deadline)
             except SharedMemoryError as error:
@@ -265,7 +255,7 @@ class HierarchicalBackend:
         return MemoryRegion(offset, nbytes, region.array, self._inter_host.owned(region.owned))
 
     def free(self, offset: int) -> None:
-        """See `Backend.free`."""
+        """Implement `Backend.free`."""
         self._local.backend.free(self._regions.pop(offset).offset)
 
     def _copies(self, buffer: ReduceBuffer, storage: np.dtype[np.generic]) -> list[Array]:
@@ -276,7 +266,7 @@ class HierarchicalBackend:
         raise AssertionError(f"no registered memory at offset {buffer.offset}, {nbytes} bytes")
 
     def _lowest_that_failed(self, failure: SharedMemoryError | None, deadline: float) -> int | None:
-        """The lowest rank of the job, if any, that has a failure."""
+        """Return the lowest rank of the job, if any, that has a failure."""
         number = np.array([_NO_RANK if failure is None else self._ranks[self.rank]], np.int64)
         self.allreduce([ReduceBuffer(number, number)], Reduction(DTYPES["int64"], ReduceOp.MIN, self.size), deadline)
         return None if number[0] == _NO_RANK else int(number[0])
@@ -284,12 +274,12 @@ class HierarchicalBackend:
     # -- some of the ranks --------------------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
-        """See `Backend.split`."""
-        here = [index for index, rank in enumerate(self._own) if rank in ranks]
+        """Implement `Backend.split`."""
+        local_members = [index for index, rank in enumerate(self._own) if rank in ranks]
         part, failure = None, None
-        with self._telling():
+        with self._reporting_failures():
             try:
-                part = self._local.backend.split(here, deadline) if here else None
+                part = self._local.backend.split(local_members, deadline) if local_members else None
             except SharedMemoryError as error:
                 failure = error
             lost = self._lowest_that_failed(failure, deadline)
@@ -300,42 +290,42 @@ class HierarchicalBackend:
             if part is None:
                 return None
             numbers = [self._ranks[rank] for rank in ranks]
-            groups = self._lanes.among(ranks)
+            groups = self._cross.among(ranks)
             member = list(ranks).index(self.rank)
             return compose_backend(groups, member, part, self._network, numbers, deadline, self._chunk_bytes)
 
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """See `Backend.abort`."""
+        """Implement `Backend.abort`."""
         self._local.backend.abort(error)
         for backend in self._joined:
             backend.abort(error)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Implement `Backend.close`."""
         for backend in (*self._joined, self._local.backend):
             backend.close()
             backend.lacking = None  # it was this backend's
         self._joined.clear()
         self._regions.clear()
 
-    # -- who is told --------------------------------------------------------------------------------------------------
+    # -- listeners ----------------------------------------------------------------------------------------------------
 
     @property
     def progress_hook(self) -> ProgressHook | None:
-        """See `Backend`."""
-        return self._meanwhile
+        """Implement `Backend`."""
+        return self._progress_hook
 
     @progress_hook.setter
-    def progress_hook(self, what: ProgressHook | None) -> None:
-        self._meanwhile = what
+    def progress_hook(self, hook: ProgressHook | None) -> None:
+        self._progress_hook = hook
         for backend in (self._local.backend, *self._joined):
-            backend.progress_hook = what
+            backend.progress_hook = hook
 
     @property
     def phase_ended(self) -> PhaseCallback | None:
-        """See `Backend`. The phases are those of the backends that this one is made of."""
+        """Implement `Backend`; phases are those of the backends that this one is made of."""
         return self._phase_ended
 
     @phase_ended.setter
@@ -345,7 +335,7 @@ class HierarchicalBackend:
             backend.phase_ended = listener
 
     def _translated(self, members: Sequence[int]) -> MissingRanksCallback:
-        """Hands on who is lacking in a backend of some of the ranks."""
+        """Return a callback that translates missing ranks of a backend of some of the ranks."""
 
         def lacking(indices: Sequence[int]) -> None:
             if self.lacking is not None:
@@ -354,8 +344,8 @@ class HierarchicalBackend:
         return lacking
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Other machines cannot see what failed here: they are told."""
+    def _reporting_failures(self) -> Iterator[None]:
+        """Report failures to other hosts, which cannot see them."""
         try:
             yield
         except SharedMemoryError:
@@ -365,11 +355,11 @@ class HierarchicalBackend:
             raise
 
     def _join(self, members: Sequence[int], deadline: float) -> Backend:
-        """A backend of the network among some of the ranks."""
+        """Make a backend of the network among some of the ranks."""
         backend = self._network.among([self._ranks[member] for member in members], deadline)
         self._joined.append(backend)
         backend.lacking = self._translated(members)
-        backend.phase_ended, backend.progress_hook = self._phase_ended, self._meanwhile
+        backend.phase_ended, backend.progress_hook = self._phase_ended, self._progress_hook
         return backend
 
 
@@ -384,7 +374,7 @@ def _select_arrays(arrays: Sequence[Array], indices: Sequence[int]) -> BufferLis
 def _alltoall_pieces(
     backend: Backend, sent: BufferList, counts: NDArray[np.int64], received: BufferList, deadline: float
 ) -> None:
-    """alltoall of arrays that lie in pieces."""
+    """Do alltoall of arrays that lie in pieces."""
     outgoing = sent.joined()
     incoming = np.empty(received.size, outgoing.dtype)
     backend.alltoall(outgoing, counts.tolist(), incoming, deadline)

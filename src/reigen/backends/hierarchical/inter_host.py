@@ -13,53 +13,52 @@ from reigen.backends.hierarchical.cross_groups import SMALL_BYTES, CrossGroups, 
 from reigen.backends.hierarchical.intra_host import EMPTY_BUFFERS, Combine, IntraHost, ReadRequest
 from reigen.kernels.reduce import BlockReducer
 
-#: How much longer than the deadline each of the steps b and c waits.
+#: Seconds beyond the deadline that each of the steps b and c waits.
 GRACE_SECONDS = 1.0
 
 
 class InterHost:
-    """One rank's part in them.
+    """One rank's part in operations between hosts.
 
     Args:
-        lanes: who is where.
+        cross: the ranks by host and cross group.
         rank: this rank, numbered as there.
-        local: the ranks of this machine.
-        chunk_bytes: how much scratch this rank may use for what cannot be done in the caller's arrays.
+        local: the ranks of this host.
+        chunk_bytes: limit of scratch for operations that cannot be done in the caller's arrays.
     """
 
-    def __init__(self, lanes: CrossGroups, rank: int, local: IntraHost, chunk_bytes: int) -> None:
-        self._lanes, self._rank, self._local, self._chunk_bytes = lanes, rank, local, chunk_bytes
-        self._machine = lanes.host_of(rank)
-        #: the ranks of this machine
-        self._own = lanes.machines[self._machine]
-        #: this rank's lane, if it has one
-        self.index = lanes.group_of(rank)
-        #: by lane, whose it is on this machine, numbered as in the local backend
-        self._carriers = [self._own.index(lane[self._machine]) for lane in lanes.lanes]
-        #: the backend of the lane, once it has been joined
-        self.lane: Backend | None = None
+    def __init__(self, cross: CrossGroups, rank: int, local: IntraHost, chunk_bytes: int) -> None:
+        self._cross, self._rank, self._local, self._chunk_bytes = cross, rank, local, chunk_bytes
+        self._host = cross.host_of(rank)
+        #: the ranks of this host
+        self._own = cross.hosts[self._host]
+        #: index of this rank's cross group, if it has one
+        self.index = cross.group_of(rank)
+        #: by cross group, its rank on this host, numbered as in the local backend
+        self._members = [self._own.index(ranks[self._host]) for ranks in cross.groups]
+        #: the backend of the cross group, once it has been joined
+        self.group: Backend | None = None
 
     def learn(self, deadline: float) -> tuple[bool, bool]:
-        """Whether the lanes add in order, and whether they are abortable: who has a lane tells who has none."""
-        told = np.zeros(2, bool)
-        if self.lane is not None:
-            told[:] = self.lane.capabilities.ordered_sums, self.lane.capabilities.abortable
-        shown = BufferList([told]) if self.index == 0 else EMPTY_BUFFERS
-        nobody = len(self._carriers) - 1
-        self._spread(
-            [2] + [0] * nobody, shown, [ReadRequest(0, BufferList([told]))] + [None] * nobody, told.dtype, deadline
-        )
-        return bool(told[0]), bool(told[1])
+        """Learn whether the network adds in order and is abortable; ranks of a cross group tell the others."""
+        answers = np.zeros(2, bool)
+        if self.group is not None:
+            answers[:] = self.group.capabilities.ordered_sums, self.group.capabilities.abortable
+        shown = BufferList([answers]) if self.index == 0 else EMPTY_BUFFERS
+        rest = len(self._members) - 1
+        requests = [ReadRequest(0, BufferList([answers]))] + [None] * rest
+        self._spread([2] + [0] * rest, shown, requests, answers.dtype, deadline)
+        return bool(answers[0]), bool(answers[1])
 
     def owned(self, copies: Sequence[Array]) -> tuple[Array, ...]:
-        """Of an array of each rank of this machine, those of the ranks that own slices: who has a lane, by lane."""
-        return tuple(copies[rank] for rank in self._carriers)
+        """Return the arrays of the ranks that own slices, by cross group, of an array of each rank of this host."""
+        return tuple(copies[rank] for rank in self._members)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce_registered(self, copies: Sequence[BufferList], stages: TwoStageReduction, deadline: float) -> None:
-        """Reduce where it lies. ``copies``: of each rank of this machine."""
-        bounds = self._slice(copies[0].size, stages.whole.dtype.itemsize)
+        """Reduce where it lies. ``copies``: of each rank of this host."""
+        bounds = self._slice(copies[0].size, stages.full.dtype.itemsize)
         self._reduce_registered(copies, bounds, stages, deadline, keep=False)
 
     def _reduce_registered(
@@ -71,18 +70,18 @@ class InterHost:
         *,
         keep: bool,
     ) -> None:
-        """Reduce this rank's slice of all copies, here and between machines; ``keep``: into its own copy alone."""
-        storage, combine = stages.whole.dtype.storage, _combine_function(stages)
+        """Reduce this rank's slice of all copies, inside and between hosts; ``keep``: into its own copy alone."""
+        storage, combine = stages.full.dtype.storage, _combine_function(stages)
         low, high = bounds
         step = self._chunk_bytes // storage.itemsize if stages.wide else high - low
         for begin in range(low, high, max(1, step)):
-            here = [copy.cut(begin, min(high, begin + step)) for copy in copies]
-            own = here[self._local.rank]
+            pieces = [copy.cut(begin, min(high, begin + step)) for copy in copies]
+            own = pieces[self._local.rank]
             partial = _scratch(own.size, stages) if stages.wide else own
-            self._local.reduce_copies(here, partial, combine, storage)
+            self._local.reduce_copies(pieces, partial, combine, storage)
             self._local.ended("SHM_REDUCE")
             result = self._between(partial, stages, deadline + GRACE_SECONDS)
-            for copy in [own] if keep else here:
+            for copy in [own] if keep else pieces:
                 if copy is not result:
                     _copy(result, copy)
             self._local.ended("MEMCPY_OUT_FUSION_BUFFER")
@@ -91,15 +90,15 @@ class InterHost:
     def reduce_to_owners(
         self, copies: Sequence[BufferList], counts: Sequence[int], stages: TwoStageReduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_to_owners`: `allreduce_registered` without its last step. ``counts``: by lane."""
+        """Implement `Backend.reduce_to_owners`: `allreduce_registered` but its last step. ``counts``: by group."""
         low = 0 if self.index is None else sum(counts[: self.index])
         high = low if self.index is None else low + counts[self.index]
         self._reduce_registered(copies, (low, high), stages, deadline, keep=True)
 
     def allreduce(self, source: BufferList, target: BufferList, stages: TwoStageReduction, deadline: float) -> None:
-        """See `Backend.allreduce`. A lane's local sums come to be where its results will be: in its rank's target."""
-        storage, combine = stages.whole.dtype.storage, _combine_function(stages)
-        slices = self._lanes.slices(source.size, storage.itemsize)
+        """Implement `Backend.allreduce`. A cross group's local sums go to its results' place, its rank's target."""
+        storage, combine = stages.full.dtype.storage, _combine_function(stages)
+        slices = self._cross.slices(source.size, storage.itemsize)
         longest = max(high - low for low, high in slices)
         step = self._chunk_bytes // storage.itemsize if stages.wide else longest
         for begin in range(0, longest, max(1, step)):
@@ -113,51 +112,51 @@ class InterHost:
                 shown = self._between(partial, stages, deadline + GRACE_SECONDS)
                 if shown is not own:
                     _copy(shown, own)
-            wanted = [None if result is own else ReadRequest(0, result) for result in results]
+            requests = [None if result is own else ReadRequest(0, result) for result in results]
             sizes = [high - low for low, high in spans]
-            self._spread(sizes, shown, wanted, storage, deadline + 2 * GRACE_SECONDS)
+            self._spread(sizes, shown, requests, storage, deadline + 2 * GRACE_SECONDS)
 
     def _between(self, partial: BufferList, stages: TwoStageReduction, deadline: float) -> BufferList:
-        """This machine's partial results, or a part of them, become the results, in place or elsewhere."""
-        lane = self._carrying()
+        """Reduce this host's partial results, or a part of them, to the results, in place or elsewhere."""
+        group = self._cross_backend()
         if not stages.wide:
             pieces = [piece for _, piece in partial.pieces(0, partial.size)]
-            lane.allreduce([ReduceBuffer(piece, piece) for piece in pieces], stages.network, deadline)
+            group.allreduce([ReduceBuffer(piece, piece) for piece in pieces], stages.network, deadline)
             return partial
         [(_, total)] = partial.pieces(0, partial.size)
-        whole, result = BlockReducer(stages.whole), np.empty(total.size, stages.whole.dtype.storage)
+        full, result = BlockReducer(stages.full), np.empty(total.size, stages.full.dtype.storage)
         if total.nbytes <= SMALL_BYTES:
-            lane.allreduce([ReduceBuffer(total, total)], stages.network, deadline)
-            whole.finish(total, result)
+            group.allreduce([ReduceBuffer(total, total)], stages.network, deadline)
+            full.finish(total, result)
             return BufferList([result])
-        bounds = [rank_slice(total.size, rank, lane.size, total.itemsize) for rank in range(lane.size)]
+        bounds = [rank_slice(total.size, rank, group.size, total.itemsize) for rank in range(group.size)]
         counts = [high - low for low, high in bounds]
-        mine = np.empty(counts[lane.rank], total.dtype)
-        lane.reduce_scatter(total, counts, mine, stages.network, deadline)
-        rounded = np.empty(mine.size, result.dtype)
-        whole.finish(mine, rounded)
-        lane.allgather(rounded, counts, result, deadline)
+        own = np.empty(counts[group.rank], total.dtype)
+        group.reduce_scatter(total, counts, own, stages.network, deadline)
+        rounded = np.empty(own.size, result.dtype)
+        full.finish(own, rounded)
+        group.allgather(rounded, counts, result, deadline)
         return BufferList([result])
 
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, stages: TwoStageReduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_scatter`. Every lane carries a part of what each machine gets."""
-        combine, storage = _combine_function(stages), stages.whole.dtype.storage
+        """Implement `Backend.reduce_scatter`. Every cross group carries a part of each host's result."""
+        combine, storage = _combine_function(stages), stages.full.dtype.storage
         blocks = self._blocks(source, counts)
-        before = sum(counts[rank] for rank in self._own if rank < self._rank)  # in this machine's block
+        before = sum(counts[rank] for rank in self._own if rank < self._rank)  # in this host's block
         step = max(1, self._chunk_bytes // storage.itemsize // len(blocks))
         for begin in range(0, max(block.size for block in blocks), step):
             chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]
-            slices = [self._lanes.slices(chunk.size, storage.itemsize) for chunk in chunks]
-            sizes = [high - low for low, high in slices[self._machine]]
+            slices = [self._cross.slices(chunk.size, storage.itemsize) for chunk in chunks]
+            sizes = [high - low for low, high in slices[self._host]]
             shown = self._scatter(chunks, slices, combine, stages, deadline)
-            wanted: list[ReadRequest | None] = []
-            for low, high in slices[self._machine]:
+            requests: list[ReadRequest | None] = []
+            for low, high in slices[self._host]:
                 first, last = max(begin + low, before), min(begin + high, before + target.size)
                 into = target[first - before : last - before] if first < last else target[:0]
-                wanted.append(ReadRequest(first - begin - low, BufferList([into])))
-            self._spread(sizes, shown, wanted, storage, deadline + 2 * GRACE_SECONDS)
+                requests.append(ReadRequest(first - begin - low, BufferList([into])))
+            self._spread(sizes, shown, requests, storage, deadline + 2 * GRACE_SECONDS)
 
     def _scatter(
         self,
@@ -167,110 +166,110 @@ class InterHost:
         stages: TwoStageReduction,
         deadline: float,
     ) -> BufferList:
-        """Steps a and b for what each machine gets; this lane's slice of what this machine gets, if it has one."""
-        storage = stages.whole.dtype.storage
+        """Do steps a and b for each host's part; return this cross group's slice of this host's part, if it has one."""
+        storage = stages.full.dtype.storage
         parts = [
-            _concatenate([chunk.cut(*bounds[lane]) for chunk, bounds in zip(chunks, slices, strict=True)])
-            for lane in range(len(self._carriers))
+            _concatenate([chunk.cut(*bounds[index]) for chunk, bounds in zip(chunks, slices, strict=True)])
+            for index in range(len(self._members))
         ]
         own = EMPTY_BUFFERS if self.index is None else parts[self.index]
         partial = _scratch(own.size, stages)
-        self._gather(parts, partial, combine, storage, deadline, followed=chunks[self._machine].size > 0)
+        self._gather(parts, partial, combine, storage, deadline, followed=chunks[self._host].size > 0)
         if self.index is None or not own.size:
             return EMPTY_BUFFERS
         counts = [bounds[self.index][1] - bounds[self.index][0] for bounds in slices]
         [(_, total)] = partial.pieces(0, partial.size)
-        mine = np.empty(counts[self._machine], total.dtype)
-        self._carrying().reduce_scatter(total, counts, mine, stages.network, deadline + GRACE_SECONDS)
+        result = np.empty(counts[self._host], total.dtype)
+        self._cross_backend().reduce_scatter(total, counts, result, stages.network, deadline + GRACE_SECONDS)
         if not stages.wide:
-            return BufferList([mine])
-        rounded = np.empty(mine.size, storage)
-        BlockReducer(stages.whole).finish(mine, rounded)
+            return BufferList([result])
+        rounded = np.empty(result.size, storage)
+        BlockReducer(stages.full).finish(result, rounded)
         return BufferList([rounded])
 
     # -- other collectives --------------------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """See `Backend.allgather`. Every lane carries a part of what each machine has."""
+        """Implement `Backend.allgather`. Every cross group carries a part of each host's data."""
         blocks = self._blocks(target, counts)
-        here = [counts[rank] for rank in self._own]
-        ends = itertools.accumulate(here)
-        own = blocks[self._machine]
-        wanted = [ReadRequest(0, own.cut(end - count, end)) for count, end in zip(here, ends, strict=True)]
+        sizes = [counts[rank] for rank in self._own]
+        ends = itertools.accumulate(sizes)
+        own = blocks[self._host]
+        requests = [ReadRequest(0, own.cut(end - count, end)) for count, end in zip(sizes, ends, strict=True)]
         step = max(1, self._chunk_bytes // target.itemsize // len(blocks))
-        self._local.share(BufferList([source]), here, wanted, target.dtype, deadline)
+        self._local.share(BufferList([source]), sizes, requests, target.dtype, deadline)
         for begin in range(0, max(block.size for block in blocks), step):
             chunks = [block.cut(min(block.size, begin), min(block.size, begin + step)) for block in blocks]
             self._exchange_chunks(chunks, target.dtype, deadline)
 
     def _exchange_chunks(self, chunks: Sequence[BufferList], storage: np.dtype[np.generic], deadline: float) -> None:
-        """Each machine has its chunk; all get all of them."""
-        slices = [self._lanes.slices(chunk.size, storage.itemsize) for chunk in chunks]
+        """Exchange the hosts' chunks: all get all of them."""
+        slices = [self._cross.slices(chunk.size, storage.itemsize) for chunk in chunks]
         shown = EMPTY_BUFFERS
         if self.index is not None:
-            bounds = [of_machine[self.index] for of_machine in slices]
+            bounds = [of_host[self.index] for of_host in slices]
             counts = [high - low for low, high in bounds]
             if any(counts):
-                sent, received = np.empty(counts[self._machine], storage), np.empty(sum(counts), storage)
-                chunks[self._machine].read(*bounds[self._machine], sent)
-                self._carrying().allgather(sent, counts, received, deadline + GRACE_SECONDS)
-                first = sum(counts[: self._machine])
+                sent, received = np.empty(counts[self._host], storage), np.empty(sum(counts), storage)
+                chunks[self._host].read(*bounds[self._host], sent)
+                self._cross_backend().allgather(sent, counts, received, deadline + GRACE_SECONDS)
+                first = sum(counts[: self._host])
                 shown = BufferList([received[:first], received[first + sent.size :]])
-        others = [index for index in range(len(chunks)) if index != self._machine]
+        remote = [index for index in range(len(chunks)) if index != self._host]
         pieces = [
-            _concatenate([chunks[i].cut(*slices[i][lane]) for i in others]) for lane in range(len(self._carriers))
+            _concatenate([chunks[i].cut(*slices[i][index]) for i in remote]) for index in range(len(self._members))
         ]
         sizes = [piece.size for piece in pieces]
-        wanted = [ReadRequest(0, piece) for piece in pieces]
-        self._spread(sizes, shown, wanted, storage, deadline + 2 * GRACE_SECONDS)
+        requests = [ReadRequest(0, piece) for piece in pieces]
+        self._spread(sizes, shown, requests, storage, deadline + 2 * GRACE_SECONDS)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """See `Backend.broadcast`. Every lane carries a part, from the root's machine to all others."""
-        start = self._lanes.host_of(root)
-        slices = self._lanes.slices(target.size, target.itemsize)
+        """Implement `Backend.broadcast`. Every cross group carries a part, from the root's host to all others."""
+        start = self._cross.host_of(root)
+        slices = self._cross.slices(target.size, target.itemsize)
         pieces = [target[low:high] for low, high in slices]
         if source is not None and source is not target:
             target[:] = source
-        if start == self._machine:
+        if start == self._host:
             sizes = [target.size if rank == root else 0 for rank in self._own]
-            wanted = [
+            requests = [
                 ReadRequest(0, BufferList([target])) if n and rank != self._rank else None
                 for rank, n in zip(self._own, sizes, strict=True)
             ]
             shown = EMPTY_BUFFERS if source is None else BufferList([target])
-            self._local.share(shown, sizes, wanted, target.dtype, deadline)
-        mine = None if self.index is None else pieces[self.index]
-        if mine is not None and mine.size:
-            sent = mine if start == self._machine else None
-            self._carrying().broadcast(sent, mine, start, deadline + GRACE_SECONDS)
-        if start != self._machine:
-            shown = EMPTY_BUFFERS if mine is None else BufferList([mine])
-            others = [None if piece is mine else ReadRequest(0, BufferList([piece])) for piece in pieces]
+            self._local.share(shown, sizes, requests, target.dtype, deadline)
+        own_slice = None if self.index is None else pieces[self.index]
+        if own_slice is not None and own_slice.size:
+            sent = own_slice if start == self._host else None
+            self._cross_backend().broadcast(sent, own_slice, start, deadline + GRACE_SECONDS)
+        if start != self._host:
+            shown = EMPTY_BUFFERS if own_slice is None else BufferList([own_slice])
+            remote_requests = [None if piece is own_slice else ReadRequest(0, BufferList([piece])) for piece in pieces]
             sizes = [piece.size for piece in pieces]
-            self._spread(sizes, shown, others, target.dtype, deadline + 2 * GRACE_SECONDS)
+            self._spread(sizes, shown, remote_requests, target.dtype, deadline + 2 * GRACE_SECONDS)
 
     def barrier(self, deadline: float) -> None:
-        """See `Backend.barrier`."""
+        """Implement `Backend.barrier`."""
         self._local.arrive(deadline, waits=self.index == 0)
         if self.index == 0:
-            self._carrying().barrier(deadline + GRACE_SECONDS)
+            self._cross_backend().barrier(deadline + GRACE_SECONDS)
         self._local.backend.barrier(deadline + 2 * GRACE_SECONDS)
 
-    # -- lanes --------------------------------------------------------------------------------------------------------
+    # -- cross groups -------------------------------------------------------------------------------------------------
 
-    def _carrying(self) -> Backend:
-        assert self.lane is not None, "only who has a lane has a slice"
-        return self.lane
+    def _cross_backend(self) -> Backend:
+        assert self.group is not None, "only ranks of a cross group have a slice"
+        return self.group
 
     def _slice(self, count: int, itemsize: int) -> tuple[int, int]:
-        """What this rank carries of ``count`` elements."""
-        return (0, 0) if self.index is None else self._lanes.slices(count, itemsize)[self.index]
+        """Return this rank's range of ``count`` elements."""
+        return (0, 0) if self.index is None else self._cross.slices(count, itemsize)[self.index]
 
     def _blocks(self, array: Array, counts: Sequence[int]) -> list[BufferList]:
-        """The parts of an array, one for each rank, by machine."""
+        """Return the parts of an array, one for each rank, by host."""
         ends = list(itertools.accumulate(counts))
         parts = [array[end - count : end] for count, end in zip(counts, ends, strict=True)]
-        return [BufferList([parts[rank] for rank in machine]) for machine in self._lanes.machines]
+        return [BufferList([parts[rank] for rank in host]) for host in self._cross.hosts]
 
     def _gather(
         self,
@@ -282,26 +281,26 @@ class InterHost:
         *,
         followed: bool = True,
     ) -> None:
-        """Step a of a reduction: ``parts`` by lane; see `IntraHost.reduce`."""
+        """Do step a of a reduction: ``parts`` by cross group; see `IntraHost.reduce`."""
         by_rank = [EMPTY_BUFFERS] * self._local.size
-        for carrier, part in zip(self._carriers, parts, strict=True):
-            by_rank[carrier] = part
+        for member, part in zip(self._members, parts, strict=True):
+            by_rank[member] = part
         self._local.reduce(by_rank, out, combine, storage, deadline, followed=followed)
 
     def _spread(
         self,
         sizes: Sequence[int],
         shown: BufferList,
-        wanted: Sequence[ReadRequest | None],
+        requests: Sequence[ReadRequest | None],
         storage: np.dtype[np.generic],
         deadline: float,
     ) -> None:
-        """Step c: ``sizes`` and ``wanted`` by lane."""
+        """Do step c: ``sizes`` and ``requests`` by cross group."""
         sizes_by_rank = [0] * self._local.size
-        wanted_by_rank: list[ReadRequest | None] = [None] * self._local.size
-        for carrier, size, part in zip(self._carriers, sizes, wanted, strict=True):
-            sizes_by_rank[carrier], wanted_by_rank[carrier] = size, part
-        self._local.share(shown, sizes_by_rank, wanted_by_rank, storage, deadline)
+        requests_by_rank: list[ReadRequest | None] = [None] * self._local.size
+        for member, size, part in zip(self._members, sizes, requests, strict=True):
+            sizes_by_rank[member], requests_by_rank[member] = size, part
+        self._local.share(shown, sizes_by_rank, requests_by_rank, storage, deadline)
 
 
 def _combine_function(stages: TwoStageReduction) -> Combine:
@@ -310,8 +309,8 @@ def _combine_function(stages: TwoStageReduction) -> Combine:
 
 
 def _scratch(count: int, stages: TwoStageReduction) -> BufferList:
-    """Room for partial results."""
-    return BufferList([np.empty(count, np.dtype(np.float32) if stages.wide else stages.whole.dtype.storage)])
+    """Allocate partial results."""
+    return BufferList([np.empty(count, np.dtype(np.float32) if stages.wide else stages.full.dtype.storage)])
 
 
 def _copy(source: BufferList, target: BufferList) -> None:

@@ -1,9 +1,9 @@
-"""What the ranks of one machine do for each other inside a backend of several machines.
+"""Operations among the ranks of one host inside a backend of several hosts.
 
-Two operations: everybody reduces a part of what all have (`IntraHost.reduce`), and everybody takes what it wants of
-what others show (`IntraHost.share`). Data go through the slots of a `ShmBackend`; where they are large, and the kernel
-allows it, ranks show each other where they lie, and read them there. For a rank that is alone on its machine both
-operations are at most a copy.
+Two operations: each rank reduces a part of all ranks' data (`IntraHost.reduce`), and each rank reads parts of others'
+data (`IntraHost.share`). Data go through the slots of a `ShmBackend`; where they are large, and the kernel allows it,
+ranks exchange the addresses, and read straight from there. For a rank that is alone on its host both operations are at
+most a copy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from reigen.backends.shm.backend import SLOT_BYTES, ShmBackend
 from reigen.backends.shm.cross_memory import BLOCK_BYTES, cut_ranges, own_ranges, pair_ranges
 from reigen.net.process_memory import AddressRange
 
-#: ``(one array of each rank, in rank order; where their combination goes)``: a method of a `Reducer`.
+#: ``(one array of each rank, in rank order; array for their combination)``: a method of a `BlockReducer`.
 Combine = Callable[[Sequence[Array], Array], None]
 
 _LINE = 64
-#: An address and a length, as they are told.
+#: Address and length, as they are exchanged.
 _RANGE_BYTES = 16
 
 EMPTY_BUFFERS = BufferList([])
@@ -34,25 +34,21 @@ EMPTY_BUFFERS = BufferList([])
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A part of what a rank shows, from element ``begin`` on, and where it goes."""
+    """Part of a rank's shared data, from element ``begin`` on, and its target."""
 
     begin: int
     into: BufferList
 
 
 class IntraHost:
-    """The ranks of this machine.
-
-    Args:
-        backend: of these ranks; its ``lacking`` and ``phase_ended`` are somebody else's.
-    """
+    """Ranks of this host. The ``lacking`` and ``phase_ended`` of their backend are set elsewhere."""
 
     def __init__(self, backend: ShmBackend | NullBackend) -> None:
         self.backend = backend
         self.rank, self.size = backend.rank, backend.size
 
     def copies(self, region: MemoryRegion, begin: int, nbytes: int, storage: np.dtype[np.generic]) -> list[Array]:
-        """A part of a region, every rank's copy of it."""
+        """Return every rank's copy of a part of a region."""
         if isinstance(self.backend, ShmBackend):
             return self.backend.copies(region.offset + begin, nbytes, storage)
         return [region.array[begin : begin + nbytes].view(storage)]
@@ -60,7 +56,7 @@ class IntraHost:
     def reduce_copies(
         self, copies: Sequence[BufferList], out: BufferList, combine: Combine, storage: np.dtype[np.generic]
     ) -> None:
-        """Combine what is in everybody's registered memory, block by block; others do other parts meanwhile."""
+        """Combine a part of all ranks' registered memory, block by block; others do other parts at the same time."""
         block = BLOCK_BYTES // storage.itemsize
         for begin in range(0, out.size, block):
             for _, (*inputs, result) in zip_pieces([*copies, out], begin, min(out.size, begin + block)):
@@ -76,10 +72,10 @@ class IntraHost:
         *,
         followed: bool = True,
     ) -> None:
-        """Rank r combines what all ranks have as ``parts[r]``, of equal size on all of them, into its ``out``.
+        """Combine, on rank r, all ranks' ``parts[r]``, of equal size on all of them, into its ``out``.
 
-        ``out`` may be this rank's own ``parts[rank]``. Where a `share` of anything follows, whoever gets nothing here
-        need not wait.
+        ``out`` may be this rank's own ``parts[rank]``. Where a `share` of anything follows, a rank that gets nothing
+        here need not wait.
         """
         receivers = [rank for rank, part in enumerate(parts) if part.size]
         if not receivers:
@@ -91,7 +87,7 @@ class IntraHost:
         if self.backend.uses_cross_memory(nbytes) and _RANGE_BYTES * num_arrays <= SLOT_BYTES // 2:
             self._reduce_directly(self.backend, parts, out, combine, storage, deadline)
             if not followed:
-                self.backend.barrier(deadline)  # until now somebody may have been reading
+                self.backend.barrier(deadline)  # until now some rank may have been reading
             return
         room = SLOT_BYTES // len(receivers) // _LINE * _LINE // storage.itemsize
         places = {rank: index * room for index, rank in enumerate(receivers)}
@@ -120,22 +116,22 @@ class IntraHost:
         self,
         shown: BufferList,
         sizes: Sequence[int],
-        wanted: Sequence[ReadRequest | None],
+        requests: Sequence[ReadRequest | None],
         storage: np.dtype[np.generic],
         deadline: float,
     ) -> None:
-        """Everybody shows ``shown``, and takes what it wants of what rank r shows (``sizes[r]`` elements)."""
+        """Share ``shown``, and read the requested parts of rank r's (``sizes[r]`` elements)."""
         if not any(sizes):
             return
         if isinstance(self.backend, NullBackend):
-            if (part := wanted[0]) is not None:
+            if (part := requests[0]) is not None:
                 for _, (source, target) in zip_pieces(
                     [shown.cut(part.begin, shown.size), part.into], 0, part.into.size
                 ):
                     target[:] = source
             return
         if self.backend.uses_cross_memory(sum(sizes) * storage.itemsize):
-            self._share_directly(self.backend, shown, wanted, storage, deadline)
+            self._share_directly(self.backend, shown, requests, storage, deadline)
             return
         room = SLOT_BYTES // storage.itemsize
 
@@ -145,7 +141,7 @@ class IntraHost:
                 shown.read(begin, end, _typed_view(slot, storage, 0, end - begin))
 
         def collect(index: int, slots: Sequence[NDArray[np.uint8]]) -> None:
-            for slot, part in zip(slots, wanted, strict=True):
+            for slot, part in zip(slots, requests, strict=True):
                 if part is not None:
                     begin = max(part.begin, index * room)
                     end = min(part.begin + part.into.size, (index + 1) * room)
@@ -173,8 +169,10 @@ class IntraHost:
             rooms = [room[: (end - begin) * itemsize].view(storage) for room in backend.reader.scratch]
             for rank, tables in enumerate(shown):
                 if rank != self.rank:
-                    there = cut_ranges(tables[self.rank], begin * itemsize, end * itemsize)
-                    backend.reader.read(rank, *pair_ranges(there, [(rooms[rank].ctypes.data, rooms[rank].nbytes)]))
+                    remote_ranges = cut_ranges(tables[self.rank], begin * itemsize, end * itemsize)
+                    backend.reader.read(
+                        rank, *pair_ranges(remote_ranges, [(rooms[rank].ctypes.data, rooms[rank].nbytes)])
+                    )
             for place, (contribution, result) in zip_pieces([own, out], begin, end):
                 inputs = [room[place - begin :][: result.size] for room in rooms]
                 inputs[self.rank] = contribution
@@ -185,54 +183,54 @@ class IntraHost:
         self,
         backend: ShmBackend,
         shown: BufferList,
-        wanted: Sequence[ReadRequest | None],
+        requests: Sequence[ReadRequest | None],
         storage: np.dtype[np.generic],
         deadline: float,
     ) -> None:
         if _RANGE_BYTES * shown.num_arrays > SLOT_BYTES // 2:
             shown = BufferList([shown.joined()])
-        for rank, ([there], part) in enumerate(
-            zip(_exchange_addresses(backend, [shown], deadline), wanted, strict=True)
+        for rank, ([remote_ranges], part) in enumerate(
+            zip(_exchange_addresses(backend, [shown], deadline), requests, strict=True)
         ):
             if part is not None and part.into.size:
                 begin, end = part.begin * storage.itemsize, (part.begin + part.into.size) * storage.itemsize
-                backend.reader.read(rank, *pair_ranges(cut_ranges(there, begin, end), own_ranges(part.into)))
+                backend.reader.read(rank, *pair_ranges(cut_ranges(remote_ranges, begin, end), own_ranges(part.into)))
         self.ended("MEMCPY_OUT_FUSION_BUFFER")
         backend.barrier(deadline)
 
     def arrive(self, deadline: float, *, waits: bool) -> None:
-        """The first half of a barrier: only who ``waits`` knows that all have come. A `barrier` must follow."""
+        """Do the first half of a barrier: only a rank that ``waits`` knows that all came. A `barrier` must follow."""
         if isinstance(self.backend, ShmBackend):
             self.backend.rounds(1, lambda *_: None, lambda *_: None, deadline, waits_last=waits)
 
     def ended(self, phase: str) -> None:
-        """Tell whoever listens that a part of a collective is over."""
+        """Report the end of a part of a collective to the listener."""
         if self.backend.phase_ended is not None:
             self.backend.phase_ended(phase)
 
 
 def _typed_view(slot: NDArray[np.uint8], storage: np.dtype[np.generic], begin: int, count: int) -> Array:
-    """``count`` elements of a slot, from element ``begin`` on."""
+    """Return ``count`` elements of a slot, from element ``begin`` on."""
     return slot[begin * storage.itemsize :][: count * storage.itemsize].view(storage)
 
 
 def _exchange_addresses(
     backend: ShmBackend, arrays: Sequence[BufferList], deadline: float
 ) -> list[list[list[AddressRange]]]:
-    """Every rank tells where its arrays lie, as many on each."""
+    """Exchange addresses of arrays, as many on each rank."""
     tables = [own_ranges(array) for array in arrays]
-    words = [word for table in tables for word in (len(table), *itertools.chain.from_iterable(table))]
-    told: list[list[list[AddressRange]]] = []
+    numbers_sent = [number for table in tables for number in (len(table), *itertools.chain.from_iterable(table))]
+    addresses: list[list[list[AddressRange]]] = []
 
     def collect(_: int, slots: Sequence[NDArray[np.uint8]]) -> None:
         for slot in slots:
-            told.append([])
+            addresses.append([])
             begin = 0
             for _array in arrays:
                 count = int(slot[begin : begin + 8].view(np.uint64)[0])
                 numbers = slot[begin + 8 : begin + 8 + _RANGE_BYTES * count].view(np.uint64).tolist()
-                told[-1].append(list(zip(numbers[::2], numbers[1::2], strict=True)))
+                addresses[-1].append(list(zip(numbers[::2], numbers[1::2], strict=True)))
                 begin += 8 + _RANGE_BYTES * count
 
-    backend.exchange(np.array(words, np.uint64).view(np.uint8), collect, deadline)
-    return told
+    backend.exchange(np.array(numbers_sent, np.uint64).view(np.uint8), collect, deadline)
+    return addresses

@@ -1,4 +1,4 @@
-"""The backend over MPI: the network that a site has (InfiniBand, Slingshot, EFA), reached through mpi4py.
+"""Backend over MPI: the network that a site has (InfiniBand, Slingshot, EFA), reached through mpi4py.
 
 Collectives are MPI's non-blocking ones, so that every call keeps its deadline (`reigen.backends.mpi.progress`). They
 cannot be cancelled. One that is given up may write to its memory whenever the ranks that were late come after all, so
@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from reigen.backends.base import (
     Array,
     BackendCapabilities,
-    MemoryRegion,
+    FlatBackend,
     MissingRanksCallback,
-    PhaseCallback,
     ProgressHook,
     ReduceBuffer,
 )
@@ -41,60 +40,55 @@ from reigen.types import DType, ReduceOp
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-#: How much travels at once, and how many chunks are on their way: larger ones leave the cache, more use more memory.
+#: Bytes of a chunk, and number of chunks on their way: larger ones leave the cache, more use more memory.
 CHUNK_BYTES = 1 << 20
 _NUM_SLOTS = 4
 #: Up to so many bytes of all ranks together, every rank gets and adds up everything: one exchange instead of two.
 SMALL_BYTES = 1 << 17
 
 
-class MpiBackend:
+class MpiBackend(FlatBackend):
     """`reigen.backends.base.Backend` over a communicator.
 
-    Args:
-        line: the communicator, and how to wait for it.
-        native: see `reigen.backends.mpi.network.MpiNetwork`.
-        chunk_bytes: the same.
+    ``progress`` is the communicator with its waiting; the other arguments are those of `MpiNetwork`.
     """
 
     name = "mpi"
 
-    def __init__(self, line: MpiProgress, native: bool | None, chunk_bytes: int) -> None:
+    def __init__(self, progress: MpiProgress, native: bool | None, chunk_bytes: int) -> None:
         from mpi4py import MPI
 
         self._mpi = MPI
-        self._line, self._native, self._chunk_bytes = line, native, chunk_bytes
-        self.rank, self.size = line.rank, line.size
-        self._ordered, self.reason = sums_in_rank_order(line.size, native)
+        self._progress, self._native, self._chunk_bytes = progress, native, chunk_bytes
+        self.rank, self.size = progress.rank, progress.size
+        self._ordered, self.reason = sums_in_rank_order(progress.size, native)
         self.capabilities = BackendCapabilities(registered_memory=False, ordered_sums=self._ordered, abortable=True)
-        self.phase_ended: PhaseCallback | None = None
         self._staging: dict[tuple[str, int], NDArray[np.uint8]] = {}
-        self._memory = NullBackend()
         self._num_splits = 0
 
     @property
     def lacking(self) -> MissingRanksCallback | None:
-        """See `Backend`."""
-        return self._line.lacking
+        """Callback of the progress."""
+        return self._progress.lacking
 
     @lacking.setter
-    def lacking(self, told: MissingRanksCallback | None) -> None:
-        self._line.lacking = told
+    def lacking(self, callback: MissingRanksCallback | None) -> None:
+        self._progress.lacking = callback
 
     @property
     def progress_hook(self) -> ProgressHook | None:
-        """See `Backend`."""
-        return self._line.progress_hook
+        """Hook of the progress."""
+        return self._progress.progress_hook
 
     @progress_hook.setter
     def progress_hook(self, work: ProgressHook | None) -> None:
-        self._line.progress_hook = work
+        self._progress.progress_hook = work
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """See `Backend.allreduce`. Memory of `allocate` is ordinary memory."""
-        self._line.begin()
+        """Implement `Backend.allreduce`; memory of `allocate` is ordinary memory."""
+        self._progress.begin()
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         if source.size == 0:
             return
@@ -136,7 +130,7 @@ class MpiBackend:
         self._ended("MEMCPY_IN_FUSION_BUFFER")
         buffer = [stage, stage[0].nbytes, self._mpi.BYTE]
         request = self._post(lambda: self._communicator.Iallgather(self._mpi.IN_PLACE, buffer), stage)
-        self._line.wait(request, deadline)
+        self._progress.wait(request, deadline)
         total = self._take("sum", 0, source.size, reduction.dtype)
         BlockReducer(reduction).reduce(list(stage), total)
         self._ended("MPI_ALLREDUCE")
@@ -144,7 +138,7 @@ class MpiBackend:
         self._ended("MEMCPY_OUT_FUSION_BUFFER")
 
     def _reduce_in_order(self, source: BufferList, target: BufferList, reduction: Reduction, deadline: float) -> None:
-        """Alltoall, sum, allgather. While a chunk is summed the next ones are on their way, and the last ones' sums."""
+        """Do alltoall, sum, allgather. While a chunk is summed the next ones are on their way, and earlier sums."""
         dtype, reducer = reduction.dtype, BlockReducer(reduction)
         bounds = _split_chunks(source.size, self._chunk_bytes // dtype.itemsize)
 
@@ -168,7 +162,7 @@ class MpiBackend:
 
         def collect(index: int) -> None:
             begin, end = bounds[index]
-            self._line.wait(gathering.pop(index), deadline)
+            self._progress.wait(gathering.pop(index), deadline)
             self._ended("MPI_ALLREDUCE")
             target.write(begin, self._take("sum", index, end - begin, dtype))
             self._ended("MEMCPY_OUT_FUSION_BUFFER")
@@ -176,7 +170,7 @@ class MpiBackend:
         scattering = {index: scatter(index) for index in range(min(_NUM_SLOTS, len(bounds)))}
         gathering: dict[int, Request] = {}
         for index in range(len(bounds)):
-            self._line.wait(scattering.pop(index), deadline)
+            self._progress.wait(scattering.pop(index), deadline)
             gathering[index] = add(index)
             self._ended("MPI_ALLREDUCE")
             if index + _NUM_SLOTS < len(bounds):
@@ -187,21 +181,15 @@ class MpiBackend:
             collect(index)
 
     def _slices(self, count: int, dtype: DType) -> list[int]:
-        """How many elements of a chunk each rank adds up."""
+        """Return how many elements of a chunk each rank adds up."""
         cuts = (rank_slice(count, rank, self.size, dtype.itemsize) for rank in range(self.size))
         return [high - low for low, high in cuts]
-
-    def reduce_to_owners(
-        self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
-    ) -> None:
-        """See `Backend.reduce_to_owners`. Every rank is on its own, and owns all."""
-        self.allreduce([buffer], reduction, deadline)
 
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_scatter`."""
-        self._line.begin()
+        """Implement `Backend.reduce_scatter`."""
+        self._progress.begin()
         dtype, by_mpi = reduction.dtype, self._by_mpi(reduction)
         starts = list(itertools.accumulate(counts, initial=0))
         num_rounds = -(-sum(counts) * dtype.itemsize // self._chunk_bytes)
@@ -245,8 +233,8 @@ class MpiBackend:
     # -- collectives that move data -----------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """See `Backend.allgather`."""
-        self._line.begin()
+        """Implement `Backend.allgather`."""
+        self._progress.begin()
         starts = list(itertools.accumulate(counts, initial=0))
         num_rounds = -(-sum(counts) * target.itemsize // self._chunk_bytes)
 
@@ -269,8 +257,8 @@ class MpiBackend:
         self._rounds(num_rounds, start, finish, "MPI_ALLGATHER", deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """See `Backend.broadcast`."""
-        self._line.begin()
+        """Implement `Backend.broadcast`."""
+        self._progress.begin()
         bounds = _split_chunks(target.size, self._chunk_bytes // target.itemsize)
 
         def start(index: int) -> Request:
@@ -290,8 +278,8 @@ class MpiBackend:
         self._rounds(len(bounds), start, finish, "MPI_BCAST", deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """See `Backend.alltoall`."""
-        self._line.begin()
+        """Implement `Backend.alltoall`."""
+        self._progress.begin()
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
         send_starts = list(itertools.accumulate(sent, initial=0))
         receive_starts = list(itertools.accumulate(received, initial=0))
@@ -320,15 +308,15 @@ class MpiBackend:
         self._rounds(num_rounds, start, finish, "MPI_ALLTOALL", deadline)
 
     def barrier(self, deadline: float) -> None:
-        """See `Backend.barrier`."""
-        self._line.begin()
-        self._line.wait(self._post(self._communicator.Ibarrier), deadline)
+        """Implement `Backend.barrier`."""
+        self._progress.begin()
+        self._progress.wait(self._post(self._communicator.Ibarrier), deadline)
 
     # -- help ---------------------------------------------------------------------------------------------------------
 
     @property
     def _communicator(self) -> Intracomm:
-        return self._line.communicator
+        return self._progress.communicator
 
     def _rounds(
         self,
@@ -341,7 +329,7 @@ class MpiBackend:
         """Start every chunk, wait for it and finish it, with `_NUM_SLOTS` of them on their way."""
         requests = [start(index) for index in range(min(_NUM_SLOTS, count))]
         for index in range(count):
-            self._line.wait(requests[index % _NUM_SLOTS], deadline)
+            self._progress.wait(requests[index % _NUM_SLOTS], deadline)
             self._ended(phase)
             finish(index)
             self._ended("MEMCPY_OUT_FUSION_BUFFER")
@@ -349,22 +337,22 @@ class MpiBackend:
                 requests[index % _NUM_SLOTS] = start(index + _NUM_SLOTS)
 
     def _exchange(self, stage: Array, outgoing: Sequence[int], room: Array, incoming: Sequence[int]) -> Request:
-        """An alltoall; numbers of elements."""
+        """Start an alltoall; numbers of elements."""
         byte, itemsize = self._mpi.BYTE, stage.itemsize
         send = [stage, [n * itemsize for n in outgoing], byte]
         receive = [room, [n * itemsize for n in incoming], byte]
         return self._post(lambda: self._communicator.Ialltoallv(send, receive), stage, room)
 
     def _gather(self, stage: Array, sizes: Sequence[int]) -> Request:
-        """An allgather in place; numbers of elements."""
+        """Start an allgather in place; numbers of elements."""
         buffer = [stage, [n * stage.itemsize for n in sizes], self._mpi.BYTE]
         return self._post(lambda: self._communicator.Iallgatherv(self._mpi.IN_PLACE, buffer), stage)
 
     def _post(self, start: Callable[[], Request], *memory: object) -> Request:
-        return self._line.post(start, *memory)
+        return self._progress.post(start, *memory)
 
     def _take(self, use: str, index: int, count: int, dtype: DType | np.dtype[Any]) -> Array:
-        """Staging memory of ``count`` elements for the ``index``-th chunk; the same again for the same chunk."""
+        """Return staging memory of ``count`` elements for the ``index``-th chunk; the same again for the same chunk."""
         storage = dtype.storage if isinstance(dtype, DType) else dtype
         key, nbytes = (use, index % _NUM_SLOTS), count * storage.itemsize
         array = self._staging.get(key)
@@ -378,39 +366,27 @@ class MpiBackend:
 
     # -- memory, some of the ranks, ends ------------------------------------------------------------------------------
 
-    def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """Ordinary memory, aligned as everywhere."""
-        return self._memory.allocate(nbytes, deadline)
-
-    def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate_shared`. Every rank is on its own."""
-        return self.allocate(nbytes, deadline)
-
-    def free(self, offset: int) -> None:
-        """See `Backend.free`."""
-        self._memory.free(offset)
-
     def split(self, ranks: Sequence[int], deadline: float) -> MpiBackend | NullBackend | None:
-        """See `Backend.split`."""
+        """Implement `Backend.split`."""
         if len(ranks) == 1:
             return NullBackend() if self.rank in ranks else None
         self.barrier(deadline)
         self._num_splits += 1
-        line = self._line.part(ranks, self._num_splits)
-        return None if line is None else MpiBackend(line, self._native, self._chunk_bytes)
+        progress = self._progress.part(ranks, self._num_splits)
+        return None if progress is None else MpiBackend(progress, self._native, self._chunk_bytes)
 
     def abort(self, error: CollectiveError) -> None:
-        """See `Backend.abort`."""
-        self._line.give_up(error)
+        """Implement `Backend.abort`."""
+        self._progress.give_up(error)
 
     def close(self) -> None:
-        """See `Backend.close`."""
-        self._line.close()
+        """Implement `Backend.close`."""
+        self._progress.close()
         self._staging.clear()
 
 
 def _scaling_reducers(reduction: Reduction) -> tuple[BlockReducer, BlockReducer]:
-    """What is to be done with every rank's data before MPI adds it up, and with the result."""
+    """Return reducers for every rank's data before MPI adds it up, and for the result."""
     before = Reduction(reduction.dtype, ReduceOp.SUM, 1, prescale=reduction.prescale)
     after = Reduction(reduction.dtype, reduction.op, reduction.count, postscale=reduction.postscale)
     return BlockReducer(before), BlockReducer(after)
@@ -421,7 +397,7 @@ def _split_chunks(count: int, longest: int) -> list[tuple[int, int]]:
 
 
 def _chunk_part(count: int, index: int, num_rounds: int) -> tuple[int, int]:
-    """The ``index``-th part of ``count`` elements."""
+    """Return the ``index``-th part of ``count`` elements."""
     return count * index // num_rounds, count * (index + 1) // num_rounds
 
 
@@ -440,7 +416,7 @@ def _unpack_stage(stage: Array, pieces: Sequence[Array]) -> None:
 
 
 def _reduce_blocks(reducer: BlockReducer, inputs: Sequence[Array], total: Array) -> None:
-    """Block by block, in the cache."""
+    """Reduce block by block, in the cache."""
     block = BLOCK_BYTES // total.itemsize
     for begin in range(0, total.size, block):
         reducer.reduce([array[begin : begin + block] for array in inputs], total[begin : begin + block])

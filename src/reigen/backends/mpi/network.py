@@ -1,6 +1,6 @@
-"""The network that a site reaches by its MPI (InfiniBand, Slingshot, EFA): backends among any ranks of the job.
+"""Network that a site reaches by its MPI (InfiniBand, Slingshot, EFA): backends among any ranks of the job.
 
-What MPI cannot do: making a communicator (`MpiNetwork.among`, `MpiBackend.split`) has no deadline of its own. All its
+Limits of MPI: making a communicator (`MpiNetwork.among`, `MpiBackend.split`) has no deadline of its own. All its
 ranks are waited for before, so that only a rank that stops in that very moment is waited for without end. And an MPI
 launcher ends the whole job when a process dies, unless it is Open MPI started with `--with-ft ulfm`
 (`reigen.cluster.bootstrap.mpi_library.can_survive_failures`).
@@ -22,7 +22,7 @@ from reigen.backends.mpi.progress import MpiProgress, MpiSharedState
 from reigen.backends.null import NullBackend
 from reigen.cluster.bootstrap.mpi_library import can_survive_failures, mpi_exit_handler
 from reigen.cluster.membership.rendezvous import Rendezvous
-from reigen.errors import DeadlineError
+from reigen.errors import DeadlineError, format_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -34,20 +34,20 @@ _SLICE_SECONDS = 0.2
 
 
 class MpiNetwork:
-    """Makes backends over MPI: `reigen.backends.base.HostNetwork`.
+    """Network over MPI: `reigen.backends.base.HostNetwork`.
 
     Args:
         world: a communicator that holds all ranks of the job.
         world_ranks: their numbers in it, by rank of the job.
         rank: this one's, of the job.
-        rendezvous: where ranks meet before they make a backend; keys begin with ``mpi/``.
-        failure: why waiting for ranks of the job is in vain, or None.
+        rendezvous: of ranks before they make a backend; keys begin with ``mpi/``.
+        failure: see `FailureCheck`.
         looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
-        native: whether MPI's own reductions are used where there are any; None leaves it to `mpi_choice`.
-        chunk_bytes: how much travels at once.
+        native: whether MPI's own reductions are used where there are any; None leaves it to `mpi.order`.
+        chunk_bytes: limit of a chunk.
 
     Attributes:
-        survives: ranks that a death leaves over can go on, as far as MPI is concerned.
+        survives: the other ranks can go on after a death, as far as MPI is concerned.
     """
 
     name = "mpi"
@@ -74,16 +74,11 @@ class MpiNetwork:
         self.survives, reason = can_survive_failures(os.environ, version)
         if rank == 0:
             _log.info("%s: %s", version, reason)
-        #: how often a backend of these ranks was made
+        #: number of backends of these ranks so far
         self._made: dict[tuple[int, ...], int] = {}
 
     def among(self, ranks: Sequence[int], deadline: float) -> MpiBackend | NullBackend:
-        """A backend for some ranks of the job, ascending, which number themselves anew. Collective among them.
-
-        Raises:
-            DeadlineError: ranks did not come; names them.
-            CollectiveError: as ``failure`` tells.
-        """
+        """Implement `HostNetwork.among`."""
         if len(ranks) == 1:
             return NullBackend()
         key = tuple(ranks)
@@ -97,41 +92,41 @@ class MpiNetwork:
         return MpiBackend(MpiProgress(communicator, name, key, self._commons), self._native, self._chunk_bytes)
 
     def close(self) -> None:
-        """Nothing is left when the backends have been closed."""
+        """Do nothing: the backends have been closed."""
 
 
 def wait_for_ranks(
     rendezvous: Rendezvous, ranks: Sequence[int], rank: int, prefix: str, failure: FailureCheck, deadline: float
 ) -> bytes:
-    """Wait until all of some ranks are here, in the lowest one; the others wait for it.
+    """Wait until all of some ranks have come, in the lowest one; the others wait for it.
 
     Args:
-        rendezvous: where.
+        rendezvous: of the job.
         ranks: of the job, ascending, at least two.
         rank: this one.
-        prefix: of keys that nobody else uses.
-        failure: why waiting for ranks is in vain, or None.
-        deadline: until when.
+        prefix: of keys that are used for nothing else.
+        failure: see `FailureCheck`.
+        deadline: see `reigen.backends.base`.
 
     Returns:
-        A name that the lowest rank has made for this meeting.
+        A name that the lowest rank has made for these ranks.
 
     Raises:
         DeadlineError: ranks did not come; names them, to the lowest rank.
-        CollectiveError: as ``failure`` tells.
+        CollectiveError: the result of ``failure``.
     """
-    lowest, *others = ranks
+    lowest, *higher = ranks
     if rank != lowest:
         rendezvous.put(f"{prefix}/{rank}", b"")
         return _get_all(rendezvous, {lowest: f"{prefix}/go"}, failure, deadline)[0]
-    _get_all(rendezvous, {other: f"{prefix}/{other}" for other in others}, failure, deadline)
+    _get_all(rendezvous, {peer: f"{prefix}/{peer}" for peer in higher}, failure, deadline)
     name = os.urandom(_NAME_BYTES)
     rendezvous.put(f"{prefix}/go", name)
     return name
 
 
 def _get_all(rendezvous: Rendezvous, keys: Mapping[int, str], failure: FailureCheck, deadline: float) -> list[bytes]:
-    """What each rank has put under its key."""
+    """Get the value that each rank has put under its key."""
     found: dict[int, bytes] = {}
     while True:
         missing = [rank for rank in keys if rank not in found]
@@ -145,5 +140,6 @@ def _get_all(rendezvous: Rendezvous, keys: Mapping[int, str], failure: FailureCh
         if (error := failure(missing)) is not None:
             raise error
         if time.monotonic() >= deadline:
-            names = ", ".join(map(str, missing))
-            raise DeadlineError(f"rank(s) {names} did not come to make a backend over MPI", ranks=missing)
+            raise DeadlineError(
+                f"rank(s) {format_ranks(missing)} did not come to make a backend over MPI", ranks=missing
+            )

@@ -1,4 +1,4 @@
-"""Who adds up: MPI, in an order of its own, or Reigen's kernels, in rank order. Pure decisions with their reasons."""
+"""Order of sums: MPI's own, or rank order, by Reigen's kernels. Pure decisions with their reasons."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ ORDERED_RANKS = 16
 
 
 def sums_in_rank_order(size: int, native: bool | None) -> tuple[bool, str]:
-    """``(whether floating-point sums are taken in rank order, why)`` in a backend of ``size`` ranks.
+    """Return ``(whether floating-point sums are taken in rank order, why)`` in a backend of ``size`` ranks.
 
-    Args:
-        size: how many ranks.
-        native: whether MPI's own reductions are wanted; None where nobody said.
+    ``native``: whether MPI's own reductions are to be used; None: undecided.
     """
     if native is not None:
         return not native, "MPI's own reductions were asked for" if native else "sums in rank order were asked for"
@@ -25,7 +23,7 @@ def sums_in_rank_order(size: int, native: bool | None) -> tuple[bool, str]:
 
 
 def can_reduce_by_mpi(reduction: Reduction) -> tuple[bool, str]:
-    """``(whether MPI computes this as Reigen's kernels would but for the order, why or why not)``."""
+    """Return ``(whether MPI computes this as Reigen's kernels would but for the order, why or why not)``."""
     dtype, op = reduction.dtype, reduction.op
     if dtype.itemsize < 4:
         # Open MPI 5.0.9 adds uint8 with saturation where the processor has AVX; MPICH 4.0.2 takes MIN of uint8 as if

@@ -1,10 +1,10 @@
-"""Waiting for MPI, with an eye on the other ranks.
+"""Progress of MPI's operations, and of the other ranks.
 
-MPI says that an operation is over, or nothing. So ranks that wait for longer than a moment tell each other, in small
+MPI reports the end of an operation, or nothing. So ranks that wait for longer than a moment send each other small
 messages beside the data:
 
-* _PRESENT: I am in the middle of my n-th operation. Whoever does not say so is missing.
-* _GIVEN_UP: I cannot go on, and why.
+* _PRESENT: the rank is in the middle of its n-th operation. Ranks that do not send it are missing.
+* _GIVEN_UP: the rank cannot go on, and why.
 
 Each begins with a name that the backend's ranks agreed upon, because MPI may use the numbers of a communicator again
 that has been freed, messages of which were still on their way.
@@ -25,21 +25,21 @@ import numpy as np
 
 from reigen.cluster.bootstrap.mpi_library import MpiExitHandler
 from reigen.cluster.membership.abort_message import ERRORS_BY_NAME, has_left
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
     from reigen.backends.base import FailureCheck, MissingRanksCallback, ProgressHook
 
-#: How often to look at the other ranks, and the deadline.
+#: Seconds between looks at the other ranks, and the deadline.
 LOOK_SECONDS = 0.1
-#: How long to look for the end of an operation without sleeping, giving way to others of this machine.
+#: Seconds of looking for the end of an operation without sleeping, giving way to others of this host.
 _YIELD_SECONDS = 0.002
-#: What somebody sent who has left may be on its way for so long.
+#: Seconds that data of a rank that has left may be on their way.
 _LEAVING_SECONDS = 2.0
 _SHORTEST_SLEEP, _LONGEST_SLEEP = 50e-6, 500e-6
-#: How long to ask who is gone after MPI said that somebody is.
+#: Seconds of asking which rank has gone after MPI reported that one has.
 _ASK_SECONDS = 1.0
 _TAG = 1
 _MAX_BYTES = 2048
@@ -48,7 +48,7 @@ _MAX_RANKS = 64
 
 
 class _StatusMessage(msgspec.Struct, array_like=True, frozen=True):
-    """What one rank tells another beside the data. ``kind`` is that of the error for _GIVEN_UP, empty for _PRESENT."""
+    """Message between ranks beside the data. ``kind`` is that of the error for _GIVEN_UP, empty for _PRESENT."""
 
     backend: bytes
     operation: int
@@ -58,11 +58,11 @@ class _StatusMessage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class MpiSharedState:
-    """What all MPI backends of a process share.
+    """State that all MPI backends of a process share.
 
     Args:
         failure: see `FailureCheck`.
-        farewell: what becomes of operations that are given up.
+        farewell: handles operations that are given up.
         looks: how often to look for the end of an operation before giving way to others; 0 with more ranks than cores.
     """
 
@@ -70,23 +70,23 @@ class MpiSharedState:
         self.failure, self.farewell, self.looks = failure, farewell, looks
         #: Held during every call of MPI: it need not allow two threads at once.
         self.lock = threading.RLock()
-        #: Why nothing works any more.
+        #: The reason why nothing works any more.
         self.error: CollectiveError | None = None
 
     def fail(self, error: CollectiveError) -> None:
-        """Nothing works from now on; the first error counts."""
+        """Fail every operation from now on; the first error counts."""
         if self.error is None:
             self.error = error
             self.farewell.failed(error.reason)
 
 
 class MpiProgress:
-    """Waits for the requests of one backend, and knows who else does.
+    """Progress of the requests of one backend, on this rank and the others.
 
     Args:
         communicator: of the backend alone.
         name: the same on its ranks, and different from that of any backend before.
-        ranks: the ranks of the job.
+        ranks: their numbers in the job.
         commons: shared by the backends of the process.
     """
 
@@ -100,39 +100,31 @@ class MpiProgress:
         self._commons = commons
         self.lacking: MissingRanksCallback | None = None
         self.progress_hook: ProgressHook | None = None
-        #: how many operations this rank has begun, and whether it has told the others that it waits in this one
-        self._operation, self._told = 0, False
-        #: the last operation of which each rank said that it waits in it
+        #: number of operations that this rank has begun, and whether it has sent _PRESENT for this one
+        self._operation, self._has_reported = 0, False
+        #: the last operation for which each rank has sent _PRESENT
         self._present = [0] * self.size
         #: requests on their way, with the memory that they use
         self._pending: dict[int, tuple[Request, Any]] = {}
         self._sent: list[tuple[Request, Any]] = []
         self._buffer = np.empty(_MAX_BYTES, np.uint8)
         #: when it was first known that a rank that is waited for has left
-        self._left_at: float | None = None
+        self._departed_at: float | None = None
         self._closed = False
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The next operation begins.
-
-        Raises:
-            CollectiveError: some rank has given up.
-        """
+        """Begin the next operation; raises CollectiveError if some rank has given up."""
         self._operation += 1
-        self._told = False
+        self._has_reported = False
         with self._commons.lock:
-            self._hear()
+            self._receive_status()
         if self._commons.error is not None:
             raise self._commons.error.anew()
 
     def post(self, start: Callable[[], Request], *memory: object) -> Request:
-        """Start what is waited for later, and keep its memory until then.
-
-        Raises:
-            CollectiveError: MPI refused.
-        """
+        """Start a request, and keep its memory until it has been waited for; raises CollectiveError: MPI refused."""
         try:
             with self._commons.lock:
                 request = start()
@@ -142,11 +134,7 @@ class MpiProgress:
         return request
 
     def wait(self, request: Request, deadline: float) -> None:
-        """Return when a request is complete.
-
-        Raises:
-            PeerLostError, DeadlineError, CollectiveError: as told in `reigen.backends.base`. The line is broken then.
-        """
+        """Wait until a request is complete. Errors are those of `reigen.backends.base`; they break the backend."""
         try:
             for _ in range(self._commons.looks + 1):
                 if self._is_complete(request):
@@ -167,12 +155,12 @@ class MpiProgress:
     def _wait_long(self, request: Request, deadline: float) -> None:
         now = time.monotonic()
         sleepless, look, pause = now + _YIELD_SECONDS, now + LOOK_SECONDS, _SHORTEST_SLEEP
-        meanwhile, poll = self.progress_hook, select.poll()
-        if meanwhile is not None:
-            poll.register(meanwhile.descriptor, select.POLLIN)
+        hook, poll = self.progress_hook, select.poll()
+        if hook is not None:
+            poll.register(hook.descriptor, select.POLLIN)
         while not self._is_complete(request):
-            if meanwhile is not None and poll.poll(0):
-                meanwhile.work()
+            if hook is not None and poll.poll(0):
+                hook.work()
             now = time.monotonic()
             if now >= look or now >= deadline:
                 look = now + LOOK_SECONDS
@@ -188,13 +176,13 @@ class MpiProgress:
     # -- the other ranks ----------------------------------------------------------------------------------------------
 
     def _look(self, now: float, deadline: float) -> CollectiveError | None:
-        """Why to give up, or None. Tells ``lacking``."""
+        """Return the reason to give up, or None. Calls ``lacking``."""
         with self._commons.lock:
-            if not self._told:
-                self._told = True
-                self._tell(_StatusMessage(self.name, self._operation))
-            self._hear()
-        missing = [rank for rank, there in enumerate(self._present) if rank != self.rank and there < self._operation]
+            if not self._has_reported:
+                self._has_reported = True
+                self._send_status(_StatusMessage(self.name, self._operation))
+            self._receive_status()
+        missing = [rank for rank, last in enumerate(self._present) if rank != self.rank and last < self._operation]
         if self._commons.error is not None:
             return self._commons.error
         if missing and self.lacking is not None:
@@ -202,18 +190,19 @@ class MpiProgress:
         others = [self.ranks[member] for member in missing or range(self.size) if member != self.rank]
         error = self._commons.failure(others)
         if has_left(error):
-            self._left_at = self._left_at or now
-            if now < min(deadline, self._left_at + _LEAVING_SECONDS):
+            self._departed_at = self._departed_at or now
+            if now < min(deadline, self._departed_at + _LEAVING_SECONDS):
                 return None
         if error is not None or now < deadline:
             return error
         if not missing:
             return DeadlineError("all ranks take their part, but MPI did not bring the data in time (REIGEN_DEADLINE)")
-        names = ", ".join(map(str, others))
-        return DeadlineError(f"rank(s) {names} did not take their part in time (REIGEN_DEADLINE)", ranks=others)
+        return DeadlineError(
+            f"rank(s) {format_ranks(others)} did not take their part in time (REIGEN_DEADLINE)", ranks=others
+        )
 
-    def _hear(self) -> None:
-        """Take in what ranks have said beside the data."""
+    def _receive_status(self) -> None:
+        """Take the ranks' messages beside the data."""
         status = self._mpi.Status()
         while self.communicator.Iprobe(self._mpi.ANY_SOURCE, _TAG, status):
             sender, length = status.Get_source(), status.Get_count(self._mpi.BYTE)
@@ -232,30 +221,30 @@ class MpiProgress:
                 self._commons.fail(kind(f"{note.reason} (told by rank {self.ranks[sender]})", ranks=note.ranks))
 
     def give_up(self, error: CollectiveError) -> None:
-        """Tell the other ranks of this backend, and whoever waits in it here, that this one cannot go on."""
+        """Report to the other ranks of this backend, and to its waiting thread here, that this one cannot go on."""
         self._commons.fail(error)
         kind = type(error).__name__ if type(error).__name__ in ERRORS_BY_NAME else CollectiveError.__name__
         ranks = error.ranks[:_MAX_RANKS] or (self.ranks[self.rank],)
         with self._commons.lock:
-            self._tell(_StatusMessage(self.name, self._operation, kind, ranks, error.reason[:_MAX_REASON_CHARACTERS]))
+            self._send_status(
+                _StatusMessage(self.name, self._operation, kind, ranks, error.reason[:_MAX_REASON_CHARACTERS])
+            )
 
-    def _tell(self, note: _StatusMessage) -> None:
+    def _send_status(self, note: _StatusMessage) -> None:
         self._sent = [(request, data) for request, data in self._sent if not request.Test()]
         data = np.frombuffer(msgspec.msgpack.encode(note), np.uint8)
         for other in range(self.size):
             if other != self.rank:
                 try:
                     request = self.communicator.Isend([data, self._mpi.BYTE], other, _TAG)
-                except self._mpi.Exception:  # it is gone; the others shall hear it nevertheless
+                except self._mpi.Exception:  # it is gone; the others get it nevertheless
                     continue
                 self._sent.append((request, data))
 
     def part(self, members: Sequence[int], number: int) -> MpiProgress | None:
-        """A line for some of the ranks; None where this is none of them. All members must be about to call it.
+        """Make the progress of some of the ranks, ascending; None where this is none of them. All members call it.
 
-        Args:
-            members: which, ascending.
-            number: how many have been made so far, this one too.
+        ``number`` counts those that have been made so far, this one too.
         """
         if self.rank not in members:
             return None
@@ -267,7 +256,7 @@ class MpiProgress:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def _broken_by(self, error: Exception) -> CollectiveError:
-        """What an error of MPI means."""
+        """Translate an error of MPI."""
         text = str(error).replace("\n", " ")
         until, pause = time.monotonic() + _ASK_SECONDS, threading.Event()
         others = [rank for rank in self.ranks if rank != self.ranks[self.rank]]
@@ -275,22 +264,22 @@ class MpiProgress:
             pause.wait(LOOK_SECONDS / 2)
         gone = [self.ranks[member] for member in self._dead()]
         if known is None and gone:
-            known = PeerLostError(f"rank(s) {', '.join(map(str, gone))} died, says MPI ({text})", ranks=gone)
+            known = PeerLostError(f"rank(s) {format_ranks(gone)} died, says MPI ({text})", ranks=gone)
         known = known or CollectiveError(f"MPI failed: {text}")
         self.break_off(known)
         return known
 
     def _dead(self) -> list[int]:
-        """Who died, as far as MPI knows: Open MPI does with --with-ft ulfm."""
+        """Return ranks that died, as far as MPI knows: Open MPI does with --with-ft ulfm."""
         try:
             with self._commons.lock:
-                failed, everybody = self.communicator.Get_failed(), self.communicator.Get_group()
-                return failed.Translate_ranks(None, everybody)
+                failed, group = self.communicator.Get_failed(), self.communicator.Get_group()
+                return failed.Translate_ranks(None, group)
         except (self._mpi.Exception, NotImplementedError, AttributeError):
             return []
 
     def break_off(self, error: BaseException) -> None:
-        """Give up what is on its way: it may still write to its memory, which is kept therefore."""
+        """Give up pending requests: they may still write to their memory, which is kept therefore."""
         known = error if isinstance(error, CollectiveError) else CollectiveError(f"interrupted: {error!r}")
         self._commons.fail(known)
         self._commons.farewell.keep(self.communicator, *self._pending.values(), *self._sent)

@@ -59,6 +59,7 @@ from reigen.net import process_memory
 from reigen.net.futex import FutexWord
 from reigen.net.shm_segment import round_up
 from reigen.resources import memory
+from reigen.types import DType
 
 _LINE = 64
 #: Where, in the line of a counter, its rank says that it sleeps.
@@ -73,6 +74,8 @@ _UNKNOWN = 1 << 62
 SLOT_BYTES = 1 << 20
 #: Up to here every rank reduces the whole message: the second barrier would cost more than the extra reading.
 SMALL_BYTES = 1 << 15
+#: So many views of slots are kept.
+_MAX_SMALL_VIEWS = 256
 #: From here on ranks read each other's arrays, where they may; below, staging takes fewer barriers.
 CROSS_MEMORY_BYTES = 1 << 23
 
@@ -144,6 +147,8 @@ class ShmBackend:
         self._give_back: Callable[[], None] = lambda: None
         #: of the last allreduce: the next one is often the same
         self._reducer: BlockReducer | None = None
+        #: of small allreduces: the beginnings of a slot, by its number, the bytes and the type
+        self._small_views: dict[tuple[int, int, str], list[Array]] = {}
         self._reads_directly = False
         self._direct_bytes = direct_bytes
         #: reads the other ranks' memory, if `try_direct` has found that it may
@@ -198,24 +203,37 @@ class ShmBackend:
                 self._reduce_staged(source, target, reducer, reduction, deadline)
             return
         # One round of `rounds`, spelled out: of a small message most of the time would be the calls.
-        storage, filled, ended = reduction.dtype.storage, self._filled, self.phase_ended or _ignore_phase
-        slots = self._slots[filled.count % _NUM_SLOTS]
-        end, own = 0, slots[self.rank][:SMALL_BYTES].view(storage)
-        for buffer in buffers:
-            begin, end = end, end + buffer.source.size
-            own[begin:end] = buffer.source
+        filled, ended = self._filled, self.phase_ended or _ignore_phase
+        slot = filled.count % _NUM_SLOTS
+        views = self._small_views.get((slot, nbytes, reduction.dtype.name))
+        if views is None:
+            views = self._view_small(slot, nbytes, reduction.dtype)
+        own, end = views[self.rank], 0
+        if len(buffers) == 1:
+            total = buffers[0].target
+            own[:] = buffers[0].source
+        else:
+            total = np.empty(own.size, own.dtype)
+            for buffer in buffers:
+                begin, end = end, end + buffer.source.size
+                own[begin:end] = buffer.source
         ended("MEMCPY_IN_FUSION_BUFFER")
         filled.wait(filled.post(), deadline)
         ended("WAIT_FOR_OTHER_RANKS")
-        inputs = []
-        for slot in slots:
-            inputs.append(slot[:nbytes].view(storage))  # noqa: PERF401  a comprehension is a call
-        total = buffers[0].target if len(buffers) == 1 else np.empty(end, storage)
-        reducer.reduce(inputs, total)
+        reducer.reduce(views, total)
         ended("SHM_ALLREDUCE")
-        if len(buffers) != 1:
+        if end:
             BufferList([b.target for b in buffers]).write(0, total)
         ended("MEMCPY_OUT_FUSION_BUFFER")
+
+    def _view_small(self, slot: int, nbytes: int, dtype: DType) -> list[Array]:
+        """The beginning of every rank's slot as elements; kept, until there are too many of them."""
+        if len(self._small_views) >= _MAX_SMALL_VIEWS:
+            self._small_views.clear()
+        views = self._small_views[slot, nbytes, dtype.name] = [
+            s[:nbytes].view(dtype.storage) for s in self._slots[slot]
+        ]
+        return views
 
     def _reduce_in_place(self, buffer: ReduceBuffer, reducer: BlockReducer, reduction: Reduction) -> None:
         storage = reduction.dtype.storage
@@ -618,6 +636,7 @@ class ShmBackend:
         for regions in (self._regions, self._free, self._shared, self._free_shared):
             regions.clear()
         self._slots.clear()
+        self._small_views.clear()
         self._filled.close()
         self._reduced.close()
         self._give_back()

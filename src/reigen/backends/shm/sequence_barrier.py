@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from reigen.cluster.local_peers import LocalGroup
-from reigen.cluster.membership.abort_message import format_ranks
-from reigen.errors import DeadlineError
+from reigen.errors import DeadlineError, format_ranks
 from reigen.net.futex import FutexWord, SpinLimit, has_reached, memory_fences
 
 #: How long a sleep may last before deaths and the deadline are looked at again: a death is seen this much later at
@@ -76,7 +75,8 @@ class SequenceBarrier:
         self.count += 1
         self._publish()
         self._own.cell[0] = self.count & 0xFFFFFFFF
-        self._fence()
+        with self._fence:
+            pass
         for cell in self._others_sleep:
             if cell[0]:
                 self._own.wake()

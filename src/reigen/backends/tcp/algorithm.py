@@ -1,9 +1,9 @@
-"""How the TCP backend reduces and how it cuts. Pure decisions, with their reasons.
+"""Algorithms of the TCP backend, and its cuts. Pure decisions, with their reasons.
 
-What each algorithm costs a rank, for n ranks and S bytes: bytes that it sends, and hops on an element's longest way.
+Costs of each algorithm for a rank, of n ranks and S bytes: bytes sent, and hops on an element's longest way.
 
 ============ =================== ========= ===========================================================================
-latency      (n-1) S             1         everybody sends everything to everybody and adds it up in rank order
+latency      (n-1) S             1         each rank sends everything to all others and adds it up in rank order
 direct       2 (n-1)/n S         2         slice r goes to rank r, which adds it up in rank order and sends it to all
 ring         2 (n-1)/n S         2 (n-1)   Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
                                            workstations", 2009; partial sums go around, in the order of the ring
@@ -21,15 +21,15 @@ from typing import Literal
 
 from reigen.backends.buffer_list import rank_slice
 
-#: From and to which element.
+#: First element and end.
 ElementRange = tuple[int, int]
 Algorithm = Literal["latency", "direct", "ring"]
 
-#: What a hop may cost in bytes: about as many as travel while a message gets from one process to another.
+#: Cost of a hop in bytes: about as many as travel while a message gets from one process to another.
 HOP_BYTES = 1 << 16
-#: The most that every rank adds up all of; between two ranks, where that sends no more bytes, it is one hop less.
+#: Limit for adding up everything on every rank; between two ranks, where that sends no more bytes, it is one hop less.
 LATENCY_BYTES = 1 << 20
-#: The most that is broadcast along a tree.
+#: Limit for a broadcast along a tree.
 TREE_BYTES = 1 << 16
 #: From so many ranks on arrays of so many bytes go around the ring. Among 4 hosts, each with 100 Mbit/s and a queue of
 #: 20 ms, both ways get 96 % of the wire; among 5 to 6 the direct one gets 93 %, among 8 it gets 90 %.
@@ -41,7 +41,7 @@ LEAST_BYTES, MOST_BYTES = 1 << 16, 1 << 20
 #: and a queue of 100 ms, rows of 1.6 MB took 3.1 s for 25 MiB (600 packets sent again), rows of 512 KiB take 1.73 s;
 #: 1.93 s where only the last MiB, not the last two, is in smaller ones.
 LEAST_ROW_BYTES, MOST_ROW_BYTES = 1 << 17, 1 << 19
-#: The same between two ranks: nobody hears from two at once, so nothing piles up, and fewer messages are less work.
+#: The same between two ranks: no rank receives from two at once, so nothing piles up; fewer messages are less work.
 LEAST_PAIR_BYTES, MOST_PAIR_BYTES = 1 << 18, 1 << 20
 #: By so many of the largest rows contributions are ahead of sums, and by more rows where they are small, at the end: a
 #: sum can leave when the last contribution to it has come, and until then others are to fill the wire. With 4, four
@@ -49,12 +49,12 @@ LEAST_PAIR_BYTES, MOST_PAIR_BYTES = 1 << 18, 1 << 20
 #: (one run, on a busy machine).
 ROWS_AHEAD = 3
 _LINE = 64
-#: How arrays are cut is remembered for so many: the same ones come again and again.
+#: Number of cuts that are cached: the same arrays come again and again.
 _MOST_PLANS = 64
 
 
 def choose_algorithm(nbytes: int, size: int, requested: str = "auto") -> tuple[Algorithm, str]:
-    """``(algorithm, reason)`` for an allreduce of ``nbytes`` among ``size`` ranks.
+    """Choose ``(algorithm, reason)`` for an allreduce of ``nbytes`` among ``size`` ranks.
 
     Args:
         nbytes: of one rank's array.
@@ -79,18 +79,18 @@ def choose_algorithm(nbytes: int, size: int, requested: str = "auto") -> tuple[A
 def cut_chunks(
     begin: int, end: int, itemsize: int, most_bytes: int = MOST_BYTES, least_bytes: int = LEAST_BYTES, divisor: int = 4
 ) -> tuple[ElementRange, ...]:
-    """Elements ``begin`` to ``end`` in chunks: large ones first, because each costs some work, then ever smaller ones.
+    """Cut elements ``begin`` to ``end`` in chunks: large ones first, as each costs some work, then ever smaller ones.
 
-    What is left to be done when the last chunk has come is done after everything else, so that one is small. None is
+    Work on the last chunk is done after everything else, so that one is small. None is
     more than one ``divisor``-th of what is left, unless it is of the least size.
     """
     line = max(1, _LINE // itemsize)
     most, least = most_bytes // itemsize, least_bytes // itemsize
     chunks = []
     while begin < end:
-        left = end - begin
-        step = -(-max(least, min(most, left // divisor)) // line) * line
-        stop = end if left < step + step // 2 else begin + step
+        remaining = end - begin
+        step = -(-max(least, min(most, remaining // divisor)) // line) * line
+        stop = end if remaining < step + step // 2 else begin + step
         chunks.append((begin, stop))
         begin = stop
     return tuple(chunks)
@@ -98,7 +98,7 @@ def cut_chunks(
 
 @functools.lru_cache(maxsize=_MOST_PLANS)
 def make_rows(count: int, itemsize: int, size: int) -> tuple[tuple[ElementRange, ...], ...]:
-    """``count`` elements in rows, each of which has a chunk for every rank, in their order; some may be empty."""
+    """Cut ``count`` elements in rows, each of which has a chunk for every rank, in their order; some may be empty."""
     most, least, divisor = max(MOST_ROW_BYTES, size * LEAST_BYTES), LEAST_ROW_BYTES, 4
     if size == 2:
         most, least, divisor = MOST_PAIR_BYTES, LEAST_PAIR_BYTES, 2
@@ -110,14 +110,14 @@ def make_rows(count: int, itemsize: int, size: int) -> tuple[tuple[ElementRange,
 
 
 def make_owner_rows(bounds: Sequence[ElementRange], itemsize: int) -> list[list[ElementRange]]:
-    """Rows that give every rank the elements between its bounds."""
+    """Make rows that give every rank the elements between its bounds."""
     size = len(bounds)
     columns = [cut_chunks(*span, itemsize, max(LEAST_BYTES, MOST_ROW_BYTES // size), LEAST_BYTES) for span in bounds]
     return [list(row) for row in itertools.zip_longest(*columns, fillvalue=(0, 0))]
 
 
 def rows_ahead(rows: Sequence[Sequence[ElementRange]], itemsize: int) -> tuple[int, ...]:
-    """To how many rows contributions leave before anything is complete, before row 1 is, and so on, up to all.
+    """Return how many rows' contributions leave before anything is complete, before row 1 is, and so on, up to all.
 
     Before row r is complete there have left those to the rows from r on that have as many bytes as `ROWS_AHEAD` of the
     largest, and to no fewer than `ROWS_AHEAD`.
@@ -131,24 +131,24 @@ def rows_ahead(rows: Sequence[Sequence[ElementRange]], itemsize: int) -> tuple[i
 
 
 def adds_in_order(size: int, requested: str = "auto") -> bool:
-    """Whether sums are taken in rank order, whatever their sizes: not where partial sums may go around a ring."""
+    """Return whether sums of all sizes are taken in rank order: not where partial sums may go around a ring."""
     return requested != "ring" and (requested != "auto" or size < RING_RANKS)
 
 
 def stripe_messages(count: int, itemsize: int, num_sockets: int) -> list[tuple[int, int]]:
-    """``count`` elements from one rank to another, in messages that the sockets between them take in turn."""
+    """Cut ``count`` elements from one rank to another into messages that the sockets between them take in turn."""
     step = count if num_sockets == 1 else max(1, MOST_BYTES // itemsize)
     return [(begin, min(count, begin + step)) for begin in range(0, count, max(1, step))]
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastRoute:
-    """How one rank's data reach all others, as one of them sees it.
+    """Route of one rank's data to all others, as one of them sees it.
 
     Attributes:
-        before: from whom it gets them; None for the root.
-        behind: to whom it passes them on, the one with most behind itself first.
-        chunks: from and to which element, one message after the other.
+        before: the rank that it gets them from; None for the root.
+        behind: the ranks that it passes them on to, the one with most behind itself first.
+        chunks: first element and end, one message after the other.
         reason: why so.
     """
 
@@ -159,7 +159,7 @@ class BroadcastRoute:
 
 
 def plan_broadcast(count: int, itemsize: int, size: int, rank: int, root: int) -> BroadcastRoute:
-    """The way of a broadcast of ``count`` elements."""
+    """Plan the broadcast of ``count`` elements."""
     place = (rank - root) % size  # the root is at 0
     if count * itemsize <= TREE_BYTES:
         span = size if place == 0 else place & -place

@@ -1,11 +1,11 @@
-"""How the ranks of a TCP backend add up arrays: one class for each algorithm of `reigen.backends.tcp.algorithm`.
+"""Allreduce over TCP: one class for each algorithm of `reigen.backends.tcp.algorithm`.
 
-Each posts its first messages, and says what follows whatever arrives; the event loop does the rest. Arrays may consist
-of many tensors (`BufferList`). A chunk that lies within one tensor is sent from there, and received there; one that
-does not is copied, to or from scratch.
+Each posts its first messages, with callbacks for their arrival; the event loop does the rest. Arrays may consist of
+many tensors (`BufferList`). A chunk that lies within one tensor is sent from there, and received there; one that does
+not is copied, to or from scratch.
 
 Source and target may be the same memory. A rank writes a chunk of its target only when its contribution to that chunk
-has left for everybody who needs it: see each class.
+has left for all ranks that need it: see each class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reigen.backends.tcp.event_loop import TcpEventLoop
 from reigen.kernels.reduce import BlockReducer, Reduction
 from reigen.types import ReduceOp
 
-#: How many messages from each rank have a place before they come.
+#: Number of messages from each rank that have a place before they come.
 WINDOW = 3
 _MOST_KEPT = 32
 
@@ -34,13 +34,13 @@ ChunkBlock = NDArray[np.uint8]
 
 
 class ChunkPool:
-    """Blocks of memory for one chunk each, used again and again."""
+    """Pool of memory blocks for one chunk each."""
 
     def __init__(self) -> None:
         self._free: list[ChunkBlock] = []
 
     def take(self) -> ChunkBlock:
-        """A block, its content undefined."""
+        """Take a block, its content undefined."""
         return self._free.pop() if self._free else np.empty(_LARGEST_BYTES, np.uint8)
 
     def give(self, block: ChunkBlock) -> None:
@@ -49,7 +49,7 @@ class ChunkPool:
             self._free.append(block)
 
     def clear(self) -> None:
-        """Let go of the blocks that are not in use."""
+        """Drop the blocks that are not in use."""
         self._free.clear()
 
 
@@ -59,7 +59,7 @@ _LARGEST_BYTES = MOST_BYTES + MOST_BYTES // 2
 
 @dataclass
 class TcpGroup:
-    """The ranks of a backend, numbered from 0, as one of them sees it.
+    """Ranks of a backend, numbered from 0, as one of them sees it.
 
     Attributes:
         ranks: their numbers in the job.
@@ -86,7 +86,7 @@ class TcpGroup:
 
 
 class _ChunkedAllreduce:
-    """What the algorithms have in common: chunks of a source and a target, wherever they lie."""
+    """Common part of the algorithms: chunks of a source and a target, wherever they lie."""
 
     def __init__(self, team: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
         self._team, self._source, self._target, self._reducer = team, source, target, reducer
@@ -96,14 +96,14 @@ class _ChunkedAllreduce:
         self._slots: dict[int, dict[int, ChunkBlock]] = {}
 
     def _slot(self, index: int, member: int, count: int) -> Array:
-        """Room for a member's contribution to the chunk ``index``, until `_release`."""
+        """Return room for a member's contribution to the chunk ``index``, until `_release`."""
         slot = self._slots.setdefault(index, {})
         if member not in slot:
             slot[member] = self._scratch.take()
         return self._typed(slot[member], count)
 
     def _release(self, index: int) -> None:
-        """The contributions to a chunk are not needed any more."""
+        """Release the contributions to a chunk."""
         for block in self._slots.pop(index, {}).values():
             self._scratch.give(block)
 
@@ -112,7 +112,7 @@ class _ChunkedAllreduce:
         return block[: count * self._storage.itemsize].view(self._storage)
 
     def _contribution(self, begin: int, end: int, room: Array) -> Array:
-        """This rank's contribution to a chunk in one piece: where it lies, or else copied to ``room``."""
+        """Return this rank's contribution to a chunk in one piece: where it lies, or else copied to ``room``."""
         piece = self._source.whole(begin, end)
         if piece is not None:
             return piece
@@ -120,14 +120,14 @@ class _ChunkedAllreduce:
         return room
 
     def _own_contribution(self, index: int, begin: int, end: int) -> Array:
-        """The same; copied, if it must be, to this rank's slot for the chunk ``index``."""
+        """Return the same; copied, if it must be, to this rank's slot for the chunk ``index``."""
         piece = self._source.whole(begin, end)
         return (
             self._contribution(begin, end, self._slot(index, self._team.rank, end - begin)) if piece is None else piece
         )
 
     def _inputs(self, index: int, count: int, own: Array) -> list[Array]:
-        """All contributions to the chunk ``index``, in rank order."""
+        """Return all contributions to the chunk ``index``, in rank order."""
         size, rank = len(self._team.ranks), self._team.rank
         return [own if member == rank else self._slot(index, member, count) for member in range(size)]
 
@@ -150,7 +150,7 @@ class _ChunkedAllreduce:
         self._team.exchange.send(self._team.ranks[member], place, lambda: self._scratch.give(blocks.pop()))
 
     def _result(self, begin: int, end: int) -> tuple[Array, ChunkBlock | None]:
-        """Room for a chunk of the result: where it belongs, or else in a block, and that block."""
+        """Return room for a chunk of the result: where it belongs, or else in a block, and that block."""
         piece = self._target.whole(begin, end)
         if piece is not None:
             return piece, None
@@ -165,22 +165,22 @@ class _ChunkedAllreduce:
 
 
 class DirectAllreduce(_ChunkedAllreduce):
-    """Of every row rank r gets all contributions to chunk r, adds them up, and sends the sum to all.
+    """Direct algorithm: of every row rank r gets all contributions to chunk r, adds them up, and sends the sum to all.
 
-    Contributions are ahead of sums by so many rows as `tcp_choice.leads` says: when this rank's chunk of a row is
-    complete, contributions to the next rows leave. So what is on its way to one rank is bounded, everybody goes at the
-    pace of the slowest, and nobody's sums wait behind contributions that nobody needs yet. Between two ranks messages
-    have this order, on both sides: the contributions to the first rows; then by turns the sum of a row and the
-    contributions that leave when it is complete.
+    Contributions are ahead of sums by the rows of `algorithm.rows_ahead`: when this rank's chunk of a row is complete,
+    contributions to the next rows leave. So the data on their way to one rank are bounded, all ranks go at the pace of
+    the slowest, and no sums wait behind contributions that are not needed yet. Between two ranks messages have this
+    order, on both sides: the contributions to the first rows; then by turns the sum of a row and the contributions that
+    leave when it is complete.
 
     A chunk of the target is written when all contributions to it are here, or when its sum comes, which its rank makes
     of this rank's contribution among others.
 
     Args:
-        team: who.
+    team: the ranks.
         source: this rank's contributions.
-        target: where the result goes; its first element is element ``origin`` of all.
-        reducer: what to compute.
+        target: array for the result; its first element is element ``origin`` of all.
+        reducer: of the reduction.
         rows: for each row the chunk of every rank.
         origin: 0 where the target has room for everything.
         is_shared: every rank gets all sums, not only those that it makes.
@@ -211,7 +211,7 @@ class DirectAllreduce(_ChunkedAllreduce):
         self._advance()
 
     def _script(self, member: int) -> Iterator[tuple[int, bool]]:
-        """What comes from a member, message by message: of which row, and whether it is a sum."""
+        """Yield a member's messages: the row, and whether it is a sum."""
         for row, (begin, end) in enumerate(itertools.pairwise((0, *self._leads)), start=-1):
             if self._is_shared and row >= 0 and _is_nonempty(self._rows[row][member]):
                 yield row, True
@@ -259,7 +259,7 @@ class DirectAllreduce(_ChunkedAllreduce):
             self._expect(member)
 
     def _advance(self) -> None:
-        """Go on to the first row in which contributions to this rank's chunk are missing."""
+        """Advance to the first row in which contributions to this rank's chunk are missing."""
         while self._current < len(self._rows) and not self._missing[self._current]:
             if _is_nonempty(self._rows[self._current][self._team.rank]):
                 self._complete(self._current)
@@ -293,12 +293,12 @@ class DirectAllreduce(_ChunkedAllreduce):
 
 
 class _IncomingMessages:
-    """What comes from a member.
+    """Messages that are expected from a member.
 
     Attributes:
-        script: the messages behind ``next``: of which row, and whether it is a sum.
+        script: the messages behind ``next``: their rows, and whether they are sums.
         next: the first for which no place is posted.
-        num_posted: how many places are, and are empty.
+        num_posted: the number of places that are posted, and are empty.
     """
 
     def __init__(self, script: Iterator[tuple[int, bool]]) -> None:
@@ -312,9 +312,9 @@ def _is_nonempty(span: ElementRange) -> bool:
 
 
 class LatencyAllreduce(_ChunkedAllreduce):
-    """Every rank sends all of its array to all others, and adds up everything.
+    """Latency algorithm: every rank sends all of its array to all others, and adds up everything.
 
-    A chunk of the target is written when all contributions to it are here and this rank's own has left for everybody.
+    A chunk of the target is written when all contributions to it are here and this rank's own has left for all others.
     """
 
     def __init__(self, team: TcpGroup, source: BufferList, target: BufferList, reducer: BlockReducer) -> None:
@@ -355,10 +355,10 @@ class LatencyAllreduce(_ChunkedAllreduce):
 
 
 class RingAllreduce(_ChunkedAllreduce):
-    """Partial sums of slices go around and become sums, sums go around until everybody has them.
+    """Ring algorithm: partial sums of slices go around and become sums, sums go around until all ranks have them.
 
     In step k rank r sends slice r - k to rank r + 1 and receives slice r - k - 1 from rank r - 1. In steps 0 to n - 2
-    it adds its contribution to what it receives; what it has then is sent in the next step. Chunks of one step and of
+    it adds its contribution to the data received; the sum is sent in the next step. Chunks of one step and of
     the next are on their way at the same time.
 
     Partial sums lie in the target: its own contribution to a slice a rank needs once, when it makes them, and the sums,
@@ -394,7 +394,7 @@ class RingAllreduce(_ChunkedAllreduce):
             self._expect(index)
 
     def _scaled(self, begin: int, end: int, block: ChunkBlock) -> Array:
-        """This rank's contribution to a chunk, as it is combined with those of others."""
+        """Return this rank's contribution to a chunk, as it is combined with those of others."""
         own = self._contribution(begin, end, self._typed(block, end - begin))
         if self._scaling is None:
             return own
@@ -423,7 +423,7 @@ class RingAllreduce(_ChunkedAllreduce):
         self._pass_on(index, result, block)
 
     def _pass_on(self, index: int, result: Array, block: ChunkBlock | None) -> None:
-        """Send on what has come; sums, and those partial sums that lie in the target, stay there."""
+        """Send received data on; sums, and those partial sums that lie in the target, stay there."""
         step, begin, _ = self._coming[index]
         if index + WINDOW < len(self._coming):
             self._expect(index + WINDOW)

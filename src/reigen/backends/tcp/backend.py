@@ -1,11 +1,11 @@
-"""The backend of ranks that are connected by TCP, each of them on its own: nothing but connections is shared.
+"""Backend of ranks that are connected by TCP, each of them on its own: only connections are shared.
 
 Connections lead from rank to rank (`cluster.connection_pool`), carry raw bytes (`net.bulk_connection`) and are driven
 by one event loop (`backends.tcp.event_loop`). All backends of a `TcpNetwork` share them: as no two ranks use two
 backends in different orders, the messages between two ranks have one order, too.
 
-Reductions have an algorithm (`backends.tcp.algorithm`, `backends.tcp.allreduce`); in the other operations what one rank
-has for another goes there at once, but for a large broadcast, which goes from rank to rank in a chain, chunk by chunk,
+Reductions have an algorithm (`backends.tcp.algorithm`, `backends.tcp.allreduce`); in the other operations data of one
+rank for another go there at once, but for a large broadcast, which goes from rank to rank in a chain, chunk by chunk,
 and a small one, which goes along a tree.
 
 Registered memory is ordinary memory of this rank: it is sent from where it lies and reduced in place.
@@ -13,7 +13,6 @@ Registered memory is ordinary memory of this rank: it is sent from where it lies
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -24,10 +23,8 @@ from reigen.backends.base import (
     Array,
     BackendCapabilities,
     FailureCheck,
+    FlatBackend,
     MemoryRegion,
-    MissingRanksCallback,
-    PhaseCallback,
-    ProgressHook,
     ReduceBuffer,
 )
 from reigen.backends.buffer_list import BufferList
@@ -44,14 +41,12 @@ from reigen.backends.tcp.algorithm import (
 from reigen.backends.tcp.allreduce import DirectAllreduce, LatencyAllreduce, RingAllreduce, TcpGroup
 from reigen.backends.tcp.event_loop import TcpEventLoop
 from reigen.cluster.connection_pool import ConnectionPool
-from reigen.cluster.membership.abort_message import format_ranks
-from reigen.errors import CollectiveError, SharedMemoryError
+from reigen.errors import CollectiveError, SharedMemoryError, format_ranks
 from reigen.kernels.reduce import BlockReducer, Reduction
 
-_ALIGNMENT = 64
 #: Up to so many ranks all connections are made with the backend; beyond, each when it is first needed.
 _CONNECTED_RANKS = 32
-#: Up to so many ranks everybody tells everybody that it has come to a barrier: one hop.
+#: Up to so many ranks each tells all others that it has come to a barrier: one hop.
 _ACQUAINTED_RANKS = 8
 _EMPTY = np.empty(0, np.uint8)
 
@@ -60,11 +55,11 @@ class TcpNetwork:
     """`reigen.backends.base.HostNetwork` over TCP.
 
     Args:
-        mesh: where connections come from. It stays the caller's.
-        failure: what the job knows of ranks that others wait for.
-        algorithm: how to reduce, or ``auto``; see `reigen.backends.tcp.algorithm`.
-        num_sockets: how many connections to make between two ranks; between two of a machine as many for each
-            direction. All ranks must have the same options.
+        mesh: pool of connections. It stays the caller's.
+        failure: of ranks that others wait for.
+        algorithm: of reductions, or ``auto``; see `reigen.backends.tcp.algorithm`.
+        num_sockets: number of connections between two ranks; between two of a host as many for each direction. All
+            ranks must have the same options.
         hosts: the name of every rank's host, for messages.
     """
 
@@ -83,7 +78,7 @@ class TcpNetwork:
         self._algorithm, self._num_sockets = algorithm, num_sockets
 
     def among(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend:
-        """See `Network.among`."""
+        """Implement `HostNetwork.among`."""
         if len(ranks) == 1:
             return NullBackend()
         backend = TcpBackend(self._exchange, ranks, self._algorithm, self._num_sockets)
@@ -92,20 +87,17 @@ class TcpNetwork:
         return backend
 
     def close(self) -> None:
-        """See `Network.close`."""
+        """Implement `HostNetwork.close`."""
         self._exchange.close()
 
 
-class TcpBackend:
+class TcpBackend(FlatBackend):
     """`reigen.backends.base.Backend` over the connections of a `TcpNetwork`, which makes it."""
 
     name = "tcp"
 
     def __init__(self, exchange: TcpEventLoop, ranks: Sequence[int], algorithm: str, num_sockets: int) -> None:
         self.rank, self.size = tuple(ranks).index(exchange.rank), len(ranks)
-        self.phase_ended: PhaseCallback | None = None
-        self.lacking: MissingRanksCallback | None = None
-        self.progress_hook: ProgressHook | None = None
         self.capabilities = BackendCapabilities(
             registered_memory=True, ordered_sums=adds_in_order(self.size, algorithm), abortable=True
         )
@@ -113,7 +105,6 @@ class TcpBackend:
         self._team = TcpGroup(exchange, tuple(ranks), self.rank)
         self._members = {rank: member for member, rank in enumerate(ranks)}
         self._others = frozenset(ranks) - {exchange.rank}
-        self._next_offset = 0
         #: of the last reduction: often the next one is alike
         self._reducer: BlockReducer | None = None
 
@@ -125,7 +116,7 @@ class TcpBackend:
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """See `Backend.allreduce`."""
+        """Implement `Backend.allreduce`."""
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         if not source.size:
             return
@@ -143,16 +134,10 @@ class TcpBackend:
             exchange.run()
         self._ended("TCP_ALLREDUCE")
 
-    def reduce_to_owners(
-        self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
-    ) -> None:
-        """See `Backend.reduce_to_owners`. Every rank is on its own, and owns all."""
-        self.allreduce([buffer], reduction, deadline)
-
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_scatter`."""
+        """Implement `Backend.reduce_scatter`."""
         spans = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         rows, origin = make_owner_rows(spans, source.itemsize), spans[self.rank][0]
         with self._operation(deadline, self._team.others) as exchange:
@@ -177,7 +162,7 @@ class TcpBackend:
     # -- copying ------------------------------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """See `Backend.allgather`."""
+        """Implement `Backend.allgather`."""
         starts = list(itertools.accumulate(counts, initial=0))
         with self._operation(deadline, self._team.others) as exchange:
             for member in self._team.others:
@@ -189,7 +174,7 @@ class TcpBackend:
         self._ended("TCP_ALLGATHER")
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """See `Backend.alltoall`."""
+        """Implement `Backend.alltoall`."""
         sent = list(itertools.accumulate(counts[self.rank], initial=0))
         received = list(itertools.accumulate((row[self.rank] for row in counts), initial=0))
         with self._operation(deadline, self._team.others) as exchange:
@@ -203,7 +188,7 @@ class TcpBackend:
         self._ended("TCP_ALLTOALL")
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """See `Backend.broadcast`."""
+        """Implement `Backend.broadcast`."""
         data = target if source is None else source
         way = plan_broadcast(data.size, data.itemsize, self.size, self.rank, root)
         before = () if way.before is None else (way.before,)
@@ -224,7 +209,7 @@ class TcpBackend:
             self._team.send(member, piece)
 
     def barrier(self, deadline: float) -> None:
-        """See `Backend.barrier`. Among many ranks by dissemination (Hensgen, Finkel and Manber, 1988)."""
+        """Implement `Backend.barrier`, among many ranks by dissemination (Hensgen, Finkel and Manber, 1988)."""
         if self.size <= _ACQUAINTED_RANKS:
             with self._operation(deadline, self._team.others) as exchange:
                 for member in self._team.others:
@@ -240,7 +225,7 @@ class TcpBackend:
         self._ended("TCP_BARRIER")
 
     def _take_round(self, step: int) -> None:
-        """One more of a barrier's rounds: tell a rank ``step`` further on, and hear of one that far behind."""
+        """Do one of a barrier's rounds: signal a rank ``step`` further on, and wait for one that far behind."""
         if step < self.size:
             self._team.send((self.rank + step) % self.size, _EMPTY)
             self._team.receive((self.rank - step) % self.size, _EMPTY, partial(self._take_round, 2 * step))
@@ -256,30 +241,16 @@ class TcpBackend:
     # -- registered memory and some of the ranks ----------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate`."""
-        raw: Array | None = None
-        with contextlib.suppress(MemoryError):
-            raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
-        everybody = np.empty(self.size, np.uint8)
-        self.allgather(np.array([raw is None], np.uint8), [1] * self.size, everybody, deadline)
-        if raw is None or everybody.any():
-            failed = [self._team.ranks[member] for member in np.flatnonzero(everybody)]
+        """Return ordinary memory, when all ranks have it."""
+        region, lacks = self._ordinary_memory(nbytes), np.empty(self.size, np.uint8)
+        self.allgather(np.array([region is None], np.uint8), [1] * self.size, lacks, deadline)
+        if region is None or lacks.any():
+            failed = [self._team.ranks[member] for member in np.flatnonzero(lacks)]
             raise SharedMemoryError.for_request(nbytes, None, f"registered memory on rank(s) {format_ranks(failed)}")
-        begin = -raw.ctypes.data % _ALIGNMENT
-        offset = self._next_offset
-        self._next_offset += nbytes + _ALIGNMENT
-        array = raw[begin : begin + nbytes]
-        return MemoryRegion(offset, nbytes, array, (array,))
-
-    def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate_shared`. Every rank is on its own."""
-        return self.allocate(nbytes, deadline)
-
-    def free(self, offset: int) -> None:
-        """Nothing to do: the memory goes with its last view."""
+        return region
 
     def split(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend | None:
-        """See `Backend.split`. The new backend uses the connections that there are."""
+        """Implement `Backend.split`: the new backend uses the same connections."""
         if self.rank not in ranks:
             return None
         if len(ranks) == 1:
@@ -290,16 +261,16 @@ class TcpBackend:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """See `Backend.abort`."""
+        """Implement `Backend.abort`."""
         self._exchange.abort(error)
 
     def close(self) -> None:
-        """The connections are the network's; scratch goes."""
+        """Release scratch; the connections are the network's."""
         self._team.scratch.clear()
         self._reducer = None
 
     def _operation(self, deadline: float, members: Iterable[int]) -> TcpEventLoop:
-        """For a ``with`` statement: an operation for which this rank needs connections to these members."""
+        """Begin an operation, in a ``with`` statement, for which this rank needs connections to these members."""
         lacking = None if self.lacking is None else self._lacks
         ranks = self._others if members is self._team.others else {self._team.ranks[member] for member in members}
         return self._exchange.operation(deadline, lacking, self.progress_hook, ranks)

@@ -1,4 +1,4 @@
-"""The connections from this rank to another one, as the event loop of the TCP backend sees them."""
+"""Connections from this rank to another one, as the event loop of the TCP backend sees them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from reigen.net.bulk_connection import BulkConnection
 from reigen.net.sockets import AckMonitor, retransmit_after_close
 
-#: What follows when a message has left or arrived.
+#: Called when a message has left or arrived.
 CompletionCallback = Callable[[], None]
 
-#: How much the kernel takes beyond what it may send at once, where there are several ranks to send to.
+#: Bytes that the kernel takes beyond those that it may send at once, where there are several ranks to send to.
 _UNSENT_BYTES = 1 << 17
 
 
 class PeerConnection:
-    """One link to a rank.
+    """Link to a rank.
 
     Attributes:
-        sending, receiving: what follows the messages that the link has been given, in their order.
-        events: what the poll object is told to look for.
+        sending, receiving: callbacks of the link's messages, in their order.
+        events: those that the poll object looks for.
     """
 
     __slots__ = ("_silence", "events", "fd", "link", "peer", "receiving", "sending")
@@ -42,7 +42,7 @@ class PeerConnection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
     def close(self) -> None:
-        """Close the link. What it has sent may still be on its way."""
+        """Close the link. Sent data may still be on their way."""
         if self.link.fileno() >= 0:
             with self._connection() as connection:
                 retransmit_after_close(connection)
@@ -50,7 +50,7 @@ class PeerConnection:
 
     @property
     def is_same_host(self) -> bool:
-        """Whether both ends have the same address; both ends say the same. Where it is over, its first use tells so."""
+        """True if both ends have the same address, which both ends see. Where it is over, its first use shows it."""
         with self._connection() as connection:
             try:
                 return bool(connection.getsockname()[0] == connection.getpeername()[0])
@@ -59,13 +59,13 @@ class PeerConnection:
 
     @property
     def silent_seconds(self) -> float:
-        """See `reigen.net.sockets.AckMonitor`."""
+        """Seconds of silence: see `reigen.net.sockets.AckMonitor`."""
         with self._connection() as connection:
             return self._silence.seconds(connection)
 
     @contextmanager
     def _connection(self) -> Iterator[socket.socket]:
-        """The socket beneath the link, for its options."""
+        """Yield the socket beneath the link, for its options."""
         connection = socket.socket(fileno=self.fd)
         try:
             yield connection
@@ -75,26 +75,26 @@ class PeerConnection:
 
 @dataclass(slots=True)
 class _ExpectedMessage:
-    """A message that is expected from a rank with several links."""
+    """Message that is expected from a rank with several links."""
 
     then: CompletionCallback | None
-    is_here: bool = False
+    has_arrived: bool = False
 
 
 class TcpPeer:
-    """A rank and the links to it, which messages take in turn.
+    """Rank with the links to it, which messages take in turn.
 
-    Between machines every link carries messages both ways, so that what is acknowledged travels with them. Within a
-    machine each direction has links of its own, which was faster where TCP's congestion control is bbr, and made no
-    clear difference with cubic or reno; why is not known.
+    Between hosts every link carries messages both ways, so that acknowledgements travel with them. Within a host each
+    direction has links of its own, which was faster where TCP's congestion control is bbr, and made no clear difference
+    with cubic or reno; why is not known.
 
     Attributes:
-        lanes: all of them; ``outgoing``: those for what this rank sends; ``incoming``: those for what it receives.
-        num_given, num_expected: how many messages the links have been given, and have been told to expect, ever.
-        num_leaving: how many the links have been given that have not left.
-        is_hot: something was posted and has not been tried; ``expects_more``: a place for a message was.
-        is_heard: something has come since the operation began; ``is_stirring``: since the last look around.
-        is_silent: its machine had been silent for too long when that was looked at last.
+        lanes: all links; ``outgoing``: those for sending; ``incoming``: those for receiving.
+        num_given, num_expected: numbers of messages to send, and to receive, ever.
+        num_leaving: number of messages to send that have not left.
+        has_untried: a message was posted and has not been tried; ``expects_more``: a place for one was.
+        is_heard: data has come since the operation began; ``is_active``: since the last look around.
+        is_silent: its host had been silent for too long when that was looked at last.
     """
 
     def __init__(self, rank: int) -> None:
@@ -106,17 +106,17 @@ class TcpPeer:
         self._arriving: deque[_ExpectedMessage] = deque()
 
     def close(self) -> None:
-        """Let go of the lanes, which know whose they are."""
+        """Drop the links, which refer to their peer."""
         self.lanes, self.outgoing, self.incoming = [], [], []
 
     def call_in_order(self, then: CompletionCallback | None) -> CompletionCallback:
-        """Have ``then`` called when its message and all posted before it are there, though they take several links."""
+        """Have ``then`` called when its message and all posted before it have come, though they take several links."""
         arrival = _ExpectedMessage(then)
         self._arriving.append(arrival)
 
         def arrived() -> None:
-            arrival.is_here = True
-            while self._arriving and self._arriving[0].is_here:
+            arrival.has_arrived = True
+            while self._arriving and self._arriving[0].has_arrived:
                 next_one = self._arriving.popleft().then
                 if next_one is not None:
                     next_one()
@@ -125,10 +125,10 @@ class TcpPeer:
 
     @property
     def silent_seconds(self) -> float:
-        """For how long its machine has left data unacknowledged, on any of the connections."""
+        """Seconds for which its host has left data unacknowledged, on any of the connections."""
         return max(lane.silent_seconds for lane in self.lanes)
 
     @property
     def owes_data(self) -> bool:
-        """Whether something is expected from it."""
+        """True if a message is expected from it."""
         return any(lane.receiving for lane in self.lanes)

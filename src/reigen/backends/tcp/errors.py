@@ -1,11 +1,11 @@
-"""What goes wrong between the ranks of a TCP backend, and how it becomes one error that names who is to blame.
+"""Failures between the ranks of a TCP backend: diagnosis as one error that names the ranks at fault.
 
-a. A connection ends: its rank has died. Who knows more about that (``failure``) is asked first, for a moment.
-b. A rank gives up: it says why on all its connections, and that is what the others raise.
-c. The deadline passes. Late are those who have not been heard of since the operation began, or, where all have, those
-   who owe something. A rank tells for whom it waits, as in (b), and whoever hears that, and waits, too, tells for whom.
-   So everybody listens for a moment to those who are blamed: who says something is excused, and those that it waits
-   for are blamed. In the end all blame those who have said nothing.
+a. A connection ends: its rank has died. ``failure``, which may know more, is asked first, for a moment.
+b. A rank gives up: it sends the reason on all its connections, and the others raise that.
+c. The deadline passes. Late are ranks that have sent nothing since the operation began, or, where all have, ranks that
+   owe something. A rank reports the ranks that it waits for, as in (b), and one that receives that, and waits, too,
+   reports its own. So every rank listens for a moment to those that are blamed: one that reports is excused, and those
+   that it waits for are blamed. In the end all blame the silent ones.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import msgspec
 
 from reigen.backends.base import FailureCheck
 from reigen.backends.tcp.connection import PeerConnection, TcpPeer
-from reigen.cluster.membership.abort_message import AbortMessage, error_from_abort, format_ranks, make_abort_message
+from reigen.cluster.membership.abort_message import AbortMessage, error_from_abort, make_abort_message
 from reigen.cluster.membership.failure_state import format_ranks_by_host
-from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, WireError
+from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, WireError, format_ranks
 from reigen.net.bulk_connection import PeerAborted
 
-#: For how long to ask why a connection has ended, and to listen to who is late.
+#: Seconds of asking why a connection has ended, and of listening to late ranks.
 _REASON_SECONDS, _EXCUSE_SECONDS = 0.7, 0.3
-#: For how long to finish messages in the middle of which this rank gives up: only behind them it can say why.
+#: Seconds of finishing messages in the middle of which this rank gives up: only behind them it can send the reason.
 _ABORT_SEND_SECONDS = 0.3
 _PAUSE_SECONDS = 0.01
-#: Of an error that is told, so that it fits a link's ABORT: at most four bytes a character, five a rank.
+#: Limits of a reported error, so that it fits a link's ABORT: at most four bytes a character, five a rank.
 _MAX_CHARACTERS, _MAX_RANKS = 180, 40
 
 
 class FailureDiagnosis:
-    """How one rank's operations fail.
+    """Diagnosis of failures of one rank's operations.
 
     Args:
         rank: this rank.
-        peers: the ranks that there are connections to; somebody else adds them.
-        failure: what the job knows.
+        peers: the connected ranks, which the caller adds.
+        failure: see `FailureCheck`.
         hosts: of every rank, for messages.
     """
 
@@ -48,38 +48,34 @@ class FailureDiagnosis:
         self._has_aborted = False
 
     def tell(self, error: CollectiveError) -> None:
-        """Say on every connection that this rank gives up, and why. The first call counts."""
+        """Report on every connection that this rank gives up, and why. The first call counts."""
         if self._has_aborted:
             return
         self._has_aborted = True
         full = make_abort_message(error, self._rank)
         short = msgspec.structs.replace(full, reason=full.reason[:_MAX_CHARACTERS], ranks=full.ranks[:_MAX_RANKS])
-        speaking = self._lanes(self._peers)
-        for lane in speaking:
+        unsent = self._lanes(self._peers)
+        for lane in unsent:
             lane.link.abort(msgspec.msgpack.encode(short))
         until = time.monotonic() + _ABORT_SEND_SECONDS
-        while (speaking := [lane for lane in speaking if _flush_sends(lane)]) and time.monotonic() < until:
+        while (unsent := [lane for lane in unsent if _flush_sends(lane)]) and time.monotonic() < until:
             time.sleep(_PAUSE_SECONDS)
 
     def listen(self, lanes: Iterable[PeerConnection], pending: Sequence[int]) -> None:
-        """See whether somebody gives up from whom nothing is expected. That somebody has gone is no error.
-
-        Raises:
-            CollectiveError: somebody has given up.
-        """
+        """Raise the error of a rank that gives up, of those that owe nothing. An end of connection is no error."""
         for lane in lanes:
             reason = _read_abort(lane)
             if reason is not None:
-                raise self._of_word(lane.peer.rank, reason, pending)
+                raise self._of_abort(lane.peer.rank, reason, pending)
 
     def of_link(self, lane: PeerConnection, error: Exception, pending: Sequence[int]) -> CollectiveError:
-        """What it means that a link does not work any more, while ``pending`` ranks are to send or to receive."""
+        """Explain a broken link, while ``pending`` ranks are to send or to receive."""
         rank = lane.peer.rank
         if isinstance(error, WireError | AuthenticationError):
             return CollectiveError(f"rank {rank} and this one do not understand each other: {error}", ranks=[rank])
         reason = _decode_abort(rank, error) if isinstance(error, PeerAborted) else _read_abort(lane)
         if reason is not None:
-            return self._of_word(rank, reason, pending)
+            return self._of_abort(rank, reason, pending)
         until = time.monotonic() + _REASON_SECONDS
         while time.monotonic() < until:
             known = self._failure(sorted({rank, *pending}))
@@ -91,29 +87,28 @@ class FailureDiagnosis:
         return PeerLostError(lost, ranks=[rank])
 
     def of_silence(self, rank: int, seconds: float) -> CollectiveError:
-        """A machine owes a sign of life."""
+        """Explain the silence of a rank's host."""
         return PeerLostError(
-            f"rank {format_ranks_by_host([self._rank], self._hosts)} has heard nothing of the machine of rank "
-            f"{format_ranks_by_host([rank], self._hosts)} for {seconds:g} s (REIGEN_PEER_TIMEOUT): it "
-            f"crashed, or the network between "
-            "the two is cut",
+            f"rank {format_ranks_by_host([self._rank], self._hosts)} has heard nothing of the host of rank "
+            f"{format_ranks_by_host([rank], self._hosts)} for {seconds:g} s (REIGEN_PEER_TIMEOUT): it crashed, or the "
+            "network between the two is cut",
             ranks=[rank],
         )
 
     def of_deadline(self, pending: Sequence[int]) -> CollectiveError:
-        """The deadline has passed while these ranks are to send or to receive."""
+        """Explain a passed deadline while these ranks are to send or to receive."""
         late = self._late(pending)
         self.tell(_late_ranks_error(late))
         return self._blame(late, set()) or _late_ranks_error(late)
 
-    def _of_word(self, teller: int, reason: CollectiveError, pending: Sequence[int]) -> CollectiveError:
-        """What it means that a rank gives up. If its deadline has passed: who is late?"""
+    def _of_abort(self, sender: int, reason: CollectiveError, pending: Sequence[int]) -> CollectiveError:
+        """Explain a rank that gives up; if its deadline has passed, find the late ranks."""
         if not isinstance(reason, DeadlineError):
             return reason
         late = self._late(pending)
         if late:
             self.tell(_late_ranks_error(late))
-        return self._blame(late | set(reason.ranks), {teller, self._rank}) or reason
+        return self._blame(late | set(reason.ranks), {sender, self._rank}) or reason
 
     def _late(self, pending: Sequence[int]) -> set[int]:
         peers = [self._peers[rank] for rank in pending]
@@ -121,25 +116,25 @@ class FailureDiagnosis:
         return unheard or {peer.rank for peer in peers if peer.owes_data} or set(pending)
 
     def _blame(self, late: set[int], excused: set[int]) -> CollectiveError | None:
-        """Listen to those who seem to be late; None if in the end nobody is left to blame."""
+        """Listen to ranks that seem to be late; None if in the end none is left to blame."""
         until = time.monotonic() + _EXCUSE_SECONDS
-        while (asked := late - excused) and time.monotonic() < until:
-            for lane in self._lanes(asked):
-                word = _read_abort(lane)
-                if isinstance(word, DeadlineError):
+        while (blamed := late - excused) and time.monotonic() < until:
+            for lane in self._lanes(blamed):
+                report = _read_abort(lane)
+                if isinstance(report, DeadlineError):
                     excused.add(lane.peer.rank)
-                    late = late | set(word.ranks) - {self._rank}
-                elif word is not None:
-                    return word
+                    late = late | set(report.ranks) - {self._rank}
+                elif report is not None:
+                    return report
             time.sleep(_PAUSE_SECONDS)
-        return _late_ranks_error(asked) if asked else None
+        return _late_ranks_error(blamed) if blamed else None
 
     def _lanes(self, ranks: Iterable[int]) -> list[PeerConnection]:
         return [lane for rank in ranks if rank in self._peers for lane in self._peers[rank].lanes]
 
 
 def _flush_sends(lane: PeerConnection) -> bool:
-    """Go on sending; whether there is a rest that the kernel does not take yet."""
+    """Go on sending; return whether there is a rest that the kernel does not take yet."""
     try:
         lane.link.advance_sends()
     except (ConnectionError, WireError, AuthenticationError):
@@ -148,7 +143,7 @@ def _flush_sends(lane: PeerConnection) -> bool:
 
 
 def _read_abort(lane: PeerConnection) -> CollectiveError | None:
-    """Why a rank gives up, if it says so behind what has come, for which nobody waits any more."""
+    """Return the reason why a rank gives up, if it follows the received data, which are not waited for any more."""
     try:
         while lane.link.advance_receives():
             pass

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from reigen.cluster.environ import SECRET_VARIABLE, parse_secret
 from reigen.errors import ConfigError
+from reigen.files import privacy_problem
 from reigen.net.auth import SECRET_BYTES
 
 SECRET_FILE_VARIABLE = "REIGEN_SECRET_FILE"
@@ -67,10 +68,8 @@ def read_secret(path: str) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             problem = "is not a file"
-        elif status.st_uid != os.geteuid():
-            problem = f"belongs to user {status.st_uid}, this process to user {os.geteuid()}"
-        elif status.st_mode & 0o077:
-            problem = f"may be used by others (mode {stat.S_IMODE(status.st_mode):04o}): chmod 600"
+        elif private_problem := privacy_problem(status):
+            problem = f"{private_problem}: chmod 600" if status.st_uid == os.geteuid() else private_problem
         else:
             secret = parse_secret(os.read(descriptor, _MAX_FILE_BYTES).decode("ascii", "replace").strip())
             if secret is not None:

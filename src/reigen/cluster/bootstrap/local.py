@@ -208,6 +208,13 @@ def fetch_endpoints(name: bytes, given: bytes | None = None) -> list[ServiceEndp
         raise WireError(f"rank 0 hands over what is no pointer to a service: {error}") from None
 
 
+def is_served(name: bytes) -> bool:
+    """Return whether a process listens at an abstract name, whether or not it answers."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.setblocking(False)
+        return connection.connect_ex(name) != errno.ECONNREFUSED
+
+
 def _negotiate_key(connection: socket.socket, where: str, token: _MemfdToken, given: bytes | None) -> bytes:
     """The key by which the two ends authenticate each other; steps a to c of the module, of the connecting end.
 

@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import msgspec
 
-from reigen.errors import CollectiveError, DeadlineError, PeerLostError
+from reigen.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 
 #: What a rank may give up with, by the names that messages carry.
 ERRORS_BY_NAME: dict[str, type[CollectiveError]] = {
@@ -58,8 +58,3 @@ def left_error(ranks_text: str, ranks: Sequence[int]) -> PeerLostError:
 def has_left(error: CollectiveError | None) -> TypeGuard[PeerLostError]:
     """Whether an error says no more than that: what these ranks sent before may still come."""
     return isinstance(error, PeerLostError) and error.has_left
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """``1, 4, 5``."""
-    return ", ".join(map(str, ranks))

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from reigen.cluster.local_peers import LocalPeers
-from reigen.cluster.membership.abort_message import format_ranks, has_left
+from reigen.cluster.membership.abort_message import has_left
 from reigen.cluster.membership.client import MembershipClient
-from reigen.errors import CollectiveError, PeerLostError
+from reigen.errors import CollectiveError, PeerLostError, format_ranks
 
 #: A connection that has ended is explained by the control service within this time, or never.
 _EXPLANATION_SECONDS = 1.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from reigen.cluster.membership.abort_message import error_from_abort, format_ranks, left_error
+from reigen.cluster.membership.abort_message import error_from_abort, left_error
 from reigen.cluster.membership.liveness import LivenessEvent, RankAborted, RankLeft, RanksDied
-from reigen.errors import CollectiveError, PeerLostError
+from reigen.errors import CollectiveError, PeerLostError, format_ranks
 
 
 def format_ranks_by_host(ranks: Iterable[int], hosts: Mapping[int, str]) -> str:

@@ -1,3 +1,3 @@
-"""There are no data loaders of its own yet."""
+"""Placeholder: data loaders do not exist yet."""
 
 raise ImportError("horovod.data: Reigen has no data loaders of its own yet")

@@ -1,3 +1,3 @@
-"""There are no jobs in Ray yet."""
+"""Placeholder: jobs in Ray do not exist yet."""
 
 raise ImportError("horovod.ray: Reigen has no jobs in Ray yet")

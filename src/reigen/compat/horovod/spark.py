@@ -1,3 +1,3 @@
-"""There are no jobs in Spark yet."""
+"""Placeholder: jobs in Spark do not exist yet."""
 
 raise ImportError("horovod.spark: Reigen has no jobs in Spark yet")

@@ -24,11 +24,12 @@ Who has joined is not missing, and a join that waits is no stall: both follow fr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from reigen.engine.stall.stack_sampler import StackSample
+from reigen.errors import format_ranks
 
 #: How long the answers may take.
 ANSWER_TIMEOUT_SECONDS = 2.0
@@ -373,13 +374,6 @@ def _wait_start(wait: PendingCollective) -> float:
     return wait.since
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
-    return f"rank{'s' if sum(map(len, runs)) > 1 else ''} {text}"
+def name_ranks(ranks: Collection[int]) -> str:
+    """Name ranks in a message: ``rank 3``, or ``ranks 0-2, 5``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"

@@ -33,7 +33,7 @@ from reigen.engine.stall.inspector import (
     StallInspector,
     StallResolved,
     WarnStall,
-    format_ranks,
+    name_ranks,
 )
 from reigen.engine.stall.stack_sampler import StackSample, process_state, sample_stack
 from reigen.errors import DeadlineError
@@ -195,7 +195,7 @@ class StallMonitor:
         """This rank waits in the middle of a collective for ``missing``, as ``ready`` do; called every now and then."""
         self.is_told = True
         kind = operation.kind.name.lower()
-        self._running = f"{kind} {operation.name}, for whose data {format_ranks(missing)} did not come yet"
+        self._running = f"{kind} {operation.name}, for whose data {name_ranks(missing)} did not come yet"
         seconds = time.monotonic() - since
         if seconds < self._check or self._seat.rank != min(ready):
             return

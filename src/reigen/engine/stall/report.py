@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from reigen.engine.stall.inspector import ANSWER_TIMEOUT_SECONDS, PendingCollective, Stall, format_ranks
+from reigen.engine.stall.inspector import ANSWER_TIMEOUT_SECONDS, PendingCollective, Stall, name_ranks
 from reigen.engine.stall.stack_sampler import StackFrame, StackSample
 from reigen.errors import DeadlineError
 
@@ -51,7 +51,7 @@ def stall_error(stall: Stall, states: Mapping[int, str]) -> DeadlineError:
     seconds = stall.now - first.since
     what = "did not take their part in it" if first.is_running else "did not submit it"
     reason = (
-        f"{format_ranks(first.missing)} {what} within {seconds:.3g} s ({format_ranks(first.ready)} did), "
+        f"{name_ranks(first.missing)} {what} within {seconds:.3g} s ({name_ranks(first.ready)} did), "
         f"so the job is ended; "
         "REIGEN_STALL_SHUTDOWN_TIME_SECONDS sets after how long"
     )
@@ -100,11 +100,11 @@ def _format_group(
     waits: Sequence[PendingCollective], process_sets: Mapping[int, Sequence[int]], now: float
 ) -> list[str]:
     first = waits[0]
-    members = f" of process set {first.process_set} ({format_ranks(process_sets.get(first.process_set, ()))})"
+    members = f" of process set {first.process_set} ({name_ranks(process_sets.get(first.process_set, ()))})"
     ready = "in the middle of it" if first.is_running else "waiting"
     return [
         f"  {first.kind} {_format_names(waits)}{members if first.process_set else ''} for {now - first.since:.3g} s",
-        f"    {ready}: {format_ranks(first.ready)}; missing: {format_ranks(first.missing)}",
+        f"    {ready}: {name_ranks(first.ready)}; missing: {name_ranks(first.missing)}",
     ]
 
 
@@ -166,4 +166,4 @@ def _format_pending_of(rank: int, answer: StackSample, stall: Stall) -> list[str
 
 
 def _format_missing(wait: PendingCollective) -> str:
-    return f"{format_ranks(wait.missing)} {'is' if len(wait.missing) == 1 else 'are'} missing"
+    return f"{name_ranks(wait.missing)} {'is' if len(wait.missing) == 1 else 'are'} missing"

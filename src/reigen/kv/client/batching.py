@@ -1,4 +1,4 @@
-"""Bundles of a worker: small keys of one call travel in one message to each server; see `reigen.kv.protocol` (l)."""
+"""Batches of a worker: small keys of one call travel in one message to each server (`reigen.kv.protocol`, l)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import numpy as np
 
 from reigen.api.adapter import Array
 from reigen.kv.client.key_table import KeyState, RequestFactory
-from reigen.kv.client.requests import PUSH_KINDS, BatchRequest, KVOperation
+from reigen.kv.client.requests import BatchRequest, KVOperation
 from reigen.kv.client.worker import KVWorker
-from reigen.kv.protocol import DTYPE_NUMBERS, MAX_BATCH_BYTES, MAX_BATCH_KEYS, MessageFlag, MessageKind
+from reigen.kv.protocol import (
+    DTYPE_NUMBERS,
+    MAX_BATCH_BYTES,
+    MAX_BATCH_KEYS,
+    PUSH_KINDS,
+    MessageFlag,
+    MessageHeader,
+    MessageKind,
+)
 from reigen.kv.values import DENSE
 
 #: Keys of more bytes travel by themselves: for these, one more copy on the server costs as much as a message.
@@ -19,105 +27,97 @@ MAX_BATCHED_KEY_BYTES = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class _KeyGroup:
-    """What goes to one server in one bundle."""
+    """Keys that go to one server in one batch."""
 
-    holdings: list[KeyState] = field(default_factory=list)
+    entries: list[KeyState] = field(default_factory=list)
     elements: list[Array] = field(default_factory=list)
     outs: list[Array] = field(default_factory=list)
     num_bytes: int = 0
 
 
 class BatchBuilder:
-    """Begins one call for several keys: small ones in bundles, which leave when they are full or with `end`.
-
-    Args:
-        messages: begins what travels by itself.
-        worker: carries the bundles.
-        kind: PUSH, PULL or PUSHPULL.
-        operation: that all of it is part of.
-        priority: of that.
-        num_keys: of the call.
-    """
+    """Begins one call for ``num_keys`` keys: small ones in batches, which leave when they are full or with `end`."""
 
     def __init__(
         self,
-        messages: RequestFactory,
+        factory: RequestFactory,
         worker: KVWorker,
         kind: MessageKind,
         operation: KVOperation,
         priority: int,
         num_keys: int,
     ) -> None:
-        self._messages, self._worker = messages, worker
+        self._factory, self._worker = factory, worker
         self._kind, self._operation, self._priority = kind, operation, priority
         self._is_single = num_keys == 1
-        self._packs: dict[tuple[int, str], _KeyGroup] = {}
+        self._groups: dict[tuple[int, str], _KeyGroup] = {}
 
-    def add(self, held: KeyState, elements: Array | None, out: Array | None) -> None:
-        """One more key, which has not come before.
+    def add(self, entry: KeyState, elements: Array | None, out: Array | None) -> None:
+        """Add a key that has not come before, all of its elements.
 
         Args:
-            held: the key; all of its elements are meant.
+            entry: the key.
             elements: that are pushed, flat; they stay as they are until `end`. None: PULL.
             out: flat memory that receives what is stored. None: PUSH.
         """
         array = out if elements is None else elements
         assert array is not None
-        spec, num_bytes = held.spec, array.nbytes
+        spec, num_bytes = entry.spec, array.nbytes
         if self._is_single or (
             num_bytes > MAX_BATCHED_KEY_BYTES
-            or len(held.places) != 1
+            or len(entry.places) != 1
             or spec.stype != DENSE
-            or not held.order.is_free(self._kind)
-            or (self._messages.codec is not None and spec.dtype.is_floating)
+            or not entry.order.is_free(self._kind)
+            or (self._factory.codec is not None and spec.dtype.is_floating)
         ):
-            self._alone(held, elements, out)
+            self._alone(entry, elements, out)
             return
-        where = held.places[0].server, spec.dtype.name
-        pack = self._packs.get(where)
-        if pack is None:
-            pack = self._packs[where] = _KeyGroup()
-        elif pack.num_bytes + num_bytes > MAX_BATCH_BYTES or len(pack.holdings) == MAX_BATCH_KEYS:
-            self._send(pack)
-            pack = self._packs[where] = _KeyGroup()
-        pack.holdings.append(held)
-        pack.num_bytes += num_bytes
+        where = entry.places[0].server, spec.dtype.name
+        group = self._groups.get(where)
+        if group is None:
+            group = self._groups[where] = _KeyGroup()
+        elif group.num_bytes + num_bytes > MAX_BATCH_BYTES or len(group.entries) == MAX_BATCH_KEYS:
+            self._send(group)
+            group = self._groups[where] = _KeyGroup()
+        group.entries.append(entry)
+        group.num_bytes += num_bytes
         if elements is not None:
-            pack.elements.append(elements)
+            group.elements.append(elements)
         if out is not None:
-            pack.outs.append(out)
+            group.outs.append(out)
 
     def end(self) -> None:
-        """There are no more keys."""
-        for pack in self._packs.values():
-            self._send(pack)
+        """Send what is left."""
+        for group in self._groups.values():
+            self._send(group)
 
-    def _alone(self, held: KeyState, elements: Array | None, out: Array | None) -> None:
+    def _alone(self, entry: KeyState, elements: Array | None, out: Array | None) -> None:
         if elements is not None:
-            self._messages.push(self._operation, held, elements, self._priority, out)
+            self._factory.push(self._operation, entry, elements, self._priority, out)
         elif out is not None:
-            self._messages.pull(self._operation, held, out, self._priority)
+            self._factory.pull(self._operation, entry, out, self._priority)
 
-    def _send(self, pack: _KeyGroup) -> None:
-        if len(pack.holdings) == 1:
-            self._alone(pack.holdings[0], *(each[0] if each else None for each in (pack.elements, pack.outs)))
+    def _send(self, group: _KeyGroup) -> None:
+        if len(group.entries) == 1:
+            self._alone(group.entries[0], *(each[0] if each else None for each in (group.elements, group.outs)))
             return
-        first = pack.holdings[0]
+        first = group.entries[0]
         is_push = self._kind in PUSH_KINDS
-        numbers = [held.next_round() if is_push else held.last_round() for held in pack.holdings]
+        numbers = [entry.next_round() if is_push else entry.last_round() for entry in group.entries]
         try:
-            bundle = BatchRequest(
-                self._kind, first.places[0].server, self._operation, 0, len(numbers), 0,
-                DTYPE_NUMBERS[first.spec.dtype.name], int(MessageFlag.BATCH), self._priority,
-                numbers=numbers, outs=pack.outs,
+            header = MessageHeader(
+                self._kind, shard=len(numbers), flags=int(MessageFlag.BATCH),
+                dtype=DTYPE_NUMBERS[first.spec.dtype.name], priority=self._priority,
             )  # fmt: skip
-            if is_push:
-                bundle.notes, bundle.on_done = [held.note for held in pack.holdings], bundle.note
-            about = np.array([[held.id for held in pack.holdings], numbers], np.uint64).reshape(-1).view(np.uint8)
-            parts = [about, *(each.view(np.uint8) for each in pack.elements)]
-            bundle.body, bundle.block = self._worker.bodies.copy(*parts)
-            self._worker.submit([bundle], *(held.order for held in pack.holdings))
+            notes = [entry.note for entry in group.entries] if is_push else []
+            batch = BatchRequest(
+                header, first.places[0].server, self._operation, numbers=numbers, notes=notes, outs=group.outs
+            )
+            about = np.array([[entry.id for entry in group.entries], numbers], np.uint64).reshape(-1).view(np.uint8)
+            parts = [about, *(each.view(np.uint8) for each in group.elements)]
+            batch.body, batch.block = self._worker.bodies.copy(*parts)
+            self._worker.submit([batch], *(entry.order for entry in group.entries))
         except BaseException:
-            for held in pack.holdings if is_push else ():
-                held.discard_round()
+            for entry in group.entries if is_push else ():
+                entry.discard_round()
             raise

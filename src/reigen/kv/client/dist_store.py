@@ -1,4 +1,4 @@
-"""The store whose values lie on servers: ``dist_sync``, ``dist_async`` and ``dist_ssp``."""
+"""Store whose values lie on servers: ``dist_sync``, ``dist_async`` and ``dist_ssp``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from reigen.kv.values import Key, RowSparse, flatten_tensor, row_numbers, tensor
 
 
 class DistStore(KVStore):
-    """A worker's view of a store on servers.
+    """Store on servers, as one worker sees it.
 
     Args:
         kind: its type.
@@ -43,8 +43,7 @@ class DistStore(KVStore):
         number: of the store in its job: the same for all workers.
         staleness: rounds that a worker may be ahead of the slowest one; None: any number.
         on_close: called once when it is closed.
-        start_until: when all servers are to be connected, on the clock of ``time.monotonic()``; None: see
-            `reigen.kv.client.worker.KVWorker`.
+        start_until: see `reigen.kv.client.worker.KVWorker`.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class DistStore(KVStore):
         self._is_closed = self._has_left = False
         self._optimizer: optim.Optimizer | None = None
         self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
-        self._messages = RequestFactory(self._worker)
-        self._key_init = KeyInitializer(self._worker, self._messages, config)
+        self._factory = RequestFactory(self._worker)
+        self._key_init = KeyInitializer(self._worker, self._factory, config)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -79,7 +78,7 @@ class DistStore(KVStore):
             self._optimizer = optimizer
             self._key_init.is_whole = not optimizer.is_elementwise
             if self._key_init.is_whole:
-                self._put_together([held for held in self._keys.values() if len(held.places) > 1])
+                self._put_together([entry for entry in self._keys.values() if len(entry.places) > 1])
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """See `KVStore.set_learning_rate`."""
@@ -93,37 +92,37 @@ class DistStore(KVStore):
             from_params(params)
         self._check()
         self._worker.command("set_gradient_compression", {"params": wanted})
-        self._messages.compress(wanted, self.num_workers)
+        self._factory.compress(wanted, self.num_workers)
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
         """See `KVStore.save_optimizer_states`. What compression has not sent is this worker's own: one file each."""
         self._check()
         optim.check_can_be_written(fname)
         states = optim.States(())
-        if self._messages.codec is None or self._optimizer is not None:
+        if self._factory.codec is None or self._optimizer is not None:
             self._optimizing()
             with self.one_deadline():
                 collected = optimizer_states.collect_states(self._worker, self._keys.values())
                 spec = self._optimizer_now() if dump_optimizer else None
             states = optim.States(collected.pieces, spec, collected.facts)
         left: residual_files.Residuals = {}
-        for held in self._keys.values():
-            left.update(collect_residuals(held, self._whose))
+        for entry in self._keys.values():
+            left.update(collect_residuals(entry, self._owner))
         residual_files.merge_residuals(states, left, self._specs).save(fname)
 
     def load_optimizer_states(self, fname: str | Path) -> None:
         """See `KVStore.load_optimizer_states`."""
         self._check()
         states, left = residual_files.load_states(fname, self._specs)
-        if states.pieces or self._messages.codec is None:
+        if states.pieces or self._factory.codec is None:
             optimizer = self._optimizing()
-            held_here = list(self._keys.values())
+            entries = list(self._keys.values())
             with self.one_deadline():
-                optimizer_states.restore_states(self._worker, self._messages, held_here, states, optimizer.name)
-        for (key, whose), residual in left.items():
-            held = self._keys[key]
-            if whose == self._whose and self._messages.codec is not None:
-                held.residuals = {place.index: residual[place.begin : place.end].copy() for place in held.places}
+                optimizer_states.restore_states(self._worker, self._factory, entries, states, optimizer.name)
+        for (key, owner), residual in left.items():
+            entry = self._keys[key]
+            if owner == self._owner and self._factory.codec is not None:
+                entry.residuals = {place.index: residual[place.begin : place.end].copy() for place in entry.places}
 
     # -- the other workers --------------------------------------------------------------------------------------------
 
@@ -170,7 +169,7 @@ class DistStore(KVStore):
         self._worker.wait_for_all()
 
     def one_deadline(self, until: float | None = None) -> AbstractContextManager[float]:
-        """See `reigen.kv.client.deadlines.CallDeadlines.one`."""
+        """See `reigen.kv.client.worker.CallDeadlines.one`."""
         return self._worker.deadlines.one(until)
 
     def attention(self) -> AbstractContextManager[None]:
@@ -218,60 +217,62 @@ class DistStore(KVStore):
 
     def _init(self, pairs: list[tuple[Key, Any]]) -> None:
         self._check()
-        holdings = [KeyState(key, key_id(key), tensor_spec(value)) for key, value in pairs]
+        entries = [KeyState(key, key_id(key), tensor_spec(value)) for key, value in pairs]
         values: dict[int, Array] = {}
         if self.rank == 0:
-            for held, (_, value) in zip(holdings, pairs, strict=True):
-                values[held.id] = flatten_tensor(copy_to_host(value) if isinstance(value, RowSparse) else value)[0]
+            for entry, (_, value) in zip(entries, pairs, strict=True):
+                values[entry.id] = flatten_tensor(copy_to_host(value) if isinstance(value, RowSparse) else value)[0]
         with self.one_deadline():
-            self._key_init.declare(holdings, values, lambda: self._keys.update((held.name, held) for held in holdings))
+            self._key_init.declare(entries, values, lambda: self._keys.update((entry.name, entry) for entry in entries))
 
     def _push(self, groups: list[KeyTensors], priority: int) -> Pending:
-        self._check(pushes=True)
-        operation = KVOperation(self._worker, "push", None, [key for key, _ in groups])
-        packing = BatchBuilder(self._messages, self._worker, MessageKind.PUSH, operation, priority, len(groups))
-        for key, tensors in groups:
-            held = self._keys[key]
-            if any(isinstance(tensor, RowSparse) for tensor in tensors):
-                self._messages.push_rows(operation, held, *sum_row_sparse(tensors, held.spec), priority)
-            else:
-                packing.add(held, sum_tensors(tensors, held.spec)[0], None)
-        packing.end()
-        self._worker.flush()
-        return operation
+        return self._begin(MessageKind.PUSH, groups, None, priority, False)
 
     def _pull(self, groups: list[KeyTensors], priority: int, blocking: bool) -> Pending:
-        self._check()
-        places = _PullTargets(outs for _, outs in groups)
-        operation = KVOperation(self._worker, "pull", places.finish, [key for key, _ in groups])
-        packing = BatchBuilder(self._messages, self._worker, MessageKind.PULL, operation, priority, len(groups))
-        for (key, _), place in zip(groups, places, strict=True):
-            packing.add(self._keys[key], None, place.elements)
-        packing.end()
-        if not blocking:
-            self._worker.flush()
-        return operation
+        return self._begin(MessageKind.PULL, None, groups, priority, blocking)
 
     def _pushpull(self, values: list[KeyTensors], outs: list[KeyTensors], priority: int, blocking: bool) -> Pending:
-        keys = [key for key, _ in values]
-        if keys != [key for key, _ in outs]:
+        if [key for key, _ in values] != [key for key, _ in outs]:
             raise ArgumentError("pushpull() needs an out for each key that it is given a value for")
-        self._check(pushes=True)
-        places = _PullTargets(several for _, several in outs)
-        operation = KVOperation(self._worker, "pushpull", places.finish, keys)
-        packing = BatchBuilder(self._messages, self._worker, MessageKind.PUSHPULL, operation, priority, len(keys))
-        for (key, tensors), place in zip(values, places, strict=True):
-            held = self._keys[key]
-            packing.add(held, sum_tensors(tensors, held.spec)[0], place.elements)
-        packing.end()
+        return self._begin(MessageKind.PUSHPULL, values, outs, priority, blocking)
+
+    def _begin(
+        self,
+        kind: MessageKind,
+        values: list[KeyTensors] | None,
+        outs: list[KeyTensors] | None,
+        priority: int,
+        blocking: bool,
+    ) -> Pending:
+        """Begin a call: push ``values`` of keys, if any, and fill ``outs`` of the same keys, if any."""
+        self._check(pushes=values is not None)
+        keys = [key for key, _ in values or outs or ()]
+        targets = [_PullTarget(several) for _, several in outs or ()]
+
+        def finish() -> None:
+            for target in targets:
+                target.finish()
+
+        operation = KVOperation(self._worker, kind.name.lower(), finish if targets else None, keys)
+        builder = BatchBuilder(self._factory, self._worker, kind, operation, priority, len(keys))
+        for place, key in enumerate(keys):
+            entry, elements = self._keys[key], None
+            if values is not None:
+                tensors = values[place][1]
+                if kind is MessageKind.PUSH and any(isinstance(tensor, RowSparse) for tensor in tensors):
+                    self._factory.push_rows(operation, entry, *sum_row_sparse(tensors, entry.spec), priority)
+                    continue
+                elements = sum_tensors(tensors, entry.spec)[0]
+            builder.add(entry, elements, targets[place].elements if targets else None)
+        builder.end()
         if not blocking:
             self._worker.flush()
         return operation
 
     def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
         self._check()
-        held = self._keys[key]
-        spec = held.spec
+        entry = self._keys[key]
+        spec = entry.spec
         wanted = np.arange(spec.shape[0]) if rows is None else np.unique(row_numbers(rows, spec.shape[0]))
         received = np.empty((len(wanted), spec.row_length), spec.dtype.storage)
 
@@ -280,14 +281,14 @@ class DistStore(KVStore):
                 out.receive(wanted.copy(), received.reshape(len(wanted), *spec.shape[1:]).copy())
 
         operation = KVOperation(self._worker, f"row_sparse_pull of key {key!r}", finish)
-        self._messages.pull_rows(operation, held, wanted, received, priority)
+        self._factory.pull_rows(operation, entry, wanted, received, priority)
         self._worker.flush()
         return operation
 
     # -- help ---------------------------------------------------------------------------------------------------------
 
     @property
-    def _whose(self) -> str:
+    def _owner(self) -> str:
         return f"worker {self.rank}"
 
     def _check(self, *, pushes: bool = False) -> None:
@@ -303,32 +304,32 @@ class DistStore(KVStore):
         return self._optimizer
 
     def _optimizer_now(self) -> optim.Optimizer:
-        """As the servers have it: any worker may have changed its learning rate."""
+        """Return the optimizer as the servers have it: any worker may have changed its learning rate."""
         (spec,) = self._worker.command("get_optimizer", {}, [0])
         if not isinstance(spec, dict):
             raise WireError("server 0 has no optimizer, and took one before")
         return optim.from_spec(spec)
 
-    def _put_together(self, holdings: list[KeyState]) -> None:
+    def _put_together(self, entries: list[KeyState]) -> None:
         """Have keys that were cut lie in one piece: declare them anew, with the values that they have."""
         values: dict[int, Array] = {}
-        for held in holdings:
+        for entry in entries:
             if self.rank == 0:
-                values[held.id] = np.empty(held.spec.num_elements, held.spec.dtype.storage)
-                operation = KVOperation(self._worker, f"moving key {held.name!r}")
-                self._messages.pull(operation, held, values[held.id], 0)
+                values[entry.id] = np.empty(entry.spec.num_elements, entry.spec.dtype.storage)
+                operation = KVOperation(self._worker, f"moving key {entry.name!r}")
+                self._factory.pull(operation, entry, values[entry.id], 0)
                 operation.wait()
-        for held in holdings:
-            held.generation += 1
-        if holdings:
-            self._key_init.declare(holdings, values)
+        for entry in entries:
+            entry.generation += 1
+        if entries:
+            self._key_init.declare(entries, values)
 
     def _counts(self, server: int) -> Iterable[tuple[int, int, int]]:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.counts`."""
-        for held in list(self._keys.values()):
-            for place in held.places:
+        for entry in list(self._keys.values()):
+            for place in entry.places:
                 if place.server == server:
-                    yield held.id, place.index, held.done[place.index]
+                    yield entry.id, place.index, entry.done[place.index]
 
 
 class _PullTarget:
@@ -343,15 +344,3 @@ class _PullTarget:
         write_tensor(self._outs[0], self.elements, self._aliases)
         for out in self._outs[1:]:
             fill_tensor(out, self.elements)
-
-
-class _PullTargets(list[_PullTarget]):
-    """Those of several keys."""
-
-    def __init__(self, outs: Iterable[list[Any]]) -> None:
-        super().__init__(_PullTarget(several) for several in outs)
-
-    def finish(self) -> None:
-        """All elements are there."""
-        for each in self:
-            each.finish()

@@ -1,4 +1,4 @@
-"""Who works with the connections of a store: one thread at a time, and the others can ask it to make room."""
+"""Lock on the connections of a store: one thread at a time works with them, and the others can ask it to make room."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 
 
 class IOLock:
-    """A lock with a bell. Who holds it waits for `fileno` to be readable, too, and leaves soon when it `is_wanted`.
+    """Lock with a bell. Its holder waits for `fileno` to be readable, too, and leaves soon when it `is_wanted`.
 
-    The lock is not fair, and who comes back at once may be faster than who has rung: so it is looked at who waits, and
-    the bell is only for those who sleep.
+    The lock is not fair, and a thread that comes back at once may be faster than one that has rung: so those that wait
+    are counted, and the bell is only for a holder that sleeps.
 
     Attributes:
-        num_passed: how often it was left.
+        num_releases: how often it was left.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class IOLock:
         self._lock.release()
 
     def fileno(self) -> int:
-        """A descriptor that is readable while somebody wants to come in."""
+        """Return a descriptor that is readable after `ring`."""
         return self._bell
 
     def ring(self) -> None:
-        """Ask who holds it to leave."""
+        """Ask the holder to leave."""
         os.eventfd_write(self._bell, 1)
 
-    def heed(self) -> None:
-        """The bell was heard."""
+    def clear(self) -> None:
+        """Take note of the bell."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
 

@@ -1,4 +1,4 @@
-"""How keys come into being on servers: all workers say what they are, rank 0 where their shards lie and what they hold.
+"""Creation of keys on servers: all workers say what they are, rank 0 where their shards lie and what they hold.
 
 The steps stand in `reigen.kv.protocol` (c); those of a worker that takes another's place in (h).
 """
@@ -14,7 +14,7 @@ from reigen.config import Config
 from reigen.errors import ArgumentError
 from reigen.kv.client.key_table import KeyState, RequestFactory
 from reigen.kv.client.requests import ClientRequest, KVOperation
-from reigen.kv.client.sharding import ShardPlacement, ShardPlacer, choose_slice_bytes, home_server
+from reigen.kv.client.sharding import ShardPlacer, choose_slice_bytes, home_server
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.protocol import (
     COUNT_UNKNOWN,
@@ -22,7 +22,9 @@ from reigen.kv.protocol import (
     DECLARED_CODEC,
     DeclareKey,
     KeyDeclared,
+    KeySpec,
     MessageFlag,
+    MessageHeader,
     MessageKind,
     ShardRange,
     pack_counts,
@@ -36,18 +38,13 @@ _log = logging.getLogger(__name__)
 class KeyInitializer:
     """Declares the keys of one store.
 
-    Args:
-        worker: carries the requests.
-        messages: makes them.
-        config: the knobs.
-
     Attributes:
         is_whole: keys that are placed from now on are not cut.
     """
 
-    def __init__(self, worker: KVWorker, messages: RequestFactory, config: Config) -> None:
+    def __init__(self, worker: KVWorker, factory: RequestFactory, config: Config) -> None:
         self._worker = worker
-        self._messages = messages
+        self._factory = factory
         self._is_first = worker.member.number == 0
         num_processes = worker.member.num_workers + worker.num_servers
         slice_bytes, reason = choose_slice_bytes(
@@ -59,142 +56,135 @@ class KeyInitializer:
         self.is_whole = False
 
     def declare(
-        self, holdings: Sequence[KeyState], values: Mapping[int, Array], keep: Callable[[], None] = lambda: None
+        self, entries: Sequence[KeyState], values: Mapping[int, Array], keep: Callable[[], None] = lambda: None
     ) -> None:
         """Create keys, or take part in what others have created. Returns when they can be used.
 
         Args:
-            holdings: the keys; they learn where their shards are.
+            entries: the keys; their shards are noted there.
             values: (rank 0) by key id, the first values, flat.
-            keep: called when the keys are there; from then on they are among those of which servers are told after a
-                reconnection.
+            keep: called when the keys are there; from then on servers hear of them after a reconnection.
 
         Raises:
             MismatchError: the workers do not mean the same by a key.
             DeadlineError: not all workers came; names them.
         """
         incarnations = self._worker.server_incarnations
-        placed = {held.id: self._place(held) for held in holdings} if self._is_first else {}
-        answers = self._at_home(holdings, placed)
-        for held, answer in zip(holdings, answers, strict=True):
-            held.set_placement(answer.places)
+        placed = {entry.id: self._place(entry) for entry in entries} if self._is_first else {}
+        answers = self._at_home(entries, placed)
+        for entry, answer in zip(entries, answers, strict=True):
+            entry.set_placement(answer.places)
             if self._is_first:
-                self._placer.adopt([_placement_of(held, place) for place in answer.places], held.spec.dtype.itemsize)
-        new = [held for held, answer in zip(holdings, answers, strict=True) if not answer.was_initialised]
+                self._placer.adopt(entry.id, answer.places, entry.spec.dtype.itemsize)
+        new = [entry for entry, answer in zip(entries, answers, strict=True) if not answer.was_initialised]
         if self._is_first and new:
             self._initialise(new, values, incarnations)
         keep()
         # a server that was restarted waits until each worker has said how far it is with each key
         is_same = incarnations == self._worker.server_incarnations
-        self._recover([held for held in holdings if held not in new or not is_same])
+        self._recover([entry for entry in entries if entry not in new or not is_same])
 
     def _initialise(self, new: Sequence[KeyState], values: Mapping[int, Array], incarnations: Sequence[int]) -> None:
-        """Have all servers hold what is theirs of new keys, and their home servers know that they do.
+        """Have all servers hold their shards of new keys, and their home servers know that they do.
 
-        What a server has agreed to is in no snapshot before it has the value. One that was started again meanwhile may
+        What a server has agreed to is in no snapshot before it has the value: one that was started again in between may
         have forgotten it. Workers that wait there say it once more by themselves; worker 0, which had its answer, says
         everything again until no server has been another process on the way. What is there already stays.
 
         Args:
             new: the keys.
             values: of them.
-            incarnations: of the servers before they were first told of the keys.
+            incarnations: of the servers before they first heard of the keys.
         """
         while new:
             try:
                 self._elsewhere(new)
                 self._fill(new, values)
-                self._at_home(new, {held.id: held.places for held in new}, is_initialised=True)
+                self._at_home(new, {entry.id: entry.places for entry in new}, is_initialised=True)
             except ArgumentError:
                 if incarnations == self._worker.server_incarnations:
                     raise
             if incarnations == self._worker.server_incarnations:
                 return
             incarnations = self._worker.server_incarnations
-            answers = self._at_home(new, {held.id: held.places for held in new})
-            new = [held for held, answer in zip(new, answers, strict=True) if not answer.was_initialised]
+            answers = self._at_home(new, {entry.id: entry.places for entry in new})
+            new = [entry for entry, answer in zip(new, answers, strict=True) if not answer.was_initialised]
 
-    def _place(self, held: KeyState) -> tuple[ShardRange, ...]:
-        spec = held.spec
+    def _place(self, entry: KeyState) -> tuple[ShardRange, ...]:
+        spec = entry.spec
         row_length = spec.row_length if spec.stype == ROW_SPARSE else 1
-        shards, _ = self._placer.place(held.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
-        return tuple(ShardRange(shard.index, shard.begin, shard.end, shard.server) for shard in shards)
+        shards, _ = self._placer.place(entry.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
+        return shards
 
     def _at_home(
-        self,
-        holdings: Sequence[KeyState],
-        placed: Mapping[int, tuple[ShardRange, ...]],
-        *,
-        is_initialised: bool = False,
+        self, entries: Sequence[KeyState], placed: Mapping[int, tuple[ShardRange, ...]], *, is_initialised: bool = False
     ) -> list[KeyDeclared]:
-        requests = []
-        operation = KVOperation(self._worker, f"init of {_format_keys(holdings)}")
-        for held in holdings:
-            server = home_server(held.id, self._worker.num_servers)
-            body = _encode_declaration(held, placed.get(held.id), is_initialised)
-            requests.append(
-                ClientRequest(MessageKind.DECLARE, server, operation, held.id, body=body, flags=int(MessageFlag.HOME))
-            )
-        self._ask(operation, requests)
+        """Declare keys at their home servers; return the answers."""
+        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        requests = [
+            self._declaration(operation, entry, self._home(entry), placed.get(entry.id), is_initialised)
+            for entry in entries
+        ]
+        self._worker.ask(requests)
         return [DECLARED_CODEC.decode(bytes(each.answer or b"")) for each in requests]
 
-    def _elsewhere(self, holdings: Sequence[KeyState]) -> None:
-        """Tell the other servers that hold shards."""
-        operation = KVOperation(self._worker, f"init of {_format_keys(holdings)}")
-        requests = []
-        for held in holdings:
-            at_home = home_server(held.id, self._worker.num_servers)
-            for server in sorted({place.server for place in held.places} - {at_home}):
-                body = _encode_declaration(held, held.places, False)
-                requests.append(ClientRequest(MessageKind.DECLARE, server, operation, held.id, body=body))
-        self._ask(operation, requests)
+    def _elsewhere(self, entries: Sequence[KeyState]) -> None:
+        """Declare keys at the other servers that hold shards."""
+        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        self._worker.ask(
+            [
+                self._declaration(operation, entry, server, entry.places)
+                for entry in entries
+                for server in sorted({place.server for place in entry.places} - {self._home(entry)})
+            ]
+        )
 
-    def _fill(self, holdings: Sequence[KeyState], values: Mapping[int, Array]) -> None:
-        operation = KVOperation(self._worker, f"init of {_format_keys(holdings)}")
-        for held in holdings:
-            for place in held.places:
-                part = values[held.id][place.begin : place.end]
-                self._worker.submit([self._messages.put(MessageKind.INIT, operation, held, place, part)])
+    def _home(self, entry: KeyState) -> int:
+        return home_server(entry.id, self._worker.num_servers)
+
+    def _declaration(
+        self,
+        operation: KVOperation,
+        entry: KeyState,
+        server: int,
+        places: tuple[ShardRange, ...] | None,
+        is_initialised: bool = False,
+    ) -> ClientRequest:
+        spec = KeySpec(entry.name, entry.spec.shape, entry.spec.dtype.name, entry.spec.stype, entry.generation)
+        body = DECLARE_CODEC.encode(DeclareKey(spec, places, is_initialised))
+        flags = int(MessageFlag.HOME) if server == self._home(entry) else 0
+        return ClientRequest(MessageHeader(MessageKind.DECLARE, key=entry.id, flags=flags), server, operation, body)
+
+    def _fill(self, entries: Sequence[KeyState], values: Mapping[int, Array]) -> None:
+        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        for entry in entries:
+            for place in entry.places:
+                part = values[entry.id][place.begin : place.end]
+                self._worker.submit([self._factory.put(MessageKind.INIT, operation, entry, place, part)])
         operation.wait()
 
-    def _recover(self, holdings: Sequence[KeyState]) -> None:
+    def _recover(self, entries: Sequence[KeyState]) -> None:
         """Go on where this worker, or the one whose place it takes, had come to."""
         by_server: dict[int, list[tuple[int, int, int]]] = {}
-        for held in holdings:
-            for place in held.places:
-                by_server.setdefault(place.server, []).append((held.id, place.index, COUNT_UNKNOWN))
+        for entry in entries:
+            for place in entry.places:
+                by_server.setdefault(place.server, []).append((entry.id, place.index, COUNT_UNKNOWN))
         requests = self._worker.ask_servers(
             MessageKind.RESUME,
             "asking how far this worker had come",
             lambda server: pack_counts(by_server[server]),
             by_server,
         )
-        known = {held.id: held for held in holdings}
+        known = {entry.id: entry for entry in entries}
         for request in requests:
             for key, shard, count in unpack_counts(request.answer or b""):
                 if key in known and shard < len(known[key].done):
                     known[key].done[shard] = count
-        for held in holdings:
-            held.round = min(held.done, default=0)
-
-    def _ask(self, operation: KVOperation, requests: Sequence[ClientRequest]) -> None:
-        if requests:
-            self._worker.submit(requests)
-            operation.wait()
+        for entry in entries:
+            entry.round = min(entry.done, default=0)
 
 
-def _encode_declaration(held: KeyState, places: tuple[ShardRange, ...] | None, is_initialised: bool) -> bytes:
-    spec = held.spec
-    return DECLARE_CODEC.encode(
-        DeclareKey(held.name, spec.shape, spec.dtype.name, spec.stype, places, is_initialised, "", held.generation)
-    )
-
-
-def _placement_of(held: KeyState, place: ShardRange) -> ShardPlacement:
-    return ShardPlacement(held.id, place.index, place.begin, place.end, place.server)
-
-
-def _format_keys(holdings: Sequence[KeyState]) -> str:
-    names = [repr(held.name) for held in holdings[:3]]
-    more = f" and {len(holdings) - 3} more" if len(holdings) > 3 else ""
-    return f"key {', '.join(names)}{more}" if len(holdings) == 1 else f"keys {', '.join(names)}{more}"
+def _format_keys(entries: Sequence[KeyState]) -> str:
+    names = [repr(entry.name) for entry in entries[:3]]
+    more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
+    return f"key {', '.join(names)}{more}" if len(entries) == 1 else f"keys {', '.join(names)}{more}"

@@ -1,4 +1,4 @@
-"""What a worker knows of its keys, and the requests that pushes and pulls of them consist of: one for each shard."""
+"""Keys of a worker, and the requests that pushes and pulls of them consist of: one for each shard."""
 
 from __future__ import annotations
 
@@ -9,28 +9,33 @@ import numpy as np
 
 from reigen.api.adapter import Array
 from reigen.compression import Codec, Residual, from_params
-from reigen.kv.client.requests import MAX_PENDING_PUSHES, PUSH_KINDS, ClientRequest, KeyOrder, KVOperation
+from reigen.kv.client.requests import MAX_PENDING_PUSHES, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.worker import KVWorker
-from reigen.kv.protocol import DTYPE_NUMBERS, INLINE_BYTES, MessageFlag, MessageKind, ShardRange
+from reigen.kv.protocol import (
+    DTYPE_NUMBERS,
+    INLINE_BYTES,
+    PUSH_KINDS,
+    MessageFlag,
+    MessageHeader,
+    MessageKind,
+    ShardRange,
+)
 from reigen.kv.residual_files import Residuals
 from reigen.kv.values import ROW_SPARSE, Key, TensorSpec
 
 _ROW_NUMBER = np.dtype("<i8")
+_ENCODED, _ENCODE_ANSWER = int(MessageFlag.ENCODED), int(MessageFlag.ENCODE_ANSWER)
 
 
 @dataclass(eq=False)
 class KeyState:
-    """A key of a store on servers, as one worker sees it.
+    """Key of a store on servers, as one worker sees it.
 
     Attributes:
-        name: as the user wrote it.
-        id: see `reigen.kv.keys`.
-        spec: what it holds.
-        places: its shards, in the order of their elements.
         round: pushes of this worker so far.
         generation: how often it was declared anew.
         done: by shard, the last push that was answered.
-        track: the order of its operations.
+        order: of its operations.
         residuals: by shard, what compression has not sent yet.
     """
 
@@ -46,42 +51,37 @@ class KeyState:
     _has_failed: bool = False
 
     def set_placement(self, places: tuple[ShardRange, ...]) -> None:
-        """Its shards are there."""
+        """Note where its shards are."""
         self.places = places
         self.done = [0] * len(places)
         self.order.max_pushes = MAX_PENDING_PUSHES * len(places)
         self.residuals.clear()
 
     def last_round(self) -> int:
-        """The number of the last push. One that failed counts only where it was done all the same."""
+        """Return the number of the last push. One that failed counts only where it was done all the same."""
         if self._has_failed and not self.order.num_pushes:
             self._has_failed = False
             self.round = min(self.done, default=self.round)
         return self.round
 
     def next_round(self) -> int:
-        """The number of a push, which is the last one now."""
+        """Return the number of a push, which is the last one now."""
         self.round = self.last_round() + 1
         return self.round
 
     def discard_round(self) -> None:
-        """The last push could not be begun: it does not count."""
+        """Do not count the last push, which could not be begun."""
         self._has_failed = True
 
     def note(self, shard: int, round: int, is_done: bool) -> None:
-        """A push of a shard is over."""
+        """Note the end of a push of a shard."""
         if is_done:
             self.done[shard] = max(self.done[shard], round)
         else:
             self._has_failed = True
 
-    def note_request(self, request: ClientRequest) -> None:
-        """A request that pushes to a shard is over."""
-        header = request.answer_header
-        self.note(request.shard, request.round, header is not None and header.kind != MessageKind.ERROR)
-
     def row_ranges(self) -> Iterator[tuple[ShardRange, int, int]]:
-        """Each shard of a row-sparse key with its first row and the one after its last."""
+        """Yield each shard of a row-sparse key with its first row and the one after its last."""
         length = max(1, self.spec.row_length)
         for place in self.places:
             yield place, place.begin // length, place.end // length
@@ -89,9 +89,6 @@ class KeyState:
 
 class RequestFactory:
     """Makes the requests of pushes and pulls, and begins them.
-
-    Args:
-        worker: carries them.
 
     Attributes:
         codec: encodes what is pushed; None: nothing is encoded.
@@ -108,81 +105,83 @@ class RequestFactory:
         self.codec = from_params(params) if params else None
         self.answer_codec = None if self.codec is None else self.codec.for_sums(num_workers)
 
-    def push(self, operation: KVOperation, held: KeyState, elements: Array, priority: int, into: Array | None) -> None:
+    def push(self, operation: KVOperation, entry: KeyState, elements: Array, priority: int, into: Array | None) -> None:
         """Push dense elements.
 
         Args:
             operation: that this is a part of.
-            held: the key.
+            entry: the key.
             elements: all of them, flat.
             priority: higher first.
             into: flat memory that receives what is stored afterwards: PUSHPULL; None: PUSH.
         """
         kind = MessageKind.PUSH if into is None else MessageKind.PUSHPULL
-        codec = self.codec if held.spec.dtype.is_floating else None
-        is_one = len(held.places) == 1
-        round_number = held.next_round()
+        codec = self.codec if entry.spec.dtype.is_floating else None
+        is_one = len(entry.places) == 1
+        round_number = entry.next_round()
         try:
-            for place in held.places:
-                request = self._request(kind, operation, held, place, priority, round_number)
+            for place in entry.places:
                 part = elements if is_one else elements[place.begin : place.end]
+                out = into if is_one or into is None else into[place.begin : place.end]
+                flags = 0 if codec is None else _ENCODED
+                request = self._request(kind, operation, entry, place, priority, round_number, out, flags)
                 if codec is None:
                     request.body, request.block = self._worker.bodies.copy(part)
                 else:
-                    self._encode(request, codec, held, place, part)
-                if into is not None:
-                    self._expect(request, held, into if is_one else into[place.begin : place.end])
+                    self._encode(request, codec, entry, place, part)
                 # one by one: servers begin with the first while the next is copied
-                self._worker.submit([request], held.order)
+                self._worker.submit([request], entry.order)
         except BaseException:
-            held.discard_round()
+            entry.discard_round()
             raise
 
-    def push_rows(self, operation: KVOperation, held: KeyState, indices: Array, rows: Array, priority: int) -> None:
+    def push_rows(self, operation: KVOperation, entry: KeyState, indices: Array, rows: Array, priority: int) -> None:
         """Push some rows: of every shard, if only none."""
         requests = []
-        round_number = held.next_round()
+        round_number = entry.next_round()
         try:
-            for place, first, last in held.row_ranges():
+            for place, first, last in entry.row_ranges():
                 low, high = np.searchsorted(indices, (first, last))
-                request = self._request(MessageKind.ROW_PUSH, operation, held, place, priority, round_number)
+                request = self._request(MessageKind.ROW_PUSH, operation, entry, place, priority, round_number)
                 numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
                 parts = numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8)
                 request.body, request.block = self._worker.bodies.copy(*parts)
                 requests.append(request)
-            self._worker.submit(requests, held.order)
+            self._worker.submit(requests, entry.order)
         except BaseException:
-            held.discard_round()
+            entry.discard_round()
             raise
 
-    def pull(self, operation: KVOperation, held: KeyState, into: Array, priority: int) -> None:
+    def pull(self, operation: KVOperation, entry: KeyState, into: Array, priority: int) -> None:
         """Pull all elements into flat memory."""
-        requests, round_number = [], held.last_round()
-        for place in held.places:
-            request = self._request(MessageKind.PULL, operation, held, place, priority, round_number)
-            self._expect(request, held, into[place.begin : place.end])
-            requests.append(request)
-        self._worker.submit(requests, held.order)
+        round_number = entry.last_round()
+        requests = [
+            self._request(
+                MessageKind.PULL, operation, entry, place, priority, round_number, into[place.begin : place.end]
+            )
+            for place in entry.places
+        ]
+        self._worker.submit(requests, entry.order)
 
-    def pull_rows(self, operation: KVOperation, held: KeyState, wanted: Array, into: Array, priority: int) -> None:
+    def pull_rows(self, operation: KVOperation, entry: KeyState, wanted: Array, into: Array, priority: int) -> None:
         """Pull rows ``wanted`` (ascending) into ``into``, (number of rows, elements of a row)."""
-        requests, round_number = [], held.last_round()
-        for place, first, last in held.row_ranges():
+        requests, round_number = [], entry.last_round()
+        for place, first, last in entry.row_ranges():
             low, high = np.searchsorted(wanted, (first, last))
             if low == high:
                 continue
-            request = self._request(MessageKind.ROW_PULL, operation, held, place, priority, round_number)
+            out = into[low:high].reshape(-1)
+            request = self._request(MessageKind.ROW_PULL, operation, entry, place, priority, round_number, out)
             request.body = (wanted[low:high] - first).astype(_ROW_NUMBER).tobytes()
-            request.into = into[low:high].reshape(-1)
             requests.append(request)
         if requests:
-            self._worker.submit(requests, held.order)
+            self._worker.submit(requests, entry.order)
 
     def put(
-        self, kind: MessageKind, operation: KVOperation, held: KeyState, place: ShardRange, body: Array
+        self, kind: MessageKind, operation: KVOperation, entry: KeyState, place: ShardRange, body: Array
     ) -> ClientRequest:
-        """A request that gives a shard bytes: INIT and PUT_STATES."""
-        request = self._request(kind, operation, held, place, 0, 0)
+        """Return a request that gives a shard bytes: INIT and PUT_STATES."""
+        request = self._request(kind, operation, entry, place)
         request.body, request.block = self._worker.bodies.copy(body)
         return request
 
@@ -190,48 +189,41 @@ class RequestFactory:
         self,
         kind: MessageKind,
         operation: KVOperation,
-        held: KeyState,
+        entry: KeyState,
         place: ShardRange,
-        priority: int,
-        round_number: int,
+        priority: int = 0,
+        round_number: int = 0,
+        into: Array | None = None,
+        flags: int = 0,
     ) -> ClientRequest:
-        return ClientRequest(
-            kind,
-            place.server,
-            operation,
-            held.id,
-            place.index,
-            round_number,
-            DTYPE_NUMBERS[held.spec.dtype.name],
-            priority=priority,
-            on_done=held.note_request if kind in PUSH_KINDS else None,
-        )
+        spec, codec = entry.spec, None
+        if into is not None and spec.dtype.is_floating and spec.stype != ROW_SPARSE:
+            codec = self.answer_codec
+        header = MessageHeader(
+            int(kind), 0, entry.id, place.index, round_number, flags if codec is None else flags | _ENCODE_ANSWER,
+            DTYPE_NUMBERS[spec.dtype.name], priority=priority,
+        )  # fmt: skip
+        on_push_over = entry.note if kind in PUSH_KINDS else None
+        return ClientRequest(header, place.server, operation, into=into, codec=codec, on_push_over=on_push_over)
 
-    def _expect(self, request: ClientRequest, held: KeyState, into: Array) -> None:
-        request.into = into
-        if self.answer_codec is not None and held.spec.dtype.is_floating and held.spec.stype != ROW_SPARSE:
-            request.flags |= int(MessageFlag.ENCODE_ANSWER)
-            request.codec = self.answer_codec
-
-    def _encode(self, request: ClientRequest, codec: Codec, held: KeyState, place: ShardRange, part: Array) -> None:
-        if place.index not in held.residuals:
-            held.residuals[place.index] = codec.begin(len(part), held.spec.dtype)
+    def _encode(self, request: ClientRequest, codec: Codec, entry: KeyState, place: ShardRange, part: Array) -> None:
+        if place.index not in entry.residuals:
+            entry.residuals[place.index] = codec.begin(len(part), entry.spec.dtype)
         nbytes = codec.max_bytes(len(part))
         if nbytes < INLINE_BYTES:
             codes = bytearray(nbytes)
-            codec.encode(part, held.residuals[place.index], codes)
+            codec.encode(part, entry.residuals[place.index], codes)
             request.body = bytes(codes)
         else:
             request.body, request.block = self._worker.bodies.take(nbytes)
-            codec.encode(part, held.residuals[place.index], request.body)
-        request.flags |= int(MessageFlag.ENCODED)
+            codec.encode(part, entry.residuals[place.index], request.body)
 
 
-def collect_residuals(held: KeyState, whose: str) -> Residuals:
-    """What compression has not sent of a key, as one array; nothing where nothing was pushed."""
-    if not held.residuals or any(part is None for part in held.residuals.values()):
+def collect_residuals(entry: KeyState, owner: str) -> Residuals:
+    """Return what compression has not sent of a key, as one array; nothing where nothing was pushed."""
+    if not entry.residuals or any(part is None for part in entry.residuals.values()):
         return {}
-    parts = [held.residuals.get(place.index) for place in held.places]
-    sizes = [place.end - place.begin for place in held.places]
+    parts = [entry.residuals.get(place.index) for place in entry.places]
+    sizes = [place.num_elements for place in entry.places]
     known = [np.zeros(size, np.float32) if part is None else part for part, size in zip(parts, sizes, strict=True)]
-    return {(held.name, whose): np.concatenate(known)}
+    return {(entry.name, owner): np.concatenate(known)}

@@ -1,4 +1,4 @@
-"""Optimizer states of a store on servers, in the same files as those of local ones: whatever the number of servers."""
+"""Optimizer states of a store on servers, in the same files as those of local ones, whatever the number of servers."""
 
 from __future__ import annotations
 
@@ -11,58 +11,62 @@ from reigen.errors import ArgumentError, ConfigError, WireError
 from reigen.kv.client.key_table import KeyState, RequestFactory
 from reigen.kv.client.requests import ClientRequest, KVOperation
 from reigen.kv.client.worker import KVWorker
-from reigen.kv.protocol import MessageKind
+from reigen.kv.protocol import MessageHeader, MessageKind
 from reigen.kv.server.shard import OPTIMIZER_FACT
 from reigen.optim import Piece, States
 
 
-def collect_states(worker: KVWorker, holdings: Iterable[KeyState]) -> States:
-    """The states of keys, from all servers.
+def collect_states(worker: KVWorker, entries: Iterable[KeyState]) -> States:
+    """Collect the states of keys from all servers.
 
     Raises:
-        CollectiveError: a server does not answer, or what it says makes no sense.
+        CollectiveError: a server does not answer, or its answer makes no sense.
     """
     operation = KVOperation(worker, "asking for optimizer states")
     asked: list[tuple[KeyState, list[ClientRequest]]] = []
-    for held in holdings:
+    for entry in entries:
         requests = [
-            ClientRequest(MessageKind.GET_STATES, place.server, operation, held.id, place.index)
-            for place in held.places
+            ClientRequest(
+                MessageHeader(MessageKind.GET_STATES, key=entry.id, shard=place.index), place.server, operation
+            )
+            for place in entry.places
         ]
         worker.submit(requests)
-        asked.append((held, requests))
+        asked.append((entry, requests))
     operation.wait()
     pieces: list[Piece] = []
     facts: dict[str, Any] = {}
-    for held, requests in asked:
+    for entry, requests in asked:
         try:
             of_key = States(()).merged(States.from_bytes(request.answer or b"") for request in requests)
             if of_key.pieces:
-                pieces.append(_merge_shard_states(held, of_key))
+                pieces.append(_merge_shard_states(entry, of_key))
         except ConfigError as error:
-            raise WireError(f"the states of key {held.name!r} from the servers make no sense: {error}") from None
+            raise WireError(f"the states of key {entry.name!r} from the servers make no sense: {error}") from None
         facts.update(of_key.facts)
     return States(pieces, None, facts)
 
 
-def _merge_shard_states(held: KeyState, states: States) -> Piece:
-    """The states of a whole key, of those of its shards."""
-    size, dtype = held.spec.num_elements, held.spec.dtype.name
-    if states.keys != (held.name,) or {(piece.num_elements, piece.dtype) for piece in states.pieces} != {(size, dtype)}:
+def _merge_shard_states(entry: KeyState, states: States) -> Piece:
+    """Put together the states of a key's shards."""
+    size, dtype = entry.spec.num_elements, entry.spec.dtype.name
+    if states.keys != (entry.name,) or {(piece.num_elements, piece.dtype) for piece in states.pieces} != {
+        (size, dtype)
+    }:
         raise ConfigError("they are of something else")
-    return states.cut(held.name, 0, size)
+    return states.cut(entry.name, 0, size)
 
 
 def restore_states(
-    worker: KVWorker, messages: RequestFactory, holdings: Sequence[KeyState], saved: States, optimizer: str
+    worker: KVWorker, factory: RequestFactory, entries: Sequence[KeyState], saved: States, optimizer: str
 ) -> None:
-    """Give the servers what `collect_states`, or a local store, has collected.
+    """Give the servers states of whole keys, of `collect_states` or a local store.
 
     Args:
         worker: carries the requests.
-        messages: makes them.
-        holdings: the keys of the store.
-        saved: of whole keys.
+        factory: makes them.
+        entries: the keys of the store.
+        saved: the states.
         optimizer: the name of the one that the store uses.
 
     Raises:
@@ -72,11 +76,11 @@ def restore_states(
     if name != optimizer:
         raise ArgumentError(f"the states are of the optimizer {name!r}, the store uses {optimizer!r}")
     operation = KVOperation(worker, "loading optimizer states")
-    by_name = {held.name: held for held in holdings}
+    by_name = {entry.name: entry for entry in entries}
     for piece in saved.pieces:
-        held = by_name[piece.key]
-        for place in held.places:
+        entry = by_name[piece.key]
+        for place in entry.places:
             part = States([piece.part(place.begin, place.end)], None, {OPTIMIZER_FACT: name})
             body = np.frombuffer(part.to_bytes(), np.uint8)
-            worker.submit([messages.put(MessageKind.PUT_STATES, operation, held, place, body)])
+            worker.submit([factory.put(MessageKind.PUT_STATES, operation, entry, place, body)])
     operation.wait()

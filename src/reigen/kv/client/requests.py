@@ -1,4 +1,4 @@
-"""What a worker of the parameter server has begun: operations of its user, and the requests that they consist of."""
+"""Operations of a worker's user, and the requests that they consist of."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen.api.adapter import Array
 from reigen.compression import Codec
 from reigen.errors import ReigenError, WireError
-from reigen.kv.protocol import MessageFlag, MessageHeader, MessageKind
+from reigen.kv.protocol import PUSH_KINDS, MessageFlag, MessageHeader, MessageKind
 from reigen.kv.shm_arena import ArenaBlock
 
 ByteArray = NDArray[np.uint8]
-
-#: Requests that are answered with what later pushes of the same worker change.
-READ_KINDS = frozenset({MessageKind.PULL, MessageKind.PUSHPULL, MessageKind.ROW_PULL})
-#: Requests that count as a push.
-PUSH_KINDS = frozenset({MessageKind.PUSH, MessageKind.PUSHPULL, MessageKind.ROW_PUSH})
 
 # As plain numbers: every request has them, and enumerations are slow.
 _IN_MEMORY, _ANSWER_IN_MEMORY, _RESENT = map(
@@ -34,10 +30,10 @@ MAX_PENDING_PUSHES = 16
 
 
 class OperationWaiter(Protocol):
-    """Who can wait for an operation."""
+    """Waits for operations."""
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
-        """Return when the operation is over, however.
+        """Return when the operation is over, whether it has failed or not.
 
         Args:
             operation: whose requests were submitted.
@@ -50,12 +46,12 @@ class OperationWaiter(Protocol):
 
 @dataclass(slots=True, eq=False)
 class KeyOrder:
-    """The operations of one key, in their order.
+    """Order of the operations of one key.
 
     Attributes:
         num_reads: requests under way that have to be answered before the next push.
         num_pushes: requests under way that push.
-        most_pushes: of that, before a further one has to wait.
+        max_pushes: of that, before a further one has to wait.
         last: the operation whose requests left last.
         held: what waits for that, in order: requests of one operation each.
     """
@@ -80,23 +76,23 @@ class KeyOrder:
 
     def must_wait(self, requests: Sequence[ClientRequest]) -> bool:
         """Whether requests of one operation, the next ones in order, have to wait for reads of others."""
-        return self.num_reads > 0 and requests[0].kind in PUSH_KINDS and requests[0].operation is not self.last
+        return self.num_reads > 0 and requests[0].header.kind in PUSH_KINDS and requests[0].operation is not self.last
 
 
 class KVOperation:
-    """One call of the user's: a `reigen.kv.store.Pending`.
+    """Call of the user's: a `reigen.kv.store.Pending`.
 
     Args:
         driver: waits.
         what: in words, for errors: "push".
-        finish: run once by whoever waits, when all that was asked for is there.
-        keys: of what.
+        finish: run once by the caller that waits, when all answers are there.
+        keys: that it is about.
 
     Attributes:
         latest: when it has to be over, on the clock of ``time.monotonic()``; None before anybody waited for it.
         num_left: requests that are not answered.
-        error: what the first of them that failed led to.
-        is_told: somebody has been told of the error, or was told that there is none.
+        error: of the first of them that failed.
+        is_reported: the user has seen the error, or that there is none.
     """
 
     __slots__ = ("_callbacks", "_driver", "_finish", "_keys", "_what", "error", "is_reported", "latest", "num_left")
@@ -149,7 +145,7 @@ class KVOperation:
             self.over()
 
     def over(self) -> None:
-        """The last of its requests is over."""
+        """Call the callbacks: the last of its requests is over."""
         callbacks = self._callbacks
         while callbacks:
             try:
@@ -159,71 +155,60 @@ class KVOperation:
             callback()
 
     def fail(self, error: ReigenError) -> None:
-        """One of its requests has failed; the first error counts."""
+        """Note the error of one of its requests; the first one counts."""
         if self.error is None:
             self.error = error
 
 
 @dataclass(slots=True, eq=False)
 class ClientRequest:
-    """One message to one server, and what is to become of the answer.
+    """Message to one server, and where its answer belongs.
 
     Attributes:
-        kind: what is asked.
-        server: its number.
-        operation: that it is a part of.
-        key: id of the key.
-        shard: index of the shard.
-        round: see `reigen.kv.protocol`.
-        dtype: number of the element type of the body.
-        flags: what `MessageFlag` says about the request; where its body is, is added when it is sent.
-        priority: higher first.
-        body: what is sent, in memory that nobody changes; in the arena if ``block``.
-        block: where the body lies in the own arena; given back when the request is over.
+        header: of the request; it says nothing of the body, and has its id when it was submitted.
+        body: in memory that nobody changes; in the arena if ``block``, which is given back when the request is over.
         into: where a value that is answered belongs, in its own element type; None: `answer` keeps its bytes.
         codec: decodes a value that is encoded.
-        on_done: called when the request is over.
-        tracks: the orders that it is part of (`reigen.kv.client.worker`): that of its key, if any; of a bundle,
-            several.
-        request: its id at the server, 0 before it was submitted.
+        on_push_over: called when a push is over: shard, round, and whether it was done.
+        orders: that it is part of: that of its key, if any; of a batch, several.
         sent_at: when it left last; 0.0 before. Where nothing is sent again, when it was to leave.
         num_reminders: how often it was sent again, or asked about, since.
         is_received: the server has said that it has it.
-        is_over: it was answered, or given up.
         answer: the body of the answer, where it is not a value that belongs somewhere.
-        answer_header: of the answer.
     """
 
-    kind: MessageKind
+    header: MessageHeader
     server: int
     operation: KVOperation
-    key: int = 0
-    shard: int = 0
-    round: int = 0
-    dtype: int = 0
-    flags: int = 0
-    priority: int = 0
     body: ByteArray | bytes = b""
     block: ArenaBlock | None = None
     into: Array | None = None
     codec: Codec | None = None
-    on_done: Callable[[ClientRequest], None] | None = None
+    on_push_over: Callable[[int, int, bool], None] | None = None
     orders: Sequence[KeyOrder] = ()
-    request: int = field(default=0, init=False)
     sent_at: float = field(default=0.0, init=False)
     num_reminders: int = field(default=0, init=False)
     is_received: bool = field(default=False, init=False)
-    is_over: bool = field(default=False, init=False)
     answer: bytes | bytearray | None = field(default=None, init=False)
     answer_header: MessageHeader | None = field(default=None, init=False)
 
     @property
     def num_ids(self) -> int:
-        """How many ids belong to it, from `request` on."""
+        """Number of ids that belong to it, from that of its header on."""
         return 1
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it was answered, and not with an error."""
+        return self.answer_header is not None and self.answer_header.kind != MessageKind.ERROR
+
+    def note(self) -> None:
+        """Note the end of its push."""
+        if self.on_push_over is not None:
+            self.on_push_over(self.header.shard, self.header.round, self.is_done)
+
     def take(self, data: memoryview) -> None:
-        """Its value is there; it does not belong to `into`.
+        """Take a value that does not belong to `into`.
 
         Raises:
             WireError: that is no such value.
@@ -231,60 +216,48 @@ class ClientRequest:
         self.answer = bytearray(data)
 
     def forget(self) -> None:
-        """Whatever is answered from now on goes nowhere."""
+        """Have answers from now on go nowhere."""
         if self.into is not None:
             self.into = np.empty_like(self.into)
 
     def leave(self) -> Sequence[KeyOrder]:
-        """The orders that it is part of, and from now on is not any more."""
-        tracks, self.orders = self.orders, ()
-        return tracks
+        """Return the orders that it is part of, and take it out of them."""
+        orders, self.orders = self.orders, ()
+        return orders
 
-    def header(
-        self, store: int, *, is_read: bool, can_read: bool, again: bool
-    ) -> tuple[MessageHeader, memoryview | bytes]:
-        """What to send: the header, and the body that follows it on the connection.
+    def message(self, *, is_read: bool, can_read: bool, again: bool) -> tuple[MessageHeader, memoryview | bytes]:
+        """Return the header, and the body that follows it on the connection.
 
         Args:
-            store: number of the store.
             is_read: the server reads this process's arena.
             can_read: this process reads the server's.
             again: it was sent before.
         """
-        nbytes, flags = len(self.body), self.flags
+        nbytes, flags = len(self.body), self.header.flags
         if again:
             flags |= _RESENT
         if can_read:
             flags |= _ANSWER_IN_MEMORY
-        offset = memory_bytes = 0
-        body: memoryview | bytes = b""
         if self.block is not None and is_read:
-            flags, offset, memory_bytes = flags | _IN_MEMORY, self.block.offset, nbytes
-        elif nbytes:
-            body = self.body if isinstance(self.body, bytes) else self.body.data
-        header = MessageHeader(
-            self.kind, self.request, self.key, self.shard, self.round, flags, self.dtype, 0, store,
-            self.priority, len(body), offset, memory_bytes,
-        )  # fmt: skip
-        return header, body
+            where = {"flags": flags | _IN_MEMORY, "offset": self.block.offset, "memory_bytes": nbytes}
+            return structs.replace(self.header, **where), b""
+        body = self.body if isinstance(self.body, bytes) else self.body.data
+        return structs.replace(self.header, flags=flags, body_bytes=nbytes), body
 
-    def query(self, store: int) -> MessageHeader:
-        """The question what has become of it."""
-        return MessageHeader(
-            int(MessageKind.QUERY), self.request, self.key, self.shard, self.round, self.flags, self.dtype,
-            self.kind, store, self.priority,
-        )  # fmt: skip
+    def query(self) -> MessageHeader:
+        """Return the header of the question what has become of it."""
+        return structs.replace(self.header, kind=int(MessageKind.QUERY), about=self.header.kind)
 
 
 @dataclass(slots=True, eq=False)
 class BatchRequest(ClientRequest):
-    """A request for several keys, whose `tracks` are in their order. Each key may be answered by itself.
+    """Request for several keys, whose `orders` are in their order. Each key may be answered by itself.
 
     Attributes:
-        numbers: of each key, what `ClientRequest.round` would be.
-        notes: what is told of each key's push when it is over: shard, round, and whether it was done. None for pulls.
+        numbers: of each key, the round.
+        notes: as `on_push_over`, for each key. None for pulls.
         outs: where the keys' values belong, flat; empty where none are asked for.
-        alone: the keys, by their numbers in the bundle, that were answered by themselves.
+        alone: the keys, by their numbers in the batch, that were answered by themselves.
     """
 
     numbers: Sequence[int] = ()
@@ -300,7 +273,7 @@ class BatchRequest(ClientRequest):
     def take(self, data: memoryview) -> None:
         """See `ClientRequest.take`: the values of all keys."""
         if len(data) != sum(out.nbytes for out in self.outs):
-            raise WireError(f"{len(data)} bytes for a bundle of {sum(out.nbytes for out in self.outs)}")
+            raise WireError(f"{len(data)} bytes for a batch of {sum(out.nbytes for out in self.outs)}")
         values = np.frombuffer(data, self.outs[0].dtype)
         begin = 0
         for out in self.outs:
@@ -314,20 +287,19 @@ class BatchRequest(ClientRequest):
 
     def leave(self) -> Sequence[KeyOrder]:
         """See `ClientRequest.leave`."""
-        tracks = [track for place, track in enumerate(self.orders) if place not in self.alone]
+        orders = [order for place, order in enumerate(self.orders) if place not in self.alone]
         self.orders = ()
-        return tracks
+        return orders
 
     def complete_part(self, place: int, *, is_done: bool) -> KeyOrder:
-        """A key was answered by itself; returns its order, which the bundle is not part of any more."""
+        """Note that a key was answered by itself; return its order, which the batch is not part of any more."""
         self.alone.add(place)
         if self.notes:
             self.notes[place](0, self.numbers[place], is_done)
         return self.orders[place]
 
-    def note(self, _: ClientRequest) -> None:
-        """See `ClientRequest.on_done`: for all keys that were not answered by themselves."""
-        is_done = self.answer_header is not None and self.answer_header.kind != MessageKind.ERROR
+    def note(self) -> None:
+        """See `ClientRequest.note`: for all keys that were not answered by themselves."""
         for place, note in enumerate(self.notes):
             if place not in self.alone:
-                note(0, self.numbers[place], is_done)
+                note(0, self.numbers[place], self.is_done)

@@ -1,4 +1,4 @@
-"""A worker's connection to one server, and the requests that this server owes an answer: across reconnections.
+"""Connection of a worker to one server, and the requests that this server owes an answer: across reconnections.
 
 The steps, after `connect`:
 
@@ -8,10 +8,10 @@ b. After a reconnection RESUME tells the server how far this worker is, since th
 c. Requests leave as they come. With PS_RESEND, one of which nothing was heard in time is sent again, or asked about
    once the server has said that it has it.
 
-A connection that is lost is made again at once; one after the other that is lost before it has led to anything, after
-longer and longer pauses, and whoever counts how long there was none counts from the first of them.
+A connection that is lost is made again at once. Where one after the other is lost before it has led to anything, pauses
+become longer, and the time without a connection counts from the first of them.
 
-Nothing here blocks. Whoever owns it (`reigen.kv.client.worker`) waits for the socket, and keeps the time.
+Nothing here blocks. The owner (`reigen.kv.client.worker`) waits for the socket, and keeps the time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from msgspec import structs
 
 from reigen.api.adapter import Array
 from reigen.cluster.membership.rendezvous import split_address
@@ -90,16 +91,13 @@ _RECEIVED, _ANSWERS = (
 
 @dataclass(frozen=True)
 class ServerConnectionOptions:
-    """How a worker talks to all servers.
+    """Options of a worker's connections to all servers.
 
     Attributes:
-        identity: who connects.
-        secret: the job's.
-        tls: encrypt; None: do not.
-        hello: what it says first.
-        store: number of the store.
+        identity: of the worker.
+        hello: its first message.
         resend_seconds: after which a request is sent again; None: never.
-        peer_timeout_seconds: how long the machine of a server may be silent.
+        peer_timeout_seconds: how long the host of a server may be silent.
         drop_percent: of the messages that arrive, to be lost.
         log_messages: all of them.
     """
@@ -116,31 +114,31 @@ class ServerConnectionOptions:
 
 
 class ServerConnectionOwner(Protocol):
-    """Who owns the connections."""
+    """Owner of the connections."""
 
     def over(self, request: ClientRequest) -> None:
-        """A request has been answered; its operation knows already if that was an error."""
+        """Take back a request that has been answered; its operation knows already if that was an error."""
 
-    def key_completed(self, bundle: BatchRequest, place: int, *, is_done: bool) -> None:
-        """One key of a bundle has been answered by itself; the same."""
+    def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
+        """Note that one key of a batch has been answered by itself; errors as of `over`."""
 
-    def heed(self, notice: ServerNotice) -> None:
-        """A server says something unasked."""
+    def handle_notice(self, notice: ServerNotice) -> None:
+        """Take note of a server's NOTICE."""
 
     def counts(self, server: int) -> Iterable[tuple[int, int, int]]:
-        """For RESUME: (key, shard, pushes of it that were answered), of all shards of that server."""
+        """Yield for RESUME: (key, shard, pushes of it that were answered), of all shards of that server."""
 
-    def server_lost_state(self, upstream: ServerConnection) -> None:
-        """A server with which this worker has spoken before holds nothing of the store any more."""
+    def server_lost_state(self, connection: ServerConnection) -> None:
+        """Raise an error if a server that is empty now should not be."""
 
 
 class ServerConnection:
-    """See the module. One thread at a time may use it.
+    """Connection to a server. One thread at a time may use it.
 
     Args:
         peer: the server.
-        manner: how to talk to it.
-        owner: is told what comes.
+        options: of all connections.
+        owner: gets what comes.
 
     Attributes:
         peer: the server, where it is now.
@@ -152,14 +150,14 @@ class ServerConnection:
         outstanding: what is not answered, by its id, in the order in which it was asked.
     """
 
-    def __init__(self, peer: ServerInfo, manner: ServerConnectionOptions, owner: ServerConnectionOwner) -> None:
+    def __init__(self, peer: ServerInfo, options: ServerConnectionOptions, owner: ServerConnectionOwner) -> None:
         self.peer = peer
         self.is_ready = False
         self.incarnation = 0
         self.lost_since: float | None = time.monotonic()
         self.last_error: Exception | None = None
         self.outstanding: dict[int, ClientRequest] = {}
-        self._options = manner
+        self._options = options
         self._owner = owner
         self._line: KVConnection | None = None
         self._arena: PeerShmArena | None = None
@@ -185,15 +183,15 @@ class ServerConnection:
         self._unread = ""
         #: until when a failed handshake may be that of a server that ended just then
         self._doubt_until = 0.0
-        self._drops = MessageDropper(manner.drop_percent, seed=manner.identity.rank * 1009 + peer.number)
+        self._drops = MessageDropper(options.drop_percent, seed=options.identity.rank * 1009 + peer.number)
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name in messages for people."""
         return f"server {self.peer.number} on host {self.peer.host}"
 
     def fileno(self) -> int:
-        """The socket's descriptor; -1 while there is no connection, and none is being made."""
+        """Return the socket's descriptor; -1 while there is no connection, and none is being made."""
         if self._line is None:
             return -1 if self._attempt is None else self._attempt.socket.fileno()
         return self._line.fileno()
@@ -227,14 +225,14 @@ class ServerConnection:
             return
         if now < self._retry_at:
             return
-        manner = self._options
+        options = self._options
         host, port = split_address(self.peer.address)
-        channel = None if manner.tls is None else manner.tls.connects()
-        conversation = StreamProtocol(ClientHandshake(manner.secret, manner.identity), MAX_CONTROL_BYTES, channel)
+        channel = None if options.tls is None else options.tls.connects()
+        conversation = StreamProtocol(ClientHandshake(options.secret, options.identity), MAX_CONTROL_BYTES, channel)
         connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_keepalive(connection, manner.peer_timeout_seconds, bulk=True)
+        set_keepalive(connection, options.peer_timeout_seconds, bulk=True)
         self._attempt = PendingHandshake(connection, conversation, now + _CONNECT_SECONDS)
         try:
             with contextlib.suppress(BlockingIOError):
@@ -252,13 +250,13 @@ class ServerConnection:
             self._give_up(error)
             return
         self._attempt, self._doubt_until = None, 0.0
-        manner = self._options
+        options = self._options
         self._line = KVConnection(
-            connection, session, self, self.name, drops=self._drops, log_messages=manner.log_messages
+            connection, session, self, self.name, drops=self._drops, log_messages=options.log_messages
         )
         self.lost_since, self._made_at, self._is_proven = None, time.monotonic(), False
-        hello = HELLO_CODEC.encode(manner.hello)
-        self._line.send(MessageHeader(int(MessageKind.HELLO), store=manner.store, body_bytes=len(hello)), hello)
+        hello = HELLO_CODEC.encode(options.hello)
+        self._line.send(MessageHeader(int(MessageKind.HELLO), store=options.store, body_bytes=len(hello)), hello)
         self.flush()
 
     def _give_up(self, error: Exception) -> None:
@@ -291,7 +289,7 @@ class ServerConnection:
             self._doubt_until = 0.0
 
     def lose(self, error: Exception) -> None:
-        """The connection is over; what was not answered is kept, and sent again over the next one."""
+        """End the connection; what was not answered is kept, and sent again over the next one."""
         self.last_error = error
         self._end_attempt()
         if self._line is not None:
@@ -308,7 +306,7 @@ class ServerConnection:
         self._num_copied_bytes = 0
 
     def _note_loss(self, now: float) -> None:
-        """A connection has ended: since when there was none that led to anything, and when to make another."""
+        """Note since when there was no connection that led to anything, and when to make another."""
         if self._is_proven or now - self._made_at >= _SETTLED_SECONDS:
             self._num_fruitless, self._fruitless_since = 0, now
         else:
@@ -331,10 +329,10 @@ class ServerConnection:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: ClientRequest) -> None:
-        """Ask the server; `flush` has it leave."""
-        request.request = self._num_requests + 1
+        """Queue a request; `flush` has it leave."""
+        request.header = structs.replace(request.header, request=self._num_requests + 1, store=self._options.store)
         self._num_requests += request.num_ids
-        self.outstanding[request.request] = request
+        self.outstanding[request.header.request] = request
         if self.is_ready:
             self._send(request)
 
@@ -393,27 +391,25 @@ class ServerConnection:
     def _remind(self, request: ClientRequest, now: float) -> None:
         if request.is_received and self._line is not None:
             request.sent_at = now
-            self._line.send(request.query(self._options.store), priority=request.priority)
+            self._line.send(request.query(), priority=request.header.priority)
         else:
             self._send(request, again=True)
 
     def _send(self, request: ClientRequest, *, again: bool = False) -> None:
         if self._line is None:
             return
-        header, body = request.header(
-            self._options.store, is_read=self._is_read, can_read=self._arena is not None, again=again
-        )
+        header, body = request.message(is_read=self._is_read, can_read=self._arena is not None, again=again)
         request.is_received = False
         if self._options.resend_seconds is None:
             request.sent_at = time.monotonic()
-            self._line.send(header, body, priority=request.priority)
+            self._line.send(header, body, priority=request.header.priority)
             return
         request.sent_at = 0.0  # what waits for its turn on the wire is not lost
 
         def left() -> None:
             request.sent_at = time.monotonic()
 
-        self._line.send(header, body, priority=request.priority, on_sent=left)
+        self._line.send(header, body, priority=request.header.priority, on_sent=left)
 
     # -- what arrives -------------------------------------------------------------------------------------------------
 
@@ -438,7 +434,7 @@ class ServerConnection:
         elif header.kind == _NOTICE:
             notice = NOTICE_CODEC.decode(bytes(body))
             if notice.what != "unread":
-                self._owner.heed(notice)
+                self._owner.handle_notice(notice)
             elif notice.reason != self._unread:  # that is said on each connection
                 self._unread = notice.reason
                 _log.warning("%s", notice.reason)
@@ -512,17 +508,17 @@ class ServerConnection:
         target: ByteArray = np.frombuffer(self._place_in(into, len(data)), np.uint8)
         target[:] = np.frombuffer(data, np.uint8)
 
-    def _out_of(self, bundle: BatchRequest, place: int) -> Array:
-        if not bundle.outs:
+    def _out_of(self, batch: BatchRequest, place: int) -> Array:
+        if not batch.outs:
             raise WireError(f"{self.name} sent a value that nobody asked for")
-        return bundle.outs[place]
+        return batch.outs[place]
 
     def _part(self, number: int) -> tuple[BatchRequest, int] | None:
-        """Of which bundle an id is that of a key, and of which; None also where that was answered already."""
-        for bundle in self.outstanding.values():
-            place = number - bundle.request - 1
-            if isinstance(bundle, BatchRequest) and 0 <= place < len(bundle.numbers):
-                return None if place in bundle.alone else (bundle, place)
+        """Return the batch, and the number of the key there, that an id belongs to, unless that was answered."""
+        for batch in self.outstanding.values():
+            place = number - batch.header.request - 1
+            if isinstance(batch, BatchRequest) and 0 <= place < len(batch.numbers):
+                return None if place in batch.alone else (batch, place)
         return None
 
     def _answered(self, header: MessageHeader, body: memoryview) -> None:
@@ -542,20 +538,20 @@ class ServerConnection:
             request.answer = bytes(body)
         self._over(request, header)
 
-    def _answered_in_part(self, bundle: BatchRequest, place: int, header: MessageHeader, body: memoryview) -> None:
+    def _answered_in_part(self, batch: BatchRequest, place: int, header: MessageHeader, body: memoryview) -> None:
         if header.kind == _ERROR:
-            bundle.operation.fail(REMOTE_ERROR_CODEC.decode(bytes(body)).raised())
+            batch.operation.fail(REMOTE_ERROR_CODEC.decode(bytes(body)).raised())
         elif header.kind == _VALUE and header.flags & _IN_MEMORY:
-            self._copy_in(self._out_of(bundle, place), self._in_memory(header))
-        self._owner.key_completed(bundle, place, is_done=header.kind != _ERROR)
-        if len(bundle.alone) == len(bundle.numbers):
-            self._over(bundle, header)
+            self._copy_in(self._out_of(batch, place), self._in_memory(header))
+        self._owner.key_completed(batch, place, is_done=header.kind != _ERROR)
+        if len(batch.alone) == len(batch.numbers):
+            self._over(batch, header)
 
     def _over(self, request: ClientRequest, header: MessageHeader) -> None:
-        """An answer has been taken; before, there was none: what makes no sense is given up by the owner."""
+        """Give a request that was answered to the owner; one whose answer makes no sense stays outstanding."""
         self._is_proven = True
         request.answer_header = header
-        del self.outstanding[request.request]
+        del self.outstanding[request.header.request]
         self._owner.over(request)
 
     def _in_memory(self, header: MessageHeader) -> memoryview:

@@ -21,35 +21,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-import msgspec
+from reigen.kv.protocol import ShardRange
 
 #: The largest shard, where the user does not say: servers on this host, on this host without processors to spare, and
 #: elsewhere.
 LOCAL_SLICE_BYTES, CROWDED_SLICE_BYTES, NETWORK_SLICE_BYTES = 4 << 20, 12 << 20, 1 << 20
 #: Elements between two borders: whole words of 1-bit codes.
 ALIGNMENT_ELEMENTS = 32
-
-
-class ShardPlacement(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A part of a key's value.
-
-    Attributes:
-        key: id of the key.
-        index: of the shard in its key, from 0, in the order of the elements.
-        begin, end: its flat elements.
-        server: which keeps it.
-    """
-
-    key: int
-    index: int
-    begin: int
-    end: int
-    server: int
-
-    @property
-    def num_elements(self) -> int:
-        """How many elements it has."""
-        return self.end - self.begin
 
 
 def home_server(key_id: int, num_servers: int) -> int:
@@ -60,16 +38,15 @@ def home_server(key_id: int, num_servers: int) -> int:
 def choose_slice_bytes(
     asked: int | None, server_hosts: Sequence[str], num_processes: int, num_processors: int
 ) -> tuple[int, str]:
-    """The largest shard, and the reason for it in words.
+    """Return the largest shard, and the reason for it in words.
 
-    What comes back can begin when the first shard has come from every worker, and ends with a shard that goes back
-    alone. So the time that a shard takes on the wire is added to every pushpull, however large that is. In shared
-    memory that is little, and each shard has a price of its own: what takes its messages has left the caches while
-    values were copied. Where processes wait for processors and not for each other, there is nothing to overlap, and the
-    price counts alone.
+    An answer can begin when the first shard has come from every worker, and ends with a shard that goes back alone.
+    So the time that a shard takes on the wire is added to every pushpull, however large that is. In shared memory that
+    is little, and each shard has a price of its own: its messages have left the caches while values were copied. Where
+    processes wait for processors and not for each other, there is nothing to overlap, and the price counts alone.
 
     Args:
-        asked: what the user says; None: nothing.
+        asked: the user's choice, if any.
         server_hosts: addresses at which servers listen.
         num_processes: workers and servers of the job.
         num_processors: of this host.
@@ -103,7 +80,7 @@ class ShardPlacer:
 
     def place(
         self, key_id: int, num_elements: int, itemsize: int, row_length: int = 1, whole: bool = False
-    ) -> tuple[tuple[ShardPlacement, ...], str]:
+    ) -> tuple[tuple[ShardRange, ...], str]:
         """Place a key, or place it anew.
 
         Args:
@@ -125,22 +102,20 @@ class ShardPlacer:
         sizes = [num_elements] if whole else self._cut(num_elements, itemsize, unit, len(order))
         shards, begin = [], 0
         for index, size in enumerate(sizes):
-            shards.append(ShardPlacement(key_id, index, begin, begin + size, order[index % len(order)]))
+            shards.append(ShardRange(index, begin, begin + size, order[index % len(order)]))
             begin += size
-        self.adopt(shards, itemsize)
+        self.adopt(key_id, shards, itemsize)
         return tuple(shards), self._reason(num_elements, shards, whole, spread)
 
-    def adopt(self, shards: Sequence[ShardPlacement], itemsize: int) -> None:
+    def adopt(self, key_id: int, shards: Sequence[ShardRange], itemsize: int) -> None:
         """Take into account a key that was placed before, by another process of this rank."""
-        if shards:
-            self.forget(shards[0].key)
-            parts = [(shard.server, shard.num_elements * itemsize) for shard in shards]
-            for server, num_bytes in parts:
-                self.loads[server] += num_bytes
-            self._placed[shards[0].key] = parts
+        self.forget(key_id)
+        self._placed[key_id] = [(shard.server, shard.num_elements * itemsize) for shard in shards]
+        for server, num_bytes in self._placed[key_id]:
+            self.loads[server] += num_bytes
 
     def forget(self, key_id: int) -> None:
-        """A key is not there any more, or about to be placed elsewhere."""
+        """Discount a key that is not there any more, or about to be placed elsewhere."""
         for server, num_bytes in self._placed.pop(key_id, ()):
             self.loads[server] -= num_bytes
 
@@ -155,7 +130,7 @@ class ShardPlacer:
         sizes[-1] -= units * unit - num_elements
         return sizes
 
-    def _reason(self, num_elements: int, shards: Sequence[ShardPlacement], whole: bool, spread: bool) -> str:
+    def _reason(self, num_elements: int, shards: Sequence[ShardRange], whole: bool, spread: bool) -> str:
         if spread:
             servers = len({shard.server for shard in shards})
             return f"{num_elements} elements, the bound is {self._bound}: {len(shards)} shard(s) on {servers} server(s)"

@@ -1,12 +1,12 @@
-"""What a worker of a distributed store does: its requests to all servers, waiting, and what happens meanwhile.
+"""Worker of a distributed store: its requests to all servers, and waiting for them.
 
-Who works here: a caller that waits drives the connections itself, so that a blocking call changes threads not once.
-While nobody waits and something is pending, a thread of the store drives them. It leaves at once when a caller comes,
-and comes back when there have been no calls for a moment.
+A caller that waits drives the connections itself, so that a blocking call changes threads not once. While nobody waits
+and something is pending, a thread of the store drives them. It leaves at once when a caller comes, and comes back when
+there have been no calls for a moment.
 
-The order of a key's operations: requests leave in the order in which they were begun. A server answers a pull when the
-pushes before it are done, since it says how many there were. A push must not be done before an earlier pull is
-answered: it is held back here until then.
+Requests of a key leave in the order in which they were begun. A server answers a pull when the pushes before it are
+done, since it says how many there were. A push must not be done before an earlier pull is answered: it is held back
+here until then.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -26,13 +27,22 @@ from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
-from reigen.kv.client.connection_poller import ConnectionPoller
-from reigen.kv.client.deadlines import CallDeadlines
 from reigen.kv.client.io_lock import IOLock
-from reigen.kv.client.requests import PUSH_KINDS, READ_KINDS, BatchRequest, ClientRequest, KeyOrder, KVOperation
+from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
 from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLost, ServerMoved
-from reigen.kv.protocol import COMMAND_CODEC, PURPOSE, RESULT_CODEC, KVHello, MessageKind, ServerNotice, StoreCommand
+from reigen.kv.protocol import (
+    COMMAND_CODEC,
+    PURPOSE,
+    PUSH_KINDS,
+    READ_KINDS,
+    RESULT_CODEC,
+    KVHello,
+    MessageHeader,
+    MessageKind,
+    ServerNotice,
+    StoreCommand,
+)
 from reigen.kv.shm_arena import BodyAllocator, ShmArena
 from reigen.net.auth import Identity, ProcessRole
 
@@ -50,10 +60,49 @@ _LONGEST_TURN_SECONDS, _MOST_LATE_SECONDS = 1.0, 0.2
 _GOODBYE_SECONDS = 10.0
 #: How long a worker that leaves waits for what it has begun, before it says that it has nothing more to push.
 _LINGER_SECONDS = 5.0
+#: Servers keep the deadline and know who is missing; this end waits a little longer, for a server that says nothing.
+_TOLERANCE_SECONDS = 1.0
+
+
+class CallDeadlines:
+    """Deadlines of one store's calls, which come one after the other."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        #: when the user's call that is under way has to be over, where it consists of several waits
+        self._until: float | None = None
+
+    @contextlib.contextmanager
+    def one(self, until: float | None = None) -> Iterator[float]:
+        """Have all waits of a block end together. A block within another is part of that.
+
+        Args:
+            until: the end, on the clock of ``time.monotonic()``; None: the job's deadline, from now on.
+
+        Yields:
+            The end.
+        """
+        if self._until is not None:
+            yield self._until
+            return
+        self._until = time.monotonic() + self._seconds if until is None else until
+        try:
+            yield self._until
+        finally:
+            self._until = None
+
+    def latest(self, what: KVOperation | str) -> float:
+        """Return the end of a wait; that of an operation is set where it is first waited for, and is never later."""
+        until = time.monotonic() + self._seconds if self._until is None else self._until
+        latest = until + _TOLERANCE_SECONDS
+        if isinstance(what, str):
+            return latest
+        what.latest = latest if what.latest is None else min(what.latest, latest)
+        return what.latest
 
 
 class KVWorker:
-    """The connections of one store to all servers of its job. Any thread may use it.
+    """Connections of one store to all servers of its job. Any thread may use it.
 
     Args:
         member: this worker's place in the job; it is not closed here.
@@ -65,10 +114,8 @@ class KVWorker:
             from now on.
 
     Attributes:
-        member: see above.
         bodies: memory for what requests send.
         deadlines: of the store's calls.
-        num_servers: how many there are.
 
     Raises:
         DeadlineError: servers did not come in time; names them.
@@ -99,7 +146,8 @@ class KVWorker:
         #: requests that are held back (see the module), in order, by their identity
         self._held: dict[int, Sequence[ClientRequest]] = {}
         self.bodies = BodyAllocator(ShmArena(f"reigen-kv-worker-{member.number}"))
-        self._watch = ConnectionPoller([self._driving, member])
+        #: besides the connections, what a turn waits for
+        self._others: dict[int, IOLock | JobMembership] = {each.fileno(): each for each in (self._driving, member)}
         self._servers: list[ServerConnection] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
         self._awaited: set[int] = set()
@@ -129,18 +177,18 @@ class KVWorker:
 
     @property
     def server_hosts(self) -> list[str]:
-        """The addresses at which the servers are reached, by number."""
-        return [split_address(upstream.peer.address)[0] for upstream in self._servers]
+        """Addresses at which the servers are reached, by number."""
+        return [split_address(connection.peer.address)[0] for connection in self._servers]
 
     @property
     def server_incarnations(self) -> list[int]:
-        """Which process each server was when this worker was last connected to it."""
-        return [upstream.incarnation for upstream in self._servers]
+        """Incarnation of each server when this worker was last connected to it."""
+        return [connection.incarnation for connection in self._servers]
 
     # -- for the store ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what has ended all, or what a push that nobody waited for has met."""
+        """Raise what has ended all, or the error of a push that nobody waited for."""
         if self._failure is not None:
             raise self._failure.anew()
         while self._failed:
@@ -149,37 +197,37 @@ class KVWorker:
                 operation.is_reported = True
                 raise operation.error.anew()
 
-    def submit(self, requests: Sequence[ClientRequest], *tracks: KeyOrder) -> None:
+    def submit(self, requests: Sequence[ClientRequest], *orders: KeyOrder) -> None:
         """Begin requests of one operation, all or some. They leave when there are many bytes of them, or by `flush`.
 
         Args:
             requests: all of one kind.
-            tracks: of their key, none if they are in no order with others; of a bundle, those of its keys: all free.
+            orders: of their key, none if they are in no order with others; of a batch, those of its keys: all free.
         """
-        operation, is_push = requests[0].operation, requests[0].kind in PUSH_KINDS
+        operation, is_push = requests[0].operation, requests[0].header.kind in PUSH_KINDS
         with self._driving:
-            if is_push and not all(track.has_push_slot() for track in tracks):
-                self._drive(operation, lambda: all(track.has_push_slot() for track in tracks), None)
+            if is_push and not all(order.has_push_slot() for order in orders):
+                self._drive(operation, lambda: all(order.has_push_slot() for order in orders), None)
             if self._failure is not None:
                 operation.fail(self._failure)
                 return
-            for track in tracks if is_push else ():
-                track.num_pushes += len(requests)
+            for order in orders if is_push else ():
+                order.num_pushes += len(requests)
             operation.num_left += len(requests)
             self._num_outstanding += len(requests)
             for request in requests:
-                request.orders = tracks
-            busy = next((track for track in tracks if track.held or track.must_wait(requests)), None)
-            if busy is not None:  # the only one: keys of bundles are free
+                request.orders = orders
+            busy = next((order for order in orders if order.held or order.must_wait(requests)), None)
+            if busy is not None:  # the only one: keys of batches are free
                 busy.held.append(requests)
                 self._held[id(requests)] = requests
             else:
-                self._ask(requests)
+                self._send(requests)
                 if self._num_unsent_bytes > _FLUSH_BYTES:
                     self._announce()
 
     def flush(self) -> None:
-        """What was submitted leaves as far as the kernel takes it; the rest follows by itself."""
+        """Send what was submitted as far as the kernel takes it; the rest follows by itself."""
         if self._has_driver:
             return
         with self._driving:
@@ -196,7 +244,7 @@ class KVWorker:
             servers: which; None: all.
 
         Returns:
-            What each of them answered.
+            The answer of each.
         """
         body = COMMAND_CODEC.encode(StoreCommand(name, arguments))
         requests = self.ask_servers(MessageKind.COMMAND, name, lambda _: body, servers)
@@ -208,19 +256,19 @@ class KVWorker:
         """Send each server a request of one kind, and wait for the answers."""
         operation = KVOperation(self, what)
         numbers = range(self.num_servers) if servers is None else servers
-        requests = [ClientRequest(kind, number, operation, body=body(number)) for number in numbers]
+        requests = [ClientRequest(MessageHeader(kind), number, operation, body(number)) for number in numbers]
+        self.ask(requests)
+        return requests
+
+    def ask(self, requests: Sequence[ClientRequest]) -> None:
+        """Submit requests of one operation, if any, and wait for it."""
         if requests:
             self.submit(requests)
-            operation.wait()
-        return requests
+            requests[0].operation.wait()
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
         """See `reigen.kv.client.requests.OperationWaiter.wait_for`."""
-        while operation.num_left:
-            with self._driving:
-                is_woken = self._drive(operation, lambda: not operation.num_left, until)
-            if is_woken:
-                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
+        self._drive_until(operation, lambda: not operation.num_left, until)
         self._leave_to_thread()
 
     @contextlib.contextmanager
@@ -235,31 +283,23 @@ class KVWorker:
 
     def attend(self, oldest: KVOperation, is_enough: Callable[[], bool]) -> None:
         """See `reigen.kv.store.KVStore.attend`."""
-
-        def is_done() -> bool:
-            return not oldest.num_left or is_enough()
-
-        is_woken = True
-        while is_woken:
-            with self._driving:
-                self._num_unsent_bytes = 0
-                self._flush_all()
-                is_woken = self._drive(oldest, is_done, None)
-            if is_woken:
-                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
+        with self._driving:
+            self._num_unsent_bytes = 0
+            self._flush_all()
+        self._drive_until(oldest, lambda: not oldest.num_left or is_enough(), None)
 
     def interrupt(self) -> None:
         """See `reigen.kv.store.KVStore.interrupt`."""
         self._driving.ring()
 
     def wait_for_all(self) -> None:
-        """Return when nothing is pending any more, and raise the first error that nobody was told of."""
+        """Return when nothing is pending any more, and raise the first error that was not reported."""
         with self.deadlines.one():
-            self._wait_until(lambda: not self._num_outstanding, None)
+            self._drive_until("what was begun", lambda: not self._num_outstanding, None)
         self.check()
 
     def linger(self) -> bool:
-        """Wait a while until nothing is pending any more, and raise the first error that nobody was told of.
+        """Wait a while until nothing is pending any more, and raise the first error that was not reported.
 
         Returns:
             Whether nothing is. What is pending then has left: it counts, although this worker says goodbye now.
@@ -267,9 +307,9 @@ class KVWorker:
         with self.deadlines.one() as until:
             try:
                 enough = min(until, time.monotonic() + _LINGER_SECONDS)
-                self._wait_until(lambda: not self._num_outstanding, enough)
+                self._drive_until("what was begun", lambda: not self._num_outstanding, enough)
             except DeadlineError:
-                self._wait_until(lambda: not self._held, None)
+                self._drive_until("what was begun", lambda: not self._held, None)
         self.check()
         return not self._num_outstanding
 
@@ -277,11 +317,11 @@ class KVWorker:
         """Tell all servers that this worker has nothing more to push.
 
         Args:
-            patience_seconds: how long they may take to hear of it, and not longer than the call's deadline; None: until
-                that.
+            patience_seconds: how long they may take, within the call's deadline; None: until that.
         """
         operation = KVOperation(self, "saying goodbye to the servers")
-        self.submit([ClientRequest(MessageKind.GOODBYE, number, operation) for number in range(self.num_servers)])
+        header = MessageHeader(MessageKind.GOODBYE)
+        self.submit([ClientRequest(header, number, operation) for number in range(self.num_servers)])
         if patience_seconds is not None:
             patience_seconds = min(patience_seconds, max(0.0, self.deadlines.latest(operation) - time.monotonic()))
         operation.wait(patience_seconds)
@@ -297,10 +337,9 @@ class KVWorker:
             self._thread.join()
         with self._driving:
             self._fail(CollectiveError("the store was closed"))
-            for upstream in self._servers:
-                upstream.close()
+            for connection in self._servers:
+                connection.close()
             self._servers.clear()
-            self._watch.clear()
             self.bodies.arena.close()
         self._driving.close()
         self._counts = lambda _: ()  # the store's, which has this worker
@@ -311,21 +350,19 @@ class KVWorker:
         self._failure = CollectiveError(
             "this process was forked from a worker, and is none: let the worker itself call its store, or fork before"
         )
-        for upstream in self._servers:
-            upstream.close_descriptors()
+        for connection in self._servers:
+            connection.close_descriptors()
         self._driving.close()
 
     # -- what the connections tell ------------------------------------------------------------------------------------
 
     def over(self, request: ClientRequest) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.over`."""
-        request.is_over = True
         if request.block is not None:
             self.bodies.arena.free(request.block)
             request.block = None
-        if request.on_done is not None:
-            request.on_done(request)
-        self._release(request.kind, request.leave())
+        request.note()
+        self._release(request.header.kind, request.leave())
         self._num_outstanding -= 1
         operation = request.operation
         operation.num_left -= 1  # last: whoever asks whether it is done may go on at once
@@ -334,12 +371,12 @@ class KVWorker:
                 self._failed.append(operation)
             operation.over()
 
-    def key_completed(self, bundle: BatchRequest, place: int, *, is_done: bool) -> None:
+    def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.key_completed`."""
-        self._release(bundle.kind, [bundle.complete_part(place, is_done=is_done)])
+        self._release(batch.header.kind, [batch.complete_part(place, is_done=is_done)])
 
-    def heed(self, notice: ServerNotice) -> None:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.heed`."""
+    def handle_notice(self, notice: ServerNotice) -> None:
+        """See `reigen.kv.client.server_connection.ServerConnectionOwner.handle_notice`."""
         _log.info("worker %d on host %s: %s (%s)", notice.worker, notice.host, notice.what, notice.reason)
         if notice.problem is not None:
             self._fail(notice.problem.raised())
@@ -348,11 +385,11 @@ class KVWorker:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.counts`."""
         return self._counts(server)
 
-    def server_lost_state(self, upstream: ServerConnection) -> None:
+    def server_lost_state(self, connection: ServerConnection) -> None:
         """See `reigen.kv.client.server_connection.ServerConnectionOwner.server_lost_state`."""
-        if any(True for _ in self._counts(upstream.peer.number)):
+        if any(True for _ in self._counts(connection.peer.number)):
             raise PeerLostError(
-                f"{upstream.name} was started again and holds nothing: what it held is lost. Servers that write "
+                f"{connection.name} was started again and holds nothing: what it held is lost. Servers that write "
                 "snapshots (REIGEN_KV_SNAPSHOT_DIR) go on from the last one"
             )
 
@@ -365,7 +402,7 @@ class KVWorker:
         if config.kv_shared_memory:
             segment = self.bodies.arena.segment
             hello = structs.replace(hello, machine=machine, pid=os.getpid(), fd=segment.fd, inode=segment.inode)
-        manner = ServerConnectionOptions(
+        options = ServerConnectionOptions(
             Identity(ProcessRole.RANK, member.number, PURPOSE),
             member.secret,
             member.tls,
@@ -377,23 +414,22 @@ class KVWorker:
             config.kv_verbose >= 2,
         )
         for peer in member.servers(start_until):
-            self._servers.append(ServerConnection(peer, manner, self))
+            self._servers.append(ServerConnection(peer, options, self))
         with self._driving:
             self._drive("connecting to servers", lambda: all(each.is_ready for each in self._servers), start_until)
         self.check()
 
-    def _wait_until(self, is_done: Callable[[], bool], until: float | None) -> None:
+    def _drive_until(self, what: KVOperation | str, is_done: Callable[[], bool], until: float | None) -> None:
         """Return when something is done, or nothing works any more; see `_drive`."""
-        while not is_done():
+        is_woken = not is_done()
+        while is_woken:
             with self._driving:
-                is_woken = self._drive("what was begun", is_done, until)
+                is_woken = self._drive(what, is_done, until)
             if is_woken:
-                self._closing.wait(_NAP_SECONDS)
-            elif self._failure is not None:
-                return
+                self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
 
     def _leave_to_thread(self) -> None:
-        """Nobody waits any more: what is still pending is driven by the store's thread."""
+        """Have the store's thread drive what is still pending."""
         if self._num_outstanding and not self._has_driver and not self._signal.is_set():
             self._signal.set()
 
@@ -409,8 +445,8 @@ class KVWorker:
 
     def _flush_all(self) -> None:
         try:
-            for upstream in self._servers:
-                upstream.flush()
+            for connection in self._servers:
+                connection.flush()
         except ReigenError as error:
             self._fail(error)
 
@@ -447,48 +483,57 @@ class KVWorker:
         try:
             now = time.monotonic()
             due = now + timeout
-            for upstream in self._servers:
-                if upstream.lost_since is not None:
-                    self._reconnect(upstream, now)
+            for connection in self._servers:
+                if connection.lost_since is not None:
+                    self._reconnect(connection, now)
                     due = min(due, now + 0.1)
-                upstream.flush()
+                connection.flush()
                 if self._config.kv_resend:  # of what has left
-                    due = min(due, upstream.resend(now) or due)
-                    upstream.flush()
-                self._watch.update(upstream)
-            for ready in self._watch.wait(max(0.0, due - now)):
+                    due = min(due, connection.resend(now) or due)
+                    connection.flush()
+            for ready in self._wait_for_any(max(0.0, due - now)):
                 if ready is self._driving:
-                    self._driving.heed()
+                    self._driving.clear()
                 elif isinstance(ready, ServerConnection):
                     ready.receive()
                 else:
-                    self._learn()
-            for upstream in self._servers:
-                upstream.flush()
+                    self._handle_events()
+            for connection in self._servers:
+                connection.flush()
         except ReigenError as error:
             self._fail(error)
         return self._driving.is_wanted
 
-    def _reconnect(self, upstream: ServerConnection, now: float) -> None:
-        upstream.connect()
-        if upstream.is_connecting or not self._is_too_long(upstream, now):
+    def _wait_for_any(self, timeout: float) -> list[ServerConnection | IOLock | JobMembership]:
+        poll, ready = select.poll(), dict[int, ServerConnection | IOLock | JobMembership](self._others)
+        for fd in self._others:
+            poll.register(fd, select.POLLIN)
+        for connection in self._servers:
+            if (fd := connection.fileno()) >= 0:
+                ready[fd] = connection
+                poll.register(fd, select.POLLIN | (select.POLLOUT if connection.wants_to_send else 0))
+        return [ready[fd] for fd, _ in poll.poll(timeout * 1000)]
+
+    def _reconnect(self, connection: ServerConnection, now: float) -> None:
+        connection.connect()
+        if connection.is_connecting or not self._is_too_long(connection, now):
             return
-        self._learn()  # the scheduler knows better
-        if self._is_too_long(upstream, now):
+        self._handle_events()  # the scheduler knows better
+        if self._is_too_long(connection, now):
             raise PeerLostError(
-                f"{upstream.name} is lost: no connection, or none that led to anything, for "
-                f"{self._patience(upstream):g} s ({upstream.last_error})"
+                f"{connection.name} is lost: no connection, or none that led to anything, for "
+                f"{self._patience(connection):g} s ({connection.last_error})"
             )
 
-    def _is_too_long(self, upstream: ServerConnection, now: float) -> bool:
-        return upstream.lost_since is not None and now - upstream.lost_since > self._patience(upstream)
+    def _is_too_long(self, connection: ServerConnection, now: float) -> bool:
+        return connection.lost_since is not None and now - connection.lost_since > self._patience(connection)
 
-    def _patience(self, upstream: ServerConnection) -> float:
-        """For how long there may be no connection."""
-        is_awaited = upstream.peer.number in self._awaited
+    def _patience(self, connection: ServerConnection) -> float:
+        """Return for how long there may be no connection."""
+        is_awaited = connection.peer.number in self._awaited
         return self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
 
-    def _learn(self) -> None:
+    def _handle_events(self) -> None:
         """Hear what the scheduler tells."""
         for event in self.member.events():
             if isinstance(event, JobEnded):
@@ -503,7 +548,7 @@ class KVWorker:
                 _log.warning("%s; it will be started again", event)
 
     def _run(self) -> None:
-        """The thread that drives while nobody waits."""
+        """Drive while nobody waits: the store's thread."""
         while not self._closing.is_set():
             self._signal.wait()
             num_calls = self._driving.num_releases
@@ -528,44 +573,44 @@ class KVWorker:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _ask(self, requests: Sequence[ClientRequest]) -> None:
+    def _send(self, requests: Sequence[ClientRequest]) -> None:
         for request in requests:
-            for track in request.orders:
-                track.last = request.operation
-                if request.kind in READ_KINDS:
-                    track.num_reads += 1
+            for order in request.orders:
+                order.last = request.operation
+                if request.header.kind in READ_KINDS:
+                    order.num_reads += 1
             self._servers[request.server].submit(request)
             self._num_unsent_bytes += len(request.body)
 
-    def _release(self, kind: MessageKind, tracks: Sequence[KeyOrder]) -> None:
-        """A request of these keys is over: what was held back because of it may go."""
-        for track in tracks:
-            track.num_pushes -= kind in PUSH_KINDS
-            track.num_reads -= kind in READ_KINDS
-        for track in tracks:
-            while track.held and not track.must_wait(track.held[0]):
-                requests = track.held[0]
-                self._ask(requests)
-                track.held.popleft()  # after that: see `KeyOrder.is_free`
+    def _release(self, kind: int, orders: Sequence[KeyOrder]) -> None:
+        """Send what was held back because of a request of these keys that is over."""
+        for order in orders:
+            order.num_pushes -= kind in PUSH_KINDS
+            order.num_reads -= kind in READ_KINDS
+        for order in orders:
+            while order.held and not order.must_wait(order.held[0]):
+                requests = order.held[0]
+                self._send(requests)
+                order.held.popleft()  # after that: see `KeyOrder.is_free`
                 del self._held[id(requests)]
 
     def _fail(self, error: ReigenError) -> None:
         """Nothing works any more."""
         if self._failure is None:
             self._failure = error
-        pending = [request for upstream in self._servers for request in upstream.outstanding.values()]
+        pending = [request for connection in self._servers for request in connection.outstanding.values()]
         pending += [request for requests in self._held.values() for request in requests]
         self._held.clear()
-        for upstream in self._servers:
-            upstream.outstanding.clear()
+        for connection in self._servers:
+            connection.outstanding.clear()
         for request in pending:
             request.operation.fail(error)
-            for track in request.leave():
-                track.held.clear()
+            for order in request.leave():
+                order.held.clear()
             self.over(request)
 
     def _late(self, what: KVOperation | str, *, is_final: bool) -> DeadlineError:
-        """The error of what did not happen in time; one that is final has the operation's results go nowhere."""
+        """Return the error of what did not happen in time; a final one has the operation's results go nowhere."""
         operation = what if isinstance(what, KVOperation) else None
         words = operation.what if operation is not None else what
         held = {one.server for some in self._held.values() for one in some if operation in {None, one.operation}}
@@ -583,8 +628,8 @@ class KVWorker:
             )
         error = DeadlineError(f"{words}: no answer from {names} in time ({whose})")
         if is_final and operation is not None:
-            for upstream in owing:
-                for request in upstream.outstanding.values():
+            for connection in owing:
+                for request in connection.outstanding.values():
                     if request.operation is operation:
                         request.forget()
             for requests in self._held.values():
@@ -596,5 +641,5 @@ class KVWorker:
         return error
 
     @staticmethod
-    def _owes(upstream: ServerConnection, operation: KVOperation | None) -> bool:
-        return any(operation in {None, request.operation} for request in upstream.outstanding.values())
+    def _owes(connection: ServerConnection, operation: KVOperation | None) -> bool:
+        return any(operation in {None, request.operation} for request in connection.outstanding.values())

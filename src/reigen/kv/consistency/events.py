@@ -1,6 +1,6 @@
-"""What happens to a shard, and what its server is to do about it: the words of `reigen.kv.consistency.state_machine`.
+"""Events that happen to a shard, and instructions to its server: the words of `reigen.kv.consistency.state_machine`.
 
-A *token* is the server's own handle on one request of a worker: whom to answer, and for a push its body. It is any
+A *token* is the server's own handle on one request of a worker: its connection, and for a push its body. It is any
 hashable object, a new one for each `PushReceived` and `PullRequested`, and ends with exactly one of `AcknowledgePush`,
 `RepeatAcknowledgement`, `AnswerPull`, `FailRequest` and `DropRequest`. The body of a push is used by one `CombineRound`
 or `ApplyPush` before that, or not at all.
@@ -17,7 +17,7 @@ RequestToken = Hashable
 
 
 class LossPolicy(Enum):
-    """What becomes of the others when a worker is lost; the words of REIGEN_KV_ON_WORKER_LOSS."""
+    """Consequence of a worker's loss for the others; the words of REIGEN_KV_ON_WORKER_LOSS."""
 
     ABORT = "abort"
     CONTINUE = "continue"
@@ -28,13 +28,7 @@ class LossPolicy(Enum):
 
 
 class PushReceived(msgspec.Struct, frozen=True):
-    """A contribution has come, whole.
-
-    Attributes:
-        worker: its number.
-        round: this worker's own count of pushes of the shard, from 1.
-        token: the server's handle on it.
-    """
+    """Contribution of a worker; ``round`` is the worker's own count of pushes of the shard, from 1."""
 
     worker: int
     round: int
@@ -42,13 +36,7 @@ class PushReceived(msgspec.Struct, frozen=True):
 
 
 class PullRequested(msgspec.Struct, frozen=True):
-    """A worker wants the shard's value.
-
-    Attributes:
-        worker: its number.
-        round: how often this worker has pushed the shard before.
-        token: the server's handle on the request.
-    """
+    """Request of a worker for the shard's value; ``round`` is how often it has pushed the shard before."""
 
     worker: int
     round: int
@@ -56,41 +44,40 @@ class PullRequested(msgspec.Struct, frozen=True):
 
 
 class WorkerLeft(msgspec.Struct, frozen=True):
-    """A worker has no more data; what it has pushed before counts. It may still pull."""
+    """End of a worker that has no more data; what it has pushed before counts. It may still pull."""
 
     worker: int
 
 
 class WorkerDisconnected(msgspec.Struct, frozen=True):
-    """A worker's connection has ended. It may make another, and asks again then for what was not answered."""
+    """End of a worker's connection. It may make another, and asks again then for what was not answered."""
 
     worker: int
 
 
 class WorkerLost(msgspec.Struct, frozen=True):
-    """The scheduler has given a worker up."""
+    """End of a worker that the scheduler has given up."""
 
     worker: int
     policy: LossPolicy
 
 
 class WorkerReappeared(msgspec.Struct, frozen=True):
-    """The scheduler has heard of a lost worker again: it was silent, and is the same process as before."""
+    """Return of a lost worker, which was silent, and is the same process as before."""
 
     worker: int
 
 
 class WorkerReturned(msgspec.Struct, frozen=True):
-    """A worker asks where to go on: another process in place of a lost one, or one that has left and has data again."""
+    """Question of a worker where to go on: of another process in place of a lost one, or of one that had left."""
 
     worker: int
 
 
 class WorkerResumed(msgspec.Struct, frozen=True):
-    """A worker has connected again, to a server that may have been restarted, and says how far it was.
+    """Message of a worker that has connected again, to a server that may have been restarted.
 
     Attributes:
-        worker: its number.
         round: the last push of the shard that was acknowledged to it: it sends those that come after it again.
     """
 
@@ -99,7 +86,7 @@ class WorkerResumed(msgspec.Struct, frozen=True):
 
 
 class RequestExpired(msgspec.Struct, frozen=True):
-    """The deadline of a request is over."""
+    """End of a request's deadline."""
 
     token: RequestToken
 
@@ -152,7 +139,7 @@ class AcknowledgePush(msgspec.Struct, frozen=True):
 
 
 class RepeatAcknowledgement(msgspec.Struct, frozen=True):
-    """The push has been applied before: free the body, and tell the worker so again."""
+    """Free the body of a push that has been applied before, and tell the worker so again."""
 
     worker: int
     round: int
@@ -183,13 +170,13 @@ class FailRequest(msgspec.Struct, frozen=True):
 
 
 class DropRequest(msgspec.Struct, frozen=True):
-    """Nobody waits for this request any more: forget it, and its body if it still has one."""
+    """Forget a request for which nobody waits any more, and its body if it still has one."""
 
     token: RequestToken
 
 
 class RoundRecovered(msgspec.Struct, frozen=True):
-    """The answer to `WorkerReturned` and `WorkerResumed`: so many rounds of the worker are over.
+    """Answer `WorkerReturned` and `WorkerResumed`: so many rounds of the worker are over.
 
     The next push of a worker that does not know its number is ``round + 1``. One that waits for the acknowledgement of
     an earlier one sends it again.
@@ -200,7 +187,7 @@ class RoundRecovered(msgspec.Struct, frozen=True):
 
 
 class RoundsForgotten(msgspec.Struct, frozen=True):
-    """Updates that were acknowledged are in no snapshot: the restarted server goes on without them.
+    """Report updates that were acknowledged and are in no snapshot: the restarted server goes on without them.
 
     Attributes:
         first, last: rounds.

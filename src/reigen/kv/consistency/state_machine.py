@@ -90,7 +90,7 @@ _RESTARTED = "the server was restarted; it waits to hear from"
 
 
 class WorkerPresence(Enum):
-    """What the engine knows of a worker."""
+    """State of a worker."""
 
     HERE = "here"
     LEFT = "left"
@@ -105,7 +105,7 @@ _EXPECTED = (WorkerPresence.HERE, WorkerPresence.AWAITED)
 
 
 class ConsistencyState(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a snapshot keeps of an engine; MessagePack and JSON can say it.
+    """State of an engine in a snapshot.
 
     Attributes:
         staleness: None is infinite.
@@ -118,17 +118,12 @@ class ConsistencyState(msgspec.Struct, array_like=True, frozen=True, forbid_unkn
     presence: tuple[WorkerPresence, ...]
 
     def over(self, done: tuple[int, ...]) -> ConsistencyState:
-        """The same with more rounds over."""
+        """Return the same with more rounds over."""
         return ConsistencyState(self.staleness, done, self.presence)
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
-    """A request that waits.
-
-    Attributes:
-        workers: for whom, ascending.
-        reason: in words.
-    """
+    """Request that waits for ``workers``, ascending."""
 
     token: RequestToken
     worker: int
@@ -138,7 +133,7 @@ class WaitingRequest(msgspec.Struct, frozen=True):
 
 
 class ConsistencyEngine:
-    """The rounds of one shard.
+    """Rounds of one shard.
 
     Args:
         num_workers: how many there are; they are numbered from 0.
@@ -171,7 +166,7 @@ class ConsistencyEngine:
 
     @classmethod
     def from_state(cls, state: ConsistencyState) -> ConsistencyEngine:
-        """The engine of a restarted server (I)."""
+        """Return the engine of a restarted server (I)."""
         engine = cls(len(state.done), math.inf if state.staleness is None else state.staleness)
         engine._done = list(state.done)
         engine._presence = list(state.presence)
@@ -179,12 +174,12 @@ class ConsistencyEngine:
         return engine
 
     def state(self) -> ConsistencyState:
-        """What belongs to the value as it is when all instructions so far have been carried out."""
+        """Return the state that belongs to the value when all instructions so far have been carried out."""
         staleness = None if math.isinf(self.staleness) else int(self.staleness)
         return ConsistencyState(staleness, tuple(self._done), tuple(self._presence))
 
     def done(self, worker: int) -> int:
-        """How many rounds of a worker are over (A)."""
+        """Return how many rounds of a worker are over (A)."""
         return self._done[worker]
 
     def has(self, worker: int, round: int) -> bool:
@@ -204,7 +199,7 @@ class ConsistencyEngine:
         )
 
     def together(self, round: int) -> None:
-        """All workers have contributed to this round, which `is_next`: it is combined and over."""
+        """Count a round as over, to which all workers have contributed, and which `is_next`."""
         self._done = [round] * self.num_workers
         self._withdrawn.clear()
 
@@ -309,7 +304,7 @@ class ConsistencyEngine:
         return self._settle(worker)
 
     def _silence(self, worker: int) -> ConsistencyInstructions:
-        """A worker's requests have nobody any more who waits for an answer; its contributions stay."""
+        """Answer a worker's requests no more; its contributions stay."""
         self._orphans.update(self._held[worker].values())
         gone = [pull for pull in self._pulls if pull.worker == worker]
         self._pulls = [pull for pull in self._pulls if pull.worker != worker]
@@ -410,7 +405,7 @@ class ConsistencyEngine:
     # -- what follows -------------------------------------------------------------------------------------------------
 
     def _settle(self, worker: int) -> ConsistencyInstructions:
-        """What has become possible since something changed for ``worker``."""
+        """Return what has become possible since something changed for ``worker``."""
         instructions: ConsistencyInstructions = []
         if self.is_synchronous:
             while self._is_complete(self._done[0] + 1):
@@ -455,7 +450,7 @@ class ConsistencyEngine:
     def _end(
         self, worker: int, round: int, *, repeated: bool = False
     ) -> AcknowledgePush | RepeatAcknowledgement | DropRequest:
-        """A contribution is done with: tell its worker, if it is still the one that sent it."""
+        """Return how a contribution ends: its worker is told if it is still the one that sent it."""
         token = self._held[worker].pop(round)
         if token in self._orphans:
             self._orphans.discard(token)
@@ -495,7 +490,7 @@ class ConsistencyEngine:
     # -- for whom ------------------------------------------------------------------------------------------------------
 
     def _missing(self) -> tuple[tuple[int, ...], str]:
-        """For whom the current synchronous round waits."""
+        """Return the workers that the current synchronous round waits for, and the reason."""
         round = self._done[0] + 1
         if not self._away.isdisjoint(self._expected()):
             return self._named(self._away.intersection(self._expected()), _RESTARTED)
@@ -506,13 +501,13 @@ class ConsistencyEngine:
         return workers, f"{reason}, whose pushes were withdrawn at their deadlines"
 
     def _before(self, worker: int) -> tuple[tuple[int, ...], str]:
-        """For what a worker's own contributions wait, where they are applied one by one."""
+        """Return what a worker's own contributions wait for, where they are applied one by one."""
         if worker in self._away:
             return self._named([worker], _RESTARTED)
         return self._named([worker], f"later rounds wait for round {self._done[worker] + 1} of")
 
     def _unread(self, pull: PullRequested) -> tuple[tuple[int, ...], str]:
-        """For whom a pull waits."""
+        """Return the workers that a pull waits for, and the reason."""
         if self.is_synchronous:
             return self._missing()
         if self._done[pull.worker] < pull.round or pull.worker in self._away:

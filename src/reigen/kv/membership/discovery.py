@@ -18,7 +18,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from reigen.cluster.addresses import choose_listen_address, is_local_address
-from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint, bootstrap_socket_name, fetch_endpoints
+from reigen.cluster.bootstrap.local import (
+    LocalBootstrapServer,
+    ServiceEndpoint,
+    bootstrap_socket_name,
+    fetch_endpoints,
+    is_served,
+)
 from reigen.cluster.membership.listener import join_address
 from reigen.errors import ConfigError
 from reigen.kv.membership.environment import ProcessConfig
@@ -110,13 +116,28 @@ def scheduler_address(settings: ProcessConfig) -> tuple[str, int]:
 
 
 def scheduler_secret(settings: ProcessConfig) -> tuple[bytes, bool]:
-    """The job's secret: given, kept by a node of the job, or a new one; and whether a node has kept it."""
+    """The job's secret: given, kept by a node of the job, or a new one; and whether a node has kept it.
+
+    Raises:
+        ConfigError: the node that keeps it is stopped. With a new secret, the job's processes could not come back.
+    """
     if settings.secret is not None:
         return settings.secret, False
-    for pointer in fetch_endpoints(_socket_name(settings, "keeper")):
-        _log.info("the job's secret was kept by one of its processes: this scheduler follows one that has ended")
-        return pointer.secret, True
-    return secrets.token_bytes(SECRET_BYTES), False
+    name = _socket_name(settings, "keeper")
+    until = time.monotonic() + settings.config.start_timeout_seconds
+    while True:
+        for pointer in fetch_endpoints(name):
+            _log.info("the job's secret was kept by one of its processes: this scheduler follows one that has ended")
+            return pointer.secret, True
+        if not is_served(name):
+            return secrets.token_bytes(SECRET_BYTES), False
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"a process of this host keeps the secret of a job with DMLC_PS_ROOT_PORT {settings.scheduler[1]}, and "
+                f"has not answered for {settings.config.start_timeout_seconds:g} s (REIGEN_START_TIMEOUT): let it go "
+                "on, or end it, if it was stopped; or give the new job a port of its own"
+            )
+        _log.warning("the process that keeps the job's secret does not answer: is it stopped? Asking it again")
 
 
 def publish_scheduler(settings: ProcessConfig, pointer: ServiceEndpoint, until: float) -> LocalBootstrapServer | None:

@@ -1,4 +1,4 @@
-"""The memory of a server: values that others may still be reading, and places for what is received.
+"""Memory of a server: values that others may still be reading, and places for what is received.
 
 A value that has been sent is *leased* until its reader has copied it, or the kernel has it. While it is, it must not
 change: an update goes to other memory (`ValueAllocator.target`), and the old one is given back with its last lease.
@@ -6,7 +6,6 @@ change: an update goes to other memory (`ValueAllocator.target`), and the old on
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -14,23 +13,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from reigen.errors import SharedMemoryError
 from reigen.kernels.reduce import BlockReducer, Reduction
 from reigen.kv.shm_arena import ArenaBlock, ShmArena
 from reigen.types import DType, ReduceOp
 
-_log = logging.getLogger(__name__)
 #: Received bodies whose memory is kept for the next ones, and how much that may be in all.
 _MOST_KEPT_BYTES = 1 << 28
 
 
 @dataclass(slots=True, eq=False)
 class ValueBuffer:
-    """A value's memory.
+    """Memory of a value.
 
     Attributes:
-        array: its bytes.
-        block: where that is in the arena; None: it is in no arena.
+        block: where it is in the arena; None: it is in no arena.
         num_leases: how many readers there are.
         is_retired: the value has moved elsewhere.
     """
@@ -42,45 +38,32 @@ class ValueBuffer:
 
 
 class ValueAllocator:
-    """Where a server's values are. One thread at a time may use it.
-
-    Args:
-        arena: shared with the workers of this host; None: there are none.
-    """
+    """Allocator of values, in an arena that workers of this host share, if any. One thread at a time may use it."""
 
     def __init__(self, arena: ShmArena | None) -> None:
         self.arena = arena
-        self._has_warned = False
 
     def new(self, nbytes: int) -> ValueBuffer:
-        """Memory of ``nbytes`` bytes with undefined content."""
-        if self.arena is not None and nbytes:
-            try:
-                block = self.arena.allocate(nbytes)
-            except SharedMemoryError as error:
-                level = logging.DEBUG if self._has_warned else logging.WARNING
-                self._has_warned = True
-                _log.log(level, "%s. What finds no room travels through sockets", str(error))
-            else:
-                return ValueBuffer(block.array, block)
-        return ValueBuffer(np.empty(nbytes, np.uint8))
+        """Return memory of ``nbytes`` bytes with undefined content."""
+        block = self.arena.allocate_if_possible(nbytes) if self.arena is not None and nbytes else None
+        return ValueBuffer(np.empty(nbytes, np.uint8) if block is None else block.array, block)
 
     def target(self, value: ValueBuffer) -> ValueBuffer:
-        """Where the next content of ``value`` may be written: there itself, if nobody reads it."""
+        """Return memory for the next content of ``value``: its own, if nobody reads it."""
         return self.new(value.array.nbytes) if value.num_leases else value
 
     def lease(self, value: ValueBuffer) -> None:
-        """One more reader."""
+        """Count one more reader."""
         value.num_leases += 1
 
     def release(self, value: ValueBuffer) -> None:
-        """One reader less."""
+        """Count one reader less."""
         value.num_leases -= 1
         if value.is_retired and not value.num_leases:
             self._free(value)
 
     def retire(self, value: ValueBuffer) -> None:
-        """The value is elsewhere now; its memory is free when nobody reads it any more."""
+        """Give back the memory of a value that is elsewhere now, when nobody reads it any more."""
         value.is_retired = True
         if not value.num_leases:
             self._free(value)
@@ -92,14 +75,14 @@ class ValueAllocator:
 
 
 class BufferPool:
-    """Memory for bodies that are received: used again, since new memory costs more than what is done with it."""
+    """Pool of memory for bodies that are received, since new memory costs more than what is done with it."""
 
     def __init__(self) -> None:
         self._kept: dict[int, deque[NDArray[np.uint8]]] = {}
         self._num_kept_bytes = 0
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """Memory of exactly ``nbytes`` bytes, with undefined content."""
+        """Return exactly ``nbytes`` bytes, with undefined content."""
         same = self._kept.get(nbytes)
         if same:
             self._num_kept_bytes -= nbytes
@@ -107,14 +90,14 @@ class BufferPool:
         return np.empty(nbytes, np.uint8)
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Nobody uses ``buffer`` any more."""
+        """Take back memory that nobody uses any more."""
         if self._num_kept_bytes + buffer.nbytes <= _MOST_KEPT_BYTES:
             self._kept.setdefault(buffer.nbytes, deque()).append(buffer)
             self._num_kept_bytes += buffer.nbytes
 
 
 class ReductionScratch:
-    """What one thread computes with, used again: arrays for intermediate results, and what adds up."""
+    """Arrays and reducers of one thread, used again."""
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -122,14 +105,14 @@ class ReductionScratch:
         self._reducers: dict[tuple[str, int], BlockReducer] = {}
 
     def take(self, slot: str, length: int, dtype: Any) -> NDArray[Any]:
-        """``length`` elements with undefined content; a slot is overwritten by its next use."""
+        """Return ``length`` elements with undefined content; a slot is overwritten by its next use."""
         array = self._arrays.get(slot)
         if array is None or len(array) < length or array.dtype != dtype:
             array = self._arrays[slot] = np.empty(length, dtype)
         return array[:length]
 
     def reducer(self, dtype: DType, num_inputs: int, scale: float) -> BlockReducer:
-        """Adds up so many arrays of a type, and multiplies with a factor."""
+        """Return what adds up so many arrays of a type, and multiplies with a factor."""
         if scale != 1.0:
             return BlockReducer(Reduction(dtype, ReduceOp.SUM, num_inputs, postscale=scale))
         reducer = self._reducers.get((dtype.name, num_inputs))

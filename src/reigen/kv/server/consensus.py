@@ -1,22 +1,52 @@
-"""What all workers must say alike before it holds: what a key is, which optimizer a store has. Pure."""
+"""Consensus of all workers before something holds: what a key is, which optimizer a store has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from reigen.errors import CollectiveError, MismatchError
+from reigen.errors import CollectiveError, DeadlineError, MismatchError
+from reigen.kv.protocol import KeySpec, RemoteError, ShardRange
+from reigen.kv.server.requests import WorkerRequest
+from reigen.kv.server.stalls import WaitingWorker
+from reigen.optim import Optimizer
 
 _Word = TypeVar("_Word", bound=Hashable)
 
 
-@dataclass
-class Consensus(Generic[_Word]):
-    """One thing that workers say, gathered until all have.
+class ConsensusStore(Protocol):
+    """Store of which workers decide something alike.
 
     Attributes:
-        what: is agreed on, for errors.
+        must_save: what was decided belongs into the next snapshot.
+    """
+
+    must_save: bool
+
+    def expected(self) -> tuple[int, ...]:
+        """Return the workers that the others wait for, ascending."""
+
+    def plan_shards(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
+        """Expect the values of a key's shards, and drop those of earlier generations."""
+
+    def has_pushes(self, key: int | None = None) -> bool:
+        """Return whether a shard that is here, of that key or of any, has been pushed."""
+
+    def use(self, optimizer: Optimizer) -> None:
+        """Update what is stored by an optimizer.
+
+        Raises:
+            ReigenError: it cannot do so.
+        """
+
+
+@dataclass
+class Consensus(Generic[_Word]):
+    """One thing that workers say, gathered until all have. Pure.
+
+    Attributes:
+        what: is decided, for errors.
         describe: a worker's word, for errors.
         words: of the workers that have spoken since the last decision.
     """
@@ -26,37 +56,85 @@ class Consensus(Generic[_Word]):
     words: dict[int, _Word] = field(default_factory=dict)
 
     def say(self, worker: int, word: _Word) -> None:
-        """A worker's word; it may be said again."""
+        """Take a worker's word; it may be said again."""
         self.words[worker] = word
 
     def missing(self, expected: Collection[int]) -> tuple[int, ...]:
-        """Those of ``expected`` that have not spoken, ascending."""
+        """Return those of ``expected`` that have not spoken, ascending."""
         return tuple(sorted(set(expected) - set(self.words)))
 
     def decide(self, expected: Collection[int]) -> tuple[_Word | None, CollectiveError | None]:
-        """The word that all have said, or the error that all get, or neither while somebody is missing.
+        """Return the word that all have said, or the error that all get, or neither while somebody is missing.
 
-        After an error all words are forgotten, so that the workers can try again.
+        After either all words are forgotten; after an error the workers can try again.
         """
         if not self.words or self.missing(expected):
             return None, None
-        first = self.words[min(self.words)]
-        if all(word == first for word in self.words.values()):
-            return first, None
-        error = MismatchError(
-            f"the workers do not agree on {self.what}", ranks=self._odd_ones(), details=self.details(self.words)
-        )
+        words, self.words = self.words, {}
+        votes: dict[_Word, int] = {}
+        for worker in sorted(words):
+            votes[words[worker]] = votes.get(words[worker], 0) + 1
+        if len(votes) == 1:
+            return next(iter(votes)), None
+        usual = max(votes, key=lambda word: votes[word])  # of the lowest worker, where there is no majority
+        odd = [worker for worker, word in words.items() if word != usual]
+        details = {worker: self.describe(word) for worker, word in words.items()}
+        return None, MismatchError(f"the workers do not agree on {self.what}", ranks=odd, details=details)
+
+
+@dataclass
+class WorkerConsensus(Consensus[Any]):
+    """`Consensus` of workers whose requests wait for it.
+
+    Attributes:
+        waiting: the requests, by worker.
+        withdrawn: workers that had spoken when somebody's deadline was over, and have not spoken again.
+    """
+
+    waiting: dict[int, WorkerRequest] = field(default_factory=dict)
+    withdrawn: set[int] = field(default_factory=set)
+
+    def take(self, request: WorkerRequest, word: Any) -> None:
+        """Take a worker's word, and have its request wait."""
+        worker = request.connection.worker
+        self.say(worker, word)
+        self.withdrawn.discard(worker)
+        self.waiting[worker] = request
+
+    def settle(self, expected: Collection[int]) -> Any:
+        """Return the word that all have said, if they have; answer all with an error if they disagree."""
+        word, error = self.decide(expected)
+        if error is not None:
+            self.fail(RemoteError.of(error))
+        return word
+
+    def pop_waiting(self) -> Collection[WorkerRequest]:
+        """Return the requests that wait; they are the caller's to answer."""
+        waiting, self.waiting = self.waiting, {}
+        return waiting.values()
+
+    def fail(self, problem: RemoteError) -> None:
+        """Answer all that wait with an error; they may say it again."""
         self.words.clear()
-        return None, error
+        for request in self.pop_waiting():
+            request.connection.refuse(request, problem)
 
-    def details(self, words: Mapping[int, _Word]) -> dict[int, str]:
-        """What each worker said, for errors."""
-        return {worker: self.describe(word) for worker, word in words.items()}
+    def waits(self, expected: Collection[int]) -> Iterator[WaitingWorker]:
+        """Yield every worker that waits, with those that it waits for."""
+        missing = self._absent(expected)
+        for worker, request in self.waiting.items():
+            yield WaitingWorker(self.what, worker, missing, request.since)
 
-    def _odd_ones(self) -> list[int]:
-        """The workers that said something else than most; than the lowest, where there is no majority."""
-        said: dict[_Word, int] = {}
-        for worker in sorted(self.words):
-            said[self.words[worker]] = said.get(self.words[worker], 0) + 1
-        usual = max(said, key=lambda word: said[word])
-        return [worker for worker, word in self.words.items() if word != usual]
+    def expire(self, before: float, expected: Collection[int]) -> None:
+        """Give up if somebody has waited since ``before``."""
+        if any(request.since < before for request in self.waiting.values()):
+            missing = self._absent(expected)
+            self.withdrawn.update(self.waiting)
+            names = ", ".join(f"worker {number}" for number in sorted(missing))
+            error = DeadlineError(f"{self.what}: not all workers have said it; missing: {names}", ranks=missing)
+            self.fail(RemoteError.of(error))
+
+    def _absent(self, expected: Collection[int]) -> tuple[int, ...]:
+        """Return who has not spoken; who came and heard that others did not, only where there is nobody else."""
+        missing = self.missing(expected)
+        return tuple(worker for worker in missing if worker not in self.withdrawn) or missing

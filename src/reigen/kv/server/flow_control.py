@@ -1,11 +1,11 @@
-"""How a server has its workers come up with each other: by how much each may send, and whom it does not read. Pure.
+"""Flow control of a server, by windows and by reading, so that its workers come up with each other. Pure.
 
 Where workers are synchronous, nothing can be sent back before it has come from all of them. Connections that share a
 wire do not share it fairly: TCP leaves one of them four fifths of it for seconds. So the server's other direction lies
 idle, and what has come early fills its memory.
 
 That is so where there are more workers than servers: then more comes to a server than one worker sends. Otherwise the
-workers' own wires are the limit, and whoever is behind would gain nothing from another one that waits.
+workers' own wires are the limit, and a slow one would gain nothing from another one that waits.
 
 First, windows. Senders that always have as much on its way as their receiver allows have equal parts of a wire if they
 are allowed equal parts; and where that is little, no queue overflows, and TCP does not slow down at all. Left to itself
@@ -15,10 +15,9 @@ at the best rate that there was. A wire needs one round trip, so windows grow wi
 limit. They do not shrink with it: where others fill the wire's queue, answers take longer than this allows for, smaller
 windows would lower the rate, and the rate the windows.
 
-Second, reading. A server that does not read slows the sender down, and the wire is left to the others. This is for
-what windows leave: queues that are shorter than them, and workers that came earlier.
+Second, reading, for what windows leave: queues that are shorter than them, and workers that came earlier.
 
-a. What a connection *holds* is the pushes that have come over it and wait for other workers' (where they need not wait,
+a. A connection *holds* the pushes that have come over it and wait for other workers' (where they need not wait,
    because workers are not synchronous, that is nothing).
 b. A connection waits while it holds `MAX_LEAD_BYTES` more than another one over which something comes.
 c. It goes on when it holds less than half of that more, or when nothing comes over the others: workers may push keys in
@@ -47,12 +46,7 @@ SAMPLE_SECONDS = 0.05
 
 @dataclass
 class ReceiveRate:
-    """At what rate bytes come to a server.
-
-    Attributes:
-        rate: at best, in bytes a second.
-        num_senders: how many workers they came from, of late.
-    """
+    """Rate at which bytes come to a server, at best, in bytes a second, and from how many workers of late."""
 
     rate: float = 0.0
     num_senders: int = 1
@@ -61,7 +55,7 @@ class ReceiveRate:
     _since: float = 0.0
 
     def count(self, sender: int, num_bytes: int, now: float) -> None:
-        """So many bytes have arrived from a worker."""
+        """Count bytes that have arrived from a worker."""
         self._num_bytes += num_bytes
         self._senders.add(sender)
         if (elapsed := now - self._since) >= SAMPLE_SECONDS:
@@ -71,17 +65,17 @@ class ReceiveRate:
             self._senders.clear()
 
     def window_bytes(self, round_trip_seconds: float) -> int:
-        """How much of a worker may be on its way."""
+        """Return how much of a worker may be on its way."""
         share = self.rate / self.num_senders
         return max(MIN_WINDOW_BYTES, int(share * (IN_FLIGHT_SECONDS + 2 * round_trip_seconds)))
 
 
 def should_pause(held_bytes: int, others: Iterable[tuple[int, float]], *, waits: bool, now: float) -> tuple[bool, str]:
-    """Whether a connection waits, and the reason.
+    """Return whether a connection waits, and the reason.
 
     Args:
-        held_bytes: what it holds.
-        others: of the other connections of the same store, what each holds, and when something came over it last.
+        held_bytes: by the connection.
+        others: of the other connections of the store, the bytes that each holds, and when something came over it last.
         waits: whether it waits already.
         now: on the same clock.
     """

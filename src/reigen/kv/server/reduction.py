@@ -1,4 +1,4 @@
-"""What the contributions to a round add up to: in rank order for every element, whatever form they came in. Pure.
+"""Sums of the contributions to a round: in rank order for every element, whatever form they came in. Pure.
 
 A contribution is dense, encoded, or rows. Sums of half types are float32 until the end; integers wrap around. A factor
 other than 1 makes up for workers that were lost.
@@ -26,7 +26,7 @@ _FLOAT32 = dtype_named("float32")
 
 @dataclass(slots=True, eq=False)  # frozen ones are slow to make
 class PushData:
-    """What one worker gives to a shard.
+    """Contribution of one worker to a shard.
 
     Attributes:
         data: its elements in the storage type, flat, or codes as bytes.
@@ -40,7 +40,7 @@ class PushData:
 
 
 def accumulation_dtype(dtype: DType) -> DType:
-    """In which type sums of ``dtype`` are given to optimizers: what was not rounded yet."""
+    """Return the type in which sums of ``dtype`` are given to optimizers, not rounded yet."""
     return _FLOAT32 if dtype.is_floating and dtype.itemsize == 2 else dtype
 
 
@@ -109,13 +109,10 @@ class ShardSum:
 def sum_rows(
     dtype: DType, row_length: int, parts: Sequence[PushData], scale: float
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """Rows that any worker has given, ascending, and their sums in the `accumulation_dtype`, shape (rows, row_length).
+    """Return the rows that any worker has given, ascending, and their sums in the `accumulation_dtype`.
 
-    Args:
-        dtype: of the shard.
-        row_length: elements of a row.
-        parts: in rank order, all of rows.
-        scale: factor of the sums.
+    Returns:
+        Shapes (rows,) and (rows, row_length).
     """
     numbers = [part.rows for part in parts if part.rows is not None]
     rows = np.unique(np.concatenate(numbers)) if numbers else np.empty(0, np.int64)

@@ -61,7 +61,7 @@ _log = logging.getLogger(__name__)
 
 
 def open_listener(host: str, port: int = 0) -> tuple[socket.socket, str]:
-    """A socket on which a server can be reached, and its address.
+    """Return a socket on which a server can be reached at an address of this host, and that address with the port.
 
     Args:
         host: an address of one interface.
@@ -69,7 +69,7 @@ def open_listener(host: str, port: int = 0) -> tuple[socket.socket, str]:
 
     Raises:
         ConfigError: ``host`` is no such address.
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is taken, or the address is not this host's.
     """
     check_address(host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -103,7 +103,7 @@ class _AcceptedConnection:
         name = f"worker {self.worker}"
         self.line = KVConnection(connection, session, self, name, drops=drops, log_messages=log_messages)
         self.connection: WorkerConnection | None = None
-        self.desk: RequestHandler | None = None
+        self.handler: RequestHandler | None = None
         #: what the selector waits for, and when something came last
         self.events = 0
         self.heard_at = 0.0
@@ -125,22 +125,22 @@ class _AcceptedConnection:
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
         """See `reigen.kv.connection.MessageReceiver`."""
-        if self.desk is None:
+        if self.handler is None:
             return memoryview(bytearray(header.body_bytes if header.kind == MessageKind.HELLO else 0))
-        return self.desk.place(header).data
+        return self.handler.place(header).data
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
         """See `reigen.kv.connection.MessageReceiver`."""
-        if self.connection is None or self.desk is None:
+        if self.connection is None or self.handler is None:
             self._server.handle_hello(self, header, body)
             return
         if header.store != self.connection.store:
             raise WireError(f"{line.name}: a request for store {header.store} on a connection for another one")
-        self.desk.arrived(self.connection, header, np.frombuffer(body, np.uint8))
+        self.handler.arrived(self.connection, header, np.frombuffer(body, np.uint8))
 
 
 class KVServer:
-    """A server, from its start to the end of the job.
+    """Server, from its start to the end of the job.
 
     Args:
         member: its place in the job.
@@ -164,7 +164,7 @@ class KVServer:
         num_threads, why = choose_num_threads(config.kv_threads, num_cores, saves=saves)
         _log.info("threads that compute: %d (%s)", num_threads, why)
         self._workers = ComputeThreads(num_threads)
-        self._around = self._surroundings(snapshots)
+        self._context = self._store_context(snapshots)
         self._stores: dict[int, ServerStore] = {}
         self._handlers: dict[int, RequestHandler] = {}
         #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
@@ -196,12 +196,12 @@ class KVServer:
         """Serve until the scheduler says that the job is over; returns what the process should exit with."""
         watched: list[tuple[int | socket.socket, Callable[[], None]]] = [
             (self._listener, self._accept),
-            (self._member.fileno(), self._hear),
+            (self._member.fileno(), self._handle_membership_events),
             (self._workers.fileno(), self._workers.collect),
         ]
         for file, handle in watched:
             self._selector.register(file, selectors.EVENT_READ, lambda _, handle=handle: handle())
-        self._hear()
+        self._handle_membership_events()
         try:
             with ignore_float_errors():
                 while self._exit_code is None:
@@ -222,8 +222,8 @@ class KVServer:
         self._listener.close()
         self._workers.close()
         self._selector.close()
-        if self._around.snapshots is not None:
-            self._around.snapshots.close()
+        if self._context.snapshots is not None:
+            self._context.snapshots.close()
         self._stores.clear()
         self._handlers.clear()
         if self._arena is not None:
@@ -238,9 +238,9 @@ class KVServer:
         if header.kind != MessageKind.HELLO:
             raise WireError(f"{visitor.line.name}: the first message is a {MessageKind(header.kind).name}, not HELLO")
         hello = HELLO_CODEC.decode(bytes(body))
-        if hello.number != visitor.worker or not 0 <= hello.number < self._around.num_workers:
+        if hello.number != visitor.worker or not 0 <= hello.number < self._context.num_workers:
             raise WireError(f"{visitor.line.name}: says that it is worker {hello.number}")
-        self._hear()  # so that what led to a replacement is known before it
+        self._handle_membership_events()  # so that what led to a replacement is known before it
         store = self._store(header.store, math.inf if hello.staleness is None else hello.staleness)
         try:
             self._check_type(store, hello)
@@ -257,10 +257,10 @@ class KVServer:
             return
         _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
                   header.store, reason)  # fmt: skip
-        connection = WorkerConnection(hello, header.store, visitor.line, self._around.memory, peer)
+        connection = WorkerConnection(hello, header.store, visitor.line, self._context.memory, peer)
         for other in [one for one in self._connections if one.is_of(connection)]:
             self._drop(other)  # its end has not been noticed yet
-        visitor.connection, visitor.desk = connection, self._handlers[header.store]
+        visitor.connection, visitor.handler = connection, self._handlers[header.store]
         store.connected(connection)
         welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
         connection.send(MessageHeader(MessageKind.WELCOME, store=header.store, body_bytes=len(welcome)), welcome)
@@ -311,7 +311,7 @@ class KVServer:
             store.expire()
         before = now - self._stalls.seconds
         waiting = [one for store in self._stores.values() for one in store.waiting(before)]
-        if text := self._stalls.told(waiting, now):
+        if text := self._stalls.report(waiting, now):
             _log.warning("%s", text)
 
     def _silent(self) -> list[_AcceptedConnection]:
@@ -448,7 +448,7 @@ class KVServer:
         return True
 
     def _out_of_memory(self, visitor: _AcceptedConnection, error: MemoryError) -> None:
-        """There is no memory for what a worker has sent: every call of that store ends with this, on all workers."""
+        """Break a store off, on all workers, since there is no memory for what a worker has sent."""
         if visitor.connection is not None:
             reason = (
                 f"server {self._member.number} on host {self._member.host} has not enough memory "
@@ -478,8 +478,8 @@ class KVServer:
             self._stores[visitor.connection.store].disconnected(visitor.connection)
         visitor.line.close()
 
-    def _hear(self) -> None:
-        """What has happened to others."""
+    def _handle_membership_events(self) -> None:
+        """Take in what has happened to workers, and the end of the job."""
         for event in self._member.events():
             is_failure = isinstance(event, JobEnded) and event.exit_code != 0
             _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
@@ -500,7 +500,7 @@ class KVServer:
 
     # ---- stores
 
-    def _surroundings(self, snapshots: SnapshotDirectory | None) -> ServerContext:
+    def _store_context(self, snapshots: SnapshotDirectory | None) -> ServerContext:
         config, member = self._config, self._member
         return ServerContext(
             member.number, member.num_workers, ValueAllocator(self._arena), BufferPool(), self._workers, snapshots,
@@ -509,8 +509,8 @@ class KVServer:
         )  # fmt: skip
 
     def _leave_snapshots(self) -> None:
-        """The job is over: what nobody needs any more goes, what it had when it failed stays."""
-        snapshots = self._around.snapshots
+        """Remove the snapshots at the end of the job; those of a job that failed stay."""
+        snapshots = self._context.snapshots
         if snapshots is None:
             return
         some_lost = self._lost or any(store.losses for store in self._stores.values())
@@ -524,13 +524,13 @@ class KVServer:
                          snapshots.directory)  # fmt: skip
 
     def _snapshot_time(self) -> float:
-        """When the next snapshot is due; 0.0: never, or with every acknowledgement."""
+        """Return when the next snapshot is due; 0.0: never, or with every acknowledgement."""
         seconds = self._config.kv_snapshot_seconds
-        return time.monotonic() + seconds if self._around.snapshots is not None and seconds else 0.0
+        return time.monotonic() + seconds if self._context.snapshots is not None and seconds else 0.0
 
     def _store(self, number: int, staleness: float) -> ServerStore:
         if number not in self._stores:
-            self._add_store(ServerStore(number, staleness, self._around))
+            self._add_store(ServerStore(number, staleness, self._context))
             for event in self._lost.values():
                 self._stores[number].lost(event.number, event.host, event.reason)
         return self._stores[number]
@@ -540,12 +540,12 @@ class KVServer:
         self._handlers[store.number] = RequestHandler(store)
 
     def _check_type(self, store: ServerStore, hello: KVHello) -> None:
-        mine = math.inf if hello.staleness is None else hello.staleness
-        if mine != store.staleness:
+        staleness = math.inf if hello.staleness is None else hello.staleness
+        if staleness != store.staleness:
             raise MismatchError(
                 "the workers do not agree on the type of the store",
                 ranks=[hello.number],
-                details={hello.number: f"a staleness of {mine}; the first worker said {store.staleness}"},
+                details={hello.number: f"a staleness of {staleness}; the first worker said {store.staleness}"},
             )
 
     def _hello(self, store: ServerStore, *, shares: bool) -> KVHello:
@@ -561,9 +561,9 @@ class KVServer:
     def _restore(self, snapshots: SnapshotDirectory) -> None:
         """Take the place of the process that this server was before, if there was one."""
         try:
-            for number, facts in snapshots.stores():
-                store = ServerStore(number, math.inf if facts.staleness is None else facts.staleness, self._around)
-                store.restore(facts)
+            for number, facts, shards in snapshots.load():
+                store = ServerStore(number, math.inf if facts.staleness is None else facts.staleness, self._context)
+                store.restore(facts, shards)
                 self._add_store(store)
                 self._restored.add(number)
                 _log.info("store %d is restored from a snapshot: %d shards", number, len(store.shards))

@@ -1,4 +1,4 @@
-"""One shard on its server: the value, what an optimizer keeps of it, and the arithmetic of a round.
+"""Shard on its server: the value, the optimizer's states, and the arithmetic of a round.
 
 What computes (`Shard.change`, `Shard.pack`) runs in one thread at a time, one of a pool or the server's own; where it
 writes to is decided in the server's thread, which also counts who reads a value (`reigen.kv.server.buffers`).
@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from reigen.compression import Codec
-from reigen.errors import ArgumentError, ConfigError, WireError
+from reigen.errors import ArgumentError, ConfigError, UnsupportedError, UnsupportedTypeError, WireError
 from reigen.files import Buffer
-from reigen.kv.consistency.events import ConsistencyInstruction
+from reigen.kv.consistency.events import ConsistencyInstruction, RequestToken
 from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
-from reigen.kv.protocol import ShardRange
+from reigen.kv.protocol import KeySpec, ShardRange
 from reigen.kv.server.buffers import ReductionScratch, ValueAllocator, ValueBuffer
 from reigen.kv.server.reduction import BLOCK_ELEMENTS, PushData, ShardSum, accumulation_dtype, narrow, sum_rows
 from reigen.optim import Optimizer, States, packed, piece_of
@@ -34,23 +34,8 @@ ShardId = tuple[int, int]
 OPTIMIZER_FACT = "optimizer"
 
 
-class KeySpec(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What all workers mean by a key; see `reigen.kv.protocol.DeclareKey`."""
-
-    name: int | str
-    shape: tuple[int, ...]
-    dtype: str
-    stype: str
-    generation: int
-
-    def __str__(self) -> str:
-        kind = "" if self.stype == "default" else f" ({self.stype})"
-        again = f", declared anew {self.generation} time(s)" if self.generation else ""
-        return f"{self.name!r}: {self.dtype} {self.shape}{kind}{again}"
-
-
 class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a snapshot says of a shard beside its arrays.
+    """Facts of a shard's snapshot beside its arrays.
 
     Attributes:
         applied: the state of its engine.
@@ -60,7 +45,7 @@ class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     """
 
     key: int
-    facts: KeySpec
+    spec: KeySpec
     place: ShardRange
     applied: ConsistencyState
     count: int = 0
@@ -70,15 +55,34 @@ class ShardSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
 
 
 class WaitingBatch(Protocol):
-    """Pushes of several shards that wait for those of other workers (`reigen.kv.server.batching`)."""
+    """Requests for several shards that wait as a whole (`reigen.kv.server.batching`)."""
 
-    def open(self) -> None:
-        """Tell the shards' engines of them."""
+    def split(self) -> Iterator[tuple[Any, NDArray[np.uint8]]]:
+        """Wait no more: yield the requests for single keys, in the order of their coming, with their elements."""
+
+
+class AnswerDone(NamedTuple):
+    """Answer a request with DONE, when what comes before it is done, and saved where that has to be."""
+
+    token: RequestToken
+
+
+class AnswerStates(NamedTuple):
+    """Answer a request with the states that the optimizer keeps of the shard."""
+
+    token: RequestToken
+
+
+class RestoreStates(NamedTuple):
+    """Take over such states."""
+
+    token: RequestToken
+    body: NDArray[np.uint8]
 
 
 @dataclass(slots=True, eq=False)
 class ValueUpdate:
-    """One change of a value.
+    """Change of a value.
 
     Attributes:
         parts: what is added up, in rank order.
@@ -91,39 +95,36 @@ class ValueUpdate:
     num_update: int | None = None
 
 
+ShardInstruction = ConsistencyInstruction | ConsistencyState | AnswerDone | AnswerStates | RestoreStates
+
+
 @dataclass(eq=False)
 class Shard:
-    """A shard.
+    """Part of a key's value.
 
     Attributes:
-        key: id of its key.
-        facts: what the workers mean by the key.
-        place: which of its elements these are.
+        place: which of the key's elements these are.
         engine: its rounds.
-        value: what is stored now.
         slot: what the optimizer keeps of it.
-        queue: what is to be done, in order; the state of the engine that an event led to stands behind that event's
-            instructions.
+        queue: instructions, in order; the state of the engine that an event led to stands behind those of that event.
         is_busy: a thread works on it.
-        waiting: pushes of it have come that its engine has not heard of; whatever else happens to it comes after them.
+        waiting: requests that its engine has not heard of; whatever else happens to it comes after them.
         applied: the state of the engine that belongs to ``value``.
         num_changes: how often the value has changed.
         num_earlier: updates of each worker before its first round here, where workers are not synchronous: of the job
             whose states were loaded.
         is_dirty: it differs from the latest snapshot.
         must_save: a snapshot is due.
-        dtype: of its elements.
         length: how many elements it has.
-        num_bytes: how many bytes its value has.
     """
 
     key: int
-    facts: KeySpec
+    spec: KeySpec
     place: ShardRange
     engine: ConsistencyEngine
     value: ValueBuffer
     slot: Slot | None = None
-    queue: deque[ConsistencyInstruction | ConsistencyState | Callable[[], None]] = field(default_factory=deque)
+    queue: deque[ShardInstruction] = field(default_factory=deque)
     is_busy: bool = False
     waiting: WaitingBatch | None = None
     applied: ConsistencyState = field(init=False)
@@ -139,8 +140,8 @@ class Shard:
     num_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.dtype = dtype_named(self.facts.dtype)
-        self.length = self.place.end - self.place.begin
+        self.dtype = dtype_named(self.spec.dtype)
+        self.length = self.place.num_elements
         self.num_bytes = self.length * self.dtype.itemsize
         self.applied = self.engine.state()
 
@@ -152,7 +153,7 @@ class Shard:
     @property
     def is_whole(self) -> bool:
         """Whether it is all of its key."""
-        return self.length == math.prod(self.facts.shape)
+        return self.length == math.prod(self.spec.shape)
 
     @property
     def is_sum(self) -> bool:
@@ -162,16 +163,16 @@ class Shard:
     @property
     def row_length(self) -> int:
         """Elements of a row of a row-sparse key."""
-        return math.prod(self.facts.shape[1:])
+        return math.prod(self.spec.shape[1:])
 
     @property
     def num_rows(self) -> int:
-        """How many whole rows of a row-sparse key these are."""
+        """Number of whole rows of a row-sparse key."""
         return self.length // self.row_length if self.row_length else 0
 
     @property
     def array(self) -> NDArray[Any]:
-        """The elements that are stored."""
+        """Elements that are stored."""
         return self.value.array.view(self.dtype.storage)
 
     def write(self, data: NDArray[np.uint8]) -> None:
@@ -181,7 +182,7 @@ class Shard:
         self.is_dirty = True
 
     def use(self, optimizer: Optimizer) -> None:
-        """From now on, or on with other numbers, update by ``optimizer``.
+        """Update by ``optimizer``, or go on with other numbers of it.
 
         Raises:
             UnsupportedTypeError: elements of this type cannot be updated.
@@ -192,6 +193,26 @@ class Shard:
         else:
             self.slot.check_fits(optimizer)
 
+    def check_push(self, optimizer: Optimizer | None) -> None:
+        """Raise the error of a push that can lead to nothing.
+
+        Raises:
+            UnsupportedError, UnsupportedTypeError, ArgumentError: what is missing, or wrong.
+        """
+        if optimizer is None:
+            if not self.engine.is_synchronous:
+                raise UnsupportedError(
+                    "without an optimizer a push takes the place of what was stored, which makes no sense where "
+                    "workers are not synchronous; call set_optimizer() before"
+                )
+        elif not self.dtype.is_floating:
+            raise UnsupportedTypeError(f"an optimizer cannot update {self.dtype.name} values; use a floating type")
+        elif not optimizer.is_elementwise and not self.is_whole:
+            raise ArgumentError(
+                f"{optimizer.name} needs the whole value, and this key is cut into shards; call set_optimizer() "
+                "before init()"
+            )
+
     # ---- updates
 
     def can_begin_round(self, round: int) -> bool:
@@ -199,7 +220,7 @@ class Shard:
         return not (self.is_busy or self.waiting) and self.engine.is_next(round)
 
     def settle(self, target: ValueBuffer, memory: ValueAllocator) -> None:
-        """The next value is there."""
+        """Take the next value."""
         if target is not self.value:
             memory.retire(self.value)
             self.value = target
@@ -223,19 +244,19 @@ class Shard:
             rows, sums = sum_rows(self.dtype, self.row_length, update.parts, update.scale)
             shaped = out.reshape(self.num_rows, self.row_length)
             self.slot.update_rows(
-                optimizer, shaped, rows, sums, key=self.facts.name, num_update=update.num_update,
+                optimizer, shaped, rows, sums, key=self.spec.name, num_update=update.num_update,
                 grad_type=accumulation_dtype(self.dtype),
             )  # fmt: skip
             return
         total = ShardSum(self.dtype, self.length, self._dense(update.parts), update.scale, scratch)
-        step = self.slot.begin(optimizer, key=self.facts.name, num_update=update.num_update)
+        step = self.slot.begin(optimizer, key=self.spec.name, num_update=update.num_update)
         block = BLOCK_ELEMENTS if optimizer.is_elementwise else max(self.length, 1)
         for begin in range(0, self.length, block):
             end = min(begin + block, self.length)
             self.slot.apply(step, out[begin:end], total.block(begin, end), begin, accumulation_dtype(self.dtype))
 
     def _assign(self, update: ValueUpdate, out: NDArray[Any], is_rows: bool, scratch: ReductionScratch) -> None:
-        """The sum takes the place of what was stored; rows that nobody gave are zero."""
+        """Put the sum in the place of what was stored; rows that nobody gave are zero."""
         if not is_rows:
             ShardSum(self.dtype, self.length, self._dense(update.parts), update.scale, scratch).into(out)
             return
@@ -264,7 +285,7 @@ class Shard:
         np.take(shaped, numbers, axis=0, out=out.view(self.dtype.storage).reshape(len(numbers), self.row_length))
 
     def encoded(self, codec: Codec) -> bytes:
-        """The value as codes, the same ones for all workers that ask between two changes, and after a restart."""
+        """Return the value as codes, the same for all workers that ask between two changes, and after a restart."""
         if self._encoded[0] != self.num_changes:
             if self._residual is None:
                 self._residual = codec.begin(self.length, self.dtype)
@@ -275,14 +296,14 @@ class Shard:
         return self._encoded[1]
 
     def pack_states(self, optimizer: Optimizer | None) -> bytes:
-        """The answer to GET_STATES: states of one piece, or of none where no optimizer updates the shard."""
+        """Return the answer to GET_STATES: states of one piece, or of none where no optimizer updates the shard."""
         if optimizer is None or self.slot is None:
             return States(()).to_bytes()
-        piece = piece_of(self.slot, self.facts.name, math.prod(self.facts.shape), self.place.begin)
+        piece = piece_of(self.slot, self.spec.name, math.prod(self.spec.shape), self.place.begin)
         return States([piece], None, {OPTIMIZER_FACT: optimizer.name}).to_bytes()
 
     def put_states(self, body: NDArray[np.uint8], optimizer: Optimizer | None) -> None:
-        """Take over what `pack_states` gave, from this or another job.
+        """Take over states of `pack_states`, from this or another job.
 
         Raises:
             ArgumentError: it is damaged, there is no optimizer, or the states are of another one.
@@ -293,9 +314,9 @@ class Shard:
             raise ArgumentError(str(error)) from None
         if optimizer is None:
             raise ArgumentError("there is no optimizer whose states could be loaded; call set_optimizer() before")
-        whose = saved.facts.get(OPTIMIZER_FACT, "none")
-        if whose != optimizer.name:
-            raise ArgumentError(f"these are states of the optimizer {whose!r}, the store uses {optimizer.name!r}")
+        name = saved.facts.get(OPTIMIZER_FACT, "none")
+        if name != optimizer.name:
+            raise ArgumentError(f"these are states of the optimizer {name!r}, the store uses {optimizer.name!r}")
         if [(piece.begin, piece.end) for piece in saved.pieces] != [(self.place.begin, self.place.end)]:
             raise ArgumentError(f"these are not the states of the elements {self.place.begin} to {self.place.end}")
         piece = saved.pieces[0]
@@ -323,14 +344,14 @@ class Shard:
     # ---- snapshots
 
     def pack(self) -> list[Buffer]:
-        """All of it, as it is now, for a snapshot."""
+        """Return all of it, as it is now, for a snapshot."""
         arrays = {} if self.slot is None else {f"state {name}": array for name, array in self.slot.arrays.items()}
         arrays["value"] = self.array
         if self._residual is not None:
             arrays["residual"] = self._residual
         if self._encoded[0] == self.num_changes:
             arrays["codes"] = np.frombuffer(self._encoded[1], np.uint8)
-        about = ShardSnapshot(self.key, self.facts, self.place, self.applied, num_earlier=self.num_earlier)
+        about = ShardSnapshot(self.key, self.spec, self.place, self.applied, num_earlier=self.num_earlier)
         if self.slot is not None:
             about = msgspec.structs.replace(about, count=self.slot.count, rate=self.slot.rate, has_slot=True)
         return packed(about, arrays)

@@ -1,9 +1,9 @@
 """Snapshots of a server on disk, so that another process can take its place: a file for each shard, one for each store.
 
 ``DIRECTORY/job-SECRET-JOB/server-NUMBER/``, where SECRET is a hash of the job's secret and JOB its number: no job reads
-the snapshots of another, or changes them. Whatever a server finds under its own job and number is that of its
-predecessor, and is restored; whether anybody remembers the predecessor does not matter. Only the end of the job
-removes anything, when all workers have left in good order.
+the snapshots of another, or changes them. A server restores what it finds under its own job and number: that is its
+predecessor's, whether anybody remembers that or not. Only the end of the job removes anything, when all workers have
+left in good order.
 
 Files are those of `reigen.optim.array_files` and are replaced as a whole: there is always the last one that was
 complete. Shards are saved at different times: each is as it was after some round, which its file says. Directories are
@@ -29,11 +29,11 @@ import msgspec
 from numpy.typing import NDArray
 
 from reigen.errors import ConfigError, ReigenError, WireError
+from reigen.files import Buffer, privacy_problem, write_atomically
 from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
-from reigen.kv.protocol import ShardRange
-from reigen.kv.server.shard import KeySpec, ShardId, ShardSnapshot
-from reigen.optim import packed, unpacked, write_atomically
-from reigen.optim.array_files import Buffer
+from reigen.kv.protocol import KeySpec, ShardRange
+from reigen.kv.server.shard import ShardId, ShardSnapshot
+from reigen.optim import packed, unpacked
 
 _log = logging.getLogger(__name__)
 _SHARD_FILE = re.compile(r"store-(\d+)-([0-9a-f]{16})-(\d+)\.shard")
@@ -43,12 +43,12 @@ _TEMPORARY_FILE = re.compile(r"\.store-.*\.tmp")
 
 
 class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What a snapshot says of a store beside its shards.
+    """Facts of a store's snapshot beside its shards.
 
     Attributes:
         staleness: None is infinite.
         settings: of `reigen.kv.server.store_settings.StoreSettings.state`.
-        keys: that have their home here: id, facts, places.
+        keys: that have their home here: id, spec, places.
         left: workers that have left.
         missed: workers that were lost, and the others go on without.
         incarnations: of all workers' processes that have been here.
@@ -62,8 +62,11 @@ class StoreSnapshot(msgspec.Struct, array_like=True, frozen=True, forbid_unknown
     incarnations: dict[int, int]
 
 
+LoadedShard = tuple[ShardSnapshot, dict[str, NDArray[Any]]]
+
+
 class SnapshotDirectory:
-    """The files of one server. Different shards may be saved by different threads.
+    """Files of one server. Different shards may be saved by different threads.
 
     Args:
         directory: of all jobs (REIGEN_KV_SNAPSHOT_DIR).
@@ -111,46 +114,31 @@ class SnapshotDirectory:
         return not self.directory.exists()
 
     def save_store(self, store: int, facts: StoreSnapshot) -> None:
-        """Replace what is kept of a store.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace what is kept of a store; raises OSError if it cannot be written."""
         write_atomically(self.directory / f"store-{store}.store", packed(facts, {}), mode=0o600)
 
     def save_shard(self, store: int, shard: ShardId, contents: list[Buffer]) -> None:
-        """Replace what is kept of a shard.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Replace what is kept of a shard; raises OSError if it cannot be written."""
         write_atomically(self._shard(store, shard), contents, mode=0o600)
 
     def forget_shard(self, store: int, shard: ShardId) -> None:
-        """A shard is not there any more."""
+        """Remove what is kept of a shard."""
         with contextlib.suppress(FileNotFoundError):
             self._shard(store, shard).unlink()
 
-    def stores(self) -> Iterator[tuple[int, StoreSnapshot]]:
-        """The stores that were saved.
+    def load(self) -> Iterator[tuple[int, StoreSnapshot, Iterator[LoadedShard]]]:
+        """Yield the number of each store that was saved, what was saved of it, and its shards with their arrays.
 
         Raises:
             WireError: a file is damaged; names it.
         """
-        for path in sorted(self.directory.iterdir()):
-            if match := _STORE_FILE.fullmatch(path.name):
-                yield int(match[1]), _read(path, StoreSnapshot)[0]
-
-    def shards(self, store: int) -> Iterator[tuple[ShardSnapshot, dict[str, NDArray[Any]]]]:
-        """The shards of a store that were saved, with their arrays.
-
-        Raises:
-            WireError: a file is damaged; names it.
-        """
-        for path in sorted(self.directory.iterdir()):
-            match = _SHARD_FILE.fullmatch(path.name)
-            if match and int(match[1]) == store:
-                yield _read(path, ShardSnapshot)
+        names = sorted(path.name for path in self.directory.iterdir())
+        shards = [match for name in names if (match := _SHARD_FILE.fullmatch(name))]
+        for name in names:
+            if match := _STORE_FILE.fullmatch(name):
+                own = [self.directory / each[0] for each in shards if int(each[1]) == int(match[1])]
+                loaded = (_read(path, ShardSnapshot) for path in own)
+                yield int(match[1]), _read(self.directory / name, StoreSnapshot)[0], loaded
 
     def _shard(self, store: int, shard: ShardId) -> Path:
         return self.directory / f"store-{store}-{shard[0]:016x}-{shard[1]}.shard"
@@ -165,10 +153,6 @@ def _read(path: Path, facts: Any) -> tuple[Any, dict[str, NDArray[Any]]]:
 
 def find_saved_jobs(directory: str, secret: bytes) -> tuple[SavedJob, ...]:
     """Find the jobs with this secret of which servers of this host have saved something, the latest first.
-
-    Args:
-        directory: of all jobs (REIGEN_KV_SNAPSHOT_DIR).
-        secret: the jobs'.
 
     Returns:
         At most `MAX_SAVED_JOBS`. What cannot be read is left out: its server will say so.
@@ -199,35 +183,23 @@ def _make_private(path: Path) -> None:
 
 
 def _check_parent(path: Path) -> None:
-    """Others must not be able to put their directories in the place of those of the jobs."""
-    status = path.stat()
-    if status.st_uid not in {0, os.geteuid()}:
-        problem = f"belongs to user {status.st_uid}"
-    elif status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-        problem = f"may be changed by others (mode {stat.S_IMODE(status.st_mode):04o})"
-    else:
-        return
-    raise ConfigError(
-        f"snapshots cannot be kept in {path}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory of your own, for "
-        "example one in it, which is made if it is not there"
-    )
+    if problem := privacy_problem(path.stat(), is_parent=True):
+        raise ConfigError(
+            f"snapshots cannot be kept in {path}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory of your own, "
+            "for example one in it, which is made if it is not there"
+        )
 
 
 def _check_private(path: Path) -> None:
     status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "it is no directory"
-    elif status.st_uid != os.geteuid():
-        problem = f"it belongs to user {status.st_uid}, this process to user {os.geteuid()}"
-    elif status.st_mode & 0o077:
-        problem = f"it may be used by others (mode {stat.S_IMODE(status.st_mode):04o}, and should be 0700)"
-    else:
-        return
-    raise ConfigError(f"snapshots cannot be kept in {path}: {problem}")
+    problem = privacy_problem(status) if stat.S_ISDIR(status.st_mode) else "is no directory"
+    if problem:
+        should_be = ", and should be of mode 0700" if problem.startswith("may") else ""
+        raise ConfigError(f"snapshots cannot be kept in {path}: it {problem}{should_be}")
 
 
 def _lock_directory(path: Path) -> int:
-    """The directory, opened and locked for as long as it is open."""
+    """Return the directory, opened and locked for as long as it is open."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

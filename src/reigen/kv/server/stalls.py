@@ -1,7 +1,7 @@
-"""When workers wait long for each other: what is said about it, and when. Decides; asks no clock.
+"""Report of workers that wait long for each other. Decides; asks no clock.
 
-A server looks about once a second at the requests that it has not answered. Whoever has waited for
-REIGEN_STALL_CHECK_TIME_SECONDS is told of, and again after two, four, eight times as long; then, that it is over.
+A server looks about once a second at the requests that it has not answered. Those that have waited for
+REIGEN_STALL_CHECK_TIME_SECONDS are reported, and again after two, four, eight times as long; then, that it is over.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ _MOST_LINES = 8
 
 
 class WaitingWorker(NamedTuple):
-    """Somebody waits.
+    """Worker that waits.
 
     Attributes:
         what: for what: ``key 'weight'``.
-        worker: who.
         missing: the workers that have not done their part.
-        since: since when, in seconds on some steady clock.
+        since: in seconds on some steady clock.
     """
 
     what: str
@@ -30,18 +29,14 @@ class WaitingWorker(NamedTuple):
 
 
 class StallReporter:
-    """What a server has said of those who wait.
-
-    Args:
-        seconds: how long somebody may wait before it is told of; infinite: nothing is told.
-    """
+    """Decides when to report; ``seconds`` is how long a worker may wait before; infinite: never."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._next = seconds
 
-    def told(self, waiting: Sequence[WaitingWorker], now: float) -> str | None:
-        """What is to be said now; None: nothing.
+    def report(self, waiting: Sequence[WaitingWorker], now: float) -> str | None:
+        """Return the text to be logged now, if any.
 
         Args:
             waiting: at least those that have waited for ``seconds``.
@@ -49,8 +44,8 @@ class StallReporter:
         """
         late = [one for one in waiting if one.missing and now - one.since >= self.seconds]
         if not late:
-            was_told, self._next = self._next > self.seconds, self.seconds
-            return "Stall over: no worker waits for others any more" if was_told else None
+            was_reported, self._next = self._next > self.seconds, self.seconds
+            return "Stall over: no worker waits for others any more" if was_reported else None
         longest = now - min(one.since for one in late)
         if longest < self._next:
             return None

@@ -1,8 +1,9 @@
 """One store on one server: requests go in, shards change, answers come out.
 
-What happens when is decided elsewhere (`consistency` for each shard, `meetings` for what all workers say alike); here
-it is carried out. A shard's instructions are carried out in order. What computes is given to a thread if it is long;
-the shard's later instructions wait for it, and other shards go on.
+What happens when is decided elsewhere (`reigen.kv.consistency` for each shard, `reigen.kv.server.consensus` for
+what all workers say alike). What they decide comes back as instructions, which stand in the queue of their shard and
+are carried out in order by one loop (`ServerStore._advance`). What computes is given to a thread if it is long; the
+shard's later instructions wait for it, and other shards go on.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from reigen.errors import CollectiveError, ReigenError
+import numpy as np
+from numpy.typing import NDArray
+
+from reigen.errors import ArgumentError, CollectiveError, ReigenError, WireError
 from reigen.kv.consistency.events import (
     AcknowledgePush,
     AnswerPull,
@@ -41,6 +45,9 @@ from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencySt
 from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     NOTICE_CODEC,
+    PUSH_KINDS,
+    KeySpec,
+    MessageFlag,
     MessageHeader,
     MessageKind,
     RemoteError,
@@ -48,29 +55,36 @@ from reigen.kv.protocol import (
     ShardRange,
 )
 from reigen.kv.server.buffers import BufferPool, ValueAllocator
+from reigen.kv.server.key_declarations import KeyDeclarations
 from reigen.kv.server.reduction import PushData
-from reigen.kv.server.requests import PullHalf, WorkerConnection, WorkerRequest
-from reigen.kv.server.shard import KeySpec, Shard, ShardId, ValueUpdate
-from reigen.kv.server.snapshots import SnapshotDirectory, StoreSnapshot
+from reigen.kv.server.requests import WorkerConnection, WorkerRequest, request_of
+from reigen.kv.server.shard import (
+    AnswerDone,
+    AnswerStates,
+    RestoreStates,
+    Shard,
+    ShardId,
+    ShardInstruction,
+    ValueUpdate,
+)
+from reigen.kv.server.snapshots import LoadedShard, SnapshotDirectory, StoreSnapshot
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.server.store_settings import StoreSettings
 from reigen.kv.server.thread_pool import ComputeTask, ComputeThreads
-from reigen.kv.server.worker_consensus import KeyDeclarations
 from reigen.optim import Optimizer
 from reigen.types import dtype_named
 
 #: Work on fewer bytes is done at once, in a fraction of a millisecond: handing it on takes a good part of that.
 _SMALL_BYTES = 2 << 20
+_ENCODED = int(MessageFlag.ENCODED)
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ServerContext:
-    """What all stores of a server share.
+    """Parts that all stores of a server share.
 
     Attributes:
-        server: this server's number.
-        num_workers: of the job.
         memory: where values are.
         buffers: where bodies are received.
         workers: the threads that compute.
@@ -95,7 +109,7 @@ class ServerContext:
 
 @dataclass
 class WorkerLoss:
-    """A worker that was lost: on which host, and how that was noticed."""
+    """Loss of a worker: on which host, and how it was noticed."""
 
     host: str
     reason: str
@@ -103,22 +117,20 @@ class WorkerLoss:
 
 @dataclass(eq=False)
 class ServerStore:
-    """One store on one server.
+    """Store on one server.
 
     Attributes:
         number: of the store in its job.
-        staleness: as of `reigen.kv.consistency.state_machine`.
         connections: of its workers, by number.
         incarnations: of the workers' processes, the latest ones.
-        shards: that are here.
         planned: shards that are to be here, and have no value yet.
-        broken: what every request leads to from now on.
-        aborted: what all that concerns more than a shard leads to from now on; shards know it themselves.
+        broken: the answer to every request from now on.
+        aborted: the answer to all that concerns more than a shard; shards know it themselves.
         left: workers that have nothing more to push.
         losses: workers that are lost.
         must_save: something has changed that is no shard's, and is in no snapshot.
         is_unsaved: such a snapshot could not be written.
-        num_laid_out: grows whenever a shard comes or goes.
+        layout_version: grows whenever a shard comes or goes.
     """
 
     number: int
@@ -150,7 +162,7 @@ class ServerStore:
         return tuple(worker for worker in range(self.context.num_workers) if worker not in gone)
 
     def connected(self, connection: WorkerConnection) -> None:
-        """A worker is there, perhaps again, perhaps in the place of another."""
+        """Take a worker's connection, perhaps another one, perhaps of another process in its place."""
         worker, before = connection.worker, self.connections.get(connection.worker)
         if before is not None:
             before.end()
@@ -162,20 +174,14 @@ class ServerStore:
         self.must_save = True
 
     def disconnected(self, connection: WorkerConnection) -> None:
-        """A connection has ended."""
+        """Forget a connection that has ended."""
         connection.end()
         if self.connections.get(connection.worker) is connection:
             del self.connections[connection.worker]
             self._all(WorkerDisconnected(connection.worker))
 
-    def handle_goodbye(self, request: WorkerRequest) -> None:
-        """A worker has nothing more to push."""
-        connection = request.connection
-        self.has_left(connection.worker, connection.hello.host)
-        connection.answer(request, MessageKind.DONE)
-
     def has_left(self, worker: int, host: str) -> None:
-        """A worker is not waited for any more; it may have told the process that this server was before."""
+        """Wait for a worker no more; it may have said goodbye to the process that this server was before."""
         if worker not in self.left:
             self.left.add(worker)
             self._all(WorkerLeft(worker))
@@ -183,7 +189,7 @@ class ServerStore:
             self._notify(ServerNotice("left", worker, host, f"worker {worker} has left"))
 
     def lost(self, worker: int, host: str, reason: str, incarnation: int = 0) -> None:
-        """The scheduler has given a worker's process up; it may have been replaced meanwhile."""
+        """Note that the scheduler has given a worker's process up; it may have been replaced in between."""
         if worker in self.left or (incarnation and self.incarnations.get(worker, incarnation) != incarnation):
             return
         self.losses[worker] = WorkerLoss(host, reason)
@@ -199,14 +205,14 @@ class ServerStore:
         self._notify(ServerNotice("lost", worker, host, problem.reason if problem else what, problem))
 
     def found(self, worker: int, host: str) -> None:
-        """A worker that was lost is there again: it was silent."""
+        """Note that a worker that was lost is there again: it was silent."""
         if self.losses.pop(worker, None) is not None:
             self._all(WorkerReappeared(worker))
             self.must_save = True
             self._notify(ServerNotice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
 
     def returned(self, worker: int, host: str) -> None:
-        """Another process is there in place of a worker that was lost."""
+        """Note that another process is there in place of a worker that was lost."""
         was_gone = self.losses.pop(worker, None) is not None or worker in self.left
         self.left.discard(worker)
         self._all(WorkerReturned(worker))
@@ -226,9 +232,9 @@ class ServerStore:
 
     # ---- keys
 
-    def plan_shards(self, key: int, facts: KeySpec, places: tuple[ShardRange, ...]) -> None:
-        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
-        for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.facts != facts]:
+    def plan_shards(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
+        """See `reigen.kv.server.consensus.ConsensusStore`."""
+        for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.spec != spec]:
             self.layout_version += 1
             self.context.memory.retire(self.shards.pop(shard_id).value)
             if self.context.snapshots is not None:
@@ -237,16 +243,16 @@ class ServerStore:
             del self.planned[shard_id]
         for place in places:
             if place.server == self.context.server and (key, place.index) not in self.shards:
-                self.planned[key, place.index] = (facts, place)
+                self.planned[key, place.index] = (spec, place)
 
     def has_pushes(self, key: int | None = None) -> bool:
-        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
-        self._open_all()
+        """See `reigen.kv.server.consensus.ConsensusStore`."""
+        self.split_waiting(*self.shards.values())
         engines = [shard.engine for shard in self.shards.values() if key is None or shard.key == key]
         return any(engine.has(worker, 1) for engine in engines for worker in range(self.context.num_workers))
 
     def use(self, optimizer: Optimizer) -> None:
-        """See `reigen.kv.server.worker_consensus.ConsensusStore`."""
+        """See `reigen.kv.server.consensus.ConsensusStore`."""
         for shard in self.shards.values():
             self._make_use(shard, optimizer)
 
@@ -255,8 +261,8 @@ class ServerStore:
         if optimizer is not None and shard.dtype.is_floating:  # others may be stored, too; a push of them is an error
             shard.use(optimizer)
 
-    def make_shard(self, key: int, facts: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
-        """A shard without a value yet. Its engine knows who has gone."""
+    def make_shard(self, key: int, spec: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
+        """Return a shard without a value yet, whose engine knows who has gone."""
         if state is None:
             engine = ConsistencyEngine(self.context.num_workers, self.staleness)
         else:
@@ -265,11 +271,11 @@ class ServerStore:
             engine.handle(WorkerLeft(worker))
         for worker in self.losses:
             engine.handle(WorkerLost(worker, self.context.policy))
-        num_bytes = (place.end - place.begin) * dtype_named(facts.dtype).itemsize
-        return Shard(key, facts, place, engine, self.context.memory.new(num_bytes))
+        num_bytes = place.num_elements * dtype_named(spec.dtype).itemsize
+        return Shard(key, spec, place, engine, self.context.memory.new(num_bytes))
 
     def add(self, shard: Shard) -> None:
-        """A shard that has its value."""
+        """Add a shard that has its value."""
         self.shards[shard.id] = shard
         self.layout_version += 1
         self._make_use(shard, self.settings.optimizer)
@@ -278,12 +284,41 @@ class ServerStore:
             shard.must_save = True
             self._advance(shard)
 
-    # ---- instructions
+    # ---- requests for shards
+
+    def shard_of(self, request: WorkerRequest) -> Shard:
+        """Return the shard that a request is about, and note it there.
+
+        Raises:
+            ArgumentError: it is not here.
+            WireError: it has elements of another type.
+        """
+        header = request.header
+        shard = self.shards.get((header.key, header.shard))
+        if shard is None:
+            if (header.key, header.shard) in self.planned:
+                raise ArgumentError(f"key {self.planned[header.key, header.shard][0].name!r} has no value yet")
+            raise ArgumentError(
+                f"there is no shard {header.shard} of a key {header.key} on server {self.context.server}; "
+                "it was never initialised, or the server has lost it"
+            )
+        if header.dtype and header.dtype != DTYPE_NUMBERS[shard.spec.dtype]:
+            raise WireError(f"elements of another type than those of key {shard.spec.name!r}")
+        request.shard = shard
+        return shard
+
+    def refuse(self, request: WorkerRequest, error: ReigenError) -> None:
+        """Answer a request with an error instead of carrying it out."""
+        request.release_body(self.context.buffers)
+        request.connection.refuse(request, error, None if request.shard is None else request.shard.spec.name)
 
     def handle_events(self, shard: Shard, *events: ConsistencyEvent) -> list[ConsistencyInstruction]:
         """Have events happen to a shard, and begin with what they lead to, which is returned."""
         if shard.waiting is not None:
-            shard.waiting.open()
+            self.split_waiting(shard)
+        return self._decide(shard, events)
+
+    def _decide(self, shard: Shard, events: Sequence[ConsistencyEvent]) -> list[ConsistencyInstruction]:
         instructions: list[ConsistencyInstruction] = []
         for event in events:
             instructions += shard.engine.handle(event)
@@ -293,30 +328,52 @@ class ServerStore:
         self._advance(shard)
         return instructions
 
-    def _open_all(self) -> None:
-        """Whatever waits, engines know of it."""
-        for shard in self.shards.values():
+    def handle_parts(self, parts: Iterable[tuple[WorkerRequest, NDArray[np.uint8]]]) -> None:
+        """Have pushes and pulls of single keys, with their elements, happen to shards for which nothing waits."""
+        for part, elements in parts:
+            if self.broken is not None:
+                part.connection.refuse(part, self.broken)
+                continue
+            try:
+                shard = self.shard_of(part)
+                if part.header.kind in PUSH_KINDS:
+                    shard.check_push(self.settings.optimizer)
+                    if elements.nbytes != shard.num_bytes:
+                        raise ArgumentError("the key was declared anew since this push")
+                    part.contribution = PushData(elements.view(shard.dtype.storage))
+                else:
+                    part.release_body(self.context.buffers)
+            except ReigenError as error:
+                self.refuse(part, error)
+            else:
+                self._decide(shard, part.events())
+
+    def split_waiting(self, *shards: Shard) -> None:
+        """Have engines know of all requests for these shards that wait in batches."""
+        for shard in shards:
             if shard.waiting is not None:
-                shard.waiting.open()
+                self.handle_parts(shard.waiting.split())
 
-    def then(self, shard: Shard, action: Callable[[], None]) -> None:
-        """Do something when all that has happened to a shard until now is carried out."""
-        shard.queue.append(action)
-        self._advance(shard)
-
-    def _open_late(self, before: float) -> None:
-        """Engines know of what waits, if any of it has waited since ``before``."""
+    def _split_late(self, before: float) -> None:
+        """Have engines know of all requests, if any has waited since ``before``."""
         if any(one.since <= before for each in self.connections.values() for one in each.open_requests.values()):
-            self._open_all()
+            self.split_waiting(*self.shards.values())
 
     def _all(self, event: ConsistencyEvent) -> list[RemoteError]:
-        """Have something happen to all shards; returns what is told to those whose requests fail of it."""
+        """Have something happen to all shards; returns the errors of the requests that fail of it."""
         failures = []
         for shard in list(self.shards.values()):
             failures += [
                 self.problem_of(shard, one) for one in self.handle_events(shard, event) if isinstance(one, FailRequest)
             ]
         return failures
+
+    # ---- instructions
+
+    def enqueue(self, shard: Shard, *instructions: ShardInstruction) -> None:
+        """Carry out instructions when all that has happened to a shard until now is carried out."""
+        shard.queue.extend(instructions)
+        self._advance(shard)
 
     def _advance(self, shard: Shard) -> None:
         """Carry out a shard's instructions, up to one that takes long."""
@@ -326,71 +383,27 @@ class ServerStore:
             elif shard.queue:
                 instruction = shard.queue.popleft()
                 # by type, since `match` asks one case after the other, and this is done several times for each request
-                handler = _HANDLERS.get(type(instruction))
-                if handler is not None:
-                    handler(self, shard, instruction)
-                else:
-                    instruction()  # type: ignore[operator]  # all others have handlers
+                _CARRIED_OUT_BY[type(instruction)](self, shard, instruction)
             else:
                 return
 
-    def _combine(self, shard: Shard, what: CombineRound) -> None:
-        parts = [_push_data(token) for token in what.tokens]
-        applied = shard.applied.over((what.round,) * self.context.num_workers)
-        self._change(shard, ValueUpdate(parts, what.scale), applied)
-
-    def _note_state(self, shard: Shard, state: ConsistencyState) -> None:
-        shard.is_dirty = shard.is_dirty or shard.applied != state
-        shard.applied = state
-
-    def _drop(self, shard: Shard, what: DropRequest) -> None:
-        if isinstance(what.token, WorkerRequest):
-            what.token.used(self.context.buffers)
-
-    def _apply(self, shard: Shard, what: ApplyPush) -> None:
-        worker, round, token = what.worker, what.round, what.token
-        done = tuple(round if one == worker else n for one, n in enumerate(shard.applied.done))
-        begin = 0 if self.settings.optimizer is None else self.settings.optimizer.begin_num_update
-        num_update = shard.num_earlier + begin + round
-        self._change(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
-
-    def _tell_forgotten(self, shard: Shard, what: RoundsForgotten) -> None:
-        whose = "" if what.worker is None else f" of worker {what.worker}"
-        _log.warning(
-            "key %r, shard %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
-            "snapshot: they are lost", shard.facts.name, shard.place.index, what.first, what.last, whose,
-        )  # fmt: skip
-
-    def _acknowledge(self, shard: Shard, what: AcknowledgePush | RepeatAcknowledgement) -> None:
-        token = what.token
-        assert isinstance(token, WorkerRequest)
-        token.used(self.context.buffers)
-        if token.header.kind != MessageKind.PUSHPULL:  # that is answered as a pull
-            token.connection.answer(token, MessageKind.DONE)
-
-    def _fail(self, shard: Shard, instruction: FailRequest) -> None:
-        token = instruction.token
-        request = token.request if isinstance(token, PullHalf) else token
-        assert isinstance(request, WorkerRequest)
-        request.used(self.context.buffers)
-        request.connection.fail(request, self.problem_of(shard, instruction))
-
     def problem_of(self, shard: Shard, failed: FailRequest) -> RemoteError:
-        """What a worker is told of a request that has failed."""
+        """Return the error of a request that has failed."""
         kind = "DeadlineError" if failed.late else "PeerLostError" if failed.workers else "ArgumentError"
         reason = failed.reason
         if failed.late:
             reason += f"; nothing happened for {self.context.deadline_seconds:g} s"
-        told = [
+        losses = [
             f"worker {one} on host {self.losses[one].host} is lost: {self.losses[one].reason}"
             for one in failed.workers
             if one in self.losses
         ]
-        return RemoteError(kind, "; ".join([reason, *told]), shard.facts.name, failed.workers)
+        return RemoteError(kind, "; ".join([reason, *losses]), shard.spec.name, failed.workers)
 
     # ---- what takes time
 
-    def _change(self, shard: Shard, update: ValueUpdate, applied: ConsistencyState) -> None:
+    def update(self, shard: Shard, update: ValueUpdate, applied: ConsistencyState) -> None:
+        """Change a shard's value, to that of another state of its engine."""
         memory, optimizer = self.context.memory, self.settings.optimizer
         target = memory.target(shard.value)
 
@@ -403,7 +416,7 @@ class ServerStore:
             shard.must_save = self.context.saves_always
 
         num_bytes = shard.num_bytes * (len(update.parts) + 1)
-        self.do([shard], lambda scratch: shard.change(update, optimizer, target, scratch), done, num_bytes)
+        self.compute([shard], lambda scratch: shard.change(update, optimizer, target, scratch), done, num_bytes)
 
     def _save_shard(self, shard: Shard) -> None:
         shard.must_save = False
@@ -415,20 +428,20 @@ class ServerStore:
             if error is None:
                 shard.is_dirty = False
                 return
-            _log.error("no snapshot of key %r: %s", shard.facts.name, str(error))
+            _log.error("no snapshot of key %r: %s", shard.spec.name, str(error))
             if self.context.saves_always:
                 self.fail_all(shard, error)
 
-        self.do([shard], lambda _: snapshots.save_shard(self.number, shard.id, shard.pack()), done, _SMALL_BYTES)
+        self.compute([shard], lambda _: snapshots.save_shard(self.number, shard.id, shard.pack()), done, _SMALL_BYTES)
 
-    def do(
+    def compute(
         self, shards: Sequence[Shard], task: ComputeTask, done: Callable[[BaseException | None], None], num_bytes: int
     ) -> None:
         """Have something computed, then go on with the shards.
 
         Args:
-            shards: that nothing else is done to meanwhile.
-            task: what; in another thread if it is long.
+            shards: that nothing else is done to until then.
+            task: in another thread if it is long.
             done: called then, in this one, with what it raised.
             num_bytes: that it goes through.
         """
@@ -448,75 +461,49 @@ class ServerStore:
         self.context.workers.begin(task, ended)
 
     def fail_all(self, shard: Shard, error: BaseException) -> None:
-        """A shard could not be updated: nothing of this store can be trusted any more."""
+        """Break off, since a shard could not be updated: nothing of this store can be trusted any more."""
         how = "".join(traceback.format_exception(error))
-        _log.error("key %r could not be updated: %s", shard.facts.name, how)
+        _log.error("key %r could not be updated: %s", shard.spec.name, how)
         reason = f"server could not update the value: {type(error).__name__}: {error}"
-        told = error if isinstance(error, ReigenError) else CollectiveError(reason)
-        self.break_off(RemoteError.of(told, shard.facts.name))
+        problem = error if isinstance(error, ReigenError) else CollectiveError(reason)
+        self.break_off(RemoteError.of(problem, shard.spec.name))
 
     def break_off(self, problem: RemoteError) -> None:
-        """Every request leads to this error from now on; all workers are told."""
+        """Answer every request with this error from now on; all workers are told."""
         self.broken = self.broken or problem
         for one in self.shards.values():
             one.queue.clear()
             one.waiting = None
         for connection in self.connections.values():
             for request in list(connection.open_requests.values()):
-                connection.fail(request, problem)
+                connection.refuse(request, problem)
         self._notify(ServerNotice("problem", -1, "", problem.reason, problem))
-
-    # ---- answers
-
-    def _answer(self, shard: Shard, what: AnswerPull) -> None:
-        token = what.token
-        request = token.request if isinstance(token, PullHalf) else token
-        assert isinstance(request, WorkerRequest)
-        dtype = DTYPE_NUMBERS[shard.facts.dtype]
-        encoder = self.settings.encoder
-        if request.numbers is not None:
-            memory = self.context.memory
-            rows = memory.new(len(request.numbers) * shard.row_length * shard.dtype.itemsize)
-            shard.rows(request.numbers, rows.array)
-            request.connection.answer_value(request, rows, dtype)
-            memory.retire(rows)
-        elif request.accepts_encoded and encoder is not None and self.settings.optimizer is None and shard.is_sum:
-            codes = shard.encoded(encoder)
-            if shard.is_dirty and self.context.saves_always:  # with what these codes lack, before anybody has them
-                shard.must_save = True
-                shard.queue.appendleft(what)
-                return
-            request.connection.answer_codes(request, codes)
-        else:
-            request.connection.answer_value(request, shard.value, dtype)
 
     # ---- time
 
     def expire(self) -> None:
         """Fail what has waited too long."""
         before = time.monotonic() - self.context.deadline_seconds
-        self._open_late(before)
+        self._split_late(before)
         for connection in list(self.connections.values()):
-            asked = [one for one in connection.asked() if one.shard is not None]
+            asked = [one for one in connection.unanswered() if one.shard is not None]
             late = {one.shard for one in asked if one.since <= before}
             # The latest first: what waits for a push of the same worker is to name the others, not that push, which
             # does not count any more once it has expired.
             for request in reversed([one for one in asked if one.shard in late]):
-                tokens = [request] if request.reading is None else [request.reading, request]
+                tokens = [request] if request.pull_half is None else [request.pull_half, request]
                 if request.shard is not None:
                     self.handle_events(request.shard, *map(RequestExpired, tokens))
         self.declarations.expire(before)
         self.settings.expire(before)
 
     def waiting(self, before: float) -> Iterator[WaitingWorker]:
-        """Who has waited for other workers since ``before``, or longer."""
-        self._open_late(before)
-        asked = [one for each in self.connections.values() for one in each.asked()]
+        """Yield who has waited for other workers since ``before``, or longer."""
+        self._split_late(before)
+        asked = [one for each in self.connections.values() for one in each.unanswered()]
         for shard in {one.shard for one in asked if one.shard is not None and one.since <= before}:
             for wait in shard.engine.waits():
-                request = wait.token.request if isinstance(wait.token, PullHalf) else wait.token
-                assert isinstance(request, WorkerRequest)
-                yield WaitingWorker(f"key {shard.facts.name!r}", wait.worker, wait.workers, request.since)
+                yield WaitingWorker(f"key {shard.spec.name!r}", wait.worker, wait.workers, request_of(wait.token).since)
         yield from self.declarations.waiting()
         yield from self.settings.waiting()
 
@@ -546,43 +533,132 @@ class ServerStore:
             if self.context.saves_always:  # what is acknowledged now would be lost
                 self.break_off(RemoteError.of(CollectiveError(f"server could not save a snapshot: {error}")))
 
-    def restore(self, facts: StoreSnapshot) -> None:
+    def restore(self, facts: StoreSnapshot, shards: Iterable[LoadedShard]) -> None:
         """Take over a snapshot, before anything else happens.
 
         Raises:
             ReigenError: it makes no sense.
         """
-        assert self.context.snapshots is not None
         self.left = set(facts.left)
         loss = WorkerLoss("unknown", "it was lost before this server was restarted")
         self.losses = dict.fromkeys(facts.missed, loss)
         self.incarnations = dict(facts.incarnations)
         self.settings.restore(facts.settings)
-        for key, about, places in facts.keys:
-            self.declarations.restore(key, about, places)
-        for snapshot, arrays in self.context.snapshots.shards(self.number):
-            shard = self.make_shard(snapshot.key, snapshot.facts, snapshot.place, snapshot.applied)
+        for key, spec, places in facts.keys:
+            self.declarations.restore(key, spec, places)
+        for snapshot, arrays in shards:
+            shard = self.make_shard(snapshot.key, snapshot.spec, snapshot.place, snapshot.applied)
             shard.restore(snapshot, arrays, self.settings.optimizer)
             self.shards[shard.id] = shard
-            self.declarations.remember(shard.key, shard.facts)
+            self.declarations.remember(shard.key, shard.spec)
 
 
-_HANDLERS: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
-    AcknowledgePush: ServerStore._acknowledge,
-    RepeatAcknowledgement: ServerStore._acknowledge,
-    AnswerPull: ServerStore._answer,
-    CombineRound: ServerStore._combine,
-    ApplyPush: ServerStore._apply,
-    ConsistencyState: ServerStore._note_state,
-    FailRequest: ServerStore._fail,
-    DropRequest: ServerStore._drop,
-    RoundsForgotten: ServerStore._tell_forgotten,
-    RoundRecovered: lambda store, shard, what: None,  # whoever asked has read it
-}
+# ---- what each instruction does
+
+
+def _combine(store: ServerStore, shard: Shard, what: CombineRound) -> None:
+    parts = [_push_data(token) for token in what.tokens]
+    applied = shard.applied.over((what.round,) * store.context.num_workers)
+    store.update(shard, ValueUpdate(parts, what.scale), applied)
+
+
+def _note_state(store: ServerStore, shard: Shard, state: ConsistencyState) -> None:
+    shard.is_dirty = shard.is_dirty or shard.applied != state
+    shard.applied = state
+
+
+def _drop(store: ServerStore, shard: Shard, what: DropRequest) -> None:
+    if isinstance(what.token, WorkerRequest):
+        what.token.release_body(store.context.buffers)
+
+
+def _apply(store: ServerStore, shard: Shard, what: ApplyPush) -> None:
+    worker, round, token = what.worker, what.round, what.token
+    done = tuple(round if one == worker else n for one, n in enumerate(shard.applied.done))
+    begin = 0 if store.settings.optimizer is None else store.settings.optimizer.begin_num_update
+    num_update = shard.num_earlier + begin + round
+    store.update(shard, ValueUpdate([_push_data(token)], 1.0, num_update), shard.applied.over(done))
+
+
+def _report_forgotten(store: ServerStore, shard: Shard, what: RoundsForgotten) -> None:
+    owner = "" if what.worker is None else f" of worker {what.worker}"
+    _log.warning(
+        "key %r, shard %d: rounds %d to %d%s were acknowledged before this server was restarted and are in no "
+        "snapshot: they are lost", shard.spec.name, shard.place.index, what.first, what.last, owner,
+    )  # fmt: skip
+
+
+def _acknowledge(store: ServerStore, shard: Shard, what: AcknowledgePush | RepeatAcknowledgement) -> None:
+    request = request_of(what.token)
+    request.release_body(store.context.buffers)
+    if request.header.kind != MessageKind.PUSHPULL:  # that is answered as a pull
+        request.connection.answer(request)
+
+
+def _fail(store: ServerStore, shard: Shard, what: FailRequest) -> None:
+    request = request_of(what.token)
+    request.release_body(store.context.buffers)
+    request.connection.refuse(request, store.problem_of(shard, what))
+
+
+def _answer_done(store: ServerStore, shard: Shard, what: AnswerDone) -> None:
+    request = request_of(what.token)
+    request.connection.answer(request)
+
+
+def _answer_states(store: ServerStore, shard: Shard, what: AnswerStates) -> None:
+    request = request_of(what.token)
+    request.connection.answer(request, MessageKind.VALUE, shard.pack_states(store.settings.optimizer))
+
+
+def _restore_states(store: ServerStore, shard: Shard, what: RestoreStates) -> None:
+    request = request_of(what.token)
+    try:
+        shard.put_states(what.body, store.settings.optimizer)
+        shard.must_save = store.context.saves_always
+    except ReigenError as error:
+        request.connection.refuse(request, error, shard.spec.name)
+    request.release_body(store.context.buffers)
+
+
+def _answer_pull(store: ServerStore, shard: Shard, what: AnswerPull) -> None:
+    request, memory = request_of(what.token), store.context.memory
+    dtype, encoder = DTYPE_NUMBERS[shard.spec.dtype], store.settings.encoder
+    if request.rows is not None:
+        rows = memory.new(len(request.rows) * shard.row_length * shard.dtype.itemsize)
+        shard.rows(request.rows, rows.array)
+        request.connection.answer_value(request, rows, dtype)
+        memory.retire(rows)
+    elif request.accepts_encoded and encoder is not None and store.settings.optimizer is None and shard.is_sum:
+        codes = shard.encoded(encoder)
+        if shard.is_dirty and store.context.saves_always:  # with what these codes lack, before anybody has them
+            shard.must_save = True
+            shard.queue.appendleft(what)
+            return
+        request.connection.answer(request, MessageKind.VALUE, codes, _ENCODED)
+    else:
+        request.connection.answer_value(request, shard.value, dtype)
 
 
 def _push_data(token: RequestToken) -> PushData:
-    """What a push gives to its shard."""
-    assert isinstance(token, WorkerRequest)
-    assert token.contribution is not None, "a push is used once, and not before its instruction is carried out"
-    return token.contribution
+    """Return the contribution of a push."""
+    data = request_of(token).contribution
+    assert data is not None, "a push is used once, and not before its instruction is carried out"
+    return data
+
+
+_CARRIED_OUT_BY: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
+    AcknowledgePush: _acknowledge,
+    RepeatAcknowledgement: _acknowledge,
+    AnswerPull: _answer_pull,
+    CombineRound: _combine,
+    ApplyPush: _apply,
+    ConsistencyState: _note_state,
+    FailRequest: _fail,
+    DropRequest: _drop,
+    RoundsForgotten: _report_forgotten,
+    RoundRecovered: lambda store, shard, what: None,  # the answer to RESUME, which has been read
+    AnswerDone: _answer_done,
+    AnswerStates: _answer_states,
+    RestoreStates: _restore_states,
+}

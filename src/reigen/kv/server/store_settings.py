@@ -24,37 +24,30 @@ import msgspec
 from reigen.compression import Codec, from_params
 from reigen.errors import ArgumentError, ConfigError, MismatchError, ReigenError
 from reigen.kv.protocol import RESULT_CODEC, CommandResult, MessageKind, RemoteError, StoreCommand
-from reigen.kv.server.consensus import Consensus
+from reigen.kv.server.consensus import ConsensusStore, WorkerConsensus
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest
 from reigen.kv.server.stalls import WaitingWorker
-from reigen.kv.server.worker_consensus import ConsensusStore, WorkerConsensus
 from reigen.optim import Optimizer, from_spec
 
 _CONSENSUS_COMMANDS = {"set_optimizer": "the optimizer", "set_gradient_compression": "gradient compression"}
 
 
 class StoreSettings:
-    """The settings of one store.
-
-    Args:
-        host: the store.
-        num_workers: of the job; sums of so many are encoded for them.
+    """Settings of one store.
 
     Attributes:
         optimizer: updates values; None: sums take their place.
         codec: decodes what workers push; None: it is not encoded.
-        encoder: encodes sums for workers that take them so.
+        encoder: encodes sums of ``num_workers`` contributions for workers that take them so.
     """
 
-    def __init__(self, host: ConsensusStore, num_workers: int) -> None:
-        self._host = host
+    def __init__(self, store: ConsensusStore, num_workers: int) -> None:
+        self._store = store
         self._num_workers = num_workers
         #: What each was set to, in order; and how many of them a connection has said, or seen said by others.
         self._agreed: dict[str, list[bytes]] = {name: [] for name in _CONSENSUS_COMMANDS}
         self._num_said: WeakKeyDictionary[WorkerConnection, dict[str, int]] = WeakKeyDictionary()
-        self._consensus = {
-            name: WorkerConsensus(Consensus(what, _describe)) for name, what in _CONSENSUS_COMMANDS.items()
-        }
+        self._consensus = {name: WorkerConsensus(what, _describe) for name, what in _CONSENSUS_COMMANDS.items()}
         self.optimizer: Optimizer | None = None
         self.codec: Codec | None = None
         self.encoder: Codec | None = None
@@ -63,14 +56,14 @@ class StoreSettings:
         """Carry out a COMMAND; it is answered now or later.
 
         Raises:
-            ReigenError: what is told to this worker alone.
+            ReigenError: for this worker alone.
         """
         match command.name:
             case "set_optimizer" | "set_gradient_compression":
                 argument = command.arguments.get("spec" if command.name == "set_optimizer" else "params")
                 if not isinstance(argument, dict):
                     raise ConfigError(f"{command.name} needs a dict of names and numbers, not {argument!r:.100}")
-                self._meet(request, command.name, argument)
+                self._agree(request, command.name, argument)
             case "set_learning_rate":
                 self._set_learning_rate(command.arguments.get("learning_rate"))
                 _answer_command(request, None)
@@ -81,35 +74,35 @@ class StoreSettings:
                 raise ArgumentError(f"servers know no command {command.name!r:.100}; there are {names}")
 
     def settle(self) -> None:
-        """The expected workers are others now."""
+        """Decide again, since other workers are expected now."""
         for name in self._consensus:
             self._decide(name)
 
     def fail(self, problem: RemoteError) -> None:
         """Answer all that wait with an error."""
-        for meeting in self._consensus.values():
-            meeting.fail(problem)
+        for consensus in self._consensus.values():
+            consensus.fail(problem)
 
     def expire(self, before: float) -> None:
         """Answer who has waited since ``before`` with an error that names the missing workers."""
-        for meeting in self._consensus.values():
-            meeting.expire(before, self._host.expected())
+        for consensus in self._consensus.values():
+            consensus.expire(before, self._store.expected())
 
     def waiting(self) -> Iterator[WaitingWorker]:
-        """Who waits for whom to say the same."""
-        for meeting in self._consensus.values():
-            yield from meeting.waits(self._host.expected())
+        """Yield who waits for others to say the same."""
+        for consensus in self._consensus.values():
+            yield from consensus.waits(self._store.expected())
 
     def state(self) -> dict[str, Any]:
-        """For a snapshot."""
+        """Return the settings for a snapshot."""
         spec = None if self.optimizer is None else self.optimizer.to_spec()
         return {"words": {name: list(words) for name, words in self._agreed.items()}, "optimizer": spec}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` told.
+        """Take over the settings of `state`.
 
         Raises:
-            ConfigError, ArgumentError: it makes no sense.
+            ConfigError, ArgumentError: they make no sense.
         """
         for name, words in state["words"].items():
             self._agreed[str(name)] = [bytes(word) for word in words]
@@ -118,7 +111,7 @@ class StoreSettings:
         if state["optimizer"] is not None:
             self.optimizer = from_spec(state["optimizer"])
 
-    def _meet(self, request: WorkerRequest, name: str, argument: dict[str, Any]) -> None:
+    def _agree(self, request: WorkerRequest, name: str, argument: dict[str, Any]) -> None:
         _check_argument(name, argument)
         word, agreed = _canonical_bytes(argument), self._agreed[name]
         said = self._num_said.setdefault(request.connection, {})
@@ -127,7 +120,7 @@ class StoreSettings:
             said[name] = agreed.index(word, position) + 1 if word in agreed[position:] else position
             _answer_command(request, None)
             return
-        if self._host.has_pushes():
+        if self._store.has_pushes():
             if not agreed:
                 raise ArgumentError(f"{_CONSENSUS_COMMANDS[name]} can be set only before the first push")
             raise MismatchError(
@@ -135,32 +128,29 @@ class StoreSettings:
                 ranks=[request.connection.worker],
                 details={request.connection.worker: f"{_describe(word)}; before it was {_describe(agreed[-1])}"},
             )
-        self._consensus[name].say(request, word)
+        self._consensus[name].take(request, word)
         self._decide(name)
 
     def _decide(self, name: str) -> None:
-        meeting = self._consensus[name]
-
-        def agreed(word: bytes) -> None:
-            try:
-                self._apply(name, msgspec.msgpack.decode(word))
-            except ReigenError as error:
-                meeting.fail(RemoteError.of(error))
-                return
-            self._agreed[name].append(word)
-            self._host.must_save = True
-            waiting, meeting.waiting = meeting.waiting, {}
-            meeting.agreement.words.clear()
-            for request in waiting.values():
-                self._num_said[request.connection][name] = len(self._agreed[name])
-                _answer_command(request, None)
-
-        meeting.decide(self._host.expected(), agreed)
+        consensus = self._consensus[name]
+        word = consensus.settle(self._store.expected())
+        if word is None:
+            return
+        try:
+            self._apply(name, msgspec.msgpack.decode(word))
+        except ReigenError as error:
+            consensus.fail(RemoteError.of(error))
+            return
+        self._agreed[name].append(word)
+        self._store.must_save = True
+        for request in consensus.pop_waiting():
+            self._num_said[request.connection][name] = len(self._agreed[name])
+            _answer_command(request, None)
 
     def _apply(self, name: str, argument: dict[str, Any]) -> None:
         if name == "set_optimizer":
             self.optimizer = from_spec(argument)
-            self._host.use(self.optimizer)
+            self._store.use(self.optimizer)
             return
         self.codec = from_params(argument) if argument else None
         self.encoder = None if self.codec is None else self.codec.for_sums(self._num_workers)
@@ -171,7 +161,7 @@ class StoreSettings:
         if isinstance(rate, bool) or not isinstance(rate, int | float):
             raise ArgumentError(f"a learning rate is a number, not {rate!r:.100}")
         self.optimizer = self.optimizer.with_learning_rate(float(rate))
-        self._host.must_save = True
+        self._store.must_save = True
 
 
 def _check_argument(name: str, argument: dict[str, Any]) -> None:
@@ -183,7 +173,7 @@ def _check_argument(name: str, argument: dict[str, Any]) -> None:
 
 
 def _canonical_bytes(argument: dict[str, Any]) -> bytes:
-    """Equal for equal arguments, whatever the order in which they were written."""
+    """Return the same bytes for equal arguments, whatever the order in which they were written."""
     return msgspec.msgpack.encode({name: argument[name] for name in sorted(argument)})
 
 

@@ -1,4 +1,4 @@
-"""The threads of a server that compute; the end of each task is told to the thread that does I/O."""
+"""Threads of a server that compute; the thread that does I/O hears of the end of each task."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ TaskCallback = Callable[[BaseException | None], None]
 
 
 def choose_num_threads(asked: int | None, num_processors: int, *, saves: bool) -> tuple[int, str]:
-    """How many threads of a server compute, and the reason in words.
+    """Return how many threads of a server compute, and the reason in words.
 
     Besides them there is the one that does I/O, which computes what is small. More threads than processors add nothing:
     they take Python's lock and the caches from each other, and processors from workers on the same host.
 
     Args:
-        asked: what the user says; None: nothing.
+        asked: the user's choice, if any.
         num_processors: how many this process may use.
         saves: they write snapshots, too.
     """
@@ -57,7 +57,7 @@ class ComputeThreads:
         self.num_running = 0
 
     def fileno(self) -> int:
-        """A descriptor that is readable while `collect` has something to do."""
+        """Return a descriptor that is readable while `collect` has something to do."""
         return self._doorbell
 
     def now(self, task: ComputeTask) -> BaseException | None:

@@ -1,8 +1,8 @@
-"""The launcher's agent on another host: ``python -m reigen.launch.agent``, which ssh runs there.
+"""Agent of the launcher on another host: ``python -m reigen.launch.agent``, which ssh runs there.
 
-It keeps the host's ranks as the launcher keeps those of its own host: it plans their processors, starts them, tells
-what they print and when they end, and ends them when it is told to. It decides nothing but this: when the launcher is
-not heard of any more, everything ends at once. `launch.agent.agent_protocol` states what is said.
+It keeps the host's ranks as the launcher keeps those of its own host: it plans their processors, starts them, reports
+their output and their ends, and ends them on request. It decides nothing but this: when nothing has come from the
+launcher for too long, everything ends at once. `launch.agent.agent_protocol` has the protocol.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from reigen.launch.watchdog import run_under_watchdog
 from reigen.net.interfaces import choose_address
 from reigen.resources.stdio import open_standard_streams
 
-#: Until the launcher has said how long it may be silent.
+#: In force until the launcher has set another.
 _FIRST_SILENCE_SECONDS = 60.0
 _CONNECT_SECONDS = 20.0
 
@@ -63,37 +63,39 @@ def main() -> int:
     reading, writing = os.dup(0), os.dup(1)
     with Path(os.devnull).open("rb") as nothing:
         os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)  # whatever prints here must not end up between the messages
+    os.dup2(2, 1)  # output must not end up between the messages
     return run_under_watchdog(lambda lifeline: Agent(lifeline, (reading, writing)).run(), _complain)
 
 
 class Agent:
-    """The agent's supervising process; an ``ProcessListener`` of its processes.
+    """Supervising process of the agent; a ``ProcessListener`` of its processes.
 
     Args:
         lifeline: see ``launch.watchdog``.
-        descriptors: where the launcher is heard, and where it listens.
+        descriptors: to read from the launcher, and to write to it.
     """
 
     def __init__(self, lifeline: int, descriptors: tuple[int, int]) -> None:
         self._loop = LauncherLoop(lifeline, self._on_signal, self._on_orphaned)
-        self._pipes = MessagePipes(self._loop, descriptors, (REPLY_CODEC, REQUEST_CODEC), self._hear, self._on_end)
+        self._pipes = MessagePipes(
+            self._loop, descriptors, (REPLY_CODEC, REQUEST_CODEC), self._on_request, self._on_end
+        )
         self._processes = LocalProcesses(self._loop, self)
         self._heartbeat: AgentHeartbeat | None = None
         self._relay = RankRelay(self._loop, self._pipes.send, lambda: self._pipes.has_pending)
-        self._heard_at = self._turned_at = time.monotonic()
-        self._beat_at = self._heard_at + KEEPALIVE_SECONDS
+        self._last_received = self._turned_at = time.monotonic()
+        self._next_keepalive = self._last_received + KEEPALIVE_SECONDS
         self._silence_seconds = _FIRST_SILENCE_SECONDS
-        #: What may still be sent of each stream.
+        #: Bytes that may still be sent of each stream.
         self._credit = dict.fromkeys(STREAMS, WINDOW_BYTES)
-        #: At which address the others reach this host.
+        #: Address at which the others reach this host.
         self._address = ""
         self._is_swept = False
         self._exit_code: int | None = None
         self._stack = ExitStack()
 
     def run(self) -> int:
-        """Serve until the launcher has gone; whatever runs then, the guard ends."""
+        """Serve until the launcher has gone; the watchdog ends all that runs then."""
         with self._loop, self._stack:
             self._pipes.send_bytes(agent_protocol.greeting())
             client = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
@@ -106,42 +108,42 @@ class Agent:
         now, before = time.monotonic(), self._turned_at
         self._turned_at = now
         if now - before > 2 * KEEPALIVE_SECONDS:  # this process did not run: what came meanwhile is still to be read
-            self._heard_at = now
-        if now - self._heard_at > self._silence_seconds:
+            self._last_received = now
+        if now - self._last_received > self._silence_seconds:
             self._end(f"the launcher has not been heard of for {self._silence_seconds:g} s")
             return
-        if now >= self._beat_at:
+        if now >= self._next_keepalive:
             self._pipes.send(agent_protocol.KeepAlive())
             if self._heartbeat is not None:
                 self._heartbeat.ask()
-            self._beat_at = now + KEEPALIVE_SECONDS
+            self._next_keepalive = now + KEEPALIVE_SECONDS
         self._relay.forward()
         seconds = self._processes.turn()
-        wait = self._beat_at - now
+        wait = self._next_keepalive - now
         self._loop.wait(wait if seconds is None else min(wait, seconds))
 
     def _end(self, reason: str, exit_code: int = 1) -> None:
         _complain(reason)
         self._exit_code = exit_code
 
-    # ---------------------------------------------------------------- what the launcher says
+    # ---------------------------------------------------------------- requests
 
-    def _heard(self) -> None:
-        self._heard_at = time.monotonic()
+    def _mark_alive(self) -> None:
+        self._last_received = time.monotonic()
 
-    def _hear(self, order: AgentRequest) -> None:
-        self._heard()
-        match order:
+    def _on_request(self, request: AgentRequest) -> None:
+        self._mark_alive()
+        match request:
             case agent_protocol.PrepareRequest():
-                self._answer(order)
+                self._on_prepare(request)
             case agent_protocol.StartRequest():
-                self._start(order)
+                self._start(request)
             case agent_protocol.OutputCredit(stream, num_bytes):
                 self._credit[stream] += num_bytes
                 if self._credit[stream] > 0:
                     self._processes.resume(stream)
             case agent_protocol.PayloadChunk():
-                self._take(order)
+                self._take(request)
             case agent_protocol.FactsRequest():
                 self._pipes.send(collect_host_facts())
             case agent_protocol.TimeRequest():
@@ -149,11 +151,11 @@ class Agent:
             case agent_protocol.KeepAlive():
                 pass
             case _:
-                self._obey(order)
+                self._execute(request)
 
-    def _obey(self, order: AgentRequest) -> None:
-        """Do what ``launch.job_state`` has decided."""
-        match order:
+    def _execute(self, request: AgentRequest) -> None:
+        """Carry out a decision of ``launch.job_state``."""
+        match request:
             case agent_protocol.RestartRequest(number, attempt):
                 self._restart(number, attempt)
             case agent_protocol.TerminateRequest(ranks):
@@ -163,28 +165,28 @@ class Agent:
             case agent_protocol.SweepRequest():
                 self._processes.sweep()
 
-    def _answer(self, order: agent_protocol.PrepareRequest) -> None:
-        self._silence_seconds = order.silence_seconds
+    def _on_prepare(self, request: agent_protocol.PrepareRequest) -> None:
+        self._silence_seconds = request.silence_seconds
         try:
-            answer: AgentReply = self._prepare(order)
+            answer: AgentReply = self._prepare(request)
         except (LaunchError, ConfigError) as error:
             answer = agent_protocol.HostRefused(str(error), _error_exit_code(error))
         self._pipes.send(answer)
 
-    def _prepare(self, order: agent_protocol.PrepareRequest) -> agent_protocol.HostReady:
+    def _prepare(self, request: agent_protocol.PrepareRequest) -> agent_protocol.HostReady:
         try:
-            os.chdir(Path.home() / order.directory)
+            os.chdir(Path.home() / request.directory)
         except (OSError, RuntimeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise LaunchError(f"the working directory {order.directory} cannot be used there: {reason}") from None
-        if which(order.program, path=merge_remote_environ(os.environ, {"PATH": order.path})["PATH"]) is None:
-            raise LaunchError(f"no such command there: {order.program}", 127)
-        for file in order.files:
+            raise LaunchError(f"the working directory {request.directory} cannot be used there: {reason}") from None
+        if which(request.program, path=merge_remote_environ(os.environ, {"PATH": request.path})["PATH"]) is None:
+            raise LaunchError(f"no such command there: {request.program}", 127)
+        for file in request.files:
             if not Path(file).exists():
                 raise LaunchError(f"there is no {file} in {Path.cwd()} there")
-        address = _connect_to_launcher(order.launcher, min(_CONNECT_SECONDS, order.silence_seconds / 2))
-        if order.interfaces:
-            address, _ = choose_address(order.interfaces, address)
+        address = _connect_to_launcher(request.launcher, min(_CONNECT_SECONDS, request.silence_seconds / 2))
+        if request.interfaces:
+            address, _ = choose_address(request.interfaces, address)
         self._address = address
         return agent_protocol.HostReady(address, self._stack.enter_context(reserve_port()).getsockname()[1])
 
@@ -194,27 +196,27 @@ class Agent:
         except LaunchError as error:
             self._pipes.send(agent_protocol.HostRefused(str(error)))
 
-    def _start(self, order: agent_protocol.StartRequest) -> None:
-        environ = merge_remote_environ(os.environ, order.environ, order.package)
+    def _start(self, request: agent_protocol.StartRequest) -> None:
+        environ = merge_remote_environ(os.environ, request.environ, request.package)
         try:
-            self._heartbeat = self._connect(order, NetworkOptions.of(environ))
-            places, reason = self._plan(order, environ)
-            for place in places:
-                command = process_command(place, order.command, order.ps_command)
-                self._processes.start(command, place, self._relay.inherited, stdin=0)
+            self._heartbeat = self._connect(request, NetworkOptions.from_environ(environ))
+            specs, reason = self._plan(request, environ)
+            for spec in specs:
+                command = process_command(spec, request.command, request.ps_command)
+                self._processes.start(command, spec, self._relay.inherited, stdin=0)
         except (LaunchError, ConfigError) as error:
             self._pipes.send(agent_protocol.HostRefused(str(error), _error_exit_code(error)))
             return
         pids = tuple(self._processes.pids.values())
-        self._pipes.send(agent_protocol.ProcessesStarted(pids, tuple(describe_binding(places, reason))))
+        self._pipes.send(agent_protocol.ProcessesStarted(pids, tuple(describe_binding(specs, reason))))
 
-    def _connect(self, order: agent_protocol.StartRequest, network: NetworkOptions) -> AgentHeartbeat:
+    def _connect(self, request: agent_protocol.StartRequest, network: NetworkOptions) -> AgentHeartbeat:
         heartbeat = AgentHeartbeat(
-            order.rendezvous,
-            order.secret,
-            order.number,
+            request.rendezvous,
+            request.secret,
+            request.number,
             self._loop,
-            self._heard,
+            self._mark_alive,
             peer_timeout_seconds=network.peer_timeout_seconds,
             timeout_seconds=min(_CONNECT_SECONDS, self._silence_seconds / 2),
             tls=network.make_tls(),
@@ -222,19 +224,24 @@ class Agent:
         self._stack.callback(heartbeat.close)
         return heartbeat
 
-    def _plan(self, order: agent_protocol.StartRequest, environ: Mapping[str, str]) -> tuple[list[ProcessSpec], str]:
+    def _plan(self, request: agent_protocol.StartRequest, environ: Mapping[str, str]) -> tuple[list[ProcessSpec], str]:
         services = JobServices(
-            order.rendezvous, order.secret, order.master_port, order.master_address, order.ps_job, self._address
+            request.rendezvous,
+            request.secret,
+            request.master_port,
+            request.master_address,
+            request.ps_job,
+            self._address,
         )
         ranks, reason = plan_ranks(
-            [Topology(*numbers) for numbers in order.topologies],
+            [Topology(*numbers) for numbers in request.topologies],
             services,
-            {**environ, **order.rank_environ},
+            {**environ, **request.rank_environ},
             detect_cpus(),
-            bind=order.bind,
-            start_timeout_seconds=order.start_timeout_seconds,
+            bind=request.bind,
+            start_timeout_seconds=request.start_timeout_seconds,
         )
-        return ranks + plan_ps_processes(order.servants, services, environ, order.server_environ), reason
+        return ranks + plan_ps_processes(request.ps_processes, services, environ, request.server_environ), reason
 
     def _restart(self, number: int, attempt: int) -> None:
         try:
@@ -254,25 +261,25 @@ class Agent:
     def _on_orphaned(self) -> None:
         self._end("the process that watches over the agent has gone")
 
-    # ---------------------------------------------------------------- what happens here
+    # ---------------------------------------------------------------- events of the processes
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """Tell the launcher, and wait for it where it does not keep up."""
+        """Send the output, and pause its source where the launcher does not keep up."""
         self._pipes.send(agent_protocol.OutputChunk(rank, stream, data))
         self._credit[stream] -= len(data)
         if self._credit[stream] <= 0:
             self._processes.pause(stream)
 
     def closed(self, rank: int, stream: int) -> None:
-        """Tell the launcher."""
+        """Report the end of a stream."""
         self._pipes.send(agent_protocol.OutputClosed(rank, stream))
 
     def exited(self, rank: int, exit_code: int, cause: str) -> None:
-        """Tell the launcher, after what the rank has sent home."""
+        """Report the end of a process, after the rank's own messages."""
         self._relay.put(agent_protocol.ProcessExitReport(rank, exit_code, cause))
 
     def swept(self, processes: HostProcesses) -> None:
-        """Tell the launcher, after everything that was printed."""
+        """Report the end of all processes, after all output."""
         self._processes.drain()
         self._is_swept = True
         self._relay.put(agent_protocol.HostSwept())
@@ -283,11 +290,7 @@ def _error_exit_code(error: LaunchError | ConfigError) -> int:
 
 
 def _connect_to_launcher(launcher: str, seconds: float) -> str:
-    """Connect to the launcher's service once; returns the own address on that way.
-
-    Raises:
-        LaunchError: it cannot be reached.
-    """
+    """Connect to the launcher's service once; returns the own address on that way, or raises LaunchError."""
     try:
         with socket.create_connection(split_address(launcher), seconds) as connection:
             return str(connection.getsockname()[0])

@@ -1,4 +1,4 @@
-"""The launcher's end of the conversation with its agent on one host: a client process and the frames through it."""
+"""Launcher's end of the connection to its agent on one host: a client process and the frames through it."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from reigen.launch.host_processes import STREAMS, ProcessListener
 from reigen.launch.payload import PayloadFile
 
 _STDERR_BYTES = 1 << 14
-#: How long the client process may take to end when its output has ended.
+#: Seconds that the client process may take to end when its output has ended.
 _LAST_SECONDS = 2.0
 
 
 class AgentPhase(IntEnum):
-    """How far the agent has come."""
+    """Phase in the life of an agent."""
 
-    CALLED = auto()
-    HERE = auto()
+    STARTING = auto()
+    CONNECTED = auto()
     READY = auto()
     RUNNING = auto()
     SWEPT = auto()
@@ -44,31 +44,30 @@ class AgentPhase(IntEnum):
 
 
 class AgentListener(ProcessListener, Protocol):
-    """Who is told what happens to the ranks of another host."""
+    """Listener to the events of the ranks of another host."""
 
-    def rank_message(self, text: bytes, parcel: int | None) -> None:
-        """A rank has sent this home; the parcel's descriptor is the client's to close."""
+    def rank_message(self, text: bytes, payload: int | None) -> None:
+        """Rank has sent a message; the payload's descriptor is the client's to close."""
 
     def stepped(self, agent: AgentClient) -> None:
-        """The agent has come further, has answered, or has gone: the client's attributes say how."""
+        """Agent has reached another phase, has answered, or has gone: see the client's attributes."""
 
 
 class AgentClient:
-    """One host's agent; a ``HostProcesses``.
+    """Agent of one host; a ``HostProcesses``.
 
     Args:
         host: its name.
         process: its stdin and stdout are the agent's; from now on the client's to end.
         loop: waits for it.
-        listener: is told.
-        silence_seconds: without any message for so long, the connection is cut.
+        listener: gets the events of its ranks.
+        silence_seconds: the connection is cut where no message comes for so long; may be changed later.
 
     Attributes:
-        silence_seconds: the same; may be changed.
-        heard_elsewhere_at: tells when the agent was heard last in another way, on the clock of ``time.monotonic()``.
-        step: how far the agent has come.
-        refused: why it cannot take part, in its own words; or why the conversation has ended.
-        hello, ready, started, facts, pong: what it has answered last.
+        last_received_elsewhere: returns when the agent was last alive on another connection, by ``time.monotonic()``.
+        phase: of the agent.
+        refused: why it cannot take part, in its own words; or why the connection has ended.
+        hello, ready, started, facts, time_reply: its latest answers.
         exit_code: of the client process, when it has ended.
     """
 
@@ -80,19 +79,19 @@ class AgentClient:
         listener: AgentListener,
         silence_seconds: float,
     ) -> None:
-        self.host, self.step = host, AgentPhase.CALLED
+        self.host, self.phase = host, AgentPhase.STARTING
         self.refused: agent_protocol.HostRefused | None = None
         self.hello: agent_protocol.AgentHello | None = None
         self.ready: agent_protocol.HostReady | None = None
         self.started: agent_protocol.ProcessesStarted | None = None
         self.facts: agent_protocol.HostFacts | None = None
-        self.pong: agent_protocol.TimeReply | None = None
+        self.time_reply: agent_protocol.TimeReply | None = None
         self.exit_code: int | None = None
         self._rank_message: agent_protocol.RankMessageHeader | None = None
         self._incoming: PayloadFile | None = None
         self._loop, self._listener = loop, listener
         self.silence_seconds = silence_seconds
-        self.heard_elsewhere_at: Callable[[], float] = lambda: -math.inf
+        self.last_received_elsewhere: Callable[[], float] = lambda: -math.inf
         self._preface = GreetingParser()
         self._stderr: deque[bytes] = deque(maxlen=64)
         self._paused: set[int] = set()
@@ -100,10 +99,10 @@ class AgentClient:
         self._owed = dict.fromkeys(STREAMS, 0)
         self._process = process
         self._pipes: MessagePipes[AgentRequest, AgentReply] = MessagePipes(
-            loop, self._descriptors(), (REQUEST_CODEC, REPLY_CODEC), self._hear, self._on_end, self._preface
+            loop, self._descriptors(), (REQUEST_CODEC, REPLY_CODEC), self._on_reply, self._on_end, self._preface
         )
-        self._heard_at = self._turned_at = time.monotonic()
-        self._beat_at = self._heard_at
+        self._last_received = self._turned_at = time.monotonic()
+        self._next_keepalive = self._last_received
 
     def _descriptors(self) -> tuple[int, int]:
         process = self._process
@@ -119,12 +118,12 @@ class AgentClient:
 
     @property
     def pid(self) -> int:
-        """The client process."""
+        """Process id of the client."""
         return self._process.pid
 
     @property
-    def said(self) -> str:
-        """What the client process, and whatever ran there, has said on stderr, and before the agent's greeting."""
+    def output(self) -> str:
+        """Output of the client process and of the agent on stderr, and before the agent's greeting."""
         return (self._preface.noise + "\n" + b"".join(self._stderr).decode(errors="replace")).strip()
 
     def problem(self, starter: AgentStarter, seconds: float) -> HostProblem:
@@ -133,73 +132,73 @@ class AgentClient:
             return HostProblem(self.host, f"it has not answered within {seconds:g} s")
         if self.refused.reason:
             return HostProblem(self.host, self.refused.reason)
-        return starter.explain_exit(self.host, self.exit_code, self.said)
+        return starter.explain_exit(self.host, self.exit_code, self.output)
 
-    # ---------------------------------------------------------------- orders
+    # ---------------------------------------------------------------- requests
 
-    def send(self, order: AgentRequest) -> None:
-        """Have the agent do something that ``HostProcesses`` does not speak of."""
-        self._pipes.send(order)
+    def send(self, request: AgentRequest) -> None:
+        """Send a request that is not one of ``HostProcesses``."""
+        self._pipes.send(request)
 
     @property
     def is_busy(self) -> bool:
-        """Whether something that was sent has not left yet."""
+        """Return whether part of a request has not been written yet."""
         return self._pipes.has_pending
 
     def restart(self, number: int, attempt: int) -> None:
-        """As ``HostProcesses``."""
+        """Implement ``HostProcesses``."""
         self._pipes.send(agent_protocol.RestartRequest(number, attempt))
 
     def terminate(self, ranks: Sequence[int]) -> None:
-        """As ``HostProcesses``."""
+        """Implement ``HostProcesses``."""
         self._pipes.send(agent_protocol.TerminateRequest(tuple(ranks)))
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """As ``HostProcesses``."""
+        """Implement ``HostProcesses``."""
         self._pipes.send(agent_protocol.KillRequest(tuple(ranks)))
 
     def sweep(self) -> None:
-        """As ``HostProcesses``. Of a host that is lost, nobody can know; its agent ends everything there."""
-        if self.step is AgentPhase.GONE:
+        """Implement ``HostProcesses``; on a host that is lost, the agent ends everything by itself."""
+        if self.phase is AgentPhase.GONE:
             self._listener.swept(self)
         else:
             self._pipes.send(agent_protocol.SweepRequest())
 
     def pause(self, stream: int) -> None:
-        """As ``HostProcesses``: give no credit."""
+        """Implement ``HostProcesses``: give no credit."""
         self._paused.add(stream)
 
     def resume(self, stream: int) -> None:
-        """As ``HostProcesses``: give what is owed."""
+        """Implement ``HostProcesses``: give the credit that is owed."""
         self._paused.discard(stream)
-        self._pay(stream)
+        self._give_credit(stream)
 
     def turn(self) -> float | None:
-        """Say that the launcher is alive; see whether the agent is."""
-        if self.step is AgentPhase.GONE:
+        """Send a KeepAlive when it is due; see whether the agent is alive."""
+        if self.phase is AgentPhase.GONE:
             return None
         now, before = time.monotonic(), self._turned_at
         self._turned_at = now
         if now - before > 2 * KEEPALIVE_SECONDS:  # this process did not run: what came meanwhile is still to be read
-            self._heard_at = now
+            self._last_received = now
         lost_at = math.inf
-        if self.step is not AgentPhase.CALLED:
-            lost_at = max(self._heard_at, self.heard_elsewhere_at()) + self.silence_seconds
+        if self.phase is not AgentPhase.STARTING:
+            lost_at = max(self._last_received, self.last_received_elsewhere()) + self.silence_seconds
         if now > lost_at:
             self._on_end(f"nothing has been heard of it for {self.silence_seconds:g} s")
             return None
-        if now >= self._beat_at:
-            if self.step is not AgentPhase.CALLED:
+        if now >= self._next_keepalive:
+            if self.phase is not AgentPhase.STARTING:
                 self._pipes.send(agent_protocol.KeepAlive())
-            self._beat_at = now + KEEPALIVE_SECONDS
-        return max(0.0, min(self._beat_at, lost_at) - now)
+            self._next_keepalive = now + KEEPALIVE_SECONDS
+        return max(0.0, min(self._next_keepalive, lost_at) - now)
 
     def finish_agent(self) -> None:
-        """The agent has nothing more to do: it ends when it reads the end of its stdin."""
+        """Close the agent's stdin: it has nothing more to do, and ends."""
         self._pipes.finish()
 
     def close(self) -> None:
-        """End the client process; the agent kills what there is when it has gone. May be called twice."""
+        """End the client process; the agent then kills its processes. May be called twice."""
         self._pipes.close()
         if self._process.returncode is None:
             self._process.kill()
@@ -207,24 +206,24 @@ class AgentClient:
         if self._process.stderr is not None and not self._process.stderr.closed:
             self._loop.unwatch(self._process.stderr)
             self._process.stderr.close()
-        self.step = AgentPhase.GONE
+        self.phase = AgentPhase.GONE
 
     # ---------------------------------------------------------------- answers
 
-    def _hear(self, answer: AgentReply) -> None:
-        self._heard_at = time.monotonic()
+    def _on_reply(self, answer: AgentReply) -> None:
+        self._last_received = time.monotonic()
         match answer:
             case agent_protocol.OutputChunk(rank, stream, data):
                 self._listener.printed(rank, stream, data)
                 self._owed[stream] += len(data)
                 if stream not in self._paused:
-                    self._pay(stream)
+                    self._give_credit(stream)
             case agent_protocol.OutputClosed(rank, stream):
                 self._listener.closed(rank, stream)
             case agent_protocol.ProcessExitReport(rank, exit_code, cause):
                 self._listener.exited(rank, exit_code, cause)
             case agent_protocol.HostSwept():
-                self.step = AgentPhase.SWEPT
+                self.phase = AgentPhase.SWEPT
                 self._listener.swept(self)
             case agent_protocol.RankMessageHeader(text, None):
                 self._listener.rank_message(text, None)
@@ -242,38 +241,38 @@ class AgentClient:
             case agent_protocol.HostFacts():
                 self.facts = answer
             case agent_protocol.TimeReply():
-                self.pong = answer
+                self.time_reply = answer
             case agent_protocol.AgentHello():
-                self.hello, self.step = answer, AgentPhase.HERE
+                self.hello, self.phase = answer, AgentPhase.CONNECTED
             case agent_protocol.HostReady():
-                self.ready, self.step = answer, AgentPhase.READY
+                self.ready, self.phase = answer, AgentPhase.READY
             case agent_protocol.ProcessesStarted():
-                self.started, self.step = answer, AgentPhase.RUNNING
+                self.started, self.phase = answer, AgentPhase.RUNNING
             case agent_protocol.HostRefused():
                 self.refused = answer
         self._listener.stepped(self)
 
     def _take(self, piece: agent_protocol.PayloadChunk) -> None:
-        """A part of the parcel that comes with a rank's message."""
+        """Take a part of the payload that comes with a rank's message."""
         assert self._incoming is not None, "its header comes first"
         assert self._rank_message is not None, "its header comes first"
         self._incoming.write(piece.data)
         if piece.is_last:
-            parcel = self._incoming
-            parcel.seal()
-            self._listener.rank_message(self._rank_message.text, parcel.descriptor)
-            os.close(parcel.descriptor)
+            payload = self._incoming
+            payload.seal()
+            self._listener.rank_message(self._rank_message.text, payload.descriptor)
+            os.close(payload.descriptor)
             self._rank_message = self._incoming = None
 
-    def _pay(self, stream: int) -> None:
+    def _give_credit(self, stream: int) -> None:
         if self._owed[stream]:
             self._pipes.send(agent_protocol.OutputCredit(stream, self._owed[stream]))
             self._owed[stream] = 0
 
     def _on_end(self, reason: str) -> None:
-        if self.step is AgentPhase.GONE:
+        if self.phase is AgentPhase.GONE:
             return
-        was = self.step
+        was = self.phase
         with suppress(subprocess.TimeoutExpired):
             self.exit_code = self._process.wait(0.0 if reason else _LAST_SECONDS)
         self._read_stderr()

@@ -1,8 +1,8 @@
-"""The agent's own connection to the control service, which says whether the other machine is alive.
+"""Connection of an agent to the control service, which shows whether the other host is alive.
 
 The connection of ssh has the options that ssh gives it: where packets are lost, Linux waits twice as long after each
-transmission in vain, so that what was said may come a minute late although both machines are there. On this connection
-it is sent again at least every second (`reigen.net.sockets.set_keepalive`), which tells a loss from a silence.
+transmission in vain, so that data may come a minute late although both hosts are there. On this connection it is sent
+again at least every second (`reigen.net.sockets.set_keepalive`), which tells a loss from a silence.
 """
 
 from __future__ import annotations
@@ -22,25 +22,15 @@ from reigen.net.stream import connect_stream
 if TYPE_CHECKING:
     from reigen.net.tls import TlsContext
 
-#: Nobody puts that: the service answers at once that there is no value.
+#: A key that is never put: the service answers at once that there is no value.
 _KEY = "heartbeat"
 
 
 class AgentHeartbeat:
-    """An agent's line to the control service: it asks, the service answers.
-
-    Args:
-        address: ``host:port`` of the service.
-        secret: the job's.
-        number: the agent's.
-        loop: waits for answers.
-        heard: is called with each answer.
-        peer_timeout_seconds: see `reigen.net.sockets.set_keepalive`.
-        timeout_seconds: how long to wait for the connection.
-        tls: encrypt everything.
+    """Heartbeat of an agent: it asks the control service, the service answers, and ``on_reply`` is called.
 
     Raises:
-        LaunchError: there is no connection.
+        LaunchError: there is no connection within ``timeout_seconds``.
     """
 
     def __init__(
@@ -49,14 +39,14 @@ class AgentHeartbeat:
         secret: bytes,
         number: int,
         loop: LauncherLoop,
-        heard: Callable[[], None],
+        on_reply: Callable[[], None],
         *,
         peer_timeout_seconds: float,
         timeout_seconds: float,
         tls: TlsContext | None,
     ) -> None:
-        self._loop, self._heard = loop, heard
-        self._num_asked = 0
+        self._loop, self._on_reply = loop, on_reply
+        self._num_requests = 0
         until = time.monotonic() + timeout_seconds
         try:
             me = Identity(ProcessRole.AGENT, number, "heartbeat")
@@ -68,16 +58,16 @@ class AgentHeartbeat:
         loop.watch(self._connection, self._serve)
 
     def ask(self) -> None:
-        """Ask whether the launcher is there; at the same time it hears that the agent is."""
+        """Ask whether the launcher is there, which shows it that the agent is."""
         if self._connection.fileno() < 0:
             return
         if not self._conversation.outgoing:
-            self._num_asked += 1
-            self._conversation.send(REQUEST_CODEC.encode(GetValue(self._num_asked, _KEY, wait=False)))
+            self._num_requests += 1
+            self._conversation.send(REQUEST_CODEC.encode(GetValue(self._num_requests, _KEY, wait=False)))
         self._send()
 
     def close(self) -> None:
-        """End the connection: the launcher's silence is told by ssh alone then. May be called twice."""
+        """End the connection; then only ssh's shows whether the launcher lives. May be called twice."""
         if self._connection.fileno() >= 0:
             self._loop.unwatch(self._connection)
             self._connection.close()
@@ -88,7 +78,7 @@ class AgentHeartbeat:
             if not data:
                 raise ConnectionResetError
             for _ in self._conversation.receive(data):
-                self._heard()
+                self._on_reply()
         except BlockingIOError:
             return
         except (OSError, AuthenticationError, WireError):
@@ -97,7 +87,7 @@ class AgentHeartbeat:
         self._send()
 
     def _send(self) -> None:
-        """What the kernel does not take now goes with the next question, or answer."""
+        """Send as much as the kernel takes; the rest goes with the next question, or answer."""
         outgoing = self._conversation.outgoing
         try:
             with suppress(BlockingIOError):

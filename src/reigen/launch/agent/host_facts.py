@@ -1,4 +1,4 @@
-"""What there is on this machine, for `reigen check`."""
+"""Facts about this host for `reigen check`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NVIDIA_SECONDS = 10.0
 
 
 def collect_host_facts() -> HostFacts:
-    """Processors, libraries and GPUs."""
+    """Collect the number of processors, versions of libraries and GPUs."""
     return HostFacts(len(detect_cpus().cpus), _versions(), list_gpus())
 
 
 def list_gpus() -> tuple[str, ...]:
-    """NVIDIA's GPUs, a line each, as its driver names them."""
+    """List NVIDIA's GPUs, a line each, as its driver names them."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Looking at hosts without starting a job there: `reigen check --hosts`."""
+"""Probes of hosts without starting a job there: `reigen check --hosts`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,7 @@ _NUM_PINGS = 10
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """A host's clock beside this one's.
-
-    Attributes:
-        offset_seconds: how far it is ahead.
-        error_seconds: by how much that may be wrong: half the round trip.
-    """
+    """Offset of a host's clock, positive where it is ahead, and its error: half the round trip."""
 
     offset_seconds: float
     error_seconds: float
@@ -38,14 +33,14 @@ class ClockOffset:
 
 @dataclass(frozen=True, slots=True)
 class HostProbe:
-    """What was found on a host.
+    """Findings about a host.
 
     Attributes:
         host: its name, as the user gave it.
         problem: why nothing was found; None where it was.
-        hostname: as it calls itself.
+        hostname: its own name.
         python: version of the Python there.
-        facts: what else there is.
+        facts: the rest.
         clock: its clock; None for this host's own.
     """
 
@@ -60,43 +55,38 @@ class HostProbe:
 def probe_hosts(hosts: Sequence[str], starter: AgentStarter, command: AgentCommand) -> list[HostProbe]:
     """Look at all hosts at the same time, by an agent on each of the others.
 
-    Args:
-        hosts: their names.
-        starter: gets the agents there.
-        command: what they run.
-
     Raises:
         LaunchError: the client process of an agent cannot be started.
     """
-    with _HostProber() as visitor:
+    with _HostProber() as prober:
         for host in hosts:
             if not is_this_host(host):
-                visitor.add_agent(host, starter.start_agent(host, command))
-        visitor.wait(_PROBE_SECONDS)
-        return [visitor.found(host, starter) for host in hosts]
+                prober.add_agent(host, starter.start_agent(host, command))
+        prober.wait(_PROBE_SECONDS)
+        return [prober.result(host, starter) for host in hosts]
 
 
 def estimate_clock_offset(pings: Sequence[tuple[float, float, float]]) -> ClockOffset | None:
-    """A clock from questions and answers: (asked, time there, answered); the quickest one counts.
+    """Estimate an offset from (sent at, time there, answered at) of pings, in seconds; the quickest one counts.
 
     Example:
-        >>> clock_of([(0.0, 7.0, 4.0), (10.0, 15.5, 11.0)])
-        Clock(offset_seconds=5.0, error_seconds=0.5)
+        >>> estimate_clock_offset([(0.0, 7.0, 4.0), (10.0, 15.5, 11.0)])
+        ClockOffset(offset_seconds=5.0, error_seconds=0.5)
     """
     if not pings:
         return None
-    asked, there, answered = min(pings, key=lambda ping: ping[2] - ping[0])
-    return ClockOffset(there - (asked + answered) / 2, (answered - asked) / 2)
+    sent, remote, received = min(pings, key=lambda ping: ping[2] - ping[0])
+    return ClockOffset(remote - (sent + received) / 2, (received - sent) / 2)
 
 
 class _HostProber:
-    """The agents that are asked; a ``AgentListener`` to whom no job ever happens."""
+    """Client of the agents of a probe; an ``AgentListener`` without a job."""
 
     def __init__(self) -> None:
         self._loop = LauncherLoop()
         self._agents: dict[str, AgentClient] = {}
         self._pings: dict[str, list[tuple[float, float, float]]] = {}
-        self._asked: dict[str, float] = {}
+        self._ping_sent: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         self._loop.__enter__()
@@ -108,7 +98,7 @@ class _HostProber:
         self._loop.__exit__(*exception)
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
-        """Speak to an agent through this client process."""
+        """Talk to an agent through this client process."""
         self._pings[host] = []
         self._agents[host] = AgentClient(host, process, self._loop, self, _SILENCE_SECONDS)
 
@@ -116,14 +106,14 @@ class _HostProber:
         """Wait until all have answered everything, or cannot."""
         deadline = time.monotonic() + seconds
         agents = self._agents.values()
-        while any(not self._is_done(each) for each in agents) and (left := deadline - time.monotonic()) > 0:
+        while any(not self._is_done(each) for each in agents) and (remaining := deadline - time.monotonic()) > 0:
             turns = [each.turn() for each in agents]
-            self._loop.wait(min([left, *(turn for turn in turns if turn is not None)]))
+            self._loop.wait(min([remaining, *(turn for turn in turns if turn is not None)]))
         for each in agents:
             each.finish_agent()
 
-    def found(self, host: str, starter: AgentStarter) -> HostProbe:
-        """What is known of a host now."""
+    def result(self, host: str, starter: AgentStarter) -> HostProbe:
+        """Return the findings about a host."""
         agent = self._agents.get(host)
         if agent is None:
             return HostProbe(host, None, socket.gethostname(), platform.python_version(), collect_host_facts())
@@ -133,35 +123,35 @@ class _HostProber:
         return HostProbe(host, None, agent.hello.hostname, agent.hello.python, agent.facts, clock)
 
     def _is_done(self, agent: AgentClient) -> bool:
-        return agent.step is AgentPhase.GONE or len(self._pings[agent.host]) == _NUM_PINGS
+        return agent.phase is AgentPhase.GONE or len(self._pings[agent.host]) == _NUM_PINGS
 
-    # ---------------------------------------------------------------- as an agent's listener
+    # ---------------------------------------------------------------- AgentListener
 
     def stepped(self, agent: AgentClient) -> None:
         """Ask the next question."""
         host, now = agent.host, time.time()
-        if agent.step is AgentPhase.GONE:
+        if agent.phase is AgentPhase.GONE:
             return
         if agent.facts is None:
             agent.send(agent_protocol.FactsRequest())
             return
-        if agent.pong is not None and host in self._asked:
-            self._pings[host].append((self._asked.pop(host), agent.pong.seconds, now))
+        if agent.time_reply is not None and host in self._ping_sent:
+            self._pings[host].append((self._ping_sent.pop(host), agent.time_reply.seconds, now))
         if not self._is_done(agent):
-            self._asked[host] = time.time()
+            self._ping_sent[host] = time.time()
             agent.send(agent_protocol.TimeRequest())
 
-    def rank_message(self, text: bytes, parcel: int | None) -> None:
-        """No rank runs."""
+    def rank_message(self, text: bytes, payload: int | None) -> None:
+        """Ignore it: there are no ranks, here and below."""
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """No rank runs."""
+        """Ignore it."""
 
     def closed(self, rank: int, stream: int) -> None:
-        """No rank runs."""
+        """Ignore it."""
 
     def exited(self, rank: int, exit_code: int, cause: str) -> None:
-        """No rank runs."""
+        """Ignore it."""
 
     def swept(self, group: HostProcesses) -> None:
-        """No rank runs."""
+        """Ignore it."""

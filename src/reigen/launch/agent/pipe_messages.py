@@ -18,15 +18,15 @@ _In = TypeVar("_In")
 
 
 class MessagePipes(Generic[_Out, _In]):
-    """One end of a conversation.
+    """Connection through two pipes.
 
     Args:
         loop: waits for the pipes.
-        descriptors: where to read and where to write; owned from now on, and set to be non-blocking.
-        codecs: of what is sent, and of what comes.
-        hear: called with each message that comes.
-        preface: what has to come before the first message; None: nothing.
-        ended: called once, when nothing more can come, with the reason: empty for the end of the file.
+        descriptors: to read and to write; owned from now on, and set to be non-blocking.
+        codecs: of sent and of received messages.
+        on_message: called with each message.
+        on_end: called once, when nothing more can come, with the reason: empty for the end of the file.
+        preface: parser of the bytes before the first message; None: there are none.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class MessagePipes(Generic[_Out, _In]):
         loop: LauncherLoop,
         descriptors: tuple[int, int],
         codecs: tuple[MessageCodec[_Out], MessageCodec[_In]],
-        hear: Callable[[_In], None],
-        ended: Callable[[str], None],
+        on_message: Callable[[_In], None],
+        on_end: Callable[[str], None],
         preface: GreetingParser | None = None,
     ) -> None:
         self._loop = loop
         self._reading, self._writing = descriptors
         self._encode, self._decode = codecs[0].encode, codecs[1].decode
-        self._hear, self._ended, self._preface = hear, ended, preface
+        self._on_message, self._on_end, self._preface = on_message, on_end, preface
         self._frames = FrameBuffer(MAX_FRAME_BYTES)
         self._pending = bytearray()
         self._is_open = self._is_writable = True
@@ -50,35 +50,35 @@ class MessagePipes(Generic[_Out, _In]):
         loop.watch(self._reading, self._read)
 
     def send(self, message: _Out) -> None:
-        """Say something; nothing happens where nobody listens any more: that end shows when reading."""
+        """Send a message. A closed connection is noticed by reading, not here."""
         self.send_bytes(add_length_prefix(self._encode(message), MAX_FRAME_BYTES))
 
     def send_bytes(self, data: bytes) -> None:
-        """Send what is no message: a greeting."""
+        """Send bytes that are no message: a greeting."""
         if self._is_writable:
             self._pending += data
             self._flush()
 
     def feed(self, data: bytes) -> None:
-        """Take in what was read."""
+        """Take received bytes."""
         try:
             if self._preface is not None and self._preface.version is None:
                 data = self._preface.feed(data)
             self._frames.feed(data)
             while self._is_open and (body := self._frames.pop()) is not None:
-                self._hear(self._decode(body))
+                self._on_message(self._decode(body))
         except WireError as error:
             self._end(str(error))
 
     def finish(self) -> None:
-        """Say nothing more: the other side reads the end. May be called twice."""
+        """Close the writing end: the other side reads the end of the file. May be called twice."""
         if self._is_writable:
             self._is_writable = False
             self._loop.unwatch(self._writing)
             os.close(self._writing)
 
     def close(self) -> None:
-        """Neither speak nor hear. May be called twice."""
+        """Close both ends. May be called twice."""
         self.finish()
         if self._is_open:
             self._is_open = False
@@ -87,7 +87,7 @@ class MessagePipes(Generic[_Out, _In]):
 
     @property
     def has_pending(self) -> bool:
-        """Whether something that was sent has not left."""
+        """Return whether something that was sent has not been written."""
         return bool(self._pending) and self._is_writable
 
     def _read(self) -> None:
@@ -105,7 +105,7 @@ class MessagePipes(Generic[_Out, _In]):
 
     def _end(self, reason: str) -> None:
         self.close()
-        self._ended(reason)
+        self._on_end(reason)
 
     def _flush(self) -> None:
         with suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""The agent's post: what its ranks send home, and that they have ended, in the order in which it happened."""
+"""Relay of an agent: its ranks' messages, and their ends, in the order in which they happened."""
 
 from __future__ import annotations
 
@@ -21,42 +21,38 @@ from reigen.launch.payload import (
 
 
 class RankRelay:
-    """Sends letters and answers to the launcher one after the other, parcels in pieces.
+    """Sender of messages and answers to the launcher one after the other, payloads in pieces.
 
     Args:
-        loop: waits for letters.
+        loop: waits for messages.
         send: gives an answer to the launcher.
-        is_busy: whether what was sent has not left yet: parcels wait for that, so that they are not in memory twice.
+        is_busy: whether earlier data has not been written yet: payloads wait for that, so as not to be in memory twice.
     """
 
     def __init__(self, loop: LauncherLoop, send: Callable[[AgentReply], None], is_busy: Callable[[], bool]) -> None:
         self._loop, self._send, self._is_busy = loop, send, is_busy
         self._queue: deque[RankMessage | AgentReply] = deque()
-        #: How much of the first message's parcel has been sent; None: not even its header.
+        #: Bytes of the first message's payload that have been sent; None: not even its header.
         self._num_sent: int | None = None
         self._incoming: PayloadFile | None = None
-        self._lines: tuple[socket.socket, socket.socket] | None = None
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
         self.inherited: InheritedDescriptors | None = None
 
     def receive(self, piece: agent_protocol.PayloadChunk) -> None:
-        """Take a piece of the ranks' parcel.
-
-        Raises:
-            LaunchError: there is not enough memory for it.
-        """
+        """Take a piece of the ranks' payload; raises LaunchError where there is not enough memory for it."""
         self._incoming = self._incoming or PayloadFile()
         self._incoming.write(piece.data)
         if piece.is_last:
             self._incoming.seal()
-            ours, theirs = self._lines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._loop.watch(ours, self.collect)
-            self.inherited = InheritedDescriptors(self._incoming.descriptor, theirs.fileno())
+            own, ranks_end = self._sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._loop.watch(own, self.collect)
+            self.inherited = InheritedDescriptors(self._incoming.descriptor, ranks_end.fileno())
 
     def collect(self) -> None:
-        """Take the letters that are there."""
-        if self._lines is not None:
+        """Take the messages that are there."""
+        if self._sockets is not None:
             try:
-                while (message := receive_rank_message(self._lines[0])) is not None:
+                while (message := receive_rank_message(self._sockets[0])) is not None:
                     self._queue.append(message)
             except OSError as error:
                 raise LaunchError(str(error)) from None
@@ -68,7 +64,7 @@ class RankRelay:
         self.forward()
 
     def forward(self) -> None:
-        """Send what can be sent now."""
+        """Send as much as is possible now."""
         while self._queue:
             first = self._queue[0]
             if isinstance(first, RankMessage):
@@ -79,18 +75,18 @@ class RankRelay:
             self._queue.popleft()
 
     def _forward(self, message: RankMessage) -> bool:
-        """Whether it is on its way completely."""
-        size = None if message.parcel is None else os.fstat(message.parcel).st_size
+        """Send a message, in parts; return whether all of it is sent."""
+        size = None if message.payload is None else os.fstat(message.payload).st_size
         if self._num_sent is None:
             self._send(agent_protocol.RankMessageHeader(message.text, size))
             self._num_sent = 0
-        if message.parcel is not None and size is not None:
+        if message.payload is not None and size is not None:
             while self._num_sent < size:
                 if self._is_busy():
                     return False
-                data = os.pread(message.parcel, PAYLOAD_CHUNK_BYTES, self._num_sent)
+                data = os.pread(message.payload, PAYLOAD_CHUNK_BYTES, self._num_sent)
                 self._num_sent += len(data)
                 self._send(agent_protocol.PayloadChunk(data, self._num_sent == size))
-            os.close(message.parcel)
+            os.close(message.payload)
         self._num_sent = None
         return True

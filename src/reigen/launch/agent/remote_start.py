@@ -1,4 +1,4 @@
-"""Calling the other hosts before a job starts: all at once, and nothing starts unless all of them are ready."""
+"""Start of the agents before a job starts: all at once, and nothing starts unless all of them are ready."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from reigen.launch.local_plan import JobServices
 from reigen.launch.options import LaunchOptions
 from reigen.launch.payload import PAYLOAD_CHUNK_BYTES
 
-#: How long a host may take to log in, to start Python, and to answer: at least this.
+#: Least time in seconds for a host to log in, to start Python, and to answer.
 _CONNECT_SECONDS = 30.0
 _PREPARE_SECONDS = 20.0
 #: Options of Python behind which no script follows: -c and -m, also as the last of several (-Sc).
@@ -32,22 +32,16 @@ _NO_SCRIPT = re.compile(r"-[^-XW]*[cm]")
 
 
 class AgentOwner(ChildWaiter, Protocol):
-    """Who owns the agents and waits for them."""
+    """Owner of the agents, which waits for them."""
 
     agents: dict[str, AgentClient]
 
     def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
-        """Speak to an agent through this client process."""
+        """Talk to an agent through this client process."""
 
 
 class RemoteStart:
-    """The agents of a job's other hosts, until their ranks start. Where there are none, nothing happens.
-
-    Args:
-        options: of the job.
-        plan: which processes are where, and how agents get there.
-        environ: what the ranks inherit.
-        caller: has the agents.
+    """Agents of a job's other hosts, until their ranks start. Where there are none, nothing happens.
 
     Attributes:
         reason: why this host is reached at the address that ``call`` found.
@@ -69,10 +63,10 @@ class RemoteStart:
         """
         command = AgentCommand.with_modules_of(self._options.ssh.python, self._environ)
         for assignment in self._assignments:
-            if not assignment.is_here:
+            if not assignment.is_local:
                 self._caller.add_agent(assignment.host, self._starter.start_agent(assignment.host, command))
         patience = max(self._options.network.start_timeout_seconds, self._options.start_timeout_seconds or 0.0)
-        self._gather(AgentPhase.HERE, max(_CONNECT_SECONDS, patience))
+        self._gather(AgentPhase.CONNECTED, max(_CONNECT_SECONDS, patience))
         agents = self._caller.agents
         if not agents:
             return ""
@@ -83,10 +77,7 @@ class RemoteStart:
         return address
 
     def prepare(self, launcher: str) -> None:
-        """Have each host looked at: is everything there that the job needs?
-
-        Args:
-            launcher: ``host:port`` of the launcher's service.
+        """Have each host checked for everything that the job needs; ``launcher`` is the service's ``host:port``.
 
         Raises:
             LaunchError: hosts cannot take part: a table of them.
@@ -116,46 +107,40 @@ class RemoteStart:
             self.master = first.ready.address, first.ready.port
 
     def _command(self, assignment: HostAssignment) -> tuple[str, ...]:
-        """What a host must be able to run."""
+        """Return the command that a host must be able to run."""
         servers = self._options.servers
         if assignment.ranks or servers is None:
             return self._options.command
         return servers.command or (self._options.ssh.python,)
 
     def deliver(self) -> None:
-        """Bring the hosts what their ranks bring along, as fast as each of them takes it.
-
-        Raises:
-            LaunchError: hosts cannot take it: a table of them.
-        """
+        """Send the payload to the hosts, as fast as each of them takes it; raises LaunchError with a table of hosts."""
         if self._options.inherited is None:
             return
-        parcel = self._options.inherited.parcel
-        size = os.fstat(parcel).st_size
+        payload = self._options.inherited.payload
+        size = os.fstat(payload).st_size
         agents = self._caller.agents.values()
         num_sent = dict.fromkeys(self._caller.agents, 0)
         while any(num_sent[each.host] < size and each.refused is None for each in agents):
             for each in agents:
                 while num_sent[each.host] < size and each.refused is None and not each.is_busy:
-                    data = os.pread(parcel, PAYLOAD_CHUNK_BYTES, num_sent[each.host])
+                    data = os.pread(payload, PAYLOAD_CHUNK_BYTES, num_sent[each.host])
                     num_sent[each.host] += len(data)
                     each.send(agent_protocol.PayloadChunk(data, num_sent[each.host] == size))
             self._caller.turn(KEEPALIVE_SECONDS if any(each.is_busy for each in agents) else 0.0)
         self._gather(AgentPhase.READY, 0.0)
 
-    def start(self, services: JobServices, heard_at: Callable[[int], float]) -> None:
-        """Have the processes started. What comes of it is the caller's to hear.
+    def start(self, services: JobServices, last_received: Callable[[int], float]) -> None:
+        """Have the processes started; the answers are the owner's to wait for.
 
-        Args:
-            services: what they are told of the launcher.
-            heard_at: when the control service has heard an agent last, by its number.
+        ``last_received`` returns when the control service last received a message of an agent, by its number.
         """
         environ = select_exported(self._environ, self._options.exports)
         servers = self._options.servers
         for number, assignment in enumerate(self._assignments):
             agent = self._caller.agents.get(assignment.host)
             if agent is not None:
-                agent.heard_elsewhere_at = partial(heard_at, number)
+                agent.last_received_elsewhere = partial(last_received, number)
                 agent.send(
                     agent_protocol.StartRequest(
                         command=self._options.command,
@@ -170,7 +155,7 @@ class RemoteStart:
                         bind=self._options.bind,
                         start_timeout_seconds=self._options.start_timeout_seconds,
                         ps_job=services.ps_job,
-                        servants=assignment.servants,
+                        ps_processes=assignment.ps_processes,
                         ps_command=() if servers is None else servers.command,
                         rank_environ={} if servers is None else dict(servers.worker_environ),
                         server_environ={} if servers is None else dict(servers.environ),
@@ -183,7 +168,7 @@ class RemoteStart:
         return self._plan.agents
 
     def _sync(self) -> str:
-        """Copy the working directory, if that was asked for; returns where it is there, else an empty text."""
+        """Copy the working directory, if that was asked for; return its place on the hosts, else an empty text."""
         if self._options.sync_directory is None:
             return ""
         if not self._starter.remote_shell:
@@ -198,20 +183,16 @@ class RemoteStart:
             raise LaunchError(format_problems(problems, len(hosts)))
         return directory
 
-    def _gather(self, step: AgentPhase, seconds: float) -> None:
-        """Wait until every agent has come as far as ``step``.
-
-        Raises:
-            LaunchError: one has not; the others are asked first.
-        """
+    def _gather(self, phase: AgentPhase, seconds: float) -> None:
+        """Wait until every agent has reached a phase; raises LaunchError, after all answers, where one has not."""
         agents = self._caller.agents.values()
         deadline = time.monotonic() + seconds
-        while any(each.step < step and each.refused is None for each in agents):
-            if (left := deadline - time.monotonic()) <= 0:
+        while any(each.phase < phase and each.refused is None for each in agents):
+            if (remaining := deadline - time.monotonic()) <= 0:
                 break
-            self._caller.turn(left)
+            self._caller.turn(remaining)
         problems = [
-            each.problem(self._starter, seconds) for each in agents if each.step < step or each.refused is not None
+            each.problem(self._starter, seconds) for each in agents if each.phase < phase or each.refused is not None
         ]
         if problems:
             codes = {each.refused.exit_code for each in agents if each.refused is not None}
@@ -219,26 +200,19 @@ class RemoteStart:
 
 
 def find_scripts(command: Sequence[str]) -> tuple[str, ...]:
-    """The file that a command runs, where that is known: the script of a Python interpreter.
-
-    Example:
-        >>> scripts(["python", "-u", "train.py", "--epochs", "3"])
-        ('train.py',)
-        >>> scripts(["python", "-m", "train"]), scripts(["python", "-Sc", "print('no file')"])
-        ((), ())
-    """
+    """Return the script that a Python command runs, where it exists: of ``python -u train.py``, ``("train.py",)``."""
     if not Path(command[0]).name.startswith("python"):
         return ()
-    for word in command[1:]:
-        if not word.startswith("-"):
-            return (word,) if Path(word).exists() else ()
-        if word in {"-", "-X", "-W"} or _NO_SCRIPT.match(word):
+    for argument in command[1:]:
+        if not argument.startswith("-"):
+            return (argument,) if Path(argument).exists() else ()
+        if argument in {"-", "-X", "-W"} or _NO_SCRIPT.match(argument):
             return ()
     return ()
 
 
 def format_problems(problems: Sequence[HostProblem], num_hosts: int) -> str:
-    """What failed, by host."""
+    """Format hosts that cannot take part, with their problems."""
     width = max(len(problem.host) for problem in problems)
     lines = [f"{len(problems)} of {num_hosts} other hosts cannot take part; nothing was started"]
     for problem in problems:

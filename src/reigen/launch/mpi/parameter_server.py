@@ -1,7 +1,7 @@
-"""A job with parameter servers that mpirun starts: one for the workers, one for the servers. The scheduler is here.
+"""Jobs with parameter servers that mpirun starts: one for the workers, one for the servers. The scheduler is local.
 
-What they have to know goes by the environment, by name on the command line: mpirun carries the values to other hosts
-over connections of its own, which nothing but the site protects. Their numbers are the ranks that mpirun gives them.
+Variables go by the environment, by name on the command line: mpirun carries the values to other hosts over
+connections of its own, which nothing but the site protects. The processes' numbers are the ranks that mpirun gives.
 """
 
 from __future__ import annotations
@@ -15,18 +15,13 @@ from reigen.launch.local_plan import PER_RANK_VARIABLES, ProcessSpec, default_ps
 from reigen.launch.options import LaunchOptions
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, list_ps_processes
 
-#: The name of a process is its rank in its mpirun: Open MPI's words, and everybody else's.
+#: The number of a process is its rank in its mpirun: by Open MPI's variable, or by all others'.
 _TASK_ID_WRAPPER = ("sh", "-c", 'export DMLC_TASK_ID="${OMPI_COMM_WORLD_RANK:-$PMI_RANK}"; exec "$@"', "sh")
 
 
 @dataclass(frozen=True, slots=True)
 class MpirunCall:
-    """One mpirun.
-
-    Attributes:
-        options: what it starts, and where.
-        environ: of what it starts. Not shown in ``repr``: the job's secret is in it.
-    """
+    """Call of mpirun: its options, and its environment, which ``repr`` hides for the job's secret."""
 
     options: LaunchOptions
     environ: Mapping[str, str] = field(repr=False)
@@ -37,16 +32,11 @@ def plan_mpirun_calls(
     environ: Mapping[str, str],
     scheduler: tuple[str, int],
     secret: bytes,
-    is_here: Callable[[str], bool],
+    is_local: Callable[[str], bool],
 ) -> tuple[list[MpirunCall], tuple[Sequence[str], ProcessSpec]]:
-    """What is to be started: the mpirun of the workers, that of the servers; and the scheduler, as command and place.
+    """Plan the mpirun of the workers, that of the servers, and the scheduler, as command and spec.
 
-    Args:
-        options: of the job; it has servers.
-        environ: what processes inherit.
-        scheduler: address and port that are its.
-        secret: the job's.
-        is_here: whether a name is this host's.
+    ``scheduler`` is its address and port; ``is_local`` says whether a name is this host's.
 
     Raises:
         ConfigError: the hosts have too few slots.
@@ -54,32 +44,32 @@ def plan_mpirun_calls(
     servers = options.servers
     assert servers is not None, "the caller has looked"
     hosts = options.hosts or (HostInfo("localhost", options.num_ranks),)
-    assignments = assign_ranks_and_servers(hosts, options.num_ranks, servers, is_here)
+    assignments = assign_ranks_and_servers(hosts, options.num_ranks, servers, is_local)
     ps_job = PsJobSpec(*scheduler, options.num_ranks, servers.num, servers.uses_reigen_scheduler)
     common = {name: text for name, text in environ.items() if name not in PER_RANK_VARIABLES}
 
-    def told(role: PsRole, own: Mapping[str, str]) -> dict[str, str]:
+    def environ_of(role: PsRole, own: Mapping[str, str]) -> dict[str, str]:
         variables = ps_job.variables(role, 0, scheduler[0])
-        if any(not is_here(each.host) for each in assignments):  # each host finds out its address by itself
+        if any(not is_local(each.host) for each in assignments):  # each host finds out its address by itself
             del variables[NODE_HOST_VARIABLE]
         return {**common, **own, **variables, SECRET_VARIABLE: secret.hex()}
 
-    place = ProcessSpec(None, (), told(PsRole.SCHEDULER, {}), list_ps_processes(1, replace(servers, num=1))[-1])
+    spec = ProcessSpec(None, (), environ_of(PsRole.SCHEDULER, {}), list_ps_processes(1, replace(servers, num=1))[-1])
     of_servers = servers.command or (options.ssh.python, *default_ps_command(PsRole.SERVER)[1:])
     workers = replace(
         options, command=(*_TASK_ID_WRAPPER, *options.command), hosts=_hosts(assignments, lambda each: len(each.ranks))
     )
-    others = replace(
+    server_options = replace(
         options,
         command=(*_TASK_ID_WRAPPER, *of_servers),
         num_ranks=servers.num,
-        hosts=_hosts(assignments, lambda each: sum(servant.role is PsRole.SERVER for servant in each.servants)),
+        hosts=_hosts(assignments, lambda each: sum(process.role is PsRole.SERVER for process in each.ps_processes)),
     )
-    both = [
-        MpirunCall(workers, told(PsRole.WORKER, servers.worker_environ)),
-        MpirunCall(others, told(PsRole.SERVER, servers.environ)),
+    calls = [
+        MpirunCall(workers, environ_of(PsRole.WORKER, servers.worker_environ)),
+        MpirunCall(server_options, environ_of(PsRole.SERVER, servers.environ)),
     ]
-    return both, (servers.command or default_ps_command(PsRole.SCHEDULER), place)
+    return calls, (servers.command or default_ps_command(PsRole.SCHEDULER), spec)
 
 
 def _hosts(assignments: Sequence[HostAssignment], count: Callable[[HostAssignment], int]) -> tuple[HostInfo, ...]:

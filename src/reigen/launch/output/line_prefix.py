@@ -1,4 +1,4 @@
-"""Lines of the ranks' output, each with its rank. Bytes in, bytes out, no I/O.
+"""Line prefixes: the ranks' output becomes whole lines, each with its rank. Bytes in, bytes out, no I/O.
 
 On a terminal the unfinished line of rank 0 (a progress bar that redraws itself with carriage returns, a question) stays
 at the bottom, drawn again below every line that another rank prints. Elsewhere bytes pass unchanged, line by line; an
@@ -16,32 +16,32 @@ from typing import Protocol
 #: A longer line comes out in pieces, so that memory stays bounded.
 MAX_LINE_BYTES = 1 << 16
 
-#: Gives the time as it stands before a line.
+#: Returns the time for the beginning of a line.
 TimestampFunction = Callable[[], bytes]
-#: What processes are called that are no ranks, by number.
+#: Names of processes that are no ranks, by number.
 ProcessNames = Mapping[int, str]
 
 _ERASE = b"\r\x1b[K"
 
 
 class LineSink(Protocol):
-    """Where lines are shown."""
+    """Destination of lines."""
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
-        """What to write.
+        """Return the bytes to write.
 
         Args:
-            source: (rank, which of its streams).
-            lines: what it has printed since the last call, one line each, without their ends.
+            source: (rank, number of its stream).
+            lines: complete lines since the last call, without their ends.
             rest: its unfinished line so far.
         """
 
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
-        """The part of an unfinished line that still matters when it has been shown."""
+        """Return the part of an unfinished line that still matters when it has been shown."""
 
 
 class LineSplitter:
-    """Cuts what one stream of one rank prints into lines.
+    """Splitter of one rank's stream into lines.
 
     Args:
         screen: where they are shown.
@@ -58,7 +58,7 @@ class LineSplitter:
         self.tail: deque[bytes] = deque(maxlen=20)
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was printed; returns what to write."""
+        """Take output; return the bytes to write."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         out = self._show(lines)
         self._rest = self._screen.collapse(self._source, self._rest)
@@ -68,11 +68,11 @@ class LineSplitter:
         return out
 
     def show(self, lines: list[bytes]) -> bytes:
-        """Show lines that were kept back; returns what to write."""
+        """Show lines that were kept back; return the bytes to write."""
         return self._screen.show(self._source, lines, self._rest)
 
     def end(self) -> bytes:
-        """The stream has ended; returns what to write for a last line without an end."""
+        """Take the end of the stream; return the bytes to write for a last line without an end."""
         lines, self._rest = [self._rest] if self._rest else [], b""
         return self._show(lines)
 
@@ -82,13 +82,7 @@ class LineSplitter:
 
 
 class LogSink:
-    """A file or a pipe.
-
-    Args:
-        prefix: whether lines begin with their rank.
-        clock: what they begin with before it: the time.
-        names: of processes that are no ranks.
-    """
+    """File or pipe. Lines begin with the ``clock``'s time, if there is one, and with their rank, if ``prefix``."""
 
     def __init__(
         self, *, prefix: bool, clock: TimestampFunction | None = None, names: ProcessNames | None = None
@@ -123,7 +117,7 @@ class LogSink:
         return out
 
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
-        """All of it but what is written and overwritten."""
+        """Return all of it but the overwritten part that is shown."""
         begin = rest.rstrip(b"\r").rfind(b"\r")
         if begin <= 0 or self._owner != source:
             return rest
@@ -137,14 +131,7 @@ def _redraw(head: bytes, text: bytes) -> bytes:
 
 
 class TerminalSink:
-    """A terminal, and what stands in its last line.
-
-    Args:
-        prefix: whether lines begin with their rank.
-        num_columns: how wide it is.
-        clock: what lines begin with before their rank: the time.
-        names: of processes that are no ranks.
-    """
+    """Terminal of ``num_columns``, and its last line. Lines begin as in ``LogSink``."""
 
     def __init__(
         self,
@@ -156,29 +143,29 @@ class TerminalSink:
     ) -> None:
         self._head = _LinePrefix(prefix, clock, names or {})
         self._num_columns = num_columns
-        #: The unfinished line that is drawn, and whose it is.
-        self._drawn, self._owner = b"", (0, 0)
+        #: The unfinished line that is drawn, and its source.
+        self._drawn, self._drawn_source = b"", (0, 0)
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
-        """The lines, above the unfinished line of rank 0."""
+        """Draw the lines above the unfinished line of rank 0."""
         head = self._head.of(source[0])
         out = [_ERASE] if self._drawn and lines else []
         out += [head + visible_text(line) + b"\n" for line in lines]
         before = self._drawn
-        if lines and source == self._owner:
+        if lines and source == self._drawn_source:
             self._drawn = b""
         if source[0] == 0 and rest:
-            self._drawn, self._owner = self._fit(head + visible_text(rest)), source
+            self._drawn, self._drawn_source = self._fit(head + visible_text(rest)), source
         if self._drawn and (lines or self._drawn != before):
             out.append(b"\r" + self._drawn + b"\x1b[K")
         return b"".join(out)
 
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
-        """What is seen of it, and whether the next character overwrites it."""
+        """Return the visible part, and a carriage return if the next character overwrites it."""
         return visible_text(rest) + (b"\r" if rest.endswith(b"\r") else b"") if b"\r" in rest else rest
 
     def _fit(self, line: bytes) -> bytes:
-        """``line`` cut to one row: a longer one could not be erased. Lines with escape sequences are left alone."""
+        """Cut ``line`` to one row: a longer one could not be erased. Lines with escape sequences are kept."""
         text = line.decode(errors="surrogateescape")
         if b"\x1b" in line or len(text) < self._num_columns:
             return line
@@ -187,23 +174,18 @@ class TerminalSink:
 
 @dataclass(frozen=True, slots=True)
 class _LinePrefix:
-    """What stands before each line."""
+    """Prefix of lines."""
 
     prefix: bool
     clock: TimestampFunction | None
     names: ProcessNames
 
     def of(self, number: int) -> bytes:
-        """That of a process."""
+        """Return the prefix of a process."""
         name = f"[{self.names.get(number, number)}] ".encode() if self.prefix else b""
         return (b"" if self.clock is None else self.clock()) + name
 
 
 def visible_text(line: bytes) -> bytes:
-    r"""What a terminal shows of a line with carriage returns: the last text that was written over the others.
-
-    Example:
-        >>> visible(b"\r10%\r20%\r")
-        b'20%'
-    """
+    r"""Return the visible part of a line with carriage returns: the last text that was written over the others."""
     return next((part for part in reversed(line.split(b"\r")) if part), b"") if b"\r" in line else line

@@ -1,7 +1,7 @@
-"""Writing to the launcher's stdout and stderr without ever waiting for them.
+"""Writers to the launcher's stdout and stderr that never wait.
 
 The launcher must notice signals and failures while its own output is stuck (a stopped terminal, a pager), so it writes
-what can be written and keeps the rest; whoever fills it is asked to pause.
+as much as is possible and keeps the rest; the sources of a full writer are asked to pause.
 """
 
 from __future__ import annotations
@@ -22,16 +22,12 @@ _FULL_BYTES = 1 << 20
 
 
 class NonblockingWriter:
-    """One destination.
-
-    Args:
-        fd: where to write. It stays blocking: other processes share it.
-        screen: how lines look there.
+    """Writer to one descriptor, which stays blocking: other processes share it.
 
     Attributes:
-        pending: what could not be written yet.
-        broken: nobody reads there any more, or it cannot be written; what is put is dropped.
-        why_broken: what the kernel says of that, where there may still be a reader: the disk is full; else empty.
+        pending: bytes that could not be written yet.
+        broken: the reader has gone, or it cannot be written; further data is dropped.
+        why_broken: the kernel's reason, where there may still be a reader: the disk is full; else empty.
     """
 
     def __init__(self, fd: int, screen: LineSink) -> None:
@@ -43,16 +39,16 @@ class NonblockingWriter:
 
     @property
     def is_full(self) -> bool:
-        """Whether those who print should pause."""
+        """Return whether the sources should pause."""
         return len(self.pending) > _FULL_BYTES
 
     def put(self, data: bytes) -> None:
-        """Write ``data`` after what is pending, when that is possible."""
+        """Write ``data`` after the pending bytes, when that is possible."""
         if not self.broken:
             self.pending += data
 
     def flush(self) -> None:
-        """Write what can be written without waiting."""
+        """Write as much as is possible without waiting."""
         written = 0
         try:
             while written < len(self.pending) and self._poll.poll(0):
@@ -66,13 +62,7 @@ class NonblockingWriter:
 def open_std_writers(
     *, prefix: bool, timestamps: bool, names: ProcessNames
 ) -> tuple[NonblockingWriter, NonblockingWriter]:
-    """Open writers for the launcher's stdout and stderr; one for both if they are the same terminal, pipe or file.
-
-    Args:
-        prefix: lines begin with their rank.
-        timestamps: lines begin with the time.
-        names: of processes that are no ranks.
-    """
+    """Open the launcher's stdout and stderr. Where both are one terminal, pipe or file, one writer."""
     clock = _now if timestamps else None
     out = _open_writer(sys.stdout, prefix, clock, names)
     if _is_same_file(sys.stdout, sys.stderr):  # its last line must be known

@@ -1,4 +1,4 @@
-"""Files that keep what each process prints, as it printed it: ``DIRECTORY/rank.N/stdout`` and ``stderr``."""
+"""Files that keep each process's output unchanged: ``DIRECTORY/rank.N/stdout`` and ``stderr``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,17 @@ _NAMES = ("stdout", "stderr")
 
 
 def process_directory(number: int, num_ranks: int, name: str) -> str:
-    """Where the files of a process are.
+    """Return the directory of a process's files: ``rank.03``, or ``server.1`` for one with a name.
 
-    Args:
-        number: its number in the job; a rank's has as many digits as the largest rank, so that folders sort.
-        num_ranks: of the job.
-        name: what it is called if it is no rank.
-
-    Example:
-        >>> folder_of(3, 16, ""), folder_of(17, 16, "server 1")
-        ('rank.03', 'server.1')
+    A rank's number has as many digits as the largest rank, so that folders sort.
     """
     return name.replace(" ", ".") or f"rank.{number:0{len(str(num_ranks - 1))}}"
 
 
 class OutputFile:
-    """One stream of one process, in a file. What stood there before is replaced.
+    """File of one stream of a process (0: stdout, 1: stderr), which replaces an older one.
 
-    Args:
-        directory: of the process.
-        stream: 0 for stdout, 1 for stderr.
-        complain: told once when the file cannot be written any more. The job goes on without it.
+    ``complain`` is called once when the file cannot be written any more. The job goes on without it.
 
     Raises:
         LaunchError: the file cannot be made.
@@ -57,7 +47,7 @@ class OutputFile:
             raise LaunchError(f"cannot keep output in {self._path}: {explain_limit(error).strerror}") from None
 
     def write(self, data: bytes) -> None:
-        """Append what was printed, also after `close`: a server that is started again goes on in the same file."""
+        """Append output, also after `close`: a server that is started again goes on in the same file."""
         view = memoryview(data)
         try:
             while view and not self._is_broken:
@@ -70,13 +60,13 @@ class OutputFile:
             self.close()
 
     def close(self) -> None:
-        """Nothing more will be printed for now. May be called twice."""
+        """Close the file for now. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _open_again(self) -> None:
-        """Go on behind what stands in the file; nothing else that is there now is opened instead."""
+        """Open the same file again; raises OSError if another one is there now."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with open_directory(self._path.parent) as dir_fd:
             self._fd = os.open(self._path.name, flags, dir_fd=dir_fd)
@@ -85,6 +75,6 @@ class OutputFile:
 
 
 def _file_identity(descriptor: int) -> tuple[int, int]:
-    """What tells a file from all others."""
+    """Return device and inode: the identity of a file."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino

@@ -1,4 +1,4 @@
-"""What the ranks print, on its way to the user: to the launcher's stdout and stderr, and into files."""
+"""Multiplexer of the ranks' output: to the launcher's stdout and stderr, and into files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
+from reigen.errors import name_ranks
 from reigen.launch.event_loop import WRITE, LauncherLoop
 from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 from reigen.launch.options import LaunchOptions
@@ -19,21 +20,18 @@ from reigen.launch.ps_processes import name_ps_processes
 
 @dataclass(frozen=True, slots=True)
 class _OutputStream:
-    """One stream of one process."""
+    """Stream of one process."""
 
     lines: LineSplitter
-    outlet: NonblockingWriter
+    writer: NonblockingWriter
     record: OutputFile | None
 
 
 class OutputMux:
-    """All streams of all processes.
+    """Multiplexer of the streams of all processes.
 
-    Args:
-        options: of the job.
-        loop: waits for those who read.
-        groups: called for who has to wait when a reader does not keep up.
-        complain: told when a file cannot be written.
+    ``groups`` returns the sources that have to pause when a reader does not keep up; ``complain`` is called when a file
+    cannot be written.
 
     Raises:
         LaunchError: a file cannot be made.
@@ -49,9 +47,9 @@ class OutputMux:
         self._loop, self._groups = loop, groups
         num_ranks = options.num_ranks
         names = name_ps_processes(num_ranks, options.servers)
-        self._outlets = open_std_writers(prefix=options.prefix, timestamps=options.timestamps, names=names)
+        self._writers = open_std_writers(prefix=options.prefix, timestamps=options.timestamps, names=names)
         self._streams: dict[tuple[int, int], _OutputStream] = {}
-        #: Outlets that wait for their reader: the loop has them.
+        #: Writers that wait for their reader: the loop has them.
         self._waiting: set[NonblockingWriter] = set()
         self._errors = RepeatedErrors(num_ranks)
         #: The stream of the last lines on stderr.
@@ -60,30 +58,30 @@ class OutputMux:
         for number in [*range(num_ranks), *names]:
             folder = process_directory(number, num_ranks, names.get(number, ""))
             for stream in STREAMS:
-                outlet = self._outlets[stream]
+                writer = self._writers[stream]
                 record = None if directory is None else OutputFile(directory / folder, stream, complain)
                 keep = partial(self._keep, number) if stream == STDERR and number < num_ranks else list
-                lines = LineSplitter(outlet.screen, (number, stream), keep)
-                self._streams[number, stream] = _OutputStream(lines, outlet, record)
+                lines = LineSplitter(writer.screen, (number, stream), keep)
+                self._streams[number, stream] = _OutputStream(lines, writer, record)
 
     @property
     def is_stdout_closed(self) -> bool:
-        """Whether nobody reads stdout any more, or it cannot be written. Why not is said once, where it can be told."""
-        outlet = self._outlets[STDOUT]
-        if outlet.why_broken:
-            self.say(f"reigen run: stdout cannot be written: {outlet.why_broken}\n".encode())
-            outlet.why_broken = ""
-        return outlet.broken
+        """Return whether stdout's reader has gone, or it cannot be written; the reason is printed once, on stderr."""
+        writer = self._writers[STDOUT]
+        if writer.why_broken:
+            self.say(f"reigen run: stdout cannot be written: {writer.why_broken}\n".encode())
+            writer.why_broken = ""
+        return writer.broken
 
     def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """A process has printed this."""
+        """Write output of a process."""
         to = self._streams[rank, stream]
         if to.record is not None:
             to.record.write(data)
         self._put((rank, stream), to.lines.feed(data))
 
     def closed(self, rank: int, stream: int) -> None:
-        """Nothing more comes from this stream."""
+        """End a stream."""
         to = self._streams[rank, stream]
         self._put((rank, stream), to.lines.end())
         if to.record is not None:
@@ -103,21 +101,21 @@ class OutputMux:
         self._settle(float("inf"))
 
     def is_error_last(self, rank: int) -> bool:
-        """Whether an error that a rank shares with others is the last that was written on stderr."""
+        """Return whether an error that a rank shares with others was written last on stderr."""
         return self._last_source == (self._errors.find_shared(rank), STDERR)
 
     def tail(self, rank: int) -> list[bytes]:
-        """The last lines of a process's stderr."""
+        """Return the last lines of a process's stderr."""
         return list(self._streams[rank, STDERR].lines.tail)
 
-    def say(self, words: bytes) -> None:
-        """Something of the launcher's own, on stderr."""
-        self._outlets[STDERR].put(words)
+    def say(self, message: bytes) -> None:
+        """Write a message of the launcher's own to stderr."""
+        self._writers[STDERR].put(message)
 
     def _put(self, source: tuple[int, int], data: bytes) -> None:
-        outlet = self._streams[source].outlet
-        outlet.put(data)
-        if data and outlet is self._outlets[STDERR]:
+        writer = self._streams[source].writer
+        writer.put(data)
+        if data and writer is self._writers[STDERR]:
             self._last_source = source
 
     def _keep(self, rank: int, lines: list[bytes]) -> list[bytes]:
@@ -134,40 +132,39 @@ class OutputMux:
     def say_repeats(self, now: float = float("inf")) -> None:
         """Name the ranks whose errors were left out."""
         for rank, others in self._errors.take_repeats(now):
-            names = ", ".join(map(str, others))
-            words = f"reigen run: rank{'s' if len(others) > 1 else ''} {names}: the same error as rank {rank}\n"
-            self.say(words.encode())
+            words = f"reigen run: {name_ranks(others)}: the same error as rank {rank}\n"
+            self.say(message.encode())
 
     def write(self) -> None:
-        """Write what can be written without waiting; whoever fills an outlet has to wait."""
-        for outlet in set(self._outlets):
-            waited = outlet in self._waiting
-            outlet.flush()
-            if bool(outlet.pending) != waited:
-                self._wait_for(outlet) if outlet.pending else self._go_on(outlet)
-            if outlet.is_full:
-                for group, stream in self._sources(outlet):
+        """Write as much as is possible without waiting; sources of a full writer are paused."""
+        for writer in set(self._writers):
+            waited = writer in self._waiting
+            writer.flush()
+            if bool(writer.pending) != waited:
+                self._wait_for(writer) if writer.pending else self._resume(writer)
+            if writer.is_full:
+                for group, stream in self._sources(writer):
                     group.pause(stream)
 
     def write_all(self, patience: float | None, is_hurried: Callable[[], bool]) -> None:
         """Wait until everything is written; not longer than ``patience`` seconds, and not in a hurry."""
         self.write()
         end = float("inf") if patience is None else time.monotonic() + patience
-        while self._waiting and not is_hurried() and (left := end - time.monotonic()) > 0:
-            self._loop.wait(None if patience is None else left)
+        while self._waiting and not is_hurried() and (remaining := end - time.monotonic()) > 0:
+            self._loop.wait(None if patience is None else remaining)
             self.write()
 
-    def _wait_for(self, outlet: NonblockingWriter) -> None:
-        self._waiting.add(outlet)
-        self._loop.watch(outlet.fd, lambda: None, WRITE)
+    def _wait_for(self, writer: NonblockingWriter) -> None:
+        self._waiting.add(writer)
+        self._loop.watch(writer.fd, lambda: None, WRITE)
 
-    def _go_on(self, outlet: NonblockingWriter) -> None:
-        self._waiting.discard(outlet)
-        self._loop.unwatch(outlet.fd)
-        for group, stream in self._sources(outlet):
+    def _resume(self, writer: NonblockingWriter) -> None:
+        self._waiting.discard(writer)
+        self._loop.unwatch(writer.fd)
+        for group, stream in self._sources(writer):
             group.resume(stream)
 
-    def _sources(self, outlet: NonblockingWriter) -> list[tuple[HostProcesses, int]]:
-        """Whose output goes there."""
-        streams = [stream for stream in STREAMS if self._outlets[stream] is outlet]
+    def _sources(self, writer: NonblockingWriter) -> list[tuple[HostProcesses, int]]:
+        """Return the streams whose output goes to a writer."""
+        streams = [stream for stream in STREAMS if self._writers[stream] is writer]
         return [(group, stream) for group in self._groups() for stream in streams]

@@ -43,7 +43,7 @@ class _Traceback:
 
 
 class RepeatedErrors:
-    """Filter of what the ranks of a job print on stderr."""
+    """Filter of the ranks' stderr."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -81,7 +81,7 @@ class RepeatedErrors:
             self._latest[rank].has_ended = True
 
     def settle(self, now: float) -> list[tuple[int, list[bytes]]]:
-        """Decide about what is held back; returns ranks and their lines to show."""
+        """Decide about lines that are held back; return ranks and their lines to show."""
         shown: list[tuple[int, list[bytes]]] = []
         for current in self._held:
             original = current.original
@@ -140,18 +140,18 @@ class RepeatedErrors:
 
 
 def _agree(one: _Traceback, other: _Traceback) -> bool:
-    """Whether one may be the beginning of the other. Before the first line's end a progress bar may stand."""
+    """Return whether one may be the beginning of the other. Before the first line's end a progress bar may stand."""
     return all(a == b for a, b in zip(one.lines[1:], other.lines[1:], strict=False))
 
 
 def _held_until(current: _Traceback) -> float:
-    """How long its lines may be held back: shorter where the other rank has not printed as many."""
+    """Return until when its lines may be held back: shorter where the other rank has not printed as many."""
     is_ahead = current.original is not None and len(current.lines) > len(current.original.lines)
     return current.began + (AHEAD_SECONDS if is_ahead else HOLD_SECONDS)
 
 
 def _release(current: _Traceback) -> list[bytes]:
-    """Show what is held back of a traceback; it is its rank's own from now on."""
+    """Return the lines of a traceback that are held back; it repeats no other one from now on."""
     if current.original is None or current.is_repeat:
         return []
     current.original = None

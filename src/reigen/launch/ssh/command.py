@@ -1,4 +1,4 @@
-"""Other hosts by ssh: its command line. Decides, starts nothing."""
+"""Command line of ssh to other hosts. Decides, starts nothing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from pathlib import Path
 from reigen.errors import ConfigError
 
 _CONNECT_SECONDS = 10
-#: How soon ssh itself notices a dead connection, where nobody else does: 3 times 5 seconds.
+#: Seconds of ServerAliveInterval: ssh notices a dead connection after three of them, where nothing else does.
 _ALIVE_SECONDS = 5
 
 
 def check_identity_file(name: str | None) -> str | None:
-    """A private key's file, as the user names it, which ssh would pass over in silence if it were not there.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
+    """Raise ConfigError if a private key's file does not exist, which ssh would ignore silently; return its name."""
     if name is not None and "%" not in name and not Path(name).expanduser().is_file():  # %: ssh fills in what it knows
         raise ConfigError(f"--ssh-identity-file {name}: there is no such file")
     return name
@@ -28,14 +24,9 @@ def check_identity_file(name: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class SshOptions:
-    """How other hosts are reached.
+    """Options of ssh: its command, sshd's port and a private key (None: as ssh is configured), and the Python there.
 
-    Attributes:
-        command: the program, with options of its own.
-        port: where sshd listens, None for what ssh's configuration says.
-        identity_file: a private key, None for what ssh's configuration says.
-        check_host_keys: refuse hosts whose key is not known.
-        python: the interpreter there.
+    ``check_host_keys``: refuse hosts whose key is not known.
 
     Raises:
         ConfigError: one of them makes no sense.
@@ -54,10 +45,10 @@ class SshOptions:
             raise ConfigError(f"the ssh port must be from 1 to 65535, not {self.port}")
 
     def base(self, alive_seconds: int = _ALIVE_SECONDS) -> list[str]:
-        """The command line up to the host's name; ``alive_seconds``: how soon ssh itself looks for a dead connection.
+        """Return the command line up to the host's name; ``alive_seconds`` is ServerAliveInterval.
 
-        BatchMode: never ask for anything, nobody could answer. The rest is the user's configuration of ssh, which may
-        say anything about a host, its name and its user too.
+        BatchMode: never ask for anything, no user could answer. The rest is the user's configuration of ssh, which may
+        define anything about a host, its name and its user too.
         """
         line = [*self.command, "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
         line += ["-o", f"ServerAliveInterval={alive_seconds}", "-o", "ServerAliveCountMax=3"]
@@ -69,7 +60,7 @@ class SshOptions:
             line += ["-i", self.identity_file]
         return line
 
-    def remote(self, host: str, words: Sequence[str]) -> list[str]:
-        """The command line that runs a program on ``host``."""
+    def remote(self, host: str, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs a program on ``host``."""
         # 0: the supervisor knows better which silence is one; where packets are lost, ssh may hear nothing for a minute
-        return [*self.base(alive_seconds=0), "--", host, shlex.join(words)]
+        return [*self.base(alive_seconds=0), "--", host, shlex.join(command)]

@@ -1,4 +1,4 @@
-"""The launcher that reaches other hosts by ssh."""
+"""Launcher that reaches other hosts by ssh."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from reigen.launch.options import LaunchOptions
 from reigen.launch.spawn import spawn_client
 from reigen.launch.ssh.command import SshOptions
 
-#: What ssh exits with when the connection failed; everything else is the remote command's.
+#: Exit code of ssh when the connection failed; all others are the remote command's.
 SSH_FAILED_EXIT_CODE = 255
-#: What ssh says, what that means, and what to do; the first one that is found holds.
+#: Pattern of ssh's message, meaning and advice; the first that matches holds.
 _SSH_PROBLEMS = (
     (r"could not resolve hostname", "no such host: its name cannot be resolved", "check the spelling"),
     (r"connection refused", "it refuses the connection", "is sshd running there, and on that port? --ssh-port"),
@@ -42,24 +42,20 @@ class SshAgentStarter:
 
     @property
     def remote_shell(self) -> Sequence[str]:
-        """See ``AgentStarter.remote_shell``."""
+        """Return ssh's command line before the host."""
         return self._ssh.base()
 
     def start_agent(self, host: str, agent: AgentCommand) -> subprocess.Popen[bytes]:
-        """See ``AgentStarter.start_agent``."""
-        return spawn_client(self._ssh.remote(host, agent.words_with_environ))
+        """Start the agent by ssh."""
+        return spawn_client(self._ssh.remote(host, agent.argv_with_environ))
 
-    def explain_exit(self, host: str, exit_code: int | None, said: str) -> HostProblem:
-        """See ``AgentStarter.explain_exit``."""
-        return explain_ssh_exit(host, exit_code, said, self._ssh)
+    def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
+        """Explain the end of ssh, or of the agent."""
+        return explain_ssh_exit(host, exit_code, output, self._ssh)
 
 
 class SshLauncher:
-    """The hosts that the user names; this one, where it is among them, without ssh.
-
-    Args:
-        options: of the job.
-        environ: of the user's process.
+    """Launcher for the hosts that the user names; this one, where it is among them, is used without ssh.
 
     Raises:
         ConfigError: the hosts have too few slots.
@@ -70,27 +66,20 @@ class SshLauncher:
         self._plan = JobPlan(assign_processes(options), SshAgentStarter(options.ssh))
 
     def allocate(self, wait: Callable[[float], None]) -> JobPlan:
-        """See ``Launcher.allocate``: the user has said which hosts there are."""
+        """Return the plan, without waiting: the user has named the hosts."""
         return self._plan
 
     def close(self) -> tuple[str, ...]:
-        """See ``Launcher.close``: nothing is held."""
+        """Hold nothing that has to be given back."""
         return ()
 
 
-def explain_ssh_exit(host: str, exit_code: int | None, said: str, ssh: SshOptions) -> HostProblem:
-    """Explain the end of an ssh that ran an agent, before the agent had greeted.
-
-    Args:
-        host: where the agent was to run.
-        exit_code: of ssh; None: it had to be killed.
-        said: what came on stderr.
-        ssh: how it was called.
-    """
+def explain_ssh_exit(host: str, exit_code: int | None, output: str, ssh: SshOptions) -> HostProblem:
+    """Explain the end of an ssh that ran an agent, before the agent's greeting (see ``AgentStarter.explain_exit``)."""
     if exit_code != SSH_FAILED_EXIT_CODE:
-        return explain_agent_exit(host, exit_code, said, ssh.python)
-    last = last_line(said)
+        return explain_agent_exit(host, exit_code, output, ssh.python)
+    last = last_line(output)
     for pattern, what, advice in _SSH_PROBLEMS:
-        if re.search(pattern, said, re.IGNORECASE):
+        if re.search(pattern, output, re.IGNORECASE):
             return HostProblem(host, f"{what} ({last})", advice.replace("HOST", host))
     return HostProblem(host, f"ssh failed: {last or 'it did not say why'}", f"try it by hand: ssh {host} true")

@@ -58,7 +58,7 @@ def choose_parameter_sharing(
         return None
     if wanted is True:
         return division
-    if division is not None and all(len(set(members).intersection(machine)) < 2 for machine in current.machines):
+    if division is not None and all(len(set(members).intersection(host)) < 2 for host in current.hosts):
         division, reason = None, "no host has several ranks"
     if current.rank == members[0]:
         where = "once a host" if division is not None else "once a rank"

@@ -1,1 +1,1 @@
-"""What does not depend on a framework."""
+"""Names that do not depend on a framework."""

@@ -1,4 +1,4 @@
-"""Everything of ``reigen.mxnet``, and Horovod's inner modules."""
+"""Names of ``reigen.mxnet``, and Horovod's inner modules."""
 
 from reigen.mxnet import *
 

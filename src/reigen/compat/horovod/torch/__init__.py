@@ -1,4 +1,4 @@
-"""Everything of ``reigen.torch``, and Horovod's inner modules."""
+"""``reigen.torch`` under Horovod's name, with Horovod's inner modules."""
 
 from reigen.torch import *
 

@@ -1,4 +1,4 @@
-"""Elastic jobs: only their errors exist so far. Using more of it says what is missing."""
+"""Elastic jobs: only their errors exist so far. The use of anything else names it."""
 
 from reigen.api.horovod_basics import make_missing_getattr
 from reigen.errors import HorovodInternalError, HostsUpdatedInterrupt

@@ -1,3 +1,3 @@
-"""There are no elastic jobs yet."""
+"""Name of a module of Horovod's: Reigen has no elastic jobs yet."""
 
 raise ImportError("horovod.torch.elastic.state: there are no elastic jobs in Reigen yet")
