@@ -94,7 +94,7 @@ class LogSink:
         self._num_written: dict[tuple[int, int], int] = {}
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
-        """The lines, whole, and an unfinished one that redraws itself."""
+        """Show the lines, whole, and an unfinished one that redraws itself."""
         drawn = rest.rstrip(b"\r") if b"\r" in rest and len(rest) <= MAX_LINE_BYTES else b""
         if not lines and not drawn:
             return b""
@@ -126,7 +126,7 @@ class LogSink:
 
 
 def _redraw(head: bytes, text: bytes) -> bytes:
-    """``text`` with ``head`` where it begins again from the left."""
+    """Insert ``head`` in ``text`` where that begins again from the left."""
     return re.sub(rb"\r(?![\r\n]|$)", lambda match: match[0] + head, text)
 
 

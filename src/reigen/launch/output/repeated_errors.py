@@ -51,7 +51,7 @@ class RepeatedErrors:
         self._latest: dict[int, _Traceback] = {}
 
     def feed(self, rank: int, lines: list[bytes], now: float) -> list[bytes]:
-        """Take whole lines of a rank; returns those to show now."""
+        """Take whole lines of a rank; return those to show now."""
         shown: list[bytes] = []
         for line in lines:
             current = self._latest.get(rank)
@@ -76,7 +76,7 @@ class RepeatedErrors:
         return shown
 
     def end(self, rank: int) -> None:
-        """A rank's stderr is closed."""
+        """Close a rank's stderr."""
         if rank in self._latest:
             self._latest[rank].has_ended = True
 
@@ -96,7 +96,7 @@ class RepeatedErrors:
         return shown
 
     def take_repeats(self, now: float) -> list[tuple[int, list[int]]]:
-        """Ranks whose traceback was shown, and those that ended with the same one and are to be named now."""
+        """Return ranks whose traceback was shown, and those that ended with the same one and are to be named now."""
         due = [each for each in self._latest.values() if each.repeats and now >= each.began + HOLD_SECONDS]
         taken = [(each.rank, sorted(each.repeats)) for each in due]
         for each in due:
@@ -104,7 +104,7 @@ class RepeatedErrors:
         return taken
 
     def wait_seconds(self, now: float) -> float | None:
-        """In how many seconds to call `settle` and `take_repeats` if nothing is printed; None: never."""
+        """Return in how many seconds to call `settle` and `take_repeats` if nothing is printed; None: never."""
         notes = [each.began + HOLD_SECONDS for each in self._latest.values() if each.repeats]
         ends = [*map(_held_until, self._held), *notes]
         return max(0.0, min(ends) - now) if ends else None
@@ -133,7 +133,7 @@ class RepeatedErrors:
         return [each for each in self._latest.values() if each.original is not None and not each.is_repeat]
 
     def _find_original(self, current: _Traceback) -> _Traceback | None:
-        """The traceback of another rank that this one may repeat."""
+        """Return the traceback of another rank that this one may repeat."""
         others = [each for each in self._latest.values() if each is not current and each.original is None]
         recent = [each for each in others if each.began >= current.began - _RECENT_SECONDS]
         return next((each for each in recent if _agree(current, each)), None)
