@@ -44,7 +44,7 @@ def check_adasum_options(predivide: float, process_set: ProcessSet) -> None:
 
 
 class DeltaReducer:
-    """Combines what the ranks' optimizers do to their parameters.
+    """Reducer of the ranks' updates of their parameters.
 
     Every parameter takes part from when it is first found trainable, with whatever it has done: a rank that did not
     change it contributes zeros, which are neutral.
@@ -81,7 +81,7 @@ class DeltaReducer:
 
     @property
     def outstanding(self) -> bool:
-        """Whether complete gradients wait for a step."""
+        """Return whether complete gradients wait for a step."""
         return any(tracker.outstanding for tracker in self._trackers)
 
     def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -220,7 +220,7 @@ class DeltaReducer:
 
 
 class AdasumOptimizer(WrappedOptimizer):
-    """What ``DistributedOptimizer(..., op=Adasum)`` puts in front of an optimizer's own class."""
+    """Base of ``DistributedOptimizer(..., op=Adasum)``, in front of an optimizer's own class."""
 
     _exchange: DeltaReducer
 
@@ -247,7 +247,7 @@ class AdasumOptimizer(WrappedOptimizer):
         self._exchange.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Does nothing: gradients are this rank's own, ready to be clipped; ``step()`` does what is to be done."""
+        """Do nothing: gradients are this rank's own, ready to be clipped; ``step()`` communicates."""
 
     def skip_synchronize(self) -> NoReturn:
         """Not for this optimizer.

@@ -65,7 +65,7 @@ _UNEVEN_HINT = (
 
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients are reduced; the same on every rank.
+    """Options of a reduction; the same on every rank.
 
     Attributes:
         how: the operator and its factors.
@@ -194,12 +194,12 @@ class Reducer:
 
     @property
     def owned_memory(self) -> ShardedBucketMemory:
-        """The buckets, where what is reduced stays with its owners."""
+        """Buckets whose sums stay with their owners."""
         assert isinstance(self._memory, ShardedBucketMemory)
         return self._memory
 
     def owned(self) -> list[GradientShard]:
-        """What this rank owns of the gradients; nothing before they have been reduced for the first time."""
+        """Slices of the gradients that this rank owns; empty before the first reduction."""
         plan, memory = self.tracker.plan, self.owned_memory
         if plan is None or memory.region.owner is None:
             return []
@@ -227,7 +227,7 @@ class Reducer:
             self._memory.restore({number: residuals[one] for number, one in parameters if one in residuals})
 
     def changed(self) -> list[str]:
-        """Names of parameters whose complete gradients somebody has changed or replaced since they were taken."""
+        """Return names of parameters whose complete gradients were changed or replaced since they were taken."""
         return [
             self.names[index]
             for index in self.tracker.order
@@ -357,7 +357,7 @@ class Reducer:
             self._handles[bucket] = handle
 
     def _contents(self, bucket: int) -> str:
-        """For whoever reads an error that names a bucket."""
+        """Describe a bucket's gradients, for an error that names the bucket."""
         assert self.tracker.plan is not None
         names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
         return f"The gradients in it: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."
