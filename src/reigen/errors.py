@@ -75,7 +75,7 @@ class ArgumentError(ReigenError, ValueError):
 
 
 class DuplicateNameError(ArgumentError):
-    """Error for a tensor whose name is still being processed on this rank."""
+    """Error for a tensor with a name that is still being processed on this rank."""
 
     def __init__(self, tensor: str) -> None:
         self.tensor = tensor

@@ -27,7 +27,7 @@ from reigen.kv.membership.messages import NODE_MESSAGE_CODEC, SCHEDULER_MESSAGE_
 from reigen.kv.membership.node_state import JobSpec
 from reigen.net.auth import AuthSession, ClientHandshake, Identity, ProcessRole, ServerHandshake
 from reigen.net.bulk_connection import BulkConnection
-from reigen.net.stream import StreamProtocol, connect_stream
+from reigen.net.connection import StreamProtocol, open_connection
 from reigen.net.tls import TlsContext
 
 SECRET = b"s" * 32
@@ -405,7 +405,7 @@ def visit(address: tuple[str, int], script: Script, stack: ExitStack, own: TlsCo
     """Connect as a stranger, or as a rank that talks nonsense; whatever happens to it is its own affair."""
     with suppress(OSError, *BAD_PEER):
         if script.number(2):
-            rank = connect_stream(address, SECRET, Identity(ProcessRole.RANK, 1), 1 << 22, time.monotonic() + 0.2, own)
+            rank = open_connection(address, SECRET, Identity(ProcessRole.RANK, 1), 1 << 22, time.monotonic() + 0.2, own)
             stack.callback(rank.close)
             for _ in range(1 + script.number(4)):
                 rank.send(payload(script), time.monotonic() + 1.0)

@@ -33,7 +33,8 @@ from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import AuthSession, ClientHandshake, Identity, ProcessRole
 from reigen.net.bulk_connection import BulkConnection
 from reigen.net.codec import FrameBuffer
-from reigen.net.stream import accept_stream, connect_stream
+from reigen.net.connection import open_connection
+from tests.accepting import accept_connection
 from tests.fuzz.targets import (
     BAD_PEER,
     LAUNCHER,
@@ -182,7 +183,7 @@ def test_an_old_version_is_refused_at_once(victim):
 
 def test_somebody_with_another_secret_is_refused(victim):
     with pytest.raises(AuthenticationError):
-        connect_stream(victim.address, b"x" * 32, RANK, 100, soon(), victim.tls)
+        open_connection(victim.address, b"x" * 32, RANK, 100, soon(), victim.tls)
     victim.check()
 
 
@@ -212,7 +213,7 @@ def record_of_a_put(victim):
 
         thread = threading.Thread(target=relay)
         thread.start()
-        rank = connect_stream(tap.getsockname(), SECRET, RANK, 1 << 16, soon(), victim.tls)
+        rank = open_connection(tap.getsockname(), SECRET, RANK, 1 << 16, soon(), victim.tls)
         rank.send(b"\x94\x01\x01\xa3key\xc4\x05value", soon())
         rank.receive(soon())
         rank.close()
@@ -271,7 +272,7 @@ def test_who_accepts_one_that_drips_bytes_is_back_at_its_deadline():
         thread.start()
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
-            accept_stream(accepted, SECRET, LAUNCHER, 100, soon(0.2))
+            accept_connection(accepted, SECRET, LAUNCHER, 100, soon(0.2))
         assert time.monotonic() - begin < 40
         stop.set()
         thread.join()
@@ -331,7 +332,7 @@ def test_a_stranger_that_talks_without_end_is_cut_off_at_once(encrypted):
 
 def test_a_rank_that_asks_and_never_reads_is_closed(victim):
     """Its answers are not piled up without bound, and the others are served."""
-    rank = connect_stream(victim.address, SECRET, Identity(ProcessRole.RANK, 1), MAX_MESSAGE_BYTES, soon(), victim.tls)
+    rank = open_connection(victim.address, SECRET, Identity(ProcessRole.RANK, 1), MAX_MESSAGE_BYTES, soon(), victim.tls)
     rank.send(b"\x94\x01\x01\xa3big\xc6" + struct.pack(">I", MIB) + bytes(MIB), soon())
     with pytest.raises(BAD_PEER):
         ask_and_ask(rank)
@@ -405,7 +406,7 @@ for script in scripts:
     for target in TARGETS.values():
         target(script)
     victim.attack(script)
-rank = connect_stream(victim.address, SECRET, RANK, 1 << 16, time.monotonic() + 10)
+rank = open_connection(victim.address, SECRET, RANK, 1 << 16, time.monotonic() + 10)
 rank.send(evil, time.monotonic() + 10)
 try:
     print("answered", rank.receive(time.monotonic() + 10))

@@ -14,12 +14,12 @@ import sys
 import time
 from typing import Any
 
-from reigen.cluster.membership.listener import join_address
 from reigen.config import Config, load_config
 from reigen.errors import CollectiveError, ReigenError
 from reigen.kv.membership.discovery import choose_listen_host
 from reigen.kv.membership.environment import read_process_config
 from reigen.kv.membership.scheduler_client import SchedulerClient
+from reigen.net.listener import join_address
 
 DEADLINE_SECONDS = 30.0
 

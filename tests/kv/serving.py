@@ -35,10 +35,11 @@ from reigen.kv.protocol import (
     ShardRange,
     StoreCommand,
 )
-from reigen.kv.server.server import KVServer, open_listener
+from reigen.kv.server.server import KVServer
 from reigen.kv.shm_arena import PeerShmArena, ShmArena
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
+from reigen.net.listener import open_listening_socket
 
 SECRET = b"k" * 32
 SECONDS = 40.0
@@ -83,7 +84,7 @@ class Serving:
 
     def __init__(self, num_workers=2, config=None, **facts):
         self.member = FakeMember(num_workers=num_workers, **facts)
-        listener, self.address = open_listener("127.0.0.1")
+        listener, self.address = open_listening_socket("127.0.0.1")
         self.exit_code = None
         try:
             self.server = KVServer(self.member, config or Config(), listener)
@@ -116,7 +117,7 @@ class RawWorker:
     ):
         host, _, port = address.rpartition(":")
         me = Identity(ProcessRole.RANK, number, PURPOSE)
-        stream = connect_stream((host, int(port)), secret, me, 1 << 12, time.monotonic() + SECONDS)
+        stream = open_connection((host, int(port)), secret, me, 1 << 12, time.monotonic() + SECONDS)
         self.line = KVConnection(*stream.detach(), self, f"server of {number}")
         self.number, self.store, self.messages, self.notices = number, store, {}, []
         self.ids = itertools.count(1)

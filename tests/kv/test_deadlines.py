@@ -190,10 +190,10 @@ def test_where_memory_cannot_be_mapped_values_travel_through_sockets(
 def test_where_a_server_has_no_memory_at_all_every_worker_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     original = RequestHandler.place
 
-    def place(desk: RequestHandler, header: Any) -> Any:
+    def place(handler: RequestHandler, header: Any) -> Any:
         if header.body_bytes > 1 << 16:
             raise MemoryError("Unable to allocate 390. KiB")
-        return original(desk, header)
+        return original(handler, header)
 
     monkeypatch.setattr(RequestHandler, "place", place)
 

@@ -65,15 +65,15 @@ def test_a_server_dies_while_a_key_comes_into_being(
     victims = {"home": [at_home], "other": [1 - at_home], "both": [0, 1]}[whose]
     original, is_due = getattr(KeyInitializer, name), True
 
-    def kill(self: KeyInitializer, holdings: Any, *rest: Any) -> None:
+    def kill(self: KeyInitializer, entries: Any, *rest: Any) -> None:
         nonlocal is_due
-        dies, is_due = is_due and holdings[0].name == "fc.weight", is_due and holdings[0].name != "fc.weight"
+        dies, is_due = is_due and entries[0].name == "fc.weight", is_due and entries[0].name != "fc.weight"
         if is_over:
-            original(self, holdings, *rest)
+            original(self, entries, *rest)
         for number in victims if dies else ():
             made.replace_server(number)
         if not is_over:
-            original(self, holdings, *rest)
+            original(self, entries, *rest)
 
     def work(store: DistStore) -> Any:
         store.set_optimizer(optim.create("test"))
@@ -96,12 +96,12 @@ def test_a_server_dies_while_its_only_key_is_put_together(tmp_path: Path, monkey
     """The pieces are gone, the whole is not there yet: worker 0 has it."""
     original, is_due = KeyInitializer._fill, True
 
-    def kill(self: KeyInitializer, holdings: Any, values: Any) -> None:
+    def kill(self: KeyInitializer, entries: Any, values: Any) -> None:
         nonlocal is_due
-        if holdings[0].generation and is_due:
+        if entries[0].generation and is_due:
             is_due = False
             made.replace_server(0)
-        original(self, holdings, values)
+        original(self, entries, values)
 
     def work(store: DistStore) -> Any:
         store.init("fc.weight", np.ones(SIZE, np.float32))

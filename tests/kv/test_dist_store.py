@@ -201,10 +201,10 @@ def test_the_urgent_overtakes_what_was_begun_before(monkeypatch: pytest.MonkeyPa
     arrived: list[int] = []
     take = RequestHandler.arrived
 
-    def noting(desk: RequestHandler, connection: Any, header: MessageHeader, body: Any) -> None:
+    def noting(handler: RequestHandler, connection: Any, header: MessageHeader, body: Any) -> None:
         if header.kind == MessageKind.PUSHPULL:
             arrived.append(header.key)
-        take(desk, connection, header, body)
+        take(handler, connection, header, body)
 
     monkeypatch.setattr(RequestHandler, "arrived", noting)
 
@@ -668,10 +668,10 @@ def test_small_keys_of_one_call_travel_together(monkeypatch: pytest.MonkeyPatch)
     arrived: list[tuple[MessageKind, int]] = []
     original = RequestHandler.arrived
 
-    def note(desk: RequestHandler, connection: Any, header: MessageHeader, received: Any) -> None:
+    def note(handler: RequestHandler, connection: Any, header: MessageHeader, received: Any) -> None:
         if header.kind in {MessageKind.PUSH, MessageKind.PULL, MessageKind.PUSHPULL}:
             arrived.append((MessageKind(header.kind), header.shard if header.flags & MessageFlag.BATCH else 0))
-        original(desk, connection, header, received)
+        original(handler, connection, header, received)
 
     monkeypatch.setattr(RequestHandler, "arrived", note)
     sizes = [5, 70_000, 300, 0, 12, 7, 9]

@@ -25,7 +25,7 @@ from reigen.kv.membership.messages import (
     RegisterNode,
 )
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
 from tests.kv.jobs import DEADLINE_SECONDS, SCHEDULER, Job, Process
 
 pytestmark = pytest.mark.slow
@@ -239,7 +239,7 @@ def test_who_knows_the_secret_and_talks_nonsense_is_closed() -> None:
             b"\xff" * 100,
             NODE_MESSAGE_CODEC.encode(RegisterNode("worker", 0, "", "", 5, 1, 1))[:-1],
         ):
-            with closing(connect_stream(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
+            with closing(open_connection(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
                 stream.send(nonsense, deadline)
                 with pytest.raises(ConnectionError):
                     stream.receive(deadline)
@@ -257,7 +257,7 @@ def test_those_who_know_the_job_come_first_to_a_scheduler_that_follows_another()
             deadline = time.monotonic() + DEADLINE_SECONDS
             unknown, known = (
                 stack.enter_context(
-                    closing(connect_stream(settings.scheduler, secret, me, MAX_MESSAGE_BYTES, deadline))
+                    closing(open_connection(settings.scheduler, secret, me, MAX_MESSAGE_BYTES, deadline))
                 )
                 for _ in range(2)
             )

@@ -45,10 +45,11 @@ from reigen.kv.protocol import (
     unpack_counts,
 )
 from reigen.kv.server.flow_control import MIN_WINDOW_BYTES
-from reigen.kv.server.server import KVServer, open_listener
+from reigen.kv.server.server import KVServer
 from reigen.kv.server.snapshots import SnapshotDirectory, find_saved_jobs
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
+from reigen.net.listener import open_listening_socket
 from reigen.optim import LARS, SGD, Adam, FactorScheduler, States, Test, unpacked
 from tests.kv.serving import SECONDS, SECRET, FakeMember, RawWorker, Serving, refused_connection, start
 
@@ -713,7 +714,7 @@ def test_who_is_missing_when_the_deadline_is_over():
 def test_a_server_that_did_not_run_listens_before_it_says_who_is_late():
     with (
         contextlib.closing(FakeMember()) as member,
-        contextlib.closing(KVServer(member, Config(), open_listener("127.0.0.1")[0])) as server,
+        contextlib.closing(KVServer(member, Config(), open_listening_socket("127.0.0.1")[0])) as server,
     ):
         looks = []
         server._stores[0] = SimpleNamespace(expire=lambda: looks.append(True), waiting=lambda before: ())
@@ -985,7 +986,7 @@ def proven(serving):
     """A connection of somebody who knows the secret, and says nothing more."""
     host, _, port = serving.address.rpartition(":")
     me = Identity(ProcessRole.RANK, 0, PURPOSE)
-    return connect_stream((host, int(port)), serving.member.secret, me, 1 << 12, time.monotonic() + SECONDS)
+    return open_connection((host, int(port)), serving.member.secret, me, 1 << 12, time.monotonic() + SECONDS)
 
 
 def has_ended(stream):
@@ -995,14 +996,14 @@ def has_ended(stream):
 
 
 def test_connections_that_never_say_hello_are_few_and_do_not_last(monkeypatch):
-    monkeypatch.setattr("reigen.kv.server.server.MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr("reigen.net.listener.MAX_UNAUTHENTICATED", 3)
     with job(1) as (serving, (zero,)):
         silent = [proven(serving) for _ in range(4)]
         assert has_ended(silent[0])  # the oldest
         start([zero], "w", np.zeros(1, np.float32))
         for stream in silent:
             stream.close()
-        monkeypatch.setattr("reigen.kv.server.server._HANDSHAKE_SECONDS", 0.2)
+        serving.server._listener._handshake_seconds = 0.2
         with contextlib.suppress(AuthenticationError), contextlib.closing(proven(serving)) as stream:
             assert has_ended(stream)  # if it has not before it was proven
         assert zero.pull("w", 0) == [0]

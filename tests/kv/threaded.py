@@ -14,7 +14,8 @@ from reigen.config import Config
 from reigen.errors import DeadlineError
 from reigen.kv.client.dist_store import DistStore
 from reigen.kv.membership.nodes import JobEnded, MembershipEvent, NodeLost, ServerInfo, ServerMoved
-from reigen.kv.server.server import KVServer, open_listener
+from reigen.kv.server.server import KVServer
+from reigen.net.listener import open_listening_socket
 
 SECRET = b"s" * 32
 SECONDS = 40.0
@@ -87,7 +88,7 @@ class Job:
     def start_server(self, number: int, incarnation: int = 1) -> ServerInfo:
         member = Member(self, "server", number, incarnation)
         member.is_recovery = incarnation > 1
-        listener, address = open_listener("127.0.0.1")
+        listener, address = open_listening_socket("127.0.0.1")
         server = KVServer(member, self.config, listener)
         thread = threading.Thread(target=server.serve, name=f"server-{number}")
         thread.start()

@@ -17,7 +17,7 @@ import pytest
 
 from reigen.errors import AuthenticationError
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
 from tests.lab import Host, HostProcess, Hosts
 from tests.network.conftest import MakeHosts
 from tests.network.waiting import wait_for
@@ -164,4 +164,4 @@ def test_strangers_on_the_network_disturb_no_job(make_hosts: MakeHosts, tmp_path
         host, _, port = service.rpartition(":")
         assert (host, int(port)) in targets
         with pytest.raises(AuthenticationError, match="does not know"):
-            connect_stream((host, int(port)), bytes(32), Identity(ProcessRole.RANK, 1), 100, time.monotonic() + 60)
+            open_connection((host, int(port)), bytes(32), Identity(ProcessRole.RANK, 1), 100, time.monotonic() + 60)

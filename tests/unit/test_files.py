@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import secrets
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 import reigen
 from benchmarks.harness.report import Document
 from reigen.errors import LaunchError
-from reigen.files import check_can_be_written, open_replacement, write_atomically
+from reigen.files import check_can_be_written, open_replacement, privacy_problem, write_atomically
 from reigen.launch.output.output_files import OutputFile
 from reigen.observe.trace_writer import TraceFile
 
@@ -243,3 +244,27 @@ def test_the_library_writes_files_in_one_way() -> None:
         if isinstance(node, ast.Call) and opens_to_write(node)
     }
     assert found == allowed
+
+
+@pytest.mark.parametrize(
+    ("mode", "user", "is_parent", "problem"),
+    [
+        (0o700, 1000, False, None),
+        (0o600, 1000, False, None),
+        (0o750, 1000, False, "may be used by others (mode 0750)"),
+        (0o701, 1000, False, "may be used by others (mode 0701)"),
+        (0o700, 1001, False, "belongs to user 1001, this process to user 1000"),
+        (0o700, 0, False, "belongs to user 0, this process to user 1000"),
+        (0o755, 1000, True, None),
+        (0o755, 0, True, None),
+        (0o1777, 0, True, None),
+        (0o770, 1000, True, "may be changed by others (mode 0770)"),
+        (0o755, 1001, True, "belongs to user 1001, this process to user 1000"),
+    ],
+)
+def test_what_is_not_this_users_alone(
+    monkeypatch: pytest.MonkeyPatch, mode: int, user: int, is_parent: bool, problem: str | None
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    status = os.stat_result((stat.S_IFDIR | mode, 0, 0, 1, user, 0, 0, 0, 0, 0))
+    assert privacy_problem(status, is_parent=is_parent) == problem

@@ -18,7 +18,6 @@ class NullBackend(FlatBackend):
     capabilities = BackendCapabilities(registered_memory=True, ordered_sums=True, abortable=True)
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """Scale and copy."""
         reducer = BlockReducer(reduction)
         for buffer in buffers:
             reducer.reduce([buffer.source], buffer.target)
@@ -26,20 +25,16 @@ class NullBackend(FlatBackend):
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """Scale and copy."""
         BlockReducer(reduction).reduce([source], target)
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """Copy."""
         target[:] = source
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """Copy."""
         if source is not None and source is not target:
             target[:] = source
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """Copy."""
         target[:] = source[: counts[0][0]]
 
     def barrier(self, deadline: float) -> None:

@@ -103,7 +103,8 @@ def build_report() -> str:
 
 def collect_results(environ: Mapping[str, str]) -> list[CheckResult]:
     """Collect the lines of the report, in order. Imports no framework."""
-    return [*_versions(), *_kernel(), *_host(), *_frameworks(), *_backends(environ)]
+    frameworks = (CheckResult("frameworks", name, _version(name) or "not installed") for name in _FRAMEWORKS)
+    return [*_versions(), *_kernel(), *_host(), *frameworks, *_backends(environ)]
 
 
 def _versions() -> list[CheckResult]:
@@ -121,10 +122,6 @@ def _versions() -> list[CheckResult]:
         version = _version(name)
         found.append(CheckResult("versions", name, version or "not installed", is_needed and version is None))
     return found
-
-
-def _frameworks() -> list[CheckResult]:
-    return [CheckResult("frameworks", name, _version(name) or "not installed") for name in _FRAMEWORKS]
 
 
 def _version(distribution: str) -> str | None:

@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
         "--launcher",
         default="ssh",
         metavar="NAME",
-        help="how processes are started: local, on this machine alone; ssh, on others (the default); mpi, by mpirun",
+        help="how processes are started: local, on this host alone; ssh, on others (the default); mpi, by mpirun",
     )
     add("--sync-dst-dir", metavar="DIR", help="copy the working directory there first, by rsync, and run in it")
     for role in ("server", "worker"):
@@ -101,9 +101,9 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
     if chosen.launcher in _NOT_YET:
         raise ConfigError(f"--launcher {chosen.launcher}: not possible yet; there are local, ssh, mpi")
     if chosen.launcher == "local" and chosen.hostfile is not None:
-        raise ConfigError("--hostfile: --launcher local starts everything on this machine; leave one of the two out")
+        raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:
-        raise ConfigError("--launcher ssh needs a --hostfile; on this machine alone, say --launcher local")
+        raise ConfigError("--launcher ssh needs a --hostfile; on this host alone, say --launcher local")
     hosts, port = _hosts(chosen.hostfile)
     ssh = parse_ssh_options(chosen)
     command = tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)

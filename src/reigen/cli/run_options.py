@@ -175,10 +175,6 @@ def _add_env_options(add: AddArgument) -> None:
     )
 
 
-def _negated(text: str) -> str:
-    return text if text == argparse.SUPPRESS else f"do not {text}"
-
-
 def _add(group: argparse._ArgumentGroup, option: HorovodrunOption, text: str) -> None:
     if option.name == "controller":
         exclusive = group.add_mutually_exclusive_group()
@@ -198,4 +194,10 @@ def _add(group: argparse._ArgumentGroup, option: HorovodrunOption, text: str) ->
     off = [option.flag.replace("[no-]", "no-")] if on != option.flag else []
     off += [flag for flags, name, value in _ALIASES if name == option.name and value is False for flag in flags]
     if off:
-        exclusive.add_argument(*off, dest=option.name, action="store_const", const=False, help=_negated(text))
+        exclusive.add_argument(
+            *off,
+            dest=option.name,
+            action="store_const",
+            const=False,
+            help=text if text == argparse.SUPPRESS else f"do not {text}",
+        )

@@ -1,6 +1,6 @@
 """Discovery of the ranks that share a host, by the ranks themselves, under any launcher.
 
-Ranks share a host if they can share memory: one kernel and one process namespace. Two containers of one machine are
+Ranks share a host if they can share memory: one kernel and one process namespace. Two containers of one computer are
 two hosts. A launcher's local ranks are not used, since it may count otherwise.
 """
 

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from reigen.errors import ConfigError
 
@@ -78,12 +79,22 @@ class _VariableReader:
         """Add a problem."""
         self._problems.append(problem)
 
-    def found(self, rank: tuple[str, int], size: tuple[str, int], **more: object) -> LauncherInfo:
-        """Return the facts, or raise ConfigError with all problems; ``rank`` and ``size``: variable and value."""
-        local = more.get("local")
+    def found(
+        self,
+        rank: tuple[str, int] | str,
+        size: tuple[str, int] | str,
+        *,
+        local: tuple[str, str] | tuple[int, int] | None = None,
+        **more: object,
+    ) -> LauncherInfo:
+        """Return the facts, or raise ConfigError with all problems; numbers may be given by their variables' names."""
+        rank = (rank, self.number(rank)) if isinstance(rank, str) else rank
+        size = (size, self.number(size)) if isinstance(size, str) else size
+        if local is not None and isinstance(local[0], str):
+            local = self.pair(*map(str, local))
         if not self._problems:
             self._check(rank, size)
-            if isinstance(local, tuple) and not 0 <= local[0] < local[1] <= size[1]:
+            if isinstance(local, tuple) and not 0 <= int(local[0]) < int(local[1]) <= size[1]:
                 self._problems.append(
                     f"its number on its host is {local[0]} of {local[1]}, in a job of {size[1]} processes"
                 )
@@ -95,13 +106,20 @@ class _VariableReader:
                 "unset them."
             )
         variables = f"{rank[0]}={rank[1]}, {size[0]}={size[1]}"
-        return LauncherInfo(self._launcher, rank[1], size[1], variables, **more)  # type: ignore[arg-type]  # fields of Found
+        return LauncherInfo(self._launcher, rank[1], size[1], variables, local, **more)  # type: ignore[arg-type]
 
     def _check(self, rank: tuple[str, int], size: tuple[str, int]) -> None:
         if size[1] < 1:
             self._problems.append(f"{size[0]} is {size[1]}, but must be at least 1")
         elif rank[1] >= size[1]:
             self._problems.append(f"{rank[0]} is {rank[1]}, but must be less than {size[0]}, {size[1]}")
+
+
+def _read(environ: Mapping[str, str], launcher: str, rank: str, size: str, **more: Any) -> LauncherInfo | None:
+    """Read the facts of a launcher that sets variables of these names; None if both are missing."""
+    if rank not in environ and size not in environ:
+        return None
+    return _VariableReader(environ, launcher).found(rank, size, **more)
 
 
 def _join_values(environ: Mapping[str, str], *names: str) -> str:
@@ -111,66 +129,46 @@ def _join_values(environ: Mapping[str, str], *names: str) -> str:
 
 def _torch(environ: Mapping[str, str]) -> LauncherInfo | None:
     """Read torchrun's variables, which others set as well: torch's own launchers, Kubeflow's operators, people."""
-    if "TORCHELASTIC_RUN_ID" not in environ and not ("RANK" in environ and "WORLD_SIZE" in environ):
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    if not is_torchrun and not ("RANK" in environ and "WORLD_SIZE" in environ):
         return None
-    torchrun = "TORCHELASTIC_RUN_ID" in environ
-    read = _VariableReader(environ, "torchrun" if torchrun else "whoever set RANK and WORLD_SIZE")
-    rank, size = read.number("RANK"), read.number("WORLD_SIZE")
-    local = read.pair("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    reader = _VariableReader(environ, "torchrun" if is_torchrun else "whoever set RANK and WORLD_SIZE")
     job_id = _join_values(environ, "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
-    return read.found(("RANK", rank), ("WORLD_SIZE", size), local=local, job_id=job_id)
+    return reader.found("RANK", "WORLD_SIZE", local=("LOCAL_RANK", "LOCAL_WORLD_SIZE"), job_id=job_id)
 
 
 def _horovodrun(environ: Mapping[str, str]) -> LauncherInfo | None:
-    if "HOROVOD_RANK" not in environ and "HOROVOD_SIZE" not in environ:
-        return None
-    read = _VariableReader(environ, "horovodrun")
-    rank, size = read.number("HOROVOD_RANK"), read.number("HOROVOD_SIZE")
-    return read.found(
-        ("HOROVOD_RANK", rank),
-        ("HOROVOD_SIZE", size),
-        local=read.pair("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
-        job_id=_join_values(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
-    )
+    local = ("HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
+    job_id = _join_values(environ, "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
+    return _read(environ, "horovodrun", "HOROVOD_RANK", "HOROVOD_SIZE", local=local, job_id=job_id)
 
 
 def _open_mpi(environ: Mapping[str, str]) -> LauncherInfo | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ and "OMPI_COMM_WORLD_SIZE" not in environ:
-        return None
-    read = _VariableReader(environ, "mpirun (Open MPI)")
-    rank, size = read.number("OMPI_COMM_WORLD_RANK"), read.number("OMPI_COMM_WORLD_SIZE")
-    return read.found(
-        ("OMPI_COMM_WORLD_RANK", rank),
-        ("OMPI_COMM_WORLD_SIZE", size),
-        local=read.pair("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        job_id=environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", ""),
-        by_mpi=True,
-    )
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    local = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    job_id = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    return _read(environ, "mpirun (Open MPI)", *names, local=local, job_id=job_id, by_mpi=True)
 
 
 def _pmi(environ: Mapping[str, str]) -> LauncherInfo | None:
     """Read variables of Hydra, the launcher of MPICH, Intel MPI and MVAPICH."""
-    if "PMI_RANK" not in environ and "PMI_SIZE" not in environ:
-        return None
-    read = _VariableReader(environ, "mpiexec (MPICH, Intel MPI or MVAPICH)")
-    rank, size = read.number("PMI_RANK"), read.number("PMI_SIZE")
-    if environ.get("SLURM_PROCID") == str(rank) and environ.get("SLURM_STEP_NUM_TASKS") == str(size):
+    numbers = [environ.get(name) for name in ("PMI_RANK", "PMI_SIZE")]
+    if numbers == [environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")]:
         return None  # srun --mpi=pmi2: the step says more
-    local = read.pair("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return read.found(("PMI_RANK", rank), ("PMI_SIZE", size), local=local, by_mpi=True)
+    launcher, local = "mpiexec (MPICH, Intel MPI or MVAPICH)", ("MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    return _read(environ, launcher, "PMI_RANK", "PMI_SIZE", local=local, by_mpi=True)
 
 
 def _slurm(environ: Mapping[str, str]) -> LauncherInfo | None:
     """Read variables of a step of `srun`: a batch script has SLURM_PROCID as well, but is one process."""
     if "SLURM_PROCID" not in environ or "SLURM_STEP_NUM_TASKS" not in environ:
         return None
-    read = _VariableReader(environ, "srun (a Slurm step)")
-    rank, size = read.number("SLURM_PROCID"), read.number("SLURM_STEP_NUM_TASKS")
-    local = _slurm_local(read, environ.get("SLURM_STEP_TASKS_PER_NODE"))
-    return read.found(
+    reader = _VariableReader(environ, "srun (a Slurm step)")
+    rank, size = reader.number("SLURM_PROCID"), reader.number("SLURM_STEP_NUM_TASKS")
+    return reader.found(
         ("SLURM_PROCID", rank),
         ("SLURM_STEP_NUM_TASKS", size),
-        local=local,
+        local=_slurm_local(reader, environ.get("SLURM_STEP_TASKS_PER_NODE")),
         coordinator=first_host(environ.get("SLURM_STEP_NODELIST", "")),
         job_id=_join_values(environ, "SLURM_CLUSTER_NAME", "SLURM_JOB_ID", "SLURM_STEP_ID"),
         by_mpi="PMI_RANK" in environ or "PMIX_RANK" in environ,
@@ -239,66 +237,32 @@ def _kubeflow(environ: Mapping[str, str]) -> LauncherInfo | None:
                 f"PET_NPROC_PER_NODE is {environ['PET_NPROC_PER_NODE']!r}: several processes in a container are "
                 "started by `torchrun train.py`, which reads it, or by `reigen run`"
             )
-        rank, size = read.number("PET_NODE_RANK"), read.number("PET_NNODES")
-        return read.found(
-            ("PET_NODE_RANK", rank),
-            ("PET_NNODES", size),
-            coordinator=environ.get("PET_MASTER_ADDR"),
-            job_id=_join_values(environ, "PET_MASTER_PORT", "PET_RDZV_ID"),
-        )
-    if "JAX_PROCESS_ID" in environ or "JAX_NUM_PROCESSES" in environ:
-        read = _VariableReader(environ, "Kubeflow, or whoever set JAX_PROCESS_ID")
-        rank, size = read.number("JAX_PROCESS_ID"), read.number("JAX_NUM_PROCESSES")
-        host, _, port = environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")
-        return read.found(
-            ("JAX_PROCESS_ID", rank),
-            ("JAX_NUM_PROCESSES", size),
-            coordinator=host.strip("[]") or None,
-            job_id=port,
-        )
-    return None
+        job_id, coordinator = _join_values(environ, "PET_MASTER_PORT", "PET_RDZV_ID"), environ.get("PET_MASTER_ADDR")
+        return read.found("PET_NODE_RANK", "PET_NNODES", coordinator=coordinator, job_id=job_id)
+    launcher = "Kubeflow, or whoever set JAX_PROCESS_ID"
+    host, _, port = environ.get("JAX_COORDINATOR_ADDRESS", "").rpartition(":")
+    coordinator = host.strip("[]") or None
+    return _read(environ, launcher, "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", coordinator=coordinator, job_id=port)
 
 
 def _jsrun(environ: Mapping[str, str]) -> LauncherInfo | None:
     """Read variables of LSF's launcher on IBM's computers."""
-    if "JSM_NAMESPACE_RANK" not in environ and "JSM_NAMESPACE_SIZE" not in environ:
-        return None
-    read = _VariableReader(environ, "jsrun (LSF)")
-    rank, size = read.number("JSM_NAMESPACE_RANK"), read.number("JSM_NAMESPACE_SIZE")
-    return read.found(
-        ("JSM_NAMESPACE_RANK", rank),
-        ("JSM_NAMESPACE_SIZE", size),
-        local=read.pair("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
-        job_id=environ.get("LSB_JOBID", ""),
-        by_mpi=True,
+    rank, size, local_rank, local_size = (
+        f"JSM_NAMESPACE_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
+    local = (local_rank, local_size)
+    return _read(environ, "jsrun (LSF)", rank, size, local=local, job_id=environ.get("LSB_JOBID", ""), by_mpi=True)
 
 
 def _skypilot(environ: Mapping[str, str]) -> LauncherInfo | None:
-    if "SKYPILOT_NODE_RANK" not in environ and "SKYPILOT_NUM_NODES" not in environ:
-        return None
-    read = _VariableReader(environ, "SkyPilot, one process a node")
-    rank, size = read.number("SKYPILOT_NODE_RANK"), read.number("SKYPILOT_NUM_NODES")
-    addresses = environ.get("SKYPILOT_NODE_IPS", "").split()
-    return read.found(
-        ("SKYPILOT_NODE_RANK", rank),
-        ("SKYPILOT_NUM_NODES", size),
-        coordinator=addresses[0] if addresses else None,
-        job_id=environ.get("SKYPILOT_TASK_ID", ""),
-    )
+    launcher, names = "SkyPilot, one process a node", ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES")
+    coordinator = next(iter(environ.get("SKYPILOT_NODE_IPS", "").split()), None)
+    return _read(environ, launcher, *names, coordinator=coordinator, job_id=environ.get("SKYPILOT_TASK_ID", ""))
 
 
 #: Each returns its facts, None if its launcher did not start this process, or raises ConfigError.
 LAUNCHERS: Sequence[Callable[[Mapping[str, str]], LauncherInfo | None]] = (
-    _torch,
-    _horovodrun,
-    _open_mpi,
-    _pmi,
-    _slurm,
-    _sagemaker,
-    _kubeflow,
-    _jsrun,
-    _skypilot,
+    *(_torch, _horovodrun, _open_mpi, _pmi, _slurm, _sagemaker, _kubeflow, _jsrun, _skypilot),
 )
 
 #: Sets of variables that none of these reads, but that no process has which is alone.

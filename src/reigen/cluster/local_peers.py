@@ -132,15 +132,12 @@ class LocalSubset:
         return self._local_peers.reserved_bytes
 
     def map(self, offsets: Sequence[int], nbytes: int) -> MappedRange:
-        """Implement `LocalGroup`."""
         return self._local_peers.map_of(self._members, offsets, nbytes)
 
     def map_one(self, member: int, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Implement `LocalGroup`."""
         return self._local_peers.map_one(self._members[member], offset, nbytes)
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Implement `LocalGroup`."""
         return self._local_peers.failure([self._members[member] for member in needed])
 
     def subset(self, members: Sequence[int]) -> LocalSubset:

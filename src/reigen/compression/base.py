@@ -165,7 +165,7 @@ def block_ranges(length: int, grain: int | None) -> Iterator[tuple[int, int]]:
 
 
 def as_float32(array: NDArray[Any], scratch: QuantizeScratch) -> Floats:
-    """Return the array itself, if it is float32; else its numbers, in ``scratch``."""
+    """Return the array (n,) itself, if it is float32; else its numbers (n,), in ``scratch``."""
     if array.dtype == np.float32:
         return array
     values: Floats = scratch.take("values", len(array), np.float32)

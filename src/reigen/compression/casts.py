@@ -29,19 +29,15 @@ class Cast(Codec):
 
     @property
     def name(self) -> str:
-        """Implement `Codec`, here and below."""
         return self.to
 
     def params(self) -> Params:
-        """Return ``type``."""
         return {"type": self.to, "ef": False}
 
     def max_bytes(self, num_elements: int) -> int:
-        """Return the bytes of the elements."""
         return num_elements * np.dtype(_STORAGES[self.to]).itemsize
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """Cast."""
         target = out.view(_STORAGES[self.to])
         if self.to == "bf16":
             copy = scratch.take("to narrow", len(values), np.float32)  # narrowing uses it up
@@ -53,7 +49,6 @@ class Cast(Codec):
             np.copyto(target, values, casting="same_kind")
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """Cast back."""
         source = data.view(_STORAGES[self.to])
         if self.to == "bf16":
             half_precision.widen_bfloat16(source, out)
@@ -72,21 +67,16 @@ class Int8(Codec):
 
     @property
     def name(self) -> str:
-        """Implement `Codec`, here and below."""
         return "int8"
 
     def params(self) -> Params:
-        """Return ``type``."""
         return {"type": self.name, "ef": False}
 
     def max_bytes(self, num_elements: int) -> int:
-        """Return the bytes of elements and scales."""
         return quantize.int8_bytes(num_elements)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """Quantize."""
         quantize.pack_int8(values, out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """Multiply with the scales."""
         quantize.unpack_int8(data, out)

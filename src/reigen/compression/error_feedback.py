@@ -54,19 +54,15 @@ class ErrorFeedback(Codec):
         return {**self.codec.params(), "ef": True}
 
     def max_bytes(self, num_elements: int) -> int:
-        """Ask ``codec``."""
         return self.codec.max_bytes(num_elements)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """Ask ``codec``."""
         self.codec.pack(values, out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """Ask ``codec``."""
         self.codec.unpack(data, out)
 
     def check(self, data: Bytes, num_elements: int) -> None:
-        """Ask ``codec``."""
         self.codec.check(data, num_elements)
 
     def for_sums(self, num_arrays: int) -> ErrorFeedback:
@@ -74,7 +70,6 @@ class ErrorFeedback(Codec):
         return ErrorFeedback(self.codec.for_sums(num_arrays))
 
     def combine(self, data: Bytes, target: Floats, how: np.ufunc, scratch: QuantizeScratch) -> None:
-        """Ask ``codec``."""
         self.codec.combine(data, target, how, scratch)
 
     def begin(self, num_elements: int, dtype: DType, saved: Residual = None) -> Residual:

@@ -32,11 +32,9 @@ class Ternary(Codec):
 
     @property
     def name(self) -> str:
-        """Implement `Codec`, here and below."""
         return "2bit"
 
     def params(self) -> Params:
-        """Return ``type`` and ``threshold``."""
         return {"type": self.name, "threshold": self.threshold, "ef": False}
 
     def for_sums(self, num_arrays: int) -> Ternary:
@@ -44,15 +42,12 @@ class Ternary(Codec):
         return Ternary(self.threshold * num_arrays)
 
     def max_bytes(self, num_elements: int) -> int:
-        """Return the bytes of whole words."""
         return 4 * -(-num_elements // 16)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """Compare with the threshold."""
         quantize.pack_ternary(values, np.float32(self.threshold), out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """Look up in a table."""
         quantize.unpack_codes(data, self._table, out)
 
 
@@ -75,11 +70,9 @@ class Signs(Codec):
 
     @property
     def name(self) -> str:
-        """Implement `Codec`, here and below."""
         return "1bit"
 
     def params(self) -> Params:
-        """Return ``type``, ``threshold`` and ``scale``."""
         return {"type": self.name, "threshold": self.threshold, "scale": self.scale, "ef": False}
 
     def for_sums(self, num_arrays: int) -> Signs:
@@ -87,15 +80,12 @@ class Signs(Codec):
         return Signs(self.threshold * num_arrays, self.scale * num_arrays)
 
     def max_bytes(self, num_elements: int) -> int:
-        """Return the bytes of whole words."""
         return 4 * -(-num_elements // 32)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """Compare with the threshold."""
         quantize.pack_signs(values, np.float32(self.threshold), out, scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """Look up in a table."""
         quantize.unpack_codes(data, self._table, out)
 
 

@@ -47,7 +47,6 @@ class TopK(Codec):
 
     @property
     def name(self) -> str:
-        """Implement `Codec`, here and below."""
         return "topk"
 
     def params(self) -> Params:
@@ -65,17 +64,14 @@ class TopK(Codec):
         return min(num_elements, max(1, count))
 
     def max_bytes(self, num_elements: int) -> int:
-        """Return the bytes of positions and values."""
         count = self.count(num_elements)
         return 4 * count + self.values.max_bytes(count)
 
     def check(self, data: Bytes, num_elements: int) -> None:
-        """Check the positions."""
         super().check(data, num_elements)
         self._positions(data, num_elements)
 
     def pack(self, values: Floats, out: Bytes, scratch: QuantizeScratch) -> None:
-        """Write positions and values."""
         if len(values) >= 1 << 32:
             raise ArgumentError(f"topk compression is for arrays of less than 2**32 elements, got {len(values)}")
         chosen = quantize.top_k_indices(values, self.count(len(values)))
@@ -83,7 +79,6 @@ class TopK(Codec):
         self.values.pack(values[chosen], out[4 * len(chosen) :], scratch)
 
     def unpack(self, data: Bytes, out: Floats) -> None:
-        """Put the values at their positions."""
         positions, values = self._read(data, len(out))
         out[:] = 0.0
         out[positions] = values

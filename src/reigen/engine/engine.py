@@ -158,7 +158,7 @@ class Engine:
             raise
         if self._thread is None:
             self.wait_for(handle)
-        elif not blocking:
+        elif not blocking and len(self._outstanding.inbox) == 1:  # who takes what lies before this takes this, too
             self._transport.wake(WaitingThread.ANY)
 
     def post(self, topic: Topic, data: bytes) -> None:

@@ -61,7 +61,6 @@ class AdamKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         prepared, spare = scratch
         self.moments.absorb(self.gradient.prepare(grad, weight, prepared, spare), states, spare)
         self.moments.direction(states, spare, self.rate)
@@ -79,7 +78,6 @@ class AdaGradKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         prepared, spare = scratch
         (history,) = states
         gradient = self.gradient.prepare(grad, weight, prepared, spare)
@@ -110,7 +108,6 @@ class RMSPropKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         prepared, spare = scratch
         gradient = self.gradient.prepare(grad, weight, prepared, spare)
         squares, *centring = states
@@ -154,7 +151,6 @@ class FtrlKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 3
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         if self.rate == 0.0:  # the first step of a warm-up: nothing is learnt, and nothing is divided by 0
             return
         prepared, spare, root = scratch
@@ -230,5 +226,4 @@ class LambStepKernel(UpdateKernel):
         return out
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         np.subtract(weight, self.direction(weight, states, scratch), out=weight)

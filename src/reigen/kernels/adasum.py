@@ -95,7 +95,7 @@ def combine_pairs(vectors: Vectors, levels: Sequence[Vectors]) -> Vectors:
 
 
 def load_float64(block: NDArray[Any], dtype: DType) -> Vectors:
-    """Copy ``block`` (any shape, storage type of ``dtype``) as float64, exactly."""
+    """Copy ``block`` (any shape, storage type of ``dtype``) as float64 of the same shape, exactly."""
     numbers = block
     if dtype.name == "bfloat16":
         numbers = np.empty(block.shape, np.float32)
@@ -104,7 +104,7 @@ def load_float64(block: NDArray[Any], dtype: DType) -> Vectors:
 
 
 def store_float64(values: Vectors, dtype: DType) -> NDArray[Any]:
-    """Convert ``values`` to the storage type of ``dtype``. Halves are rounded to float32 first."""
+    """Convert ``values`` to the storage type of ``dtype``, in their shape. Halves are rounded to float32 first."""
     if dtype.itemsize > 2:
         return values.astype(dtype.storage)
     out = np.empty(values.shape, dtype.storage)

@@ -144,7 +144,7 @@ def _quantize(values: Floats, scales: Floats, codes: NDArray[np.int8], scratch: 
 
 
 def top_k_indices(values: Floats, count: int) -> NDArray[np.intp]:
-    """Return the indices of the ``count`` largest magnitudes, ascending. Of equal ones the first; NaN is largest."""
+    """Return the indices (count,) of the largest magnitudes, ascending. Of equal ones the first; NaN is largest."""
     if count >= len(values):
         return np.arange(len(values))
     if count <= 0:

@@ -79,7 +79,6 @@ class SGDKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         step = self.gradient.prepare(grad, weight, scratch[0], scratch[1], self.rate)
         for state in states:
             np.multiply(state, self.momentum, out=state)
@@ -98,7 +97,6 @@ class NesterovKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         ahead = scratch[1]
         step = self.gradient.prepare(grad, weight, scratch[0], ahead, self.rate)
         (state,) = states
@@ -123,7 +121,6 @@ class SignumKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 2
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         signs, spare = scratch
         direction = self.gradient.prepare(grad, weight, signs, spare)
         for state in states:
@@ -142,7 +139,6 @@ class AccumulateKernel(UpdateKernel):
     num_scratch: ClassVar[int] = 1
 
     def __call__(self, weight: Array, grad: Array, states: Sequence[Array], scratch: Sequence[Array]) -> None:
-        """Implement `UpdateKernel`."""
         np.multiply(grad, self.rescale, out=scratch[0])
         np.add(weight, scratch[0], out=weight)
 

@@ -1,4 +1,4 @@
-"""The parameter server: a store of keys and values that workers share, on servers that a scheduler brings together.
+"""Parameter server: a store of keys and values that workers share, on servers that a scheduler brings together.
 
 What a store is stands in `reigen.kv.store`.
 """

@@ -14,10 +14,9 @@ from reigen.api.adapter import Array
 from reigen.api.objects import allgather_bytes
 from reigen.context import Handle
 from reigen.errors import MismatchError, ReigenError
-from reigen.kv.local_reduce import sum_row_sparse, sum_tensors
 from reigen.kv.local_store import LocalStore, copy_to_host
 from reigen.kv.store import KeyTensors, Pending, PendingGroup, call_when_all_done
-from reigen.kv.values import Key, RowSparse, TensorSpec, flatten_tensor, tensor_spec
+from reigen.kv.values import Key, RowSparse, TensorSpec, flatten_tensor, sum_row_sparse, sum_tensors, tensor_spec
 from reigen.types import ReduceOp, dtype_named
 
 _INDICES = dtype_named("int64")
@@ -118,7 +117,7 @@ class AllreduceStore(LocalStore):
             raise first
 
     def _check(self) -> None:
-        """That this process may use the store.
+        """Check that this process may use the store.
 
         Raises:
             ArgumentError: the store was closed.

@@ -153,7 +153,7 @@ class KVConnection:
         while True:
             while waiting and framed.num_posted_bytes - framed.num_sent_bytes < SEND_AHEAD_BYTES:
                 self._hand_on(heapq.heappop(waiting))
-            is_all = framed.advance_sends()
+            is_all = framed.flush()
             while self._on_sent and self._on_sent[0][0] <= framed.num_sent_bytes:
                 self._on_sent.popleft()[1]()
             if not (is_all and waiting):

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _StoreType:
-    """What a name means.
+    """Meaning of a name.
 
     Attributes:
         where: ``local``, ``ring`` or ``dist``.

@@ -163,7 +163,7 @@ _session: JobSession | None = None
 
 
 def _after_fork() -> None:
-    """In the child: it is no worker. Locks and the place in the job stay with the parent."""
+    """Forget the job in a child, which is no worker: locks and the place in the job stay with the parent."""
     global _lock, _session
     _lock, _session = threading.Lock(), None
     atexit.unregister(_at_exit)
@@ -177,13 +177,8 @@ def _register_fork_handler() -> None:
 def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
     """Return a store of this process's job. The first one joins it; `leave_job`, or the end of the process, leaves it.
 
-    Args:
-        kind: its type.
-        staleness: of it.
-        knobs: by the names of `reigen.config.Config`.
-
     Raises:
-        ArgumentError: there is no such knob.
+        ArgumentError: ``knobs`` has one that `reigen.config.Config` has not.
         ConfigError, DeadlineError: see `reigen.kv.create`.
         SystemExit: this process was a server or a scheduler.
     """

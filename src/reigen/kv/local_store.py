@@ -15,9 +15,18 @@ from reigen.api.numpy_adapter import get_adapter
 from reigen.compression import Codec, from_params, means_none
 from reigen.errors import ArgumentError
 from reigen.kv import residual_files
-from reigen.kv.local_reduce import sum_arrays, sum_row_sparse, sum_tensors
 from reigen.kv.store import KeyTensors, KVStore, Pending, PendingGroup, UpdateFunction, check_optimizer
-from reigen.kv.values import Key, RowSparse, TensorSpec, flatten_tensor, row_numbers, write_tensor
+from reigen.kv.values import (
+    Key,
+    RowSparse,
+    TensorSpec,
+    flatten_tensor,
+    row_numbers,
+    sum_arrays,
+    sum_row_sparse,
+    sum_tensors,
+    write_tensor,
+)
 
 #: Nothing is pending.
 COMPLETED = PendingGroup(())

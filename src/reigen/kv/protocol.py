@@ -1,4 +1,4 @@
-"""What workers and servers of the parameter server say to each other.
+"""Messages between workers and servers of the parameter server.
 
 Every message is a header of 64 bytes and, perhaps, a body. They travel by `reigen.net.framing.FramedConnection`
 (`reigen.kv.connection`); the body of a message with `MessageFlag.IN_MEMORY` does not travel, but lies in the sender's

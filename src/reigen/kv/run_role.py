@@ -86,12 +86,13 @@ def _run_role(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
 
 
 def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
-    from reigen.kv.server.server import KVServer, open_listener
+    from reigen.kv.server.server import KVServer
     from reigen.kv.server.snapshots import find_saved_jobs
+    from reigen.net.listener import open_listening_socket
 
     host, why = choose_listen_host(settings)
-    listener, address = open_listener(host)
-    with contextlib.closing(listener):
+    listening, address = open_listening_socket(host)
+    with contextlib.closing(listening):
         _log.info("this server listens at %s: %s", address, why)
         directory = settings.config.kv_snapshot_dir
 
@@ -103,7 +104,7 @@ def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
 
         with (
             contextlib.closing(_join_job(settings, address, environ, find_saved)) as member,
-            contextlib.closing(KVServer(member, settings.config, listener)) as server,
+            contextlib.closing(KVServer(member, settings.config, listening)) as server,
         ):
             if earlier := [f"{each.job:016x}" for each in saved if each.job != member.job]:
                 text = "%s has snapshots of earlier jobs with this secret, which this one does not read: job-*-%s"

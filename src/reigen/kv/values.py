@@ -13,14 +13,18 @@ from reigen.api.adapter import Array
 from reigen.api.numpy_adapter import get_adapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
 from reigen.kernels.half_precision import converters
+from reigen.kernels.reduce import BlockReducer, Reduction
 from reigen.kv.keys import key_id
-from reigen.types import DType
+from reigen.types import DType, ReduceOp
 
 Key = int | str
 #: What needs no look at whether it is one.
 KEY_TYPES = frozenset({int, str})
 
 DENSE, ROW_SPARSE = "default", "row_sparse"
+
+#: Elements that are added up at a time, so that they stay in the core's cache.
+_BLOCK = 1 << 16
 
 
 @dataclass
@@ -149,7 +153,7 @@ def write_tensor(tensor: Any, elements: Array, aliases: bool) -> None:
 
 
 def row_numbers(rows: Any, num_rows: int) -> Array:
-    """Numbers of rows, in whatever shape and type a user has them, as a flat int64 array.
+    """Return numbers of rows, in whatever shape and type a user has them, as a flat int64 array.
 
     Raises:
         ArgumentError: they are no whole numbers, or one is not in ``[0, num_rows)``.
@@ -169,12 +173,15 @@ def row_numbers(rows: Any, num_rows: int) -> Array:
 
 
 def sum_duplicate_rows(indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
-    """Rows in ascending order of their indices, those of one index added up in the order in which they came.
+    """Return rows in ascending order of their indices, those of one index added up in the order in which they came.
 
     Args:
         indices: (n,), int64.
-        rows: (n, elements of a row), in the storage type of ``dtype``.
-        dtype: their element type. Halves are added up in float32, and rounded once.
+        rows: (n, elements of a row), in the storage type of ``dtype``. Halves are added up in float32, rounded once.
+        dtype: their element type.
+
+    Returns:
+        Indices, (m,), and rows, (m, elements of a row).
     """
     order = np.argsort(indices, kind="stable")
     unique, begins = np.unique(indices[order], return_index=True)
@@ -263,3 +270,47 @@ def check_tensor_specs(key: Key, expected: TensorSpec, tensors: Sequence[Any], *
             raise ArgumentError(f"key {key!r} holds {expected}, got {spec}: shape and dtype stay those of init()")
         if spec.stype == ROW_SPARSE and not can_be_sparse:
             raise ArgumentError(f"key {key!r}: this operation takes dense tensors only, got a row-sparse one")
+
+
+# ---- sums of one worker's own tensors of a key: of its devices, and of a key that is there several times in a call
+
+
+def sum_tensors(tensors: Sequence[Any], spec: TensorSpec) -> tuple[Array, bool]:
+    """Return the sum of dense tensors, in their order.
+
+    Returns:
+        The flat elements in the storage type, shape (elements,), and whether that is memory of the user's.
+    """
+    if len(tensors) == 1:
+        return flatten_tensor(tensors[0])
+    out = np.empty(spec.num_elements, spec.dtype.storage)
+    sum_arrays([flatten_tensor(tensor)[0] for tensor in tensors], spec.dtype, out)
+    return out, False
+
+
+def sum_arrays(arrays: Sequence[Array], dtype: DType, out: Array) -> None:
+    """Have ``out`` hold the sum of flat arrays of its length, in their order; rounded once where the type is a half."""
+    reducer = BlockReducer(Reduction(dtype, ReduceOp.SUM, len(arrays)))
+    for begin in range(0, len(out), _BLOCK):
+        reducer.reduce([array[begin : begin + _BLOCK] for array in arrays], out[begin : begin + _BLOCK])
+
+
+def sum_row_sparse(tensors: Sequence[Any], spec: TensorSpec) -> tuple[Array, Array]:
+    """Return the sum of tensors of which at least one is row-sparse.
+
+    Returns:
+        Indices of rows, ascending, and these rows: (number of rows, elements of a row) in the storage type.
+    """
+    parts = [extract_rows(tensor, spec) for tensor in tensors]
+    if len(parts) == 1:
+        return sum_duplicate_rows(*parts[0], spec.dtype)
+    indices = np.concatenate([part[0] for part in parts])
+    return sum_duplicate_rows(indices, np.concatenate([part[1] for part in parts]), spec.dtype)
+
+
+def extract_rows(tensor: Any, spec: TensorSpec) -> tuple[Array, Array]:
+    """Return indices and rows of a tensor as it is; all rows of a dense one."""
+    if isinstance(tensor, RowSparse):
+        rows = flatten_tensor(tensor.values)[0].reshape(len(tensor.indices), spec.row_length)
+        return tensor.checked_indices(), rows
+    return np.arange(spec.shape[0]), flatten_tensor(tensor)[0].reshape(spec.shape[0], spec.row_length)

@@ -29,7 +29,7 @@ class ProcessLocations:
     losses: Mapping[str, str] = field(default_factory=dict)
 
 
-#: What helps, where the last lines of stderr match.
+#: Advice where the last lines of stderr match.
 _HINTS = (
     (
         re.compile(rb"No module named 'horovod'$"),

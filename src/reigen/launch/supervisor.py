@@ -17,31 +17,13 @@ from typing import Self
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
 from reigen.cluster.membership.rendezvous import RendezvousServer, split_address
 from reigen.errors import LaunchError
+from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.remote_start import RemoteStart
 from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
 from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
 from reigen.launch.host_processes import HostProcesses, LocalProcesses
-from reigen.launch.job_state import (
-    FinishJob,
-    GraceExpired,
-    HostLost,
-    JobEvent,
-    JobInstruction,
-    JobPhase,
-    JobState,
-    KillProcesses,
-    ProcessesSwept,
-    ProcessExited,
-    PsWorkerLeft,
-    RestartProcess,
-    SignalReceived,
-    StartGraceTimer,
-    SweepProcesses,
-    TerminateProcesses,
-    WatchdogLost,
-)
 from reigen.launch.local_plan import (
     TERMINAL_VARIABLE,
     JobServices,
@@ -181,7 +163,7 @@ class Supervisor:
         self._hosts: dict[int, str] = {}
         self._numbers: dict[str, tuple[int, ...]] = {}
         self._names = name_ps_processes(options.num_ranks, options.servers)
-        self._job = JobState(options.num_ranks, {})
+        self._job = job_state.JobState(options.num_ranks, {})
         self.loop = LauncherLoop(lifeline, self._on_signal, self._on_orphaned)
         self.agents: dict[str, AgentClient] = {}
         self.is_starting = True
@@ -198,7 +180,7 @@ class Supervisor:
         #: The last lines of ranks that were started again, as they were then.
         self._first_tails: dict[int, list[bytes]] = {}
         self._grace_ends: float | None = None
-        self._finish: FinishJob | None = None
+        self._finish: job_state.FinishJob | None = None
         #: Do not wait until all output is written.
         self._is_hurried = False
 
@@ -231,7 +213,9 @@ class Supervisor:
         # what an engine has started, it ends: none of that can be started again
         environ = self._environ if plan.processes is None else {}
         policy = choose_restart_policy(self._options.num_ranks, self._options.servers, environ)
-        self._job = JobState(self._options.num_ranks, policy.restarts, continue_on_failure=policy.continue_on_failure)
+        self._job = job_state.JobState(
+            self._options.num_ranks, policy.restarts, continue_on_failure=policy.continue_on_failure
+        )
         return plan
 
     def start(self, services: JobServices) -> None:
@@ -289,7 +273,7 @@ class Supervisor:
             self._listener.finished(self._finish)
         return self._finish.exit_code
 
-    def _describe_end(self, finish: FinishJob) -> bytes:
+    def _describe_end(self, finish: job_state.FinishJob) -> bytes:
         if self._plan.describe_end is not None:
             message = self._plan.describe_end(finish)
             return f"reigen run: {message}\n".encode() if message else b""
@@ -316,43 +300,43 @@ class Supervisor:
         self._wait(min((wait for wait in waits if wait is not None), default=None))
         if self._grace_ends is not None and time.monotonic() >= self._grace_ends:
             self._grace_ends = None
-            self._handle(GraceExpired())
+            self._handle(job_state.GraceExpired())
 
     def _wait(self, seconds: float | None) -> None:
         self.loop.wait(seconds)
         had_reader = not self._display.is_stdout_closed
         self._display.write()
         if had_reader and self._display.is_stdout_closed:
-            self._handle(SignalReceived(signal.SIGPIPE, time.monotonic()))
+            self._handle(job_state.SignalReceived(signal.SIGPIPE, time.monotonic()))
 
-    def _handle(self, event: JobEvent) -> None:
+    def _handle(self, event: job_state.JobEvent) -> None:
         for instruction in self._job.handle(event):
             self._execute(instruction)
-        if self._job.failure is not None and self._job.phase is not JobPhase.RUNNING:
+        if self._job.failure is not None and self._job.phase is not job_state.JobPhase.RUNNING:
             for agent in self.agents.values():
                 agent.silence_seconds = self._options.network.last_silence_seconds
 
-    def _execute(self, instruction: JobInstruction) -> None:
+    def _execute(self, instruction: job_state.JobInstruction) -> None:
         match instruction:
-            case RestartProcess(number, attempt, exit_code, cause):
+            case job_state.RestartProcess(number, attempt, exit_code, cause):
                 end = describe_exit(exit_code, cause)
                 self._display.say(f"reigen run: {self._describe(number)}: {end}; it is started again\n".encode())
                 if number not in self._names:
                     self._first_tails.setdefault(number, self._display.tail(number))
                 next(group for group in self._groups if self._of(group, [number])).restart(number, attempt)
-            case TerminateProcesses(ranks):
+            case job_state.TerminateProcesses(ranks):
                 for group in self._groups:
                     group.terminate(self._of(group, ranks))
-            case KillProcesses(ranks):
+            case job_state.KillProcesses(ranks):
                 for group in self._groups:
                     group.kill(self._of(group, ranks))
-            case StartGraceTimer():
+            case job_state.StartGraceTimer():
                 self._grace_ends = time.monotonic() + self._options.grace_seconds
-            case SweepProcesses():
+            case job_state.SweepProcesses():
                 self._unswept = set(self._groups)
                 for group in self._groups:
                     group.sweep()
-            case FinishJob():
+            case job_state.FinishJob():
                 self._finish = instruction
 
     def _of(self, group: HostProcesses, ranks: Sequence[int]) -> list[int]:
@@ -386,20 +370,20 @@ class Supervisor:
         if rank not in self._names:
             self._listener.exited(rank, exit_code, cause)
             self._read_departures()
-        self._handle(ProcessExited(rank, exit_code, cause))
+        self._handle(job_state.ProcessExited(rank, exit_code, cause))
 
     def _read_departures(self) -> None:
         """Handle departures: a rank that left has waited until the scheduler had written here."""
         with suppress(BlockingIOError):
             while True:
                 for number in os.read(self._departures, _READ_BYTES).split():
-                    self._handle(PsWorkerLeft(int(number)))
+                    self._handle(job_state.PsWorkerLeft(int(number)))
 
     def swept(self, group: HostProcesses) -> None:
         """Count a host as swept."""
         self._unswept.discard(group)
         if not self._unswept:
-            self._handle(ProcessesSwept())
+            self._handle(job_state.ProcessesSwept())
 
     def stepped(self, agent: AgentClient) -> None:
         """Handle an agent's progress or loss."""
@@ -427,7 +411,7 @@ class Supervisor:
         numbers = self._numbers[host]
         ranks = [number for number in numbers if number in self._job.running and number not in self._names]
         self._listener.lost(ranks, f"host {host} was lost: {reason}")
-        self._handle(HostLost(numbers, reason))
+        self._handle(job_state.HostLost(numbers, reason))
 
     def _report(self, pids: Sequence[tuple[int, int]], notes: Sequence[str]) -> None:
         if not self._options.verbose or not pids:
@@ -446,10 +430,10 @@ class Supervisor:
         self._is_hurried = True
         if self.is_starting:
             raise LaunchError("the process that watches over the launcher has gone", 128 + signal.SIGKILL)
-        self._handle(WatchdogLost())
+        self._handle(job_state.WatchdogLost())
 
     def _on_signal(self, signum: int) -> None:
         if self.is_starting:
             raise LaunchError(f"stopped by {signal_name(signum)}", 128 + signum)
         self._is_hurried = self._finish is not None
-        self._handle(SignalReceived(signum, time.monotonic()))
+        self._handle(job_state.SignalReceived(signum, time.monotonic()))

@@ -38,14 +38,12 @@ class MXNetAdapter(TensorAdapter[Any]):
         return "cpu" if arrays.on_host(tensor) else str(tensor.context.device_type)
 
     def array(self, tensor: Any) -> tuple[Array, bool]:
-        """Implement `TensorAdapter.array`."""
         if arrays.on_host(tensor):
             return arrays.view(tensor), True
         copied = tensor.asnumpy()
         return np.ascontiguousarray(copied).view(arrays.dtype_of(tensor).storage).reshape(tensor.shape), False
 
     def wrap(self, array: Array, like: Any) -> Any:
-        """Implement `TensorAdapter.wrap`."""
         if like is None:
             return mx.nd.array(array, dtype=array.dtype)
         new = empty_like(like, array.shape)
@@ -53,7 +51,6 @@ class MXNetAdapter(TensorAdapter[Any]):
         return new
 
     def write(self, tensor: Any, array: Array) -> None:
-        """Implement `TensorAdapter.write`."""
         if arrays.on_host(tensor):
             arrays.view(tensor)[...] = array
         else:
@@ -64,7 +61,6 @@ class EngineAdapter(MXNetAdapter):
     """Adapter in an operation that MXNet's engine has started, on its own arrays: without waiting."""
 
     def array(self, tensor: Any) -> tuple[Array, bool]:
-        """Implement `TensorAdapter.array`."""
         return arrays.view_in_engine(tensor), True
 
 

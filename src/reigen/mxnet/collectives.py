@@ -25,12 +25,11 @@ _Submit = Callable[[Collectives[NDArray], str, bool], Handle[Any]]
 
 
 class MXNetCollectives(Collectives[NDArray]):
-    """Collectives with a further argument ``priority``: of the operation in MXNet's engine; in-place ones wait."""
+    """Collectives with an argument ``priority``: of the operation in MXNet's engine, where those in place wait."""
 
     in_place_waits = False
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
-        """Implement `Collectives.implementation`."""
         if collective.in_place:
             return self._in_engine(collective, grouped, form.in_place)
         run = super().implementation(collective, grouped, form)

@@ -22,24 +22,19 @@ when it has done what it can.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import socket
 import struct
 from collections import deque
 
 from reigen.errors import WireError
-from reigen.net.auth import TAG_BYTES, AuthSession, Identity
-from reigen.net.sockets import as_connection_error, connection_closed_error
+from reigen.net.auth import TAG_BYTES, AuthSession
+from reigen.net.framing import FramedConnection
 from reigen.net.tls import TlsSocket
 
 MAX_REASON_BYTES = 1024
 
 _HEADER = struct.Struct(">BQ")
-_SEALED_BYTES = TAG_BYTES + _HEADER.size
-#: How many pieces go to the kernel in one call: 8 messages.
-_MOST_PIECES = 16
-
-
+_NOTHING = memoryview(bytearray())
 #: Kinds of messages.
 _DATA, _ABORT = 1, 2
 
@@ -56,41 +51,26 @@ class PeerAborted(ConnectionError):  # noqa: N818  an event of the peer's
         super().__init__("the peer has given up")
 
 
-class BulkConnection:
+class BulkConnection(FramedConnection):
     """One end of a connection for bulk data. One thread at a time may use it.
 
-    After any error the link is of no further use: close it. Places that were posted may then hold anything.
+    After any error the connection is of no further use: close it. Places that were posted may then hold anything.
 
     Args:
         connection: a non-blocking stream socket, or one with TLS, behind whose handshake nothing has been read.
-        session: what the handshake made. Both come from `Stream.detach`.
-
-    Attributes:
-        peer: who is at the other end.
+        session: what the handshake made. Both come from `Connection.detach`.
     """
 
     def __init__(self, connection: socket.socket | TlsSocket, session: AuthSession) -> None:
-        self._connection = connection
-        self._tls = connection if isinstance(connection, TlsSocket) else None
-        self._session = session
-        self.peer: Identity = session.peer
-        #: What is to be sent, headers and messages by turns; the first piece without what has left already.
-        self._pieces: deque[memoryview | bytes] = deque()
-        #: Whether the first piece is a message, whose header has left.
-        self._is_header_sent = False
+        super().__init__(connection, session, _HEADER.size, TAG_BYTES + _HEADER.size)
         self._posted: deque[memoryview] = deque()
-        self._header = bytearray(_SEALED_BYTES)
-        self._header_view = memoryview(self._header)
-        self._num_header_bytes = 0
-        #: Length of the message whose bytes come now; None while its header is not complete.
+        #: where messages that have not left end, and the last one that has: in bytes posted since the beginning
+        self._ends: deque[int] = deque()
+        self._last_end = 0
+        #: length of the message whose bytes come now; None while its header is not complete
         self._length: int | None = None
-        #: Where the reason of the peer's ABORT lands, once that has been announced.
+        #: where the reason of the peer's ABORT lands, once that has been announced
         self._reason: memoryview | None = None
-        self._num_received_bytes = 0
-
-    def fileno(self) -> int:
-        """The socket's descriptor, -1 after ``close``."""
-        return self._connection.fileno()
 
     @property
     def wants_to_send(self) -> bool:
@@ -104,13 +84,13 @@ class BulkConnection:
 
     @property
     def num_expected(self) -> int:
-        """How many places are posted that have not been filled."""
+        """Number of places that are posted and not filled."""
         return len(self._posted)
 
     @property
-    def num_received_bytes(self) -> int:
-        """How many bytes of the oldest posted place are there already."""
-        return self._num_received_bytes if self._length is not None and self._reason is None else 0
+    def num_placed_bytes(self) -> int:
+        """Number of bytes of the oldest posted place that are there already."""
+        return self._num_filled if self._length is not None and self._reason is None else 0
 
     def post_send(self, data: memoryview) -> None:
         """Queue one message. Its memory must stay as it is until `advance_sends` has counted it.
@@ -118,9 +98,9 @@ class BulkConnection:
         Args:
             data: contiguous, of any format.
         """
-        data = data.cast("B") if data.nbytes else memoryview(b"")
-        self._pieces.append(self._session.seal(_HEADER.pack(_DATA, len(data))))
-        self._pieces.append(data)
+        data = data.cast("B") if data.nbytes else _NOTHING
+        self.post(_HEADER.pack(_DATA, len(data)), data)
+        self._ends.append(self.num_posted_bytes)
 
     def post_receive(self, into: memoryview) -> None:
         """Have the peer's next message, of exactly ``len(into)`` bytes, land in ``into``.
@@ -128,7 +108,7 @@ class BulkConnection:
         Args:
             into: contiguous and writable, of any format.
         """
-        self._posted.append(into.cast("B") if into.nbytes else memoryview(bytearray()))
+        self._posted.append(into.cast("B") if into.nbytes else _NOTHING)
 
     def advance_sends(self) -> int:
         """Send what the kernel takes now; returns how many messages have left completely in this call.
@@ -136,18 +116,11 @@ class BulkConnection:
         Raises:
             ConnectionError: the peer has gone.
         """
-        pieces, num_completed = self._pieces, 0
-        while pieces:
-            num_later = max(0, len(pieces) - _MOST_PIECES)
-            try:
-                num_sent = self._connection.sendmsg(itertools.islice(pieces, _MOST_PIECES) if num_later else pieces)
-            except BlockingIOError:
-                break
-            except OSError as error:
-                raise as_connection_error(error) from None
-            num_completed += self._take_off(num_sent)
-            if len(pieces) > num_later and self._tls is None:
-                break  # the kernel took a part: it is full
+        self.flush()
+        ends, num_completed = self._ends, 0
+        while ends and ends[0] <= self.num_sent_bytes:
+            self._last_end = ends.popleft()
+            num_completed += 1
         return num_completed
 
     def advance_receives(self) -> int:
@@ -161,10 +134,11 @@ class BulkConnection:
             WireError: a message has another length than the place that was posted for it.
             AuthenticationError: a header, or a reason, is not the peer's next one.
         """
+        self._is_drained = False
         num_completed = 0
-        while (self._length is not None or self._read_header()) and self._read_message():
+        while (self._length is not None or self._take_header()) and self._receive_body():
             num_completed += 1
-            if not self._posted and (self._tls is None or not self._tls.has_read_ahead):
+            if not (self._posted or self._end > self._begin or (self._tls is not None and self._tls.has_read_ahead)):
                 break
         return num_completed
 
@@ -178,106 +152,48 @@ class BulkConnection:
             reason: why; what exceeds 1 KiB is cut off.
         """
         reason = reason[:MAX_REASON_BYTES]
-        num_begun = self._num_begun_pieces()
-        self._session.take_back((len(self._pieces) - num_begun) // 2)
-        while len(self._pieces) > num_begun:
-            self._pieces.pop()
-        self._pieces.append(self._session.seal(_HEADER.pack(_ABORT, TAG_BYTES + len(reason))))
-        self._pieces.append(self._session.seal(reason))
+        begun = self.num_sent_bytes + (0 if self._tls is None else self._tls.num_held_bytes)  # or is encrypted
+        keep = next(end for end in (self._last_end, *self._ends) if end >= begun)
+        self._session.take_back(sum(end > keep for end in self._ends))
+        while self.num_posted_bytes > keep:
+            self.num_posted_bytes -= len(self._pieces.pop())
+        self.post(_HEADER.pack(_ABORT, TAG_BYTES + len(reason)), memoryview(reason), is_sealed=True)
         with contextlib.suppress(ConnectionError):
-            self.advance_sends()
+            self.flush()
 
     def close(self) -> None:
         """Close the connection and let go of all memory. May be called twice."""
-        self._connection.close()
-        self._pieces.clear()
+        super().close()
         self._posted.clear()
+        self._ends.clear()
 
-    def _num_begun_pieces(self) -> int:
-        """How many of the pieces belong to messages that have begun to leave, or are encrypted already."""
-        held = 0 if self._tls is None else self._tls.num_held_bytes
-        num_begun = 1 if self._is_header_sent else 0
-        if not num_begun and self._pieces and len(self._pieces[0]) < _SEALED_BYTES:
-            num_begun = 2
-        num_bytes = sum(map(len, itertools.islice(self._pieces, num_begun)))
-        while num_bytes < held:
-            num_bytes += len(self._pieces[num_begun]) + len(self._pieces[num_begun + 1])
-            num_begun += 2
-        return num_begun
-
-    def _take_off(self, num_sent: int) -> int:
-        """Take what has left off the queue; returns how many messages that completes."""
-        pieces, num_completed = self._pieces, 0
-        while pieces:
-            piece = pieces[0]
-            if num_sent < len(piece):
-                if num_sent:
-                    pieces[0] = piece[num_sent:]
-                break
-            num_sent -= len(piece)
-            pieces.popleft()
-            num_completed += self._is_header_sent
-            self._is_header_sent = not self._is_header_sent
-        return num_completed
-
-    def _read_header(self) -> bool:
-        """Go on reading a header, and the beginning of its message in the same call; whether it is complete."""
-        rest = self._header_view[self._num_header_bytes :] if self._num_header_bytes else self._header_view
-        wanted = (rest, self._posted[0]) if self._posted else (rest,)
-        try:
-            num_read = self._connection.recvmsg_into(wanted)[0]
-        except BlockingIOError:
+    def _take_header(self) -> bool:
+        """Begin the next message; returns whether its header is there."""
+        place = self._posted[0] if self._posted else _NOTHING
+        header = self.take_header(place)
+        if header is None:
             return False
-        except OSError as error:
-            raise as_connection_error(error) from None
-        if not num_read:
-            raise self._ended()
-        self._num_header_bytes += num_read
-        if self._num_header_bytes < _SEALED_BYTES:
-            return False
-        self._num_received_bytes = self._num_header_bytes - _SEALED_BYTES
-        self._num_header_bytes = 0
-        kind, length = _HEADER.unpack(self._session.open(bytes(self._header)))
-        if kind != _DATA:
-            self._begin_reason(kind, length)
-        self._length = length
+        kind, self._length = _HEADER.unpack(header)
+        if kind == _ABORT and TAG_BYTES <= self._length <= TAG_BYTES + MAX_REASON_BYTES:
+            early = bytes(place[: min(self._num_filled, self._length)])  # of the reason
+            self._reason = memoryview(bytearray(early.ljust(self._length, b"\0")))
+            self._num_filled = len(early)
+        elif kind != _DATA:
+            raise WireError(f"a message of kind {kind} and {self._length} bytes was announced, which no end sends")
         return True
 
-    def _begin_reason(self, kind: int, length: int) -> None:
-        """Prepare to read an ABORT's reason, the beginning of which lies where the next message was expected."""
-        if kind != _ABORT or not TAG_BYTES <= length <= TAG_BYTES + MAX_REASON_BYTES:
-            raise WireError(f"a message of kind {kind} and {length} bytes was announced, which no end sends")
-        early = bytes(self._posted[0][: self._num_received_bytes]) if self._posted else b""
-        self._num_received_bytes = min(length, len(early))
-        self._reason = memoryview(bytearray(early[:length].ljust(length, b"\0")))
-
-    def _read_message(self) -> bool:
-        """Go on reading a message behind its header; whether it is complete."""
+    def _receive_body(self) -> bool:
+        """Go on with a message behind its header; returns whether it is complete."""
         if self._reason is None and not self._posted:
             return False
         place = self._posted[0] if self._reason is None else self._reason
         if self._length != len(place):
             raise WireError(f"a message of {self._length} bytes was announced where one of {len(place)} is expected")
-        if self._num_received_bytes < self._length and not self._fill(place):
+        if self._num_filled < self._length and not self.fill(place):
             return False
+        self._num_filled = 0
         if self._reason is not None:
-            raise PeerAborted(self._session.open(bytes(place)))
+            raise PeerAborted(self.opened(place))
         self._posted.popleft()
-        self._length, self._num_received_bytes = None, 0
+        self._length = None
         return True
-
-    def _fill(self, place: memoryview) -> bool:
-        """Read what is there of a message; whether it is complete then."""
-        try:
-            num_read = self._connection.recv_into(place[self._num_received_bytes :])
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise as_connection_error(error) from None
-        if not num_read:
-            raise self._ended()
-        self._num_received_bytes += num_read
-        return self._num_received_bytes == len(place)
-
-    def _ended(self) -> ConnectionError:
-        return connection_closed_error(amid=self._length is not None or self._num_header_bytes > 0)

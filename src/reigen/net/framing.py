@@ -1,7 +1,7 @@
 """Small messages and large ones over one authenticated connection, without blocking: for who does not know what comes.
 
-`reigen.net.bulk_connection` is for peers that know each next message and its length beforehand. Here a message says
-itself what it is, by a header of fixed length, and its receiver then says where the body belongs:
+A message says itself what it is, by a header of fixed length, and its receiver then says where the body belongs.
+`reigen.net.bulk_connection` is the same for peers that know each next message and its length beforehand.
 
 a. A message is a sealed header (tag, header), and its body, whose length the header tells in the user's way.
 b. A body is sealed, too (tag, body), or it is not; both ends know from the header which. What is not sealed can be
@@ -22,7 +22,7 @@ from reigen.net.auth import TAG_BYTES, AuthSession, Identity
 from reigen.net.sockets import as_connection_error, connection_closed_error
 from reigen.net.tls import TlsSocket
 
-#: What is read ahead; larger bodies do not pass through here.
+#: What is read ahead; of larger bodies no more than that passes through here.
 _BUFFER_BYTES = 1 << 17
 #: Bodies up to so many bytes are copied behind their header: a piece more costs the kernel as much.
 _JOINED_BYTES = 1 << 12
@@ -38,6 +38,7 @@ class FramedConnection:
         connection: a non-blocking stream socket, or one with TLS, behind whose handshake nothing has been read.
         session: what the handshake made. Both come from `Stream.detach`.
         header_bytes: length of a header.
+        buffer_bytes: how much is read ahead.
 
     Attributes:
         peer: who is at the other end.
@@ -46,15 +47,22 @@ class FramedConnection:
         num_received_bytes: how much was read since the beginning.
     """
 
-    def __init__(self, connection: socket.socket | TlsSocket, session: AuthSession, header_bytes: int) -> None:
+    def __init__(
+        self,
+        connection: socket.socket | TlsSocket,
+        session: AuthSession,
+        header_bytes: int,
+        buffer_bytes: int = _BUFFER_BYTES,
+    ) -> None:
         self._connection = connection
+        self._tls = connection if isinstance(connection, TlsSocket) else None
         self._session = session
         self.peer: Identity = session.peer
         self._sealed_bytes = TAG_BYTES + header_bytes
         self.num_posted_bytes = self.num_sent_bytes = self.num_received_bytes = 0
         #: what is to be sent, the first piece without what has left
         self._pieces: deque[memoryview | bytes] = deque()
-        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._buffer = memoryview(bytearray(buffer_bytes))
         #: what was read and not taken: ``[begin, end)`` of the buffer
         self._begin = self._end = 0
         #: the last read took all that was there
@@ -87,7 +95,7 @@ class FramedConnection:
         self._pieces.append(first)
         self.num_posted_bytes += len(first)
 
-    def advance_sends(self) -> bool:
+    def flush(self) -> bool:
         """Send what the kernel takes now; returns whether it is all.
 
         Raises:
@@ -95,9 +103,9 @@ class FramedConnection:
         """
         pieces = self._pieces
         while pieces:
-            some = pieces if len(pieces) <= _MOST_PIECES else list(itertools.islice(pieces, _MOST_PIECES))
+            is_cut = len(pieces) > _MOST_PIECES
             try:
-                num_sent = self._connection.sendmsg(some)
+                num_sent = self._connection.sendmsg(itertools.islice(pieces, _MOST_PIECES) if is_cut else pieces)
             except BlockingIOError:
                 return False
             except OSError as error:
@@ -105,8 +113,10 @@ class FramedConnection:
             self.num_sent_bytes += num_sent
             if self.num_sent_bytes == self.num_posted_bytes:
                 pieces.clear()
-            else:
-                self._take_off(num_sent)
+                return True
+            self._take_off(num_sent)
+            if not is_cut and self._tls is None:
+                return False  # the kernel took a part: it is full
         return True
 
     def _take_off(self, num_sent: int) -> None:
@@ -118,15 +128,18 @@ class FramedConnection:
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def take_header(self) -> bytes | None:
-        """The next message's header; None if it is not there now. Its body comes next, by `fill`.
+    def take_header(self, place: memoryview = _NOTHING) -> bytes | None:
+        """Return the next message's header; None if it is not there now. Its body comes next, by `fill`.
+
+        Args:
+            place: of that body, if it is known: what comes with the header lands there.
 
         Raises:
             AuthenticationError: it is not the peer's next one.
             ConnectionError: the peer has gone.
         """
         while self._end - self._begin < self._sealed_bytes:
-            if not self._read(_NOTHING):
+            if not self._read(place, header_first=True):
                 return None
         begin = self._begin
         self._begin = begin + self._sealed_bytes
@@ -159,29 +172,29 @@ class FramedConnection:
         """
         return self._session.open(bytes(body))
 
-    def _read(self, place: memoryview) -> bool:
-        """Read into ``place``, and then ahead; whether there was anything."""
+    def _read(self, place: memoryview, *, header_first: bool = False) -> bool:
+        """Read into ``place``, and then ahead, or the other way round; returns whether there was anything."""
         if self._is_drained:
             self._is_drained = False
             return False
         if self._begin == self._end:
             self._begin = self._end = 0
-        elif self._end > _BUFFER_BYTES - self._sealed_bytes:  # a part of a header, which would not fit
+        elif self._end > len(self._buffer) - self._sealed_bytes:  # a part of a header, which would not fit
             rest = bytes(self._buffer[self._begin : self._end])
             self._begin, self._end = 0, len(rest)
             self._buffer[: self._end] = rest
         ahead = self._buffer[self._end :]
         try:
-            num_read = self._connection.recvmsg_into([place, ahead])[0]
+            num_read = self._connection.recvmsg_into([ahead, place] if header_first else [place, ahead])[0]
         except BlockingIOError:
             return False
         except OSError as error:
             raise as_connection_error(error) from None
         if not num_read:
-            raise connection_closed_error(amid=bool(place) or self._end > self._begin)  # of a body, or of a header
+            raise connection_closed_error(amid=not header_first or self._end > self._begin)  # of a body, or of a header
         self.num_received_bytes += num_read
         self._is_drained = num_read < len(place) + len(ahead)
-        num_placed = min(num_read, len(place))
-        self._num_filled += num_placed
-        self._end += num_read - num_placed
+        num_ahead = min(num_read, len(ahead)) if header_first else max(0, num_read - len(place))
+        self._num_filled += num_read - num_ahead
+        self._end += num_ahead
         return True

@@ -1,6 +1,6 @@
 """Control messages between hosts: a star of connections around rank 0. The twin of `reigen.net.shm_ring`.
 
-Messages are payloads of authenticated conversations (`reigen.net.stream`). A connection that ends is left out from
+Messages travel by `reigen.net.connection.Connection`. A connection that ends is left out from
 then on, and remembered in ``lost``: why it ended is for the control service to say, which knows more.
 
 Whom a message wakes: every thread that may sleep has a bed, an epoll instance, with an eventfd in it by which other
@@ -19,77 +19,34 @@ import contextlib
 import itertools
 import os
 import select
-import socket
 from collections.abc import Mapping, Sequence
 
+from reigen.net.connection import Connection
 from reigen.net.shm_ring import MAX_MESSAGE_BYTES, WaitingThread
-from reigen.net.stream import AuthenticatedStream, StreamProtocol
 from reigen.net.timerfd import TimerFd
 
 #: For how long the engine's thread lets messages lie for a caller who may come back.
 _ENGINE_WAKE_SECONDS = 0.001
 
 
-class _Peer:
-    """The connection to one rank."""
-
-    def __init__(self, rank: int, connection: socket.socket, conversation: StreamProtocol) -> None:
-        self.rank = rank
-        self.connection = connection
-        self._conversation = conversation
-        #: messages that have not left
-        self.num_outgoing = 0
-
-    def send(self, message: bytes) -> None:
-        """Put a message behind what waits, and send what the kernel takes."""
-        self._conversation.send(message)
-        self.num_outgoing += 1
-        self.flush()
-
-    def flush(self) -> None:
-        """Send what the kernel takes; raises OSError when the other end has gone."""
-        outgoing = self._conversation.outgoing
-        try:
-            while outgoing:
-                del outgoing[: self.connection.send(outgoing)]
-            self.num_outgoing = 0
-        except BlockingIOError:
-            pass
-
-    def receive(self) -> tuple[list[bytes], str]:
-        """The messages that have come, and why no more will come, if so."""
-        end, messages, wanted = "", [], self._conversation.num_wanted_bytes
-        try:
-            while data := self.connection.recv(wanted):
-                messages += self._conversation.receive(data)
-                if len(data) < wanted:
-                    return messages, end  # that was all; what comes later, the end too, makes it readable anew
-            end = "the other end closed it"
-        except BlockingIOError:
-            pass
-        except OSError as error:
-            end = error.strerror or str(error)
-        return messages, end
-
-
 class TcpStarTransport:
     """One rank's end. For one thread at a time, but for `wake`, `pending`, `token` and `sleep`.
 
     Args:
-        streams: by rank: on rank 0 to all others, on the others to rank 0. They are taken over, and closed by `close`.
+        connections: by rank: on rank 0 to all others, on the others to rank 0. They are closed by `close`.
 
     Attributes:
         lost: ranks whose connection has ended, and how.
     """
 
-    def __init__(self, streams: Mapping[int, AuthenticatedStream]) -> None:
+    def __init__(self, connections: Mapping[int, Connection]) -> None:
         self.lost: dict[int, str] = {}
-        self._peers_by_fd: dict[int, _Peer] = {}
+        self._ranks: dict[Connection, int] = {}
+        self._by_fd: dict[int, Connection] = {}
         self._epoll = select.epoll()
         self._received: list[tuple[int, bytes | Sequence[int]]] = []
-        for rank, stream in streams.items():
-            connection, conversation = stream.hand_over()
-            self._peers_by_fd[connection.fileno()] = _Peer(rank, connection, conversation)
+        for rank, connection in connections.items():
+            self._ranks[connection], self._by_fd[connection.fileno()] = rank, connection
             self._epoll.register(connection.fileno(), select.EPOLLIN)
         self._wake_events = {
             who: os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for who in (WaitingThread.ENGINE, WaitingThread.CALLER)
@@ -110,19 +67,17 @@ class TcpStarTransport:
     def backlog(self) -> int:
         """Messages that could not leave yet."""
         number = 0
-        for ray in self._peers_by_fd.values():
-            number += ray.num_outgoing
+        for connection in self._ranks:
+            number += connection.num_posted
         return number
 
     def send(self, message: bytes) -> None:
         """Send a message to every rank there is a connection to. Never blocks."""
         if len(message) > MAX_MESSAGE_BYTES:
             raise AssertionError(f"a control message of {len(message)} bytes; the most is {MAX_MESSAGE_BYTES}")
-        for ray in list(self._peers_by_fd.values()):
-            try:
-                ray.send(message)
-            except OSError as error:
-                self._lose(ray, error.strerror or str(error))
+        for connection in list(self._ranks):
+            connection.post(message)
+            self._flush(connection)
 
     #: every message is sealed on its own, so integers would gain nothing
     carries_integers = False
@@ -136,11 +91,8 @@ class TcpStarTransport:
 
     def flush(self) -> None:
         """Send what was kept back, as far as the kernel takes it."""
-        for ray in list(self._peers_by_fd.values()):
-            try:
-                ray.flush()
-            except OSError as error:
-                self._lose(ray, error.strerror or str(error))
+        for connection in list(self._ranks):
+            self._flush(connection)
 
     def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
         """Every message that has come, with its sender, in each sender's order.
@@ -150,20 +102,29 @@ class TcpStarTransport:
         """
         received, self._received = self._received, []
         for fd, _ in self._epoll.poll(0):
-            ray = self._peers_by_fd[fd]
-            messages, end = ray.receive()
-            received += [(ray.rank, message) for message in messages]
-            if end:
-                self._lose(ray, end)
+            connection = self._by_fd[fd]
+            rank = self._ranks[connection]
+            try:
+                received += [(rank, message) for message in connection.read()]
+            except OSError as error:
+                self._lose(connection, error)
         return received
 
-    def _lose(self, ray: _Peer, why: str) -> None:
-        messages, _ = ray.receive()  # it may have spoken before it went
-        self._received += [(ray.rank, message) for message in messages]
-        del self._peers_by_fd[ray.connection.fileno()]
-        self._epoll.unregister(ray.connection.fileno())
-        ray.connection.close()
-        self.lost[ray.rank] = why
+    def _flush(self, connection: Connection) -> None:
+        try:
+            connection.flush()
+        except OSError as error:
+            self._lose(connection, error)
+
+    def _lose(self, connection: Connection, error: OSError) -> None:
+        rank = self._ranks.pop(connection)
+        with contextlib.suppress(OSError):
+            while messages := connection.read():  # sent before it went
+                self._received += [(rank, message) for message in messages]
+        self._epoll.unregister(connection.fileno())
+        del self._by_fd[connection.fileno()]
+        connection.close()
+        self.lost[rank] = error.strerror or str(error)
 
     def pending(self) -> bool:
         """Whether `receive` would give something."""
@@ -217,9 +178,10 @@ class TcpStarTransport:
 
     def close(self) -> None:
         """Close all connections. May be called twice."""
-        for ray in self._peers_by_fd.values():
-            ray.connection.close()
-        self._peers_by_fd.clear()
+        for connection in self._ranks:
+            connection.close()
+        self._ranks.clear()
+        self._by_fd.clear()
         for bed in (self._epoll, *self._wake_epolls.values()):
             bed.close()
         self._engine_timer.close()

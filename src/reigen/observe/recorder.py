@@ -59,19 +59,15 @@ class EventRecorder:
             self.num_dropped += 1
 
     def submitted(self, operation: Operation) -> None:
-        """Record an `EngineObserver` event, here and below."""
         self._note(SUBMITTED, operation)
 
     def waiting(self, name: str) -> None:
-        """Record it."""
         self._note(WAITING, get_ident(), name)
 
     def waited(self, name: str) -> None:
-        """Record it."""
         self._note(WAITED, get_ident(), name)
 
     def began(self, batch: Sequence[tuple[Operation, Response]]) -> None:
-        """Record it."""
         self._phases = {}
         self._phase_began = self._clock()
         self._note(BEGAN, batch)
@@ -88,15 +84,12 @@ class EventRecorder:
         self._phase_began = now
 
     def ended(self, batch: Sequence[tuple[Operation, Response]]) -> None:
-        """Record it."""
         self._note(ENDED, batch, self._phases)
 
     def failed(self, name: str) -> None:
-        """Record it."""
         self._note(FAILED, name)
 
     def announced(self) -> None:
-        """Record it."""
         self._note(ANNOUNCED)
 
     def mark(self, name: str) -> None:

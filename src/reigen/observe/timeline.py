@@ -15,20 +15,9 @@ import msgspec
 
 from reigen.engine.messages import Topic
 from reigen.errors import ArgumentError
+from reigen.observe import messages
 from reigen.observe.clock_sync import TimelineClock, monotonic_clock
 from reigen.observe.collector import TraceCollector
-from reigen.observe.messages import (
-    ClockPing,
-    ClockPong,
-    TraceChunk,
-    TraceClosed,
-    TraceEnd,
-    TraceStart,
-    TraceStop,
-    decode_at_rank_zero,
-    decode_from_rank_zero,
-    encode,
-)
 from reigen.observe.note_channel import NoteChannel
 from reigen.observe.recorder import EventRecorder
 from reigen.observe.sender import TraceRecording, TraceSender
@@ -86,7 +75,9 @@ class Timeline:
                 raise ArgumentError(f"the timeline cannot be written to {path}: {error.strerror}") from error
             self._session += 1
             self._collector = collector
-            self._channel.post(Topic.TIMELINE, encode(TraceStart(self._session, mark_cycles, self._clock.identity)))
+            self._channel.post(
+                Topic.TIMELINE, messages.encode(messages.TraceStart(self._session, mark_cycles, self._clock.identity))
+            )
             collector.start()
 
     def prepare(self) -> None:
@@ -106,7 +97,7 @@ class Timeline:
             self.start(path, mark_cycles)
         except ArgumentError as error:
             _log.warning("%s; the job goes on without it", error)
-            self._channel.post(Topic.TIMELINE, encode(TraceStop(self._session + 1)))
+            self._channel.post(Topic.TIMELINE, messages.encode(messages.TraceStop(self._session + 1)))
 
     def stop(self) -> None:
         """Complete the file on rank 0; return when that is done. Nothing on other ranks, or without a timeline."""
@@ -153,7 +144,7 @@ class Timeline:
 
     def _on_rank_note(self, sender: int, data: bytes) -> None:
         try:
-            message = decode_at_rank_zero(data)
+            message = messages.decode_at_rank_zero(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             _log.warning("rank %d sent an unreadable piece of its timeline", sender)
             return
@@ -161,29 +152,31 @@ class Timeline:
         if collector is None or message.session != collector.session:
             return
         match message:
-            case ClockPing(session, sent):
-                self._channel.post(Topic.TIMELINE, encode(ClockPong(session, sender, sent, self._clock.read())))
-            case TraceChunk() | TraceEnd():
+            case messages.ClockPing(session, sent):
+                self._channel.post(
+                    Topic.TIMELINE, messages.encode(messages.ClockPong(session, sender, sent, self._clock.read()))
+                )
+            case messages.TraceChunk() | messages.TraceEnd():
                 collector.receive(sender, message)
 
     def _on_coordinator_note(self, sender: int, data: bytes) -> None:
         try:
-            message = decode_from_rank_zero(data)
+            message = messages.decode_from_rank_zero(data)
         except (msgspec.DecodeError, UnicodeDecodeError):
             _log.warning("rank 0 sent an unreadable message about the timeline")
             return
         match message:
-            case TraceStart(session, mark_cycles, clock):
+            case messages.TraceStart(session, mark_cycles, clock):
                 recorder = self._recorder or self._begin_recording()
                 recording = TraceRecording(recorder, self._clock, session, self._host, mark_cycles)
                 self._sender = TraceSender(self._channel, recording, self._rank, clock)
                 self._sender.start()
-            case TraceStop(session):
+            case messages.TraceStop(session):
                 self._end_recording()
                 if self._sender is not None and self._sender.session == session:
                     self._sender.end()
-            case TraceClosed(session):
+            case messages.TraceClosed(session):
                 if self._sender is not None and self._sender.session == session:
                     self._sender.is_closed.set()
-            case ClockPong() if self._sender is not None:
+            case messages.ClockPong() if self._sender is not None:
                 self._sender.answered(message)

@@ -179,7 +179,7 @@ class Slot:
 
 
 def to_float32(values: NDArray[Any], dtype: DType) -> NDArray[np.float32]:
-    """Copy float16 or bfloat16 numbers as float32."""
+    """Copy flat float16 or bfloat16 numbers as float32 of the same length."""
     wide = np.empty(len(values), np.float32)
     widen, _ = half_precision.converters(dtype.name)
     widen(values, wide)

@@ -23,9 +23,11 @@ from reigen.runner.outcome import (
     LauncherStopped,
     RankProcessDied,
     decide_outcome,
+    function_raised_error,
     list_complaints,
+    rank_died_error,
+    unreadable_result_error,
 )
-from reigen.runner.rank_errors import function_raised_error, rank_died_error, unreadable_result_error
 from reigen.runner.result_channel import ResultChannel
 from reigen.runner.serialization import pack_object, unpack_object, unpickle_exception
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import codecs
 import os
-import selectors
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import IO, Self, TextIO
 
 from reigen.errors import LaunchError
+from reigen.net.event_loop import EventLoop
 from reigen.resources.limits import explain_limit
 from reigen.runner.result_channel import RankReport, ResultChannel, ResultMessage
 
@@ -56,12 +55,15 @@ class JobMonitor:
             self._handle = self._open_handle()
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {explain_limit(error).strerror}") from error
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(channel, selectors.EVENT_READ, self._receive)
+        self._loop = EventLoop()
+        #: everything that is read from; each returns whether there may be more
+        self._readers: list[Callable[[], bool]] = [self._receive]
+        self._loop.watch(channel, self._receive)
         for file, target in ((self._process.stdout, sys.stdout), (self._process.stderr, sys.stderr)):
             if file is not None:
-                self._selector.register(file, selectors.EVENT_READ, _OutputPump(self._selector, file, target).turn)
-        self._selector.register(self._handle, selectors.EVENT_READ, self._on_exit)
+                self._readers.append(_OutputPump(self._loop, file, target).turn)
+                self._loop.watch(file, self._readers[-1])
+        self._loop.watch(self._handle, self._on_exit)
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +71,7 @@ class JobMonitor:
     def __exit__(self, *_: object) -> None:
         self._stop()
         self._process.wait()
-        self._selector.close()
+        self._loop.close()
         os.close(self._handle)
         for file in (self._process.stdout, self._process.stderr):
             if file is not None:
@@ -87,12 +89,9 @@ class JobMonitor:
     def wait(self) -> None:
         """Receive and show everything until the launcher has ended."""
         while self._is_open:
-            for key, _ in self._selector.select():
-                callback: Callable[[], object] = key.data
-                callback()
-        for key in list(self._selector.get_map().values()):  # the last messages and output
-            callback = key.data
-            while callback():
+            self._loop.wait()
+        for read in self._readers:  # the last messages and output
+            while read():
                 pass
 
     def _open_handle(self) -> int:
@@ -123,8 +122,7 @@ class JobMonitor:
         except BlockingIOError:
             return False
         if received is None:
-            with suppress(KeyError):
-                self._selector.unregister(self._channel)
+            self._loop.unwatch(self._channel)
             return False
         self.messages.append(received.message)
         if received.descriptor is not None:
@@ -132,16 +130,15 @@ class JobMonitor:
             self.payloads[received.message.rank] = received.descriptor
         return True
 
-    def _on_exit(self) -> bool:
+    def _on_exit(self) -> None:
         self._is_open = False
-        return False
 
 
 class _OutputPump:
     """Copier of the launcher's output into a stream of this process that is no file, a notebook's for example."""
 
-    def __init__(self, selector: selectors.BaseSelector, file: IO[bytes], target: TextIO) -> None:
-        self._selector, self._file, self._target = selector, file, target
+    def __init__(self, loop: EventLoop, file: IO[bytes], target: TextIO) -> None:
+        self._loop, self._file, self._target = loop, file, target
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         os.set_blocking(file.fileno(), False)
 
@@ -152,8 +149,7 @@ class _OutputPump:
         except BlockingIOError:
             return False
         if not data:
-            with suppress(KeyError):
-                self._selector.unregister(self._file)
+            self._loop.unwatch(self._file)
         text = self._decoder.decode(data, final=not data)
         if text:
             self._target.write(text)

@@ -27,7 +27,9 @@ def main(arguments: Sequence[str]) -> int:
     with ResultChannel(channel) as caller:
         try:
             func, args, kwargs = _load(call)
-            report, payload = RankReport(rank), _pack_result(func(*args, **kwargs), rank)
+            result = func(*args, **kwargs)
+            what = f"what the function returned in rank {rank} ({type(result).__name__})"
+            report, payload = RankReport(rank), pack_object(result, what)
         except BaseException as error:  # noqa: BLE001  all of them are reported
             report, payload = failure_report(rank, error), _pack_error(error)
         # Before this process begins to end: ranks that wait for this one fail later than it, and report it later.
@@ -63,10 +65,6 @@ def _load(call: int) -> tuple[Callable[..., object], tuple[Any, ...], dict[str, 
     finally:
         os.close(call)
     return func, args, kwargs
-
-
-def _pack_result(result: object, rank: int) -> int:
-    return pack_object(result, f"what the function returned in rank {rank} ({type(result).__name__})")
 
 
 def failure_report(rank: int, error: BaseException) -> RankReport:

@@ -428,28 +428,9 @@ def _unused_launcher(check: _LauncherCheck) -> None:
 _CASES: Mapping[str, Callable[[_LauncherCheck], None]] = {
     case.__name__[1:]: case
     for case in (
-        _unused_launcher,
-        _all_ranks,
-        _placement,
-        _too_many_ranks,
-        _arguments,
-        _environment,
-        _directory,
-        _streams,
-        _prefixes,
-        _bytes,
-        _exit_code,
-        _first_failure,
-        _killed_rank,
-        _stubborn_rank,
-        _orphans,
-        _stopped_job,
-        _killed_supervisor,
-        _killed_watchdog,
-        _killed_agent,
-        _secret,
-        _missing_program,
-        _two_jobs,
-        _collective,
+        *(_unused_launcher, _all_ranks, _placement, _too_many_ranks, _arguments, _environment, _directory),
+        *(_streams, _prefixes, _bytes, _exit_code, _first_failure, _killed_rank, _stubborn_rank, _orphans),
+        *(_stopped_job, _killed_supervisor, _killed_watchdog, _killed_agent, _secret, _missing_program),
+        *(_two_jobs, _collective),
     )
 }

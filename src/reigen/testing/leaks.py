@@ -56,7 +56,7 @@ class _Snapshot:
             descriptors=_descriptors(),
             children=_children(),
             mappings=_memfd_mappings(),
-            shm_files={name: f"/dev/shm/{name}" for name in _shm_names()},
+            shm_files={path.name: str(path) for path in _SHM.glob("*")},
         )
 
     def added_since(self, before: _Snapshot, kept: Resources) -> list[str]:
@@ -160,10 +160,6 @@ def _memfd_mappings() -> dict[Hashable, str]:
             inode, name = match.groups()
             found[inode] = f"mapping of shared memory {name} (inode {inode})"
     return found
-
-
-def _shm_names() -> list[str]:
-    return [path.name for path in _SHM.iterdir()] if _SHM.is_dir() else []
 
 
 def _is_foreign(leak: str) -> bool:

@@ -59,7 +59,6 @@ class MemoryNetwork:
         self._hub, self._rank, self._failure = hub, rank, failure
 
     def among(self, ranks: Sequence[int], deadline: float) -> Backend:
-        """Implement `HostNetwork.among`."""
         assert list(ranks) == sorted(ranks), "ranks are given in ascending order"
         backend = MemoryBackend(self, self._hub, tuple(ranks), self._rank, self._failure)
         backend.barrier(deadline)
@@ -83,7 +82,6 @@ class MemoryBackend(FlatBackend):
         self._key = hub.enter(ranks, rank)
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """Implement `Backend.allreduce`."""
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         total = np.empty(source.size, reduction.dtype.storage)
         source.read(0, source.size, total)
@@ -97,25 +95,21 @@ class MemoryBackend(FlatBackend):
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """Implement `Backend.reduce_scatter`."""
         gathered = np.empty((self.size, target.size), target.dtype)
         table = [list(counts) for _ in range(self.size)]
         self.alltoall(source, table, gathered.reshape(-1), deadline)
         BlockReducer(reduction).reduce(list(gathered), target)
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """Implement `Backend.allgather`."""
         copies = np.concatenate([source] * self.size)
         self.alltoall(copies, [[count] * self.size for count in counts], target, deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """Implement `Backend.broadcast`."""
         copies = np.empty(0, target.dtype) if source is None else np.concatenate([source] * self.size)
         counts = [[target.size if rank == root else 0] * self.size for rank in range(self.size)]
         self.alltoall(copies, counts, target, deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """Implement `Backend.alltoall`."""
         ends = list(itertools.accumulate(counts[self.rank]))
         own = source[ends[self.rank] - counts[self.rank][self.rank] : ends[self.rank]].copy()
         for peer, (count, end) in enumerate(zip(counts[self.rank], ends, strict=True)):
@@ -131,18 +125,15 @@ class MemoryBackend(FlatBackend):
             place += count
 
     def barrier(self, deadline: float) -> None:
-        """Implement `Backend.barrier`."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
         for peer in peers:
             self._send(peer, b"")
         self._receive(peers, deadline)
 
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
-        """Implement `Backend.split`."""
         return self._network.among([self._ranks[rank] for rank in ranks], deadline) if self.rank in ranks else None
 
     def abort(self, error: CollectiveError) -> None:
-        """Implement `Backend.abort`."""
         with self._hub.changed:
             self._hub.aborted.setdefault(self._key, error)
             self._hub.changed.notify_all()

@@ -57,7 +57,7 @@ def expected_reduction(
 
 
 def expected_adasum(vectors: Sequence[Array]) -> Array:
-    """Compute Adasum of a power of two of flat float64 arrays, by its definition: a tree of adjacent pairs."""
+    """Compute Adasum of 2^k flat float64 arrays (n,) as one (n,), by its definition: a tree of adjacent pairs."""
     if len(vectors) == 1:
         return vectors[0]
     middle = len(vectors) // 2
@@ -107,7 +107,7 @@ def _reduced_integers(inputs: Sequence[Array], dtype: DType, op: ReduceOp, presc
 
 
 def to_float64(array: Array, dtype: DType) -> Array:
-    """Convert floating-point elements to float64, exactly."""
+    """Convert floating-point elements to float64, exactly, in the same shape."""
     numbers = array
     if dtype.name == "bfloat16":
         numbers = np.left_shift(array, 16, dtype=np.uint32).view(np.float32)
@@ -116,7 +116,7 @@ def to_float64(array: Array, dtype: DType) -> Array:
 
 
 def from_float64(values: Array, dtype: DType) -> Array:
-    """Round float64 elements to a floating-point type, ties to even; for bfloat16 normal numbers only."""
+    """Round float64 (n,) to a floating-point type, ties to even; for bfloat16 normal numbers only."""
     if dtype.name != "bfloat16":
         native: Array = values.astype(dtype.storage)
         return native
@@ -127,7 +127,7 @@ def from_float64(values: Array, dtype: DType) -> Array:
 
 
 def random_array(dtype: DType, count: int, seed: Sequence[int], *, small: bool = False) -> Array:
-    """Make ``count`` random elements in the storage type of ``dtype``; the same for the same seed.
+    """Make random elements, (count,), in the storage type of ``dtype``; the same for the same seed.
 
     Floating-point values are normally distributed, integers cover all of their type, or, if ``small``, are so small
     that sums over 13 ranks and factors up to 1.5 fit any type. ``seed`` is any integers >= 0.

@@ -8,11 +8,12 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from reigen.cluster.connection_pool import MAX_KEPT_PER_RANK, MAX_UNAUTHENTICATED, ConnectionPool
+from reigen.cluster.connection_pool import MAX_KEPT_PER_RANK, ConnectionPool
 from reigen.cluster.membership.rendezvous import LocalRendezvous
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
+from reigen.net.listener import MAX_UNAUTHENTICATED
 from reigen.testing import run_threads
 
 SECRET = b"s" * 32
@@ -207,7 +208,7 @@ def test_strangers_keep_nobody_out():
 def test_who_knows_the_secret_but_has_no_business_here_is_refused(role, rank):
     with mesh(0, 2, LocalRendezvous()) as zero, accepting(zero, 1):
         host, port = zero.address.split(":")
-        stream = connect_stream((host, int(port)), SECRET, Identity(role, rank, "never"), 1024, soon())
+        stream = open_connection((host, int(port)), SECRET, Identity(role, rank, "never"), 1024, soon())
         with pytest.raises(ConnectionError):
             stream.receive(soon())
         stream.close()
@@ -218,7 +219,7 @@ def test_what_nobody_asks_for_is_kept_within_bounds_and_the_latest_counts():
         host, port = zero.address.split(":")
 
         def come(purpose):
-            stream = connect_stream((host, int(port)), SECRET, Identity(ProcessRole.RANK, 1, purpose), 1024, soon())
+            stream = open_connection((host, int(port)), SECRET, Identity(ProcessRole.RANK, 1, purpose), 1024, soon())
             stack.callback(stream.close)
             return stream
 

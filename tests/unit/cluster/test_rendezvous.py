@@ -16,12 +16,12 @@ from reigen.cluster.membership.control_service import (
     ValueFound,
     ValueStored,
 )
-from reigen.cluster.membership.listener import MAX_UNAUTHENTICATED
 from reigen.cluster.membership.liveness import RequestRefused
 from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient, RendezvousServer
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
+from reigen.net.listener import MAX_UNAUTHENTICATED
 from tests.patience import patiently
 
 SECRET = b"s" * 32
@@ -267,7 +267,7 @@ def test_a_crowd_of_strangers_does_not_keep_ranks_out():
 def authenticated(server):
     host, port = server.address.split(":")
     deadline = time.monotonic() + 60
-    return connect_stream((host, int(port)), SECRET, Identity(ProcessRole.RANK, 0), 1 << 24, deadline), deadline
+    return open_connection((host, int(port)), SECRET, Identity(ProcessRole.RANK, 0), 1 << 24, deadline), deadline
 
 
 def test_an_authenticated_client_that_sends_nonsense_is_closed(server):

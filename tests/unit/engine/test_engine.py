@@ -87,6 +87,25 @@ def test_a_blocking_submission_wakes_who_sleeps_on_something_else() -> None:
     assert max(between(2, act)) < 25
 
 
+def test_of_submissions_in_a_row_the_first_wakes_the_engine() -> None:
+    def act(job: Context) -> list[int]:
+        engine, arrays = job._engine, [np.ones(3, np.float32) for _ in range(5)]
+        woken: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            wake = engine._transport.wake
+            patch.setattr(engine._transport, "wake", lambda who: (woken.append(who), wake(who)))
+            found = []
+            for _ in range(2):
+                with engine._driver:  # nobody takes what is handed in
+                    woken.clear()
+                    handles = [job.allreduce(x, x, FLOAT, name=f"t{i}") for i, x in enumerate(arrays)]
+                    found.append(len(woken))
+                until(lambda: all(handle.poll() for handle in handles))  # noqa: B023
+        return found
+
+    assert between(2, act) == [[1, 1]] * 2
+
+
 def test_an_expired_name_is_refused_in_time_although_rank_zero_had_been_driving() -> None:
     def attempt(seconds: float) -> None:
         def act(job: Context) -> tuple[str, tuple[int, ...]]:

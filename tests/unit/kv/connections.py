@@ -6,7 +6,8 @@ import time
 from contextlib import ExitStack
 
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import accept_stream, connect_stream
+from reigen.net.connection import open_connection
+from tests.accepting import accept_connection
 
 SECRET = b"s" * 32
 ZERO, ONE = Identity(ProcessRole.RANK, 0, "kv 0"), Identity(ProcessRole.RANK, 1, "kv 0")
@@ -18,9 +19,9 @@ def connected_streams(tls=None):
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         accepted = []
         thread = threading.Thread(
-            target=lambda: accepted.append(accept_stream(listener.accept()[0], SECRET, ZERO, 1 << 16, until, tls))
+            target=lambda: accepted.append(accept_connection(listener.accept()[0], SECRET, ZERO, 1 << 16, until, tls))
         )
         thread.start()
         stack.callback(thread.join)
-        client = connect_stream(listener.getsockname(), SECRET, ONE, 1 << 16, until, tls)
+        client = open_connection(listener.getsockname(), SECRET, ONE, 1 << 16, until, tls)
     return client, accepted[0]

@@ -88,7 +88,7 @@ class Side:
             0, num_workers, ValueAllocator(self.arena), BufferPool(), self.workers, policy=LossPolicy(policy)
         )
         self.store = ServerStore(0, staleness, around)
-        self.desk = RequestHandler(self.store)
+        self.handler = RequestHandler(self.store)
         self.lines: list[Line] = []
         self.connections = [self.connect(worker) for worker in range(num_workers)]
         for key, size in SIZES.items():
@@ -115,9 +115,9 @@ class Side:
             header.kind, header.request, header.key, header.shard, header.round, header.flags, header.dtype,
             body_bytes=len(body),
         )  # fmt: skip
-        place = self.desk.place(header)
+        place = self.handler.place(header)
         place[:] = np.frombuffer(body, np.uint8)
-        self.desk.arrived(self.connections[worker], header, place)
+        self.handler.arrived(self.connections[worker], header, place)
 
     def handle_events(self, what: str, worker: int) -> None:
         host = f"host{worker}"

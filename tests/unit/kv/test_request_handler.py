@@ -62,7 +62,7 @@ class Scene:
             0, 2, ValueAllocator(None), BufferPool(), self.workers, policy=LossPolicy(policy), acknowledges=True
         )
         self.store = ServerStore(0, staleness, around)
-        self.desk = RequestHandler(self.store)
+        self.handler = RequestHandler(self.store)
         self.connections = [self.connect(number) for number in range(2)]
         for key, facts in [
             (DENSE, KeySpec("dense", (4,), "float32", "default", 0)),
@@ -72,11 +72,11 @@ class Scene:
             size = int(np.prod(facts.shape))
             self.store.plan_shards(key, facts, (ShardRange(0, 0, size, 0), ShardRange(1, size, size, 1)))
             header = MessageHeader(MessageKind.INIT, 1 << 40 | len(self.store.shards), key, body_bytes=4 * size)
-            self.desk.arrived(self.connections[0], header, np.zeros(4 * size, np.uint8))
+            self.handler.arrived(self.connections[0], header, np.zeros(4 * size, np.uint8))
         if has_optimizer:
             body = COMMAND_CODEC.encode(StoreCommand("set_optimizer", {"spec": SGD(learning_rate=0.5).to_spec()}))
             for connection in self.connections:
-                self.desk.arrived(
+                self.handler.arrived(
                     connection, MessageHeader(MessageKind.COMMAND, 1 << 41, body_bytes=len(body)), _bytes(body)
                 )
         self.num_rounds = 0
@@ -87,7 +87,7 @@ class Scene:
         for key, size in ((DENSE, 4), (ROWS, 6)):
             request = (1 << 42) + 2 * self.num_rounds + (key == ROWS)
             header = MessageHeader(MessageKind.PUSHPULL, request, key, 0, self.num_rounds, body_bytes=4 * size)
-            self.desk.arrived(self.connections[0], header, np.ones(4 * size, np.uint8))
+            self.handler.arrived(self.connections[0], header, np.ones(4 * size, np.uint8))
 
     def push_together(self):
         """The same, with a batch."""
@@ -98,7 +98,7 @@ class Scene:
         header = MessageHeader(
             MessageKind.PUSHPULL, request, 0, 2, 0, int(MessageFlag.BATCH), FLOAT, body_bytes=len(body)
         )
-        self.desk.arrived(self.connections[0], header, _bytes(body).copy())
+        self.handler.arrived(self.connections[0], header, _bytes(body).copy())
 
     def connect(self, number, incarnation=1):
         connection = WorkerConnection(
@@ -243,10 +243,10 @@ def test_nothing_that_a_worker_sends_harms_a_store(staleness, policy, steps, has
                 header, body = message
                 try:
                     unpack_header(header.pack())
-                    place = scene.desk.place(header)
+                    place = scene.handler.place(header)
                     assert len(place) == header.body_bytes
                     place[:] = _bytes(body)
-                    scene.desk.arrived(connection, header, place)
+                    scene.handler.arrived(connection, header, place)
                 except WireError:
                     scene.store.disconnected(connection)
                     scene.connections[1] = scene.connect(1)
@@ -272,7 +272,7 @@ def test_all_that_is_no_request_of_a_worker_ends_the_connection():
         for kind in MessageKind:
             if kind >= MessageKind.WELCOME or kind == MessageKind.HELLO:
                 with pytest.raises(WireError, match="which no worker sends"):
-                    scene.desk.arrived(scene.connections[0], MessageHeader(kind, 1), np.empty(0, np.uint8))
+                    scene.handler.arrived(scene.connections[0], MessageHeader(kind, 1), np.empty(0, np.uint8))
         assert all(
             kind in CONTROL_KINDS
             for kind in (MessageKind.RELEASE, MessageKind.RESUME, MessageKind.COMMAND, MessageKind.DECLARE)

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 import pytest
 
 from reigen.cluster.bootstrap.job_credentials import derive_job_secret
-from reigen.cluster.membership.listener import ClientConnection, MessageListener
 from reigen.config import load_config
 from reigen.errors import DeadlineError
 from reigen.kv.membership.environment import read_process_config
@@ -31,7 +30,8 @@ from reigen.kv.membership.messages import (
 from reigen.kv.membership.nodes import JobEnded
 from reigen.kv.membership.scheduler_client import SchedulerClient, _flush
 from reigen.net import auth
-from reigen.net.stream import StreamProtocol
+from reigen.net.connection import Connection, StreamProtocol
+from reigen.net.listener import MessageListener
 from tests.kv.jobs import Port
 
 SECRET = b"s" * 32
@@ -41,7 +41,7 @@ SECRET = b"s" * 32
 def member_of(answer: Callable[[NodeMessage], SchedulerMessage | None]) -> Iterator[SchedulerClient]:
     """Worker 0 of one, whose scheduler says what the function does."""
 
-    def receive(guest: ClientConnection, payload: bytes) -> None:
+    def receive(guest: Connection, payload: bytes) -> None:
         if (said := answer(NODE_MESSAGE_CODEC.decode(payload))) is not None:
             reception.send(guest, SCHEDULER_MESSAGE_CODEC.encode(said))
 
@@ -97,9 +97,8 @@ def test_what_the_scheduler_said_before_it_went_is_heard_though_it_did_not_hear_
         there.close()
         conversation = StreamProtocol(auth.ServerHandshake(SECRET, SCHEDULER_IDENTITY), 100)
         conversation.outgoing += b"another one"
-        _flush(here, conversation)
+        assert _flush(Connection(here, conversation))
         assert here.recv(100) == b"it was given up"
-        assert not conversation.outgoing
 
 
 def test_a_scheduler_that_ends_the_job_instead_of_an_answer_says_who_is_missing() -> None:

@@ -33,7 +33,7 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.shm_arena import ShmArena
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import accept_stream
+from tests.accepting import accept_connection
 
 SECONDS = 10.0
 SECRET = b"u" * 32
@@ -57,7 +57,7 @@ class Server:
             connection, _ = self.listener.accept()
             try:
                 me = Identity(ProcessRole.RANK, 0, PURPOSE)
-                stream = accept_stream(connection, secret, me, 1 << 12, time.monotonic() + SECONDS)
+                stream = accept_connection(connection, secret, me, 1 << 12, time.monotonic() + SECONDS)
             except AuthenticationError:
                 return
             self.line = KVConnection(*stream.detach(), self, "worker")
@@ -142,10 +142,10 @@ class Bench:
     def __init__(self, *, resend_seconds: float | None = None, machine: str = "") -> None:
         self.server, self.owner = Server(), Owner()
         hello = KVHello(1, 9, "w", machine)
-        manner = ServerConnectionOptions(
+        options = ServerConnectionOptions(
             Identity(ProcessRole.RANK, 1, PURPOSE), SECRET, None, hello, 5, resend_seconds, 20.0, 0.0, False
         )
-        self.upstream = ServerConnection(ServerInfo(3, self.server.address, 1, "h"), manner, self.owner)
+        self.upstream = ServerConnection(ServerInfo(3, self.server.address, 1, "h"), options, self.owner)
 
     def begin(self, kind: MessageKind = MessageKind.PUSH, **facts: Any) -> ClientRequest:
         operation = KVOperation(None, "a test")  # type: ignore[arg-type]  # nobody waits
@@ -284,14 +284,14 @@ def test_a_batch_that_is_answered_with_something_else_ends_the_connection(bench:
 
 def test_keys_of_a_batch_are_answered_by_themselves(bench: Make) -> None:
     one, outs = bench(), [np.zeros(2, np.float32) for _ in range(3)]
-    tracks = [KeyOrder(num_reads=1, num_pushes=1) for _ in outs]
+    orders = [KeyOrder(num_reads=1, num_pushes=1) for _ in outs]
     told: list[tuple[int, int, bool]] = []
 
     def note_of(key: int) -> Callable[[int, int, bool], None]:
         return lambda shard, number, is_done: told.append((key, number, is_done))
 
     operation = KVOperation(None, "pushpull")  # type: ignore[arg-type]  # nobody waits
-    batch = BatchRequest(MessageHeader(MessageKind.PUSHPULL), 3, operation, orders=tracks, numbers=(4, 5, 6), outs=outs)
+    batch = BatchRequest(MessageHeader(MessageKind.PUSHPULL), 3, operation, orders=orders, numbers=(4, 5, 6), outs=outs)
     batch.notes = [note_of(key) for key in range(3)]
     one.upstream.submit(batch)
     later = one.begin(MessageKind.PULL, into=np.zeros(1, np.float32))
@@ -310,8 +310,8 @@ def test_keys_of_a_batch_are_answered_by_themselves(bench: Make) -> None:
     answer(0, MessageKind.ERROR, REMOTE_ERROR_CODEC.encode(RemoteError("ArgumentError", "it is wrong", "w")))
     assert told == [(2, 6, True), (0, 4, False)]
     assert one.owner.parts == [(batch, 2), (batch, 0)]
-    assert list(batch.leave()) == [tracks[1]]
-    batch.orders = tracks
+    assert list(batch.leave()) == [orders[1]]
+    batch.orders = orders
     assert not one.owner.ended
     answer(1, MessageKind.VALUE, np.ones(2, np.float32).tobytes())
     assert one.owner.ended == [batch]

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import TAG_BYTES, AuthSession, Identity, ProcessRole
 from reigen.net.bulk_connection import MAX_REASON_BYTES, BulkConnection, PeerAborted
-from reigen.net.stream import accept_stream, connect_stream
+from reigen.net.connection import open_connection
 from reigen.net.tls import TlsContext
+from tests.accepting import accept_connection
 
 SECRET = b"s" * 32
 ZERO, ONE = Identity(ProcessRole.RANK, 0, "ring 0"), Identity(ProcessRole.RANK, 1, "ring 0")
@@ -31,11 +32,11 @@ def connected(tls=None):
     with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
         accepted = []
         thread = threading.Thread(
-            target=lambda: accepted.append(accept_stream(listener.accept()[0], SECRET, ZERO, 1 << 16, soon(), tls))
+            target=lambda: accepted.append(accept_connection(listener.accept()[0], SECRET, ZERO, 1 << 16, soon(), tls))
         )
         thread.start()
         stack.callback(thread.join)
-        client = connect_stream(listener.getsockname(), SECRET, ONE, 1 << 16, soon(), tls)
+        client = open_connection(listener.getsockname(), SECRET, ONE, 1 << 16, soon(), tls)
     return client, accepted[0]
 
 
@@ -150,12 +151,12 @@ def test_parts_of_a_message_can_be_used_before_its_end(end_and_raw):
         connection.sendall(part)
         wait_readable(link)
         assert link.advance_receives() == 0
-        assert link.num_received_bytes == expected
+        assert link.num_placed_bytes == expected
         assert place[:expected] == b"abcdefg"[:expected]
     connection.sendall(b"hij")
     wait_readable(link)
     assert link.advance_receives() == 1
-    assert (bytes(place), link.num_received_bytes) == (b"abcdefghij", 0)
+    assert (bytes(place), link.num_placed_bytes) == (b"abcdefghij", 0)
 
 
 def test_places_may_be_posted_after_the_message_has_come(links):
@@ -354,7 +355,7 @@ def test_a_reason_that_comes_in_pieces_touches_no_count(end_and_raw):
         connection.sendall(part)
         wait_readable(link)
         assert link.advance_receives() == 0
-        assert (link.num_expected, link.num_received_bytes, link.wants_to_receive) == (2, 0, True)
+        assert (link.num_expected, link.num_placed_bytes, link.wants_to_receive) == (2, 0, True)
     connection.sendall(b"m")
     error = receive_error(link)
     assert isinstance(error, PeerAborted)

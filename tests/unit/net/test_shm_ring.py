@@ -123,6 +123,20 @@ def test_integers_wait_behind_messages_that_do_not_fit() -> None:
     assert [*found, *hub.receive()] == [*((1, message) for message in sent), (1, (5,))]
 
 
+def test_integers_that_do_not_fit_wait_for_the_slowest_reader() -> None:
+    hub, one, two = star(3, 2**32 - RING_BYTES // 2)
+    sent = [tuple(range(number, number + 1000)) for number in range(100)]
+    for integers in sent:
+        hub.send_integers(integers)
+    assert hub.backlog == 100 - RING_BYTES // 4004
+    got_one, got_two = one.receive(), []
+    while hub.backlog:
+        got_two += two.receive()
+        hub.flush()
+        got_one += one.receive()
+    assert got_one == [*got_two, *two.receive()] == [(0, integers) for integers in sent]
+
+
 def test_more_integers_than_a_message_holds_are_our_own_bug() -> None:
     hub, one = star(2)
     one.send_integers([3] * (MAX_MESSAGE_BYTES // 4 - 1))

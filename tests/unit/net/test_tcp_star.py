@@ -14,20 +14,21 @@ import pytest
 
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.connection import Connection, open_connection
 from reigen.net.shm_ring import MAX_MESSAGE_BYTES, WaitingThread
-from reigen.net.stream import AuthenticatedStream, accept_stream, connect_stream
 from reigen.net.tcp_star import TcpStarTransport
+from tests.accepting import accept_connection
 
 _PATIENCE = 80.0
 
 
-def pair(made: ExitStack, rank: int) -> tuple[AuthenticatedStream, AuthenticatedStream]:
+def pair(made: ExitStack, rank: int) -> tuple[Connection, Connection]:
     """Rank 0's end of a connection to ``rank``, and that rank's."""
     secret, until = bytes(32), time.monotonic() + _PATIENCE
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as other:
         me = Identity(ProcessRole.RANK, rank)
-        one = other.submit(connect_stream, listener.getsockname(), secret, me, MAX_MESSAGE_BYTES, until)
-        hub = accept_stream(listener.accept()[0], secret, Identity(ProcessRole.RANK, 0), MAX_MESSAGE_BYTES, until)
+        one = other.submit(open_connection, listener.getsockname(), secret, me, MAX_MESSAGE_BYTES, until)
+        hub = accept_connection(listener.accept()[0], secret, Identity(ProcessRole.RANK, 0), MAX_MESSAGE_BYTES, until)
         ends = hub, one.result()
     for end in ends:
         made.callback(end.close)
@@ -119,7 +120,7 @@ def test_who_went_has_been_heard_and_is_remembered(made: ExitStack) -> None:
     assert heard(hub, 1) == [(1, b"last words")]
     assert comes(lambda: 1 in hub.lost or hub.pending())
     assert hub.receive() == []
-    assert hub.lost == {1: "the other end closed it"}
+    assert hub.lost == {1: "the other end closed the connection"}
     hub.send(b"go on")
     assert heard(two, 1) == [(0, b"go on")]
     assert not hub.pending()
@@ -144,7 +145,7 @@ def test_bytes_that_are_not_the_peers_are_refused(made: ExitStack, data: bytes, 
     ours, theirs = pair(made, 1)
     hub = TcpStarTransport({1: ours})
     made.callback(hub.close)
-    theirs.hand_over()[0].sendall(data)
+    theirs.socket.sendall(data)
     hub.set_wake_target(WaitingThread.CALLER)
     hub.sleep(hub.token(), WaitingThread.CALLER, _PATIENCE)
     with pytest.raises(kind):

@@ -17,9 +17,10 @@ from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousSer
 from reigen.errors import AuthenticationError, ConfigError
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
 from reigen.net.bulk_connection import BulkConnection
-from reigen.net.stream import StreamProtocol, accept_stream, connect_stream
+from reigen.net.connection import StreamProtocol, open_connection
 from reigen.net.tls import TlsContext
 from reigen.testing import run_threads
+from tests.accepting import accept_connection
 from tests.patience import patiently
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
@@ -55,13 +56,13 @@ def both_ends(address, listener, *, client_tls=None, server_tls=None, client_sec
     def serve():
         with ExitStack() as stack:
             connection = stack.enter_context(listener.accept()[0])
-            stream = accept_stream(connection, SECRET, LAUNCHER, 1 << 20, soon(), server_tls)
+            stream = accept_connection(connection, SECRET, LAUNCHER, 1 << 20, soon(), server_tls)
             stack.pop_all()
             return stream
 
     thread = threading.Thread(target=run, args=("server", serve))
     thread.start()
-    run("client", lambda: connect_stream(address, client_secret, RANK, 1 << 20, soon(), client_tls))
+    run("client", lambda: open_connection(address, client_secret, RANK, 1 << 20, soon(), client_tls))
     thread.join()
     return ends["client"], ends["server"]
 
@@ -249,7 +250,7 @@ def test_each_process_has_a_certificate_of_its_own(tls):
 def test_nothing_older_than_tls_1_3_is_spoken(tls, listener):
     def serve():
         with listener.accept()[0] as connection, pytest.raises(AuthenticationError):
-            accept_stream(connection, SECRET, LAUNCHER, 100, soon(), tls)
+            accept_connection(connection, SECRET, LAUNCHER, 100, soon(), tls)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -310,7 +311,7 @@ def test_without_the_library_there_is_an_error_that_says_what_to_install(monkeyp
 
 
 def test_nobody_loads_openssl_who_does_not_use_it():
-    code = "import sys, reigen.net.stream; print('ssl' in sys.modules, 'cryptography' in sys.modules)"
+    code = "import sys, reigen.net.connection; print('ssl' in sys.modules, 'cryptography' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 

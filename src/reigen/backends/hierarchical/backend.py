@@ -159,7 +159,6 @@ class HierarchicalBackend:
     # -- collectives --------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """Implement `Backend.allreduce`."""
         stages = two_stage_reduction(reduction)
         with self._reporting_failures():
             if buffers and buffers[0].offset >= 0:
@@ -181,22 +180,18 @@ class HierarchicalBackend:
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """Implement `Backend.reduce_scatter`."""
         with self._reporting_failures():
             self._inter_host.reduce_scatter(source, counts, target, two_stage_reduction(reduction), deadline)
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """Implement `Backend.allgather`."""
         with self._reporting_failures():
             self._inter_host.allgather(source, counts, target, deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """Implement `Backend.broadcast`."""
         with self._reporting_failures():
             self._inter_host.broadcast(source, target, root, deadline)
 
     def barrier(self, deadline: float) -> None:
-        """Implement `Backend.barrier`."""
         with self._reporting_failures():
             self._inter_host.barrier(deadline)
 
@@ -229,11 +224,9 @@ class HierarchicalBackend:
     # -- registered memory --------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """Implement `Backend.allocate`."""
         return self._allocated(self._local.backend.allocate, nbytes, deadline)
 
     def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """Implement `Backend.allocate_shared`."""
         return self._allocated(self._local.backend.allocate_shared, nbytes, deadline)
 
     def _allocated(self, allocate: Callable[[int, float], MemoryRegion], nbytes: int, deadline: float) -> MemoryRegion:
@@ -255,7 +248,6 @@ class HierarchicalBackend:
         return MemoryRegion(offset, nbytes, region.array, self._inter_host.owned(region.owned))
 
     def free(self, offset: int) -> None:
-        """Implement `Backend.free`."""
         self._local.backend.free(self._regions.pop(offset).offset)
 
     def _copies(self, buffer: ReduceBuffer, storage: np.dtype[np.generic]) -> list[Array]:
@@ -274,7 +266,6 @@ class HierarchicalBackend:
     # -- some of the ranks --------------------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int], deadline: float) -> Backend | None:
-        """Implement `Backend.split`."""
         local_members = [index for index, rank in enumerate(self._own) if rank in ranks]
         part, failure = None, None
         with self._reporting_failures():
@@ -297,13 +288,11 @@ class HierarchicalBackend:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """Implement `Backend.abort`."""
         self._local.backend.abort(error)
         for backend in self._joined:
             backend.abort(error)
 
     def close(self) -> None:
-        """Implement `Backend.close`."""
         for backend in (*self._joined, self._local.backend):
             backend.close()
             backend.lacking = None  # it was this backend's
@@ -314,7 +303,6 @@ class HierarchicalBackend:
 
     @property
     def progress_hook(self) -> ProgressHook | None:
-        """Implement `Backend`."""
         return self._progress_hook
 
     @progress_hook.setter

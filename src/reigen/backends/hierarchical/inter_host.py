@@ -249,7 +249,6 @@ class InterHost:
             self._spread(sizes, shown, remote_requests, target.dtype, deadline + 2 * GRACE_SECONDS)
 
     def barrier(self, deadline: float) -> None:
-        """Implement `Backend.barrier`."""
         self._local.arrive(deadline, waits=self.index == 0)
         if self.index == 0:
             self._cross_backend().barrier(deadline + GRACE_SECONDS)

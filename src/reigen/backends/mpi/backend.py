@@ -188,7 +188,6 @@ class MpiBackend(FlatBackend):
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """Implement `Backend.reduce_scatter`."""
         self._progress.begin()
         dtype, by_mpi = reduction.dtype, self._by_mpi(reduction)
         starts = list(itertools.accumulate(counts, initial=0))
@@ -233,7 +232,6 @@ class MpiBackend(FlatBackend):
     # -- collectives that move data -----------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """Implement `Backend.allgather`."""
         self._progress.begin()
         starts = list(itertools.accumulate(counts, initial=0))
         num_rounds = -(-sum(counts) * target.itemsize // self._chunk_bytes)
@@ -257,7 +255,6 @@ class MpiBackend(FlatBackend):
         self._rounds(num_rounds, start, finish, "MPI_ALLGATHER", deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """Implement `Backend.broadcast`."""
         self._progress.begin()
         bounds = _split_chunks(target.size, self._chunk_bytes // target.itemsize)
 
@@ -278,7 +275,6 @@ class MpiBackend(FlatBackend):
         self._rounds(len(bounds), start, finish, "MPI_BCAST", deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """Implement `Backend.alltoall`."""
         self._progress.begin()
         sent, received = counts[self.rank], [row[self.rank] for row in counts]
         send_starts = list(itertools.accumulate(sent, initial=0))
@@ -308,7 +304,6 @@ class MpiBackend(FlatBackend):
         self._rounds(num_rounds, start, finish, "MPI_ALLTOALL", deadline)
 
     def barrier(self, deadline: float) -> None:
-        """Implement `Backend.barrier`."""
         self._progress.begin()
         self._progress.wait(self._post(self._communicator.Ibarrier), deadline)
 
@@ -367,7 +362,6 @@ class MpiBackend(FlatBackend):
     # -- memory, some of the ranks, ends ------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int], deadline: float) -> MpiBackend | NullBackend | None:
-        """Implement `Backend.split`."""
         if len(ranks) == 1:
             return NullBackend() if self.rank in ranks else None
         self.barrier(deadline)
@@ -376,11 +370,9 @@ class MpiBackend(FlatBackend):
         return None if progress is None else MpiBackend(progress, self._native, self._chunk_bytes)
 
     def abort(self, error: CollectiveError) -> None:
-        """Implement `Backend.abort`."""
         self._progress.give_up(error)
 
     def close(self) -> None:
-        """Implement `Backend.close`."""
         self._progress.close()
         self._staging.clear()
 

@@ -78,7 +78,6 @@ class MpiNetwork:
         self._made: dict[tuple[int, ...], int] = {}
 
     def among(self, ranks: Sequence[int], deadline: float) -> MpiBackend | NullBackend:
-        """Implement `HostNetwork.among`."""
         if len(ranks) == 1:
             return NullBackend()
         key = tuple(ranks)

@@ -46,7 +46,7 @@ LEAST_PAIR_BYTES, MOST_PAIR_BYTES = 1 << 18, 1 << 20
 #: By so many of the largest rows contributions are ahead of sums, and by more rows where they are small, at the end: a
 #: sum can leave when the last contribution to it has come, and until then others are to fill the wire. With 4, four
 #: hosts with 200 Mbit/s, 5 ms one way and a queue of 100 ms sent four times as many packets again
-#: (one run, on a busy machine).
+#: (one run, on a busy host).
 ROWS_AHEAD = 3
 _LINE = 64
 #: Number of cuts that are cached: the same arrays come again and again.

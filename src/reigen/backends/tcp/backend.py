@@ -78,7 +78,6 @@ class TcpNetwork:
         self._algorithm, self._num_sockets = algorithm, num_sockets
 
     def among(self, ranks: Sequence[int], deadline: float) -> TcpBackend | NullBackend:
-        """Implement `HostNetwork.among`."""
         if len(ranks) == 1:
             return NullBackend()
         backend = TcpBackend(self._exchange, ranks, self._algorithm, self._num_sockets)
@@ -87,7 +86,6 @@ class TcpNetwork:
         return backend
 
     def close(self) -> None:
-        """Implement `HostNetwork.close`."""
         self._exchange.close()
 
 
@@ -116,7 +114,6 @@ class TcpBackend(FlatBackend):
     # -- reductions ---------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """Implement `Backend.allreduce`."""
         source, target = BufferList([b.source for b in buffers]), BufferList([b.target for b in buffers])
         if not source.size:
             return
@@ -137,7 +134,6 @@ class TcpBackend(FlatBackend):
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """Implement `Backend.reduce_scatter`."""
         spans = list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
         rows, origin = make_owner_rows(spans, source.itemsize), spans[self.rank][0]
         with self._operation(deadline, self._team.others) as exchange:
@@ -162,7 +158,6 @@ class TcpBackend(FlatBackend):
     # -- copying ------------------------------------------------------------------------------------------------------
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """Implement `Backend.allgather`."""
         starts = list(itertools.accumulate(counts, initial=0))
         with self._operation(deadline, self._team.others) as exchange:
             for member in self._team.others:
@@ -174,7 +169,6 @@ class TcpBackend(FlatBackend):
         self._ended("TCP_ALLGATHER")
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """Implement `Backend.alltoall`."""
         sent = list(itertools.accumulate(counts[self.rank], initial=0))
         received = list(itertools.accumulate((row[self.rank] for row in counts), initial=0))
         with self._operation(deadline, self._team.others) as exchange:
@@ -188,7 +182,6 @@ class TcpBackend(FlatBackend):
         self._ended("TCP_ALLTOALL")
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """Implement `Backend.broadcast`."""
         data = target if source is None else source
         way = plan_broadcast(data.size, data.itemsize, self.size, self.rank, root)
         before = () if way.before is None else (way.before,)
@@ -261,7 +254,6 @@ class TcpBackend(FlatBackend):
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """Implement `Backend.abort`."""
         self._exchange.abort(error)
 
     def close(self) -> None:

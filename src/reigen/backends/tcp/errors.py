@@ -116,7 +116,7 @@ class FailureDiagnosis:
         return unheard or {peer.rank for peer in peers if peer.owes_data} or set(pending)
 
     def _blame(self, late: set[int], excused: set[int]) -> CollectiveError | None:
-        """Listen to ranks that seem to be late; None if in the end none is left to blame."""
+        """Listen to ranks that seem to be late; None if all are excused in the end."""
         until = time.monotonic() + _EXCUSE_SECONDS
         while (blamed := late - excused) and time.monotonic() < until:
             for lane in self._lanes(blamed):

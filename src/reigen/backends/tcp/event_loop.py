@@ -30,10 +30,10 @@ from reigen.backends.base import FailureCheck, MissingRanksCallback, ProgressHoo
 from reigen.backends.tcp.connection import CompletionCallback, PeerConnection, TcpPeer
 from reigen.backends.tcp.errors import FailureDiagnosis
 from reigen.cluster.connection_pool import ConnectionPool
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.membership.abort_message import has_left
 from reigen.errors import AuthenticationError, CollectiveError, WireError
 from reigen.net.bulk_connection import BulkConnection
+from reigen.net.fork_safety import close_in_children
 
 #: Where a message lies, or what tells when it is the message's turn to leave.
 MessageBuffer = memoryview | Callable[[], memoryview]
@@ -275,7 +275,7 @@ class TcpEventLoop:
             completed = lane.link.advance_receives()
         except (ConnectionError, WireError, AuthenticationError) as error:
             raise self._faults.of_link(lane, error, self._pending()) from error
-        if completed or lane.link.num_received_bytes:
+        if completed or lane.link.num_placed_bytes:
             lane.peer.is_heard = lane.peer.is_active = True
         self._conclude(lane, lane.receiving, completed)
 
@@ -353,6 +353,6 @@ class TcpEventLoop:
         self._lanes.clear()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         for lane in self._lanes.values():
             lane.link.close()

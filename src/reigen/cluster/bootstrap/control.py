@@ -41,10 +41,10 @@ from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
 from reigen.cluster.bootstrap.rank_lock import claim_rank
 from reigen.cluster.environ import SECRET_VARIABLE, JobInfo
-from reigen.cluster.membership.listener import join_address
 from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousServer
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, PeerLostError
 from reigen.net.auth import SECRET_BYTES, Identity, ProcessRole
+from reigen.net.listener import join_address
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext

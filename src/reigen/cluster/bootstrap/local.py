@@ -38,10 +38,10 @@ import msgspec
 
 from reigen.cluster.bootstrap.job_credentials import SECRET_FILE_VARIABLE
 from reigen.cluster.environ import SECRET_VARIABLE
-from reigen.cluster.fork_safety import close_in_children
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import SECRET_BYTES, ClientHandshake, Handshake, Identity, ProcessRole, ServerHandshake
-from reigen.net.stream import AuthenticatedStream, StreamProtocol
+from reigen.net.connection import Connection, StreamProtocol
+from reigen.net.fork_safety import close_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class LocalBootstrapServer:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         self._listener.close()
         self._token.close()
 
@@ -281,10 +281,10 @@ def _derive_key(client: bytes, server: bytes) -> bytes:
     return hashlib.sha256(b"reigen handover\0" + client + server).digest()
 
 
-def _shake_hands(connection: socket.socket, handshake: Handshake, deadline: float) -> AuthenticatedStream:
-    stream = AuthenticatedStream(connection, StreamProtocol(handshake, _MAX_BYTES))
-    stream.shake_hands(deadline)
-    return stream
+def _shake_hands(connection: socket.socket, handshake: Handshake, deadline: float) -> Connection:
+    authenticated = Connection(connection, StreamProtocol(handshake, _MAX_BYTES))
+    authenticated.shake_hands(deadline)
+    return authenticated
 
 
 def _receive_number(connection: socket.socket) -> int:

@@ -14,23 +14,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.abort_message import AbortMessage, make_abort_message
 from reigen.cluster.membership.control_service import LIVENESS_REPLY_CODEC, MAX_MESSAGE_BYTES, REQUEST_CODEC
 from reigen.cluster.membership.failure_state import FailureState
-from reigen.cluster.membership.listener import SILENCE_ERRNOS
 from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessUpdate, RequestRefused
 from reigen.cluster.membership.rendezvous import service_lost_error, split_address
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import AuthenticatedStream, connect_stream
+from reigen.net.connection import Connection, open_connection
+from reigen.net.fork_safety import close_in_children
+from reigen.net.listener import SILENCE_ERRNOS
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-#: A message that has begun to arrive is waited for that long; the rest of it is taken the next time.
-_MESSAGE_SECONDS = 0.05
 #: How long saying a last word may take.
 _GOODBYE_SECONDS = 1.0
 #: How long whoever is let down waits for the end of a rank that has left.
@@ -83,7 +81,7 @@ class MembershipClient:
         deadline = time.monotonic() + timeout_seconds
         try:
             me = Identity(ProcessRole.RANK, rank, "membership")
-            self._stream: AuthenticatedStream = connect_stream(
+            self._stream: Connection = open_connection(
                 split_address(address), secret, me, MAX_MESSAGE_BYTES, deadline, tls
             )
             self._enter(EnterGroup(0, room, rank, size, self._host, machine), deadline)
@@ -152,7 +150,7 @@ class MembershipClient:
             self._stream.close()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         self._stream.close()
 
     def _enter(self, message: EnterGroup, deadline: float) -> None:
@@ -179,28 +177,15 @@ class MembershipClient:
         if self.fileno() < 0:
             return
         try:
-            while (payload := self._next()) is not None:
-                news = LIVENESS_REPLY_CODEC.decode(payload)
-                if isinstance(news, LivenessUpdate):
-                    for event in news.events:
-                        self._fates.learn(event)
+            while payloads := self._stream.read():
+                for payload in payloads:
+                    news = LIVENESS_REPLY_CODEC.decode(payload)
+                    if isinstance(news, LivenessUpdate):
+                        for event in news.events:
+                            self._fates.learn(event)
         except (OSError, AuthenticationError, WireError) as error:
             self._fates.lose_service(self._loss(error))
             self._stream.close()
-
-    def _next(self) -> bytes | None:
-        """The next message that is there, or None."""
-        try:
-            return self._stream.receive(0.0)  # read before
-        except TimeoutError:
-            poll = select.poll()
-            poll.register(self._stream.fileno(), select.POLLIN)
-            if not poll.poll(0):
-                return None
-        try:
-            return self._stream.receive(time.monotonic() + _MESSAGE_SECONDS)
-        except TimeoutError:
-            return None
 
     def _loss(self, error: Exception) -> PeerLostError:
         if isinstance(error, OSError) and error.errno in SILENCE_ERRNOS:

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from reigen.cluster.membership.abort_message import AbortMessage
-from reigen.cluster.membership.listener import ClientConnection, MessageListener
 from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessReply, LivenessTable, RequestRefused
 from reigen.errors import ArgumentError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
-from reigen.net.stream import HANDSHAKE_SECONDS
+from reigen.net.connection import Connection
+from reigen.net.listener import HANDSHAKE_SECONDS, MessageListener
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -245,16 +245,16 @@ class RendezvousServer:
         self._send(self._roll.tick(time.monotonic()))
         return goes_on
 
-    def _receive(self, guest: ClientConnection, payload: bytes) -> None:
+    def _receive(self, guest: Connection, payload: bytes) -> None:
         message = REQUEST_CODEC.decode(payload)
-        if guest.peer is not None and guest.peer.role is ProcessRole.AGENT:
+        if guest.peer.role is ProcessRole.AGENT:
             self._heard_at[guest.peer.rank] = time.monotonic()
         if isinstance(message, EnterGroup | LeaveGroup | AbortMessage):
             self._send(self._roll.handle(guest, message, time.monotonic()))
         else:
             self._send(self._store.handle(guest, message))
 
-    def _gone(self, guest: ClientConnection, silent: bool) -> None:
+    def _gone(self, guest: Connection, silent: bool) -> None:
         self._store.forget_all(guest)
         self._send(self._roll.lost(guest, time.monotonic(), silent=silent))
 

@@ -26,7 +26,7 @@ from reigen.cluster.membership.control_service import (
 from reigen.cluster.membership.liveness import RequestRefused
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import AuthenticatedStream, connect_stream
+from reigen.net.connection import Connection, open_connection
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -156,7 +156,7 @@ class RendezvousClient:
         self._num_requests = 0
         deadline = time.monotonic() + timeout_seconds
         try:
-            self._stream: AuthenticatedStream = connect_stream(
+            self._stream: Connection = open_connection(
                 split_address(address), secret, Identity(ProcessRole.RANK, rank), MAX_MESSAGE_BYTES, deadline, tls
             )
         except TimeoutError:

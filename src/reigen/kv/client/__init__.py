@@ -1,1 +1,1 @@
-"""A worker's side of the parameter server: keys, requests, connections to servers."""
+"""Worker's side of the parameter server: keys, requests, connections to servers."""

@@ -25,12 +25,20 @@ from reigen.kv.client.key_table import KeyState, RequestFactory, collect_residua
 from reigen.kv.client.requests import KVOperation
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.keys import key_id
-from reigen.kv.local_reduce import sum_row_sparse, sum_tensors
 from reigen.kv.local_store import copy_to_host, fill_tensor
 from reigen.kv.membership.nodes import JobMembership
 from reigen.kv.protocol import MessageKind
 from reigen.kv.store import KeyTensors, KVStore, Pending, check_optimizer
-from reigen.kv.values import Key, RowSparse, flatten_tensor, row_numbers, tensor_spec, write_tensor
+from reigen.kv.values import (
+    Key,
+    RowSparse,
+    flatten_tensor,
+    row_numbers,
+    sum_row_sparse,
+    sum_tensors,
+    tensor_spec,
+    write_tensor,
+)
 
 
 class DistStore(KVStore):
@@ -333,14 +341,14 @@ class DistStore(KVStore):
 
 
 class _PullTarget:
-    """Where a pulled value lands: in the first out itself, if it can, and from there in the others."""
+    """Target of a pull: the first out itself, if it can be written, and from there the others."""
 
     def __init__(self, outs: list[Any]) -> None:
         self._outs = outs
         self.elements, self._aliases = flatten_tensor(outs[0])
 
     def finish(self) -> None:
-        """The elements are there."""
+        """Have all outs hold the elements."""
         write_tensor(self._outs[0], self.elements, self._aliases)
         for out in self._outs[1:]:
             fill_tensor(out, self.elements)

@@ -62,15 +62,8 @@ def restore_states(
 ) -> None:
     """Give the servers states of whole keys, of `collect_states` or a local store.
 
-    Args:
-        worker: carries the requests.
-        factory: makes them.
-        entries: the keys of the store.
-        saved: the states.
-        optimizer: the name of the one that the store uses.
-
     Raises:
-        ArgumentError: the states are of another optimizer.
+        ArgumentError: the states are not of ``optimizer``, which the store uses.
     """
     name = str(saved.facts.get(OPTIMIZER_FACT, optimizer))
     if name != optimizer:

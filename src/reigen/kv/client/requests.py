@@ -33,14 +33,10 @@ class OperationWaiter(Protocol):
     """Waits for operations."""
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
-        """Return when the operation is over, whether it has failed or not.
-
-        Args:
-            operation: whose requests were submitted.
-            until: on the clock of ``time.monotonic()``; None: the job's deadline.
+        """Return when an operation whose requests were submitted is over, whether it has failed or not.
 
         Raises:
-            DeadlineError: it is not over by then.
+            DeadlineError: it is not over by ``until``, on the clock of ``time.monotonic()``; None: the job's deadline.
         """
 
 
@@ -91,8 +87,7 @@ class KVOperation:
     Attributes:
         latest: when it has to be over, on the clock of ``time.monotonic()``; None before anybody waited for it.
         num_left: requests that are not answered.
-        error: of the first of them that failed.
-        is_reported: the user has seen the error, or that there is none.
+        error: of the first of them that failed; the user has seen it, or that there is none, if ``is_reported``.
     """
 
     __slots__ = ("_callbacks", "_driver", "_finish", "_keys", "_what", "error", "is_reported", "latest", "num_left")
@@ -208,11 +203,7 @@ class ClientRequest:
             self.on_push_over(self.header.shard, self.header.round, self.is_done)
 
     def take(self, data: memoryview) -> None:
-        """Take a value that does not belong to `into`.
-
-        Raises:
-            WireError: that is no such value.
-        """
+        """Take a value that does not belong to `into`; raises WireError if it is none."""
         self.answer = bytearray(data)
 
     def forget(self) -> None:

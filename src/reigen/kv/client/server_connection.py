@@ -16,7 +16,6 @@ Nothing here blocks. The owner (`reigen.kv.client.worker`) waits for the socket,
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -34,7 +33,6 @@ from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, ReigenError, WireError
 from reigen.kv.client.requests import BatchRequest, ByteArray, ClientRequest
 from reigen.kv.connection import KVConnection, MessageDropper
-from reigen.kv.handshake import PendingHandshake
 from reigen.kv.membership.nodes import ServerInfo
 from reigen.kv.protocol import (
     HELLO_CODEC,
@@ -49,9 +47,8 @@ from reigen.kv.protocol import (
     pack_counts,
 )
 from reigen.kv.shm_arena import PeerShmArena, explain_mapping_failure
-from reigen.net.auth import ClientHandshake, Identity
-from reigen.net.sockets import set_keepalive
-from reigen.net.stream import HANDSHAKE_ENDED_TEXT, StreamProtocol
+from reigen.net.auth import Identity
+from reigen.net.connection import HANDSHAKE_ENDED_TEXT, Connection, ConnectionOptions
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -172,7 +169,8 @@ class ServerConnection:
         self._copied: list[int] = []
         self._num_copied_bytes = 0
         #: the next connection, until both ends are proven; not before that
-        self._attempt: PendingHandshake | None = None
+        self._attempt: Connection | None = None
+        self._attempt_until = 0.0
         self._retry_at = 0.0
         #: when the connection was made; it has led to an answer; how many before it in a row did not, and since when
         self._made_at, self._is_proven = 0.0, False
@@ -193,7 +191,7 @@ class ServerConnection:
     def fileno(self) -> int:
         """Return the socket's descriptor; -1 while there is no connection, and none is being made."""
         if self._line is None:
-            return -1 if self._attempt is None else self._attempt.socket.fileno()
+            return -1 if self._attempt is None else self._attempt.fileno()
         return self._line.fileno()
 
     @property
@@ -205,7 +203,7 @@ class ServerConnection:
     def wants_to_send(self) -> bool:
         """Whether `flush` would do something once the socket is writable."""
         if self._line is None:
-            return self._attempt is not None and bool(self._attempt.conversation.outgoing)
+            return self._attempt is not None and self._attempt.num_unsent_bytes > 0
         return self._line.wants_to_send
 
     # -- the connection -----------------------------------------------------------------------------------------------
@@ -220,32 +218,27 @@ class ServerConnection:
         if self._line is not None:
             return
         if self._attempt is not None:
-            if now >= self._attempt.deadline and not _is_connected(self._attempt.socket):
+            if now >= self._attempt_until and not _is_connected(self._attempt.socket):
                 self._give_up(TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)))
             return
         if now < self._retry_at:
             return
-        options = self._options
-        host, port = split_address(self.peer.address)
-        channel = None if options.tls is None else options.tls.connects()
-        conversation = StreamProtocol(ClientHandshake(options.secret, options.identity), MAX_CONTROL_BYTES, channel)
-        connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_keepalive(connection, options.peer_timeout_seconds, bulk=True)
-        self._attempt = PendingHandshake(connection, conversation, now + _CONNECT_SECONDS)
+        known = self._options
+        options = ConnectionOptions(
+            known.secret, known.identity, MAX_CONTROL_BYTES, known.tls, known.peer_timeout_seconds, bulk=True
+        )
         try:
-            with contextlib.suppress(BlockingIOError):
-                connection.connect((host, port))
+            self._attempt = options.start_connecting(split_address(self.peer.address))
         except OSError as error:
             self._give_up(error)
+        self._attempt_until = now + _CONNECT_SECONDS
 
-    def _shake_hands(self, attempt: PendingHandshake) -> None:
+    def _shake_hands(self, attempt: Connection) -> None:
         """Go on with an attempt; behind it, say HELLO."""
         try:
             if not attempt.advance():
                 return
-            connection, session = attempt.conversation.detach(attempt.socket)
+            connection, session = attempt.detach()
         except (OSError, AuthenticationError) as error:
             self._give_up(error)
             return
@@ -276,7 +269,7 @@ class ServerConnection:
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
-            self._attempt.socket.close()
+            self._attempt.close()
             self._attempt = None
 
     def moved(self, peer: ServerInfo) -> None:
@@ -320,9 +313,9 @@ class ServerConnection:
         self.lose(ConnectionAbortedError("closed by this worker"))
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
+        """See `reigen.net.fork_safety`."""
         if self._attempt is not None:
-            self._attempt.socket.close()
+            self._attempt.close()
         if self._line is not None:
             self._line.close()
 

@@ -1,4 +1,4 @@
-"""Which server keeps which part of a key's value. Pure: no I/O, and the same answers in the same order every time.
+"""Placement of keys' shards on servers. Pure: no I/O, and the same answers in the same order every time.
 
 The unit of everything below a key is the *shard*: a contiguous range of the value's flat elements on one server.
 Rounds, consistency, compression, queues, snapshots and transfers are per shard.

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from msgspec import structs
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
@@ -45,6 +44,7 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.shm_arena import BodyAllocator, ShmArena
 from reigen.net.auth import Identity, ProcessRole
+from reigen.net.fork_safety import close_in_children
 
 _log = logging.getLogger(__name__)
 
@@ -198,11 +198,10 @@ class KVWorker:
                 raise operation.error.anew()
 
     def submit(self, requests: Sequence[ClientRequest], *orders: KeyOrder) -> None:
-        """Begin requests of one operation, all or some. They leave when there are many bytes of them, or by `flush`.
+        """Begin requests of one operation and kind. They leave when there are many bytes of them, or by `flush`.
 
-        Args:
-            requests: all of one kind.
-            orders: of their key, none if they are in no order with others; of a batch, those of its keys: all free.
+        ``orders`` are those of their key, none if they are in no order with others; of a batch, those of its keys,
+        which are all free.
         """
         operation, is_push = requests[0].operation, requests[0].header.kind in PUSH_KINDS
         with self._driving:
@@ -236,16 +235,7 @@ class KVWorker:
         self._leave_to_thread()
 
     def command(self, name: str, arguments: dict[str, object], servers: Iterable[int] | None = None) -> list[object]:
-        """Have servers do something, and wait until all have.
-
-        Args:
-            name: see `reigen.kv.server.store_settings`.
-            arguments: for it.
-            servers: which; None: all.
-
-        Returns:
-            The answer of each.
-        """
+        """Have servers, all or some, do a command of `reigen.kv.server.store_settings`; return the answer of each."""
         body = COMMAND_CODEC.encode(StoreCommand(name, arguments))
         requests = self.ask_servers(MessageKind.COMMAND, name, lambda _: body, servers)
         return [RESULT_CODEC.decode(bytes(each.answer or b"")).value for each in requests]
@@ -345,7 +335,7 @@ class KVWorker:
         self._counts = lambda _: ()  # the store's, which has this worker
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`. Locks stay as they were at the fork: nothing else is touched."""
+        """See `reigen.net.fork_safety`. Locks stay as they were at the fork: nothing else is touched."""
         self._is_inherited = True
         self._failure = CollectiveError(
             "this process was forked from a worker, and is none: let the worker itself call its store, or fork before"
@@ -451,13 +441,13 @@ class KVWorker:
             self._fail(error)
 
     def _drive(self, what: KVOperation | str, is_done: Callable[[], bool], until: float | None) -> bool:
-        """Take turns until something is done; with the lock.
+        """Take turns until something is done, by ``until`` (None: the deadline of the job); with the lock.
 
         Returns:
             Whether somebody else wants to come in, so that it may not be done.
 
         Raises:
-            DeadlineError: it is not done by ``until`` (None: by the deadline of the job).
+            DeadlineError: it is not done in time.
         """
         self._signal.clear()
         if self._closing.is_set():

@@ -1,1 +1,1 @@
-"""When pushes to a shard are applied, and when it may be pulled: synchronous, stale (SSP), asynchronous."""
+"""Consistency of a shard, for pushes and pulls: synchronous, stale (SSP), asynchronous."""

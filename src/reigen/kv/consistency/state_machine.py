@@ -1,4 +1,4 @@
-"""When contributions to a shard are applied, and when its value may be read: synchronous, stale (SSP), asynchronous.
+"""State machine that says when pushes are applied, and pulls answered: synchronous, stale (SSP), asynchronous.
 
 One engine per shard, without I/O or clock: an event goes in (`handle`), instructions come out, in the order in which
 the server must carry them out. Its words stand in `reigen.kv.consistency.events`.
@@ -8,7 +8,7 @@ The protocol
 A. *Rounds.* Every worker counts its own pushes of the shard, from 1. A contribution is known by (worker, round), never
    by the request that brought it. `done(worker)` is how many of its rounds are over; no push of such a round is ever
    applied: it is a `RepeatAcknowledgement`, answered again. A worker sends its pushes in order, and a pull after its
-       pushes.
+   pushes.
 B. *Synchronous* (staleness 0). A round is over when every expected worker has contributed to it. Then all its
    contributions are combined in rank order, which is one update, and acknowledged; one that comes early waits for its
    round. Rounds are over for all workers at once, so `done` is the same for all.
@@ -38,8 +38,7 @@ I. *Restart of the server, or of a connection.* `state` goes into a snapshot tog
    `from_state` all workers are away, until each itself has said how far it was (`WorkerResumed`), or returned, or left.
    While an expected one is away no synchronous round is completed, and nothing is applied or answered for it. What was
    not acknowledged, workers send again, and that they have left they say again. What was acknowledged and is not in the
-   snapshot is lost, in whole rounds if synchronous: they count as over (`RoundsForgotten`). With a snapshot
-       before
+   snapshot is lost, in whole rounds if synchronous: they count as over (`RoundsForgotten`). With a snapshot before
    each acknowledgement there are none. `WorkerResumed` is answered like `WorkerReturned`. It is a return if nothing but
    the snapshot says that the worker had left or was lost, since that may be older than its return.
 J. *Bounds.* A push that is more than `MAX_ROUNDS_AHEAD` rounds ahead of `done` fails: its worker does not wait for
@@ -243,10 +242,6 @@ class ConsistencyEngine:
             workers, reason = self._unread(pull)
             waits.append(WaitingRequest(pull.token, pull.worker, pull.round, workers, reason))
         return waits
-
-    def blocked_by(self) -> tuple[int, ...]:
-        """The workers that some request waits for, ascending."""
-        return tuple(sorted({worker for wait in self.waits() for worker in wait.workers}))
 
     # -- events -------------------------------------------------------------------------------------------------------
 

@@ -25,11 +25,11 @@ from reigen.cluster.bootstrap.local import (
     fetch_endpoints,
     is_served,
 )
-from reigen.cluster.membership.listener import join_address
 from reigen.errors import ConfigError
 from reigen.kv.membership.environment import ProcessConfig
 from reigen.net.auth import SECRET_BYTES
 from reigen.net.interfaces import choose_address, local_addresses
+from reigen.net.listener import join_address
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
-from reigen.cluster.membership.listener import ClientConnection, MessageListener, join_address
 from reigen.errors import ConfigError
 from reigen.kv.consistency.events import LossPolicy
 from reigen.kv.membership import discovery
@@ -35,6 +34,8 @@ from reigen.kv.membership.messages import (
 )
 from reigen.kv.membership.node_state import JobSpec
 from reigen.kv.membership.nodes import JobEnded, MembershipEvent, NodeLeft, NodeLost
+from reigen.net.connection import Connection
+from reigen.net.listener import MessageListener, join_address
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -160,7 +161,7 @@ class Scheduler:
             "or another program, there? DMLC_PS_ROOT_PORT, the same for all processes of a job, names another port"
         )
 
-    def _receive(self, guest: ClientConnection, payload: bytes) -> None:
+    def _receive(self, guest: Connection, payload: bytes) -> None:
         message = NODE_MESSAGE_CODEC.decode(payload)
         if isinstance(message, RegisterNode):
             if not self._has_begun:
@@ -171,7 +172,7 @@ class Scheduler:
             _log.info("%s%s registers from host %s%s", message.role, which, message.host, where)
         self._say(self._roster.handle(guest, message, time.monotonic()))
 
-    def _gone(self, guest: ClientConnection, silent: bool) -> None:
+    def _gone(self, guest: Connection, silent: bool) -> None:
         self._say(self._roster.ended(guest, time.monotonic()))
 
     def _say(self, instructions: Sequence[tuple[object, SchedulerMessage]]) -> None:
@@ -183,7 +184,7 @@ class Scheduler:
                 with contextlib.suppress(OSError):  # the launcher has gone
                     os.write(self._left_fd, b"%d\n" % event.number)
         for guest, answer in instructions:
-            assert isinstance(guest, ClientConnection), "owners are the guests that were handed in"
+            assert isinstance(guest, Connection), "owners are the guests that were handed in"
             self._reception.send(guest, SCHEDULER_MESSAGE_CODEC.encode(answer))
             if isinstance(answer, NodeRefused):
                 _log.warning("a process was refused: %s", answer.reason)

@@ -12,15 +12,14 @@ import logging
 import math
 import os
 import secrets
-import selectors
-import socket
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from reigen.cluster.fork_safety import close_in_children
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
@@ -45,8 +44,9 @@ from reigen.kv.membership.messages import (
 )
 from reigen.kv.membership.nodes import MembershipEvent, NodeRole, ServerInfo
 from reigen.net import auth
-from reigen.net.sockets import set_keepalive
-from reigen.net.stream import StreamProtocol, connect_stream
+from reigen.net.connection import Connection, open_connection
+from reigen.net.event_loop import EventLoop, wait_ready
+from reigen.net.fork_safety import close_in_children
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
@@ -95,8 +95,10 @@ class SchedulerClient:
         self._gone_at = math.inf
         self._outbox: deque[NodeMessage] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._waker, self._wakened = socket.socketpair()
-        self._connection: socket.socket | None = None
+        self._loop = EventLoop()
+        self._connection: Connection | None = None
+        #: the scheduler has answered the registration on this connection
+        self._is_placed = False
         #: messages of the scheduler
         self._num_heard = 0
         self._thread = threading.Thread(target=self._run, name="reigen-kv-member", daemon=True)
@@ -238,17 +240,17 @@ class SchedulerClient:
             self._is_closing = True
             self._gone_at = time.monotonic() + self._config.peer_timeout_seconds
             self._changed.notify_all()
-            self._wake()
+            self._loop.wake()
         if self._thread.ident is not None:
             self._thread.join()
         self._locator.close()
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.cluster.fork_safety`."""
-        for each in (self._waker, self._wakened, self._connection):
-            if each is not None:
-                each.close()
+        """See `reigen.net.fork_safety`."""
+        self._loop.close()
+        if self._connection is not None:
+            self._connection.close()
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1
@@ -289,11 +291,7 @@ class SchedulerClient:
 
     def _post(self, message: NodeMessage) -> None:
         self._outbox.append(message)
-        self._wake()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has been woken often enough, or is closed
-            self._waker.send(b"\0", socket.MSG_DONTWAIT)
+        self._loop.wake()
 
     def _too_late(self, problem: str) -> DeadlineError:
         return DeadlineError(
@@ -308,21 +306,21 @@ class SchedulerClient:
         until, pause = self._deadline, _PAUSE_SECONDS
         while not self._is_over:
             try:
-                connection, conversation = self._connect(until)
+                connection = self._connection = self._connect(until)
             except ReigenError as error:
                 with self._changed:
                     if not self._is_closing:
                         self._view.fail(error)
                     self._ring()
                 return
-            self._connection = connection
             num_heard = self._num_heard
             try:
-                self._talk(connection, conversation)
+                self._talk(connection)
             except (OSError, AuthenticationError, WireError) as error:
                 if not self._is_over:
                     _log.warning("the connection to the scheduler has ended (%s); connecting again", error)
             finally:
+                self._loop.unwatch(connection)
                 connection.close()
             if num_heard != self._num_heard:
                 until, pause = time.monotonic() + self._config.peer_timeout_seconds, _PAUSE_SECONDS
@@ -340,7 +338,7 @@ class SchedulerClient:
                 return standing.failure is not None
             return standing.is_out or time.monotonic() >= self._gone_at
 
-    def _connect(self, until: float) -> tuple[socket.socket, StreamProtocol]:
+    def _connect(self, until: float) -> Connection:
         """Reach the scheduler, wherever it is now."""
         problem, doubted = "", math.inf
         while not self._is_over:
@@ -369,7 +367,7 @@ class SchedulerClient:
             f"{self._config.peer_timeout_seconds:g} s (REIGEN_PEER_TIMEOUT): {problem}"
         )
 
-    def _reach_one(self) -> tuple[socket.socket, StreamProtocol] | str:
+    def _reach_one(self) -> Connection | str:
         """A connection to the scheduler, or why there is none."""
         me = auth.Identity(auth.ProcessRole.RANK, max(0, self.number), f"kv {self.role}")
         problem = "nobody tells where it is"
@@ -377,78 +375,56 @@ class SchedulerClient:
             limit = time.monotonic() + _TRY_SECONDS
             try:
                 address = split_address(pointer.address)
-                stream = connect_stream(address, pointer.secret, me, MAX_MESSAGE_BYTES, limit, self.tls)
+                connection = open_connection(address, pointer.secret, me, MAX_MESSAGE_BYTES, limit, self.tls)
             except OSError as error:
                 problem = f"{pointer.address}: {error.strerror or error}"
                 continue
             with self._changed:
                 self.secret = self.secret or pointer.secret
             _log.info("connected to the scheduler at %s", pointer.address)
-            return stream.hand_over()
+            return connection
         return problem
 
-    def _talk(self, connection: socket.socket, conversation: StreamProtocol) -> None:
+    def _talk(self, connection: Connection) -> None:
         """Register, then say and hear what there is, until the connection ends or this process has left."""
-        set_keepalive(connection, self._config.peer_timeout_seconds)
+        connection.keep_alive(self._config.peer_timeout_seconds)
         saved = () if self._view.is_assigned else self._find_saved(self.secret)
         with self._changed:
             self._outbox.clear()
-            conversation.send(NODE_MESSAGE_CODEC.encode(self._view.registration(saved)))
-        beat, due, is_placed = self._config.kv_heartbeat_seconds, time.monotonic(), False
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._wakened, selectors.EVENT_READ)
-            selector.register(connection, selectors.EVENT_READ)
-            while not self._is_over:
-                if is_placed and beat and time.monotonic() >= due:
-                    conversation.send(NODE_MESSAGE_CODEC.encode(NodeHeartbeat()))
-                    due = time.monotonic() + beat
-                self._hand_out(conversation, is_placed)
-                writing = selectors.EVENT_WRITE if conversation.outgoing else 0
-                selector.modify(connection, selectors.EVENT_READ | writing)
-                until = min(self._gone_at, due if is_placed and beat else math.inf)
-                ready = selector.select(None if until == math.inf else max(0.0, until - time.monotonic()))
-                for key, events in ready:
-                    if key.fileobj is self._wakened:
-                        self._wakened.recv(1 << 12)
-                    elif events & selectors.EVENT_READ:
-                        is_placed |= self._read(connection, conversation)
-                    if events & selectors.EVENT_WRITE:
-                        _flush(connection, conversation)
-        self._say_last_words(connection, conversation, is_placed)
-
-    def _hand_out(self, conversation: StreamProtocol, is_placed: bool) -> None:
-        """Send what callers want to say, once the scheduler knows who speaks."""
-        if not is_placed:
-            return
-        self._locator.keep(self.secret)
-        with self._changed:
-            while self._outbox:
-                conversation.send(NODE_MESSAGE_CODEC.encode(self._outbox.popleft()))
-
-    def _say_last_words(self, connection: socket.socket, conversation: StreamProtocol, is_placed: bool) -> None:
-        self._hand_out(conversation, is_placed)
+            connection.post(NODE_MESSAGE_CODEC.encode(self._view.registration(saved)))
+        beat, self._is_placed = self._config.kv_heartbeat_seconds, False
+        due = time.monotonic() if beat else math.inf
+        while not self._is_over:
+            if self._is_placed and time.monotonic() >= due:
+                connection.post(NODE_MESSAGE_CODEC.encode(NodeHeartbeat()))
+                due = time.monotonic() + beat
+            flush = None if self._send_outbox(connection) else partial(_flush, connection)
+            self._loop.watch(connection, partial(self._read, connection), flush)
+            until = min(self._gone_at, due if self._is_placed else math.inf)
+            self._loop.wait(None if until == math.inf else max(0.0, until - time.monotonic()))
+        self._send_outbox(connection)
         until = time.monotonic() + _LAST_WORDS_SECONDS
-        connection.settimeout(_LAST_WORDS_SECONDS)
-        while conversation.outgoing and time.monotonic() < until:
-            _flush(connection, conversation)
+        while not _flush(connection) and (left := until - time.monotonic()) > 0:
+            wait_ready(connection, left, select.POLLOUT)
 
-    def _read(self, connection: socket.socket, conversation: StreamProtocol) -> bool:
-        """Take in what has come; whether this process has its place on this connection."""
-        try:
-            data = connection.recv(conversation.num_wanted_bytes)
-        except BlockingIOError:
-            return False
-        if not data:
-            raise ConnectionResetError("the other end closed the connection")
-        is_placed = False
-        for payload in conversation.receive(data):
+    def _send_outbox(self, connection: Connection) -> bool:
+        """Send what callers want to say, once the scheduler knows this process; returns whether all of it has left."""
+        if self._is_placed:
+            self._locator.keep(self.secret)
+            with self._changed:
+                while self._outbox:
+                    connection.post(NODE_MESSAGE_CODEC.encode(self._outbox.popleft()))
+        return _flush(connection)
+
+    def _read(self, connection: Connection) -> None:
+        """Take in what has come."""
+        for payload in connection.read():
             message = SCHEDULER_MESSAGE_CODEC.decode(payload)
             self._num_heard += 1
             with self._changed:
                 self._outbox.extendleft(reversed(self._view.take(message)))
-                is_placed |= isinstance(message, NodeAssigned)
+                self._is_placed |= isinstance(message, NodeAssigned)
                 self._ring()
-        return is_placed
 
     def _ring(self) -> None:
         """Wake whoever waits for what has changed."""
@@ -458,13 +434,12 @@ class SchedulerClient:
                 os.eventfd_write(self._bell, 1)
 
 
-def _flush(connection: socket.socket, conversation: StreamProtocol) -> None:
+def _flush(connection: Connection) -> bool:
+    """Send what the kernel takes; returns whether there is no more to be sent."""
     try:
-        del conversation.outgoing[: connection.send(conversation.outgoing)]
-    except BlockingIOError:
-        pass
-    except ConnectionError:  # what the other end said before it went is still to be read, and then its end
-        conversation.outgoing.clear()
+        return connection.flush()
+    except ConnectionError:  # what the other end sent before it went is still to be read, and then its end
+        return True
 
 
 def _load_tls(settings: ProcessConfig) -> TlsContext | None:

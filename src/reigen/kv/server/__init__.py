@@ -1,1 +1,1 @@
-"""A server's side of the parameter server: shards, requests, consistency, snapshots."""
+"""Server's side of the parameter server: shards, requests, consistency, snapshots."""

@@ -43,7 +43,7 @@ class ConsensusStore(Protocol):
 
 @dataclass
 class Consensus(Generic[_Word]):
-    """One thing that workers say, gathered until all have. Pure.
+    """Word of all workers on one thing, gathered until all have spoken. Pure.
 
     Attributes:
         what: is decided, for errors.

@@ -7,25 +7,21 @@ whose handshake no HELLO comes. A worker that sends what is no message loses its
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-import selectors
 import socket
 import time
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from reigen.cluster.host_discovery import host_identity
-from reigen.cluster.membership.listener import MAX_UNAUTHENTICATED, check_address, join_address
 from reigen.config import Config
-from reigen.errors import AuthenticationError, MismatchError, ReigenError, WireError
+from reigen.errors import MismatchError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
 from reigen.kv.connection import KVConnection, MessageDropper
 from reigen.kv.consistency.events import LossPolicy
-from reigen.kv.handshake import PendingHandshake
 from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLeft, NodeLost, NodeReturned
 from reigen.kv.protocol import (
     HELLO_CODEC,
@@ -46,56 +42,35 @@ from reigen.kv.server.stalls import StallReporter
 from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads, choose_num_threads
 from reigen.kv.shm_arena import PeerShmArena, ShmArena, explain_mapping_failure
-from reigen.net.auth import AuthSession, Identity, ProcessRole, ServerHandshake
-from reigen.net.sockets import limit_receive_window, num_arrived_bytes, round_trip_seconds, set_keepalive
-from reigen.net.stream import StreamProtocol
-from reigen.net.tls import TlsSocket
+from reigen.net.auth import Identity, ProcessRole
+from reigen.net.connection import Connection, ConnectionOptions
+from reigen.net.event_loop import Callback, EventLoop
+from reigen.net.listener import Listener
+from reigen.net.sockets import limit_receive_window, num_arrived_bytes, round_trip_seconds
 
-#: How long a connection may take for the handshake, and how long for HELLO behind it.
-_HANDSHAKE_SECONDS = 20.0
-_BACKLOG = 512
 #: How often to look who is late; and how late that may be without this process having stood still.
 _TICK_SECONDS, _MOST_LATE_SECONDS = 0.25, 0.5
 _HANDSHAKE_BYTES = 1 << 12
 _log = logging.getLogger(__name__)
 
 
-def open_listener(host: str, port: int = 0) -> tuple[socket.socket, str]:
-    """Return a socket on which a server can be reached at an address of this host, and that address with the port.
-
-    Args:
-        host: an address of one interface.
-        port: 0: the kernel chooses.
-
-    Raises:
-        ConfigError: ``host`` is no such address.
-        OSError: the port is taken, or the address is not this host's.
-    """
-    check_address(host)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    listener.setblocking(False)
-    return listener, join_address(host, listener.getsockname()[1])
-
-
 class _AcceptedConnection:
     """A line: the receiver of its messages. The first must be HELLO.
 
     Attributes:
+        accepted: as the listener knows it.
         connection: what is known of the other end since it said HELLO.
-        deadline: when it is to have said so.
     """
 
     def __init__(
         self,
         server: KVServer,
-        connection: socket.socket | TlsSocket,
-        session: AuthSession,
+        accepted: Connection,
         drops: MessageDropper | None,
         log_messages: bool,
     ) -> None:
-        self._server = server
-        self._socket = connection if isinstance(connection, socket.socket) else connection.carrier
+        self._server, self.accepted, self._socket = server, accepted, accepted.socket
+        connection, session = accepted.detach()
         self._round_trip_seconds = round_trip_seconds(self._socket)
         #: when so much has been read, `bound` does something; what had arrived when it did so last
         self._next_bound, self._num_arrived_bytes = WINDOW_STEP_BYTES, 0
@@ -104,10 +79,8 @@ class _AcceptedConnection:
         self.line = KVConnection(connection, session, self, name, drops=drops, log_messages=log_messages)
         self.connection: WorkerConnection | None = None
         self.handler: RequestHandler | None = None
-        #: what the selector waits for, and when something came last
-        self.events = 0
+        #: when something came last
         self.heard_at = 0.0
-        self.deadline = time.monotonic() + _HANDSHAKE_SECONDS
 
     def is_of(self, connection: WorkerConnection) -> bool:
         """Whether this is of the same worker, in the same store."""
@@ -145,16 +118,16 @@ class KVServer:
     Args:
         member: its place in the job.
         config: the knobs; those of the parameter server begin with ``kv_``.
-        listener: from `open_listener`; its address is what the scheduler tells workers. It is closed with the server.
+        listening: from `open_listening_socket`; its address is what the scheduler tells workers. It is closed with the
+            server.
 
     Raises:
         ConfigError: snapshots cannot be kept where they should be.
         WireError: this server takes another's place, and its snapshots are damaged.
     """
 
-    def __init__(self, member: JobMembership, config: Config, listener: socket.socket) -> None:
-        self._member, self._config, self._listener = member, config, listener
-        listener.setblocking(False)
+    def __init__(self, member: JobMembership, config: Config, listening: socket.socket) -> None:
+        self._member, self._config = member, config
         snapshots = None
         if config.kv_snapshot_dir is not None:
             snapshots = SnapshotDirectory(config.kv_snapshot_dir, member.secret, member.job, member.number)
@@ -169,10 +142,8 @@ class KVServer:
         self._handlers: dict[int, RequestHandler] = {}
         #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
         self._restored: set[int] = set()
-        self._selector = selectors.DefaultSelector()
         #: workers that are lost now, for stores that begin later
         self._lost: dict[int, NodeLost] = {}
-        self._strangers: dict[socket.socket, PendingHandshake] = {}
         self._connections: set[_AcceptedConnection] = set()
         #: the servers' wires are the narrowest; those that are ahead of others and are not read for the time being
         self._limits_senders = member.num_workers > member.num_servers
@@ -189,18 +160,19 @@ class KVServer:
         self._next_snapshot = self._snapshot_time()
         self._exit_code: int | None = None
         self._stalls = StallReporter(math.inf if config.stall_check_disable else config.stall_check_seconds)
+        self._loop = EventLoop()
+        me = Identity(ProcessRole.RANK, member.number, PURPOSE)
+        options = ConnectionOptions(
+            member.secret, me, _HANDSHAKE_BYTES, member.tls, config.peer_timeout_seconds, bulk=True
+        )
+        self._listener = Listener(self._loop, listening, options, self._on_authenticated)
         if snapshots is not None:
             self._restore(snapshots)
 
     def serve(self) -> int:
         """Serve until the scheduler says that the job is over; returns what the process should exit with."""
-        watched: list[tuple[int | socket.socket, Callable[[], None]]] = [
-            (self._listener, self._accept),
-            (self._member.fileno(), self._handle_membership_events),
-            (self._workers.fileno(), self._workers.collect),
-        ]
-        for file, handle in watched:
-            self._selector.register(file, selectors.EVENT_READ, lambda _, handle=handle: handle())
+        self._loop.watch(self._member.fileno(), self._handle_membership_events)
+        self._loop.watch(self._workers.fileno(), self._workers.collect)
         self._handle_membership_events()
         try:
             with ignore_float_errors():
@@ -216,12 +188,9 @@ class KVServer:
         """End all connections and threads. May be called twice."""
         for visitor in list(self._connections):
             self._drop(visitor)
-        for stranger in self._strangers.values():
-            stranger.socket.close()
-        self._strangers.clear()
         self._listener.close()
         self._workers.close()
-        self._selector.close()
+        self._loop.close()
         if self._context.snapshots is not None:
             self._context.snapshots.close()
         self._stores.clear()
@@ -261,6 +230,7 @@ class KVServer:
         for other in [one for one in self._connections if one.is_of(connection)]:
             self._drop(other)  # its end has not been noticed yet
         visitor.connection, visitor.handler = connection, self._handlers[header.store]
+        self._listener.confirm(visitor.accepted)
         store.connected(connection)
         welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
         connection.send(MessageHeader(MessageKind.WELCOME, store=header.store, body_bytes=len(welcome)), welcome)
@@ -276,10 +246,9 @@ class KVServer:
         if self._waiting:
             due = min(due, now + SILENT_SECONDS)
         timeout = 0.0 if self._busy else max(0.0, due - now)
-        for key, events in self._selector.select(timeout):
-            key.data(events)
+        self._loop.wait(timeout)
         for visitor in list(self._busy):
-            self._serve(visitor, selectors.EVENT_READ)
+            self._receive(visitor)
         for visitor in list(self._waiting):
             self._pace(visitor)
         for store in self._stores.values():
@@ -298,11 +267,6 @@ class KVServer:
 
     def _tick(self, now: float) -> None:
         is_late, self._next_tick = now > self._next_tick + _MOST_LATE_SECONDS, now + self._tick_seconds
-        for stranger in [one for one in self._strangers.values() if one.deadline <= now]:
-            self._forget(stranger)
-        for visitor in [one for one in self._silent() if one.deadline <= now]:
-            _log.warning("%s has connected and said nothing for %g s", visitor.line.name, _HANDSHAKE_SECONDS)
-            self._drop(visitor)
         # this process did not run: what workers sent meanwhile comes first, once
         self._is_behind = is_late and not self._is_behind
         if self._is_behind:
@@ -314,86 +278,41 @@ class KVServer:
         if text := self._stalls.report(waiting, now):
             _log.warning("%s", text)
 
-    def _silent(self) -> list[_AcceptedConnection]:
-        """Those that have not said HELLO, or were told that they are not welcome."""
-        return [one for one in self._connections if one.connection is None]
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:
-            if not isinstance(error, BlockingIOError):
-                _log.warning("a connection could not be accepted: %s", str(error))
-                if self._strangers:
-                    self._forget(next(iter(self._strangers.values())))
-                else:
-                    time.sleep(0.05)  # no descriptors left; the listener stays readable
-            return
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        set_keepalive(connection, self._config.peer_timeout_seconds, bulk=True)
-        tls = self._member.tls
-        me = Identity(ProcessRole.RANK, self._member.number, PURPOSE)
-        handshake = ServerHandshake(self._member.secret, me)
-        conversation = StreamProtocol(handshake, _HANDSHAKE_BYTES, None if tls is None else tls.accepts())
-        stranger = PendingHandshake(connection, conversation, time.monotonic() + _HANDSHAKE_SECONDS)
-        if len(self._strangers) >= MAX_UNAUTHENTICATED:
-            self._forget(next(iter(self._strangers.values())))
-        self._strangers[connection] = stranger
-        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._meet(stranger))
-
-    def _meet(self, stranger: PendingHandshake) -> None:
-        try:
-            if not stranger.advance():
-                sending = selectors.EVENT_WRITE if stranger.conversation.outgoing else 0
-                data = self._selector.get_key(stranger.socket).data
-                self._selector.modify(stranger.socket, selectors.EVENT_READ | sending, data)
-                return
-            connection, session = stranger.conversation.detach(stranger.socket)
-        except (OSError, AuthenticationError, WireError) as error:
-            _log.info("a connection came to nothing: %s", str(error))
-            self._forget(stranger)
-            return
-        del self._strangers[stranger.socket]
-        self._selector.unregister(stranger.socket)
-        if session.peer.purpose != PURPOSE:
-            connection.close()
-            return
+    def _on_authenticated(self, accepted: Connection) -> Callback | None:
+        worker = accepted.peer.rank
         drops = None
         if self._config.kv_drop_percent:
-            drops = MessageDropper(self._config.kv_drop_percent, self._member.number * 1009 + session.peer.rank)
-        visitor = _AcceptedConnection(self, connection, session, drops, self._config.kv_verbose >= 2)
-        if len(silent := self._silent()) >= MAX_UNAUTHENTICATED:
-            self._drop(min(silent, key=lambda one: one.deadline))
+            drops = MessageDropper(self._config.kv_drop_percent, self._member.number * 1009 + worker)
+        try:
+            if accepted.peer.purpose != PURPOSE:
+                raise WireError(f"worker {worker} connects for {accepted.peer.purpose!r}")
+            visitor = _AcceptedConnection(self, accepted, drops, self._config.kv_verbose >= 2)
+        except (WireError, OSError) as error:
+            _log.info("a connection came to nothing: %s", error)
+            accepted.close()
+            return None
         self._connections.add(visitor)
         self._watch(visitor)
-        self._serve(visitor, selectors.EVENT_READ)
+        self._busy.add(visitor)
+        return partial(self._drop, visitor)
 
-    def _forget(self, stranger: PendingHandshake) -> None:
-        if self._strangers.pop(stranger.socket, None) is not None:
-            self._selector.unregister(stranger.socket)
-            stranger.socket.close()
-
-    def _serve(self, visitor: _AcceptedConnection, events: int) -> None:
+    def _receive(self, visitor: _AcceptedConnection) -> None:
         if visitor not in self._connections:
             return
-        if events & selectors.EVENT_READ:
-            try:
-                (self._busy.add if visitor.line.receive() else self._busy.discard)(visitor)
-            except (ReigenError, OSError) as error:
-                is_unread = self._note_unread(visitor)
-                self._lose(visitor, ConnectionAbortedError("to go on without shared memory") if is_unread else error)
-                return
-            except MemoryError as error:
-                self._out_of_memory(visitor, error)
-                return
-            visitor.heard_at = time.monotonic()
-            if self._limits_senders and visitor.connection is not None:
-                visitor.bound(self._inflow)
-                if visitor.connection.num_held_bytes > MAX_LEAD_BYTES:
-                    self._pace(visitor)
-        if events & selectors.EVENT_WRITE:
-            self._flush(visitor)
+        try:
+            (self._busy.add if visitor.line.receive() else self._busy.discard)(visitor)
+        except (ReigenError, OSError) as error:
+            is_unread = self._note_unread(visitor)
+            self._lose(visitor, ConnectionAbortedError("to go on without shared memory") if is_unread else error)
+            return
+        except MemoryError as error:
+            self._out_of_memory(visitor, error)
+            return
+        visitor.heard_at = time.monotonic()
+        if self._limits_senders and visitor.connection is not None:
+            visitor.bound(self._inflow)
+            if visitor.connection.num_held_bytes > MAX_LEAD_BYTES:
+                self._pace(visitor)
 
     def _pace(self, visitor: _AcceptedConnection) -> None:
         """Have a line wait for others, or go on, as `reigen.kv.server.flow_control` says."""
@@ -422,16 +341,13 @@ class KVServer:
         self._watch(visitor)
 
     def _watch(self, visitor: _AcceptedConnection) -> None:
-        """Have the selector wait for what the line needs now."""
-        wanted = 0 if visitor in self._waiting else selectors.EVENT_READ
-        wanted |= selectors.EVENT_WRITE if visitor.line.wants_to_send else 0
-        if wanted == visitor.events:
-            return
-        if visitor.events:
-            self._selector.unregister(visitor.line)
-        visitor.events = wanted
-        if wanted:
-            self._selector.register(visitor.line, wanted, lambda events: self._serve(visitor, events))
+        """Have the loop wait for what the line needs now."""
+        reads, writes = visitor not in self._waiting, visitor.line.wants_to_send
+        if reads or writes:
+            receive = partial(self._receive, visitor) if reads else None
+            self._loop.watch(visitor.line, receive, partial(self._flush, visitor) if writes else None)
+        else:
+            self._loop.unwatch(visitor.line)
 
     def _note_unread(self, visitor: _AcceptedConnection) -> bool:
         """If this process could not map a worker's memory: the worker's next connection does without. Whether so."""
@@ -472,8 +388,8 @@ class KVServer:
         self._connections.discard(visitor)
         self._busy.discard(visitor)
         self._waiting.discard(visitor)
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(visitor.line)
+        self._listener.confirm(visitor.accepted)
+        self._loop.unwatch(visitor.line)
         if visitor.connection is not None:
             self._stores[visitor.connection.store].disconnected(visitor.connection)
         visitor.line.close()

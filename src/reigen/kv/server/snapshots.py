@@ -107,7 +107,7 @@ class SnapshotDirectory:
         self.remove_if_empty()
 
     def remove_if_empty(self) -> bool:
-        """Remove the directory, and the job's, if nothing was kept there; returns whether this server's is gone."""
+        """Remove the directory, and the job's, if nothing was kept there; return whether this server's is gone."""
         with contextlib.suppress(OSError):  # the user has put something there, or other servers are not through yet
             self.directory.rmdir()
             self.directory.parent.rmdir()

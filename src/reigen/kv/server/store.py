@@ -1,4 +1,4 @@
-"""One store on one server: requests go in, shards change, answers come out.
+"""Store on one server: requests go in, shards change, answers come out.
 
 What happens when is decided elsewhere (`reigen.kv.consistency` for each shard, `reigen.kv.server.consensus` for
 what all workers say alike). What they decide comes back as instructions, which stand in the queue of their shard and

@@ -1,4 +1,4 @@
-"""What a store is set to on a server, by COMMAND: its optimizer and its gradient compression.
+"""Settings of a store on a server, by COMMAND: its optimizer and its gradient compression.
 
 ======================== ================================ =============================================================
 command                  arguments                        who, and when it is answered

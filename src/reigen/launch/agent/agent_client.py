@@ -146,15 +146,12 @@ class AgentClient:
         return self._pipes.has_pending
 
     def restart(self, number: int, attempt: int) -> None:
-        """Implement ``HostProcesses``."""
         self._pipes.send(agent_protocol.RestartRequest(number, attempt))
 
     def terminate(self, ranks: Sequence[int]) -> None:
-        """Implement ``HostProcesses``."""
         self._pipes.send(agent_protocol.TerminateRequest(tuple(ranks)))
 
     def kill(self, ranks: Sequence[int]) -> None:
-        """Implement ``HostProcesses``."""
         self._pipes.send(agent_protocol.KillRequest(tuple(ranks)))
 
     def sweep(self) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from reigen.cluster.membership.control_service import MAX_MESSAGE_BYTES, REQUEST_CODEC, GetValue
@@ -17,7 +16,7 @@ from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, LaunchError, WireError
 from reigen.launch.event_loop import LauncherLoop
 from reigen.net.auth import Identity, ProcessRole
-from reigen.net.stream import connect_stream
+from reigen.net.connection import open_connection
 
 if TYPE_CHECKING:
     from reigen.net.tls import TlsContext
@@ -50,21 +49,20 @@ class AgentHeartbeat:
         until = time.monotonic() + timeout_seconds
         try:
             me = Identity(ProcessRole.AGENT, number, "heartbeat")
-            stream = connect_stream(split_address(address), secret, me, MAX_MESSAGE_BYTES, until, tls)
+            self._connection = open_connection(split_address(address), secret, me, MAX_MESSAGE_BYTES, until, tls)
         except (OSError, AuthenticationError, WireError) as error:
             raise LaunchError(f"the launcher's service at {address} cannot be reached from there: {error}") from None
-        stream.keep_alive(peer_timeout_seconds)
-        self._connection, self._conversation = stream.hand_over()
+        self._connection.keep_alive(peer_timeout_seconds)
         loop.watch(self._connection, self._serve)
 
     def ask(self) -> None:
         """Ask whether the launcher is there, which shows it that the agent is."""
         if self._connection.fileno() < 0:
             return
-        if not self._conversation.outgoing:
+        if not self._connection.num_unsent_bytes:
             self._num_requests += 1
-            self._conversation.send(REQUEST_CODEC.encode(GetValue(self._num_requests, _KEY, wait=False)))
-        self._send()
+            self._connection.post(REQUEST_CODEC.encode(GetValue(self._num_requests, _KEY, wait=False)))
+        self._flush()
 
     def close(self) -> None:
         """End the connection; then only ssh's shows whether the launcher lives. May be called twice."""
@@ -74,23 +72,16 @@ class AgentHeartbeat:
 
     def _serve(self) -> None:
         try:
-            data = self._connection.recv(self._conversation.num_wanted_bytes)
-            if not data:
-                raise ConnectionResetError
-            for _ in self._conversation.receive(data):
+            for _ in self._connection.read():
                 self._on_reply()
-        except BlockingIOError:
-            return
         except (OSError, AuthenticationError, WireError):
             self.close()
-            return
-        self._send()
+        else:
+            self._flush()
 
-    def _send(self) -> None:
+    def _flush(self) -> None:
         """Send as much as the kernel takes; the rest goes with the next question, or answer."""
-        outgoing = self._conversation.outgoing
         try:
-            with suppress(BlockingIOError):
-                del outgoing[: self._connection.send(outgoing)]
+            self._connection.flush()
         except OSError:
             self.close()

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from reigen.errors import WireError
 from reigen.launch.agent.agent_protocol import MAX_FRAME_BYTES, GreetingParser
-from reigen.launch.event_loop import WRITE, LauncherLoop
+from reigen.launch.event_loop import LauncherLoop
 from reigen.net.codec import FrameBuffer, MessageCodec, add_length_prefix
 
 _READ_BYTES = 1 << 16
@@ -115,5 +115,7 @@ class MessagePipes(Generic[_Out, _In]):
             except BrokenPipeError:
                 self.finish()
                 return
-        if bool(self._pending) != self._loop.watches(self._writing):
-            self._loop.watch(self._writing, self._flush, WRITE) if self._pending else self._loop.unwatch(self._writing)
+        if self._pending:
+            self._loop.watch(self._writing, on_writable=self._flush)
+        else:
+            self._loop.unwatch(self._writing)

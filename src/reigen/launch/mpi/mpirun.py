@@ -52,8 +52,8 @@ class Mpirun:
 class MpirunContext:
     """Circumstances, besides the options, on which the command line depends.
 
-    ``variables`` are the names of those that go to other hosts, sorted. ``session_directory`` is where Open MPI 5 keeps
-    its files on this host; empty: where it likes.
+    ``variables`` are the names of those that go to other hosts, sorted; ``session_directory`` is for files of Open MPI
+    5 on this host, empty for its default.
     """
 
     is_root: bool
@@ -113,7 +113,7 @@ def _open_mpi(mpirun: Mpirun, options: LaunchOptions, context: MpirunContext) ->
         line += ["--prtemca", "plm_ssh_agent", agent] if is_5 else ["--mca", "plm_rsh_agent", agent]
         prefix = str(Path(mpirun.path).parent.parent)
         line += ["--prefix", prefix] if prefix not in {"/usr", "/"} else []
-    if context.session_directory and not any("tmpdir_base" in word for word in options.mpi_args):
+    if context.session_directory and not any("tmpdir_base" in each for each in options.mpi_args):
         line += ["--prtemca", "prte_local_tmpdir_base", context.session_directory]
     for name in context.variables:
         line += ["-x", name]

@@ -1,4 +1,4 @@
-"""Line prefixes: the ranks' output becomes whole lines, each with its rank. Bytes in, bytes out, no I/O.
+"""Lines of the ranks' output, each with its rank. Bytes in, bytes out, no I/O.
 
 On a terminal the unfinished line of rank 0 (a progress bar that redraws itself with carriage returns, a question) stays
 at the bottom, drawn again below every line that another rank prints. Elsewhere bytes pass unchanged, line by line; an
@@ -44,8 +44,8 @@ class LineSplitter:
     """Splitter of one rank's stream into lines.
 
     Args:
-        screen: where they are shown.
-        source: (rank, which of its streams).
+        screen: sink of the lines.
+        source: (rank, number of its stream).
         keep: takes whole lines, returns those to show now.
     """
 
@@ -90,43 +90,43 @@ class LogSink:
         self._head = _LinePrefix(prefix, clock, names or {})
 
         #: The stream whose unfinished line stands at the end, and how much of each unfinished line is written.
-        self._owner: tuple[int, int] | None = None
+        self._drawn_source: tuple[int, int] | None = None
         self._num_written: dict[tuple[int, int], int] = {}
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
-        """Show the lines, whole, and an unfinished one that redraws itself."""
+        """Return the lines, whole, and an unfinished one that redraws itself."""
         drawn = rest.rstrip(b"\r") if b"\r" in rest and len(rest) <= MAX_LINE_BYTES else b""
         if not lines and not drawn:
             return b""
         head, out = self._head.of(source[0]), b""
         texts = [line + b"\n" for line in lines] + [drawn] * bool(drawn)
-        if self._owner == source:
+        if self._drawn_source == source:
             out = _redraw(head, texts.pop(0)[self._num_written[source] :])
-        elif self._owner is not None:
+        elif self._drawn_source is not None:
             out = b"\n"
-        if self._owner != source and lines and lines[0] and self._num_written.get(source, 0) == len(lines[0]):
+        if self._drawn_source != source and lines and lines[0] and self._num_written.get(source, 0) == len(lines[0]):
             del texts[0]  # a line of another rank has ended it
         if lines:
             self._num_written.pop(source, None)
         for text in texts:
             is_redrawn = text.startswith(b"\r") or not text.endswith(b"\n")
             out += (b"" if text.startswith(b"\r") else head) + (_redraw(head, text) if is_redrawn else text)
-        self._owner = source if drawn else None
+        self._drawn_source = source if drawn else None
         if drawn:
             self._num_written[source] = len(drawn)
         return out
 
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
-        """Return all of it but the overwritten part that is shown."""
+        """Return all of it but the part that is written and overwritten."""
         begin = rest.rstrip(b"\r").rfind(b"\r")
-        if begin <= 0 or self._owner != source:
+        if begin <= 0 or self._drawn_source != source:
             return rest
         self._num_written[source] -= begin
         return rest[begin:]
 
 
 def _redraw(head: bytes, text: bytes) -> bytes:
-    """Insert ``head`` in ``text`` where that begins again from the left."""
+    """Put ``head`` into ``text`` where it begins again from the left."""
     return re.sub(rb"\r(?![\r\n]|$)", lambda match: match[0] + head, text)
 
 

@@ -62,7 +62,7 @@ class NonblockingWriter:
 def open_std_writers(
     *, prefix: bool, timestamps: bool, names: ProcessNames
 ) -> tuple[NonblockingWriter, NonblockingWriter]:
-    """Open the launcher's stdout and stderr. Where both are one terminal, pipe or file, one writer."""
+    """Open writers for the launcher's stdout and stderr; one for both if they are the same terminal, pipe or file."""
     clock = _now if timestamps else None
     out = _open_writer(sys.stdout, prefix, clock, names)
     if _is_same_file(sys.stdout, sys.stderr):  # its last line must be known

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from reigen.errors import format_ranks
-from reigen.launch.event_loop import WRITE, LauncherLoop
+from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 from reigen.launch.options import LaunchOptions
 from reigen.launch.output.line_prefix import LineSplitter
@@ -90,7 +90,7 @@ class OutputMux:
             self._errors.end(rank)
 
     def turn(self) -> float | None:
-        """Show lines that repeat no other rank's error after all; return in how many seconds to call again."""
+        """Show lines that repeat no other rank's error; return the seconds until the next call."""
         now = time.monotonic()
         self._settle(now)
         self.say_repeats(now)
@@ -156,7 +156,7 @@ class OutputMux:
 
     def _wait_for(self, writer: NonblockingWriter) -> None:
         self._waiting.add(writer)
-        self._loop.watch(writer.fd, lambda: None, WRITE)
+        self._loop.watch(writer.fd, on_writable=lambda: None)
 
     def _resume(self, writer: NonblockingWriter) -> None:
         self._waiting.discard(writer)

@@ -43,7 +43,7 @@ class _Traceback:
 
 
 class RepeatedErrors:
-    """Filter of the ranks' stderr."""
+    """Filter of the stderr of a job's ranks."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -51,7 +51,7 @@ class RepeatedErrors:
         self._latest: dict[int, _Traceback] = {}
 
     def feed(self, rank: int, lines: list[bytes], now: float) -> list[bytes]:
-        """Take whole lines of a rank; return those to show now."""
+        """Take complete lines of a rank; return those to show now."""
         shown: list[bytes] = []
         for line in lines:
             current = self._latest.get(rank)
@@ -76,12 +76,12 @@ class RepeatedErrors:
         return shown
 
     def end(self, rank: int) -> None:
-        """Close a rank's stderr."""
+        """End a rank's stderr."""
         if rank in self._latest:
             self._latest[rank].has_ended = True
 
     def settle(self, now: float) -> list[tuple[int, list[bytes]]]:
-        """Decide about lines that are held back; return ranks and their lines to show."""
+        """Decide about held lines; return ranks and their lines to show."""
         shown: list[tuple[int, list[bytes]]] = []
         for current in self._held:
             original = current.original
@@ -96,7 +96,7 @@ class RepeatedErrors:
         return shown
 
     def take_repeats(self, now: float) -> list[tuple[int, list[int]]]:
-        """Return ranks whose traceback was shown, and those that ended with the same one and are to be named now."""
+        """Return ranks whose traceback was shown, with those that ended with the same one and are to be named now."""
         due = [each for each in self._latest.values() if each.repeats and now >= each.began + HOLD_SECONDS]
         taken = [(each.rank, sorted(each.repeats)) for each in due]
         for each in due:
@@ -104,7 +104,7 @@ class RepeatedErrors:
         return taken
 
     def wait_seconds(self, now: float) -> float | None:
-        """Return in how many seconds to call `settle` and `take_repeats` if nothing is printed; None: never."""
+        """Return the seconds until the next `settle` and `take_repeats` if nothing is printed; None: no limit."""
         notes = [each.began + HOLD_SECONDS for each in self._latest.values() if each.repeats]
         ends = [*map(_held_until, self._held), *notes]
         return max(0.0, min(ends) - now) if ends else None
@@ -133,25 +133,25 @@ class RepeatedErrors:
         return [each for each in self._latest.values() if each.original is not None and not each.is_repeat]
 
     def _find_original(self, current: _Traceback) -> _Traceback | None:
-        """Return the traceback of another rank that this one may repeat."""
+        """Find the traceback of another rank that this one may repeat."""
         others = [each for each in self._latest.values() if each is not current and each.original is None]
         recent = [each for each in others if each.began >= current.began - _RECENT_SECONDS]
         return next((each for each in recent if _agree(current, each)), None)
 
 
 def _agree(one: _Traceback, other: _Traceback) -> bool:
-    """Return whether one may be the beginning of the other. Before the first line's end a progress bar may stand."""
+    """Return whether one may be the beginning of the other. A progress bar may be in the first line."""
     return all(a == b for a, b in zip(one.lines[1:], other.lines[1:], strict=False))
 
 
 def _held_until(current: _Traceback) -> float:
-    """Return until when its lines may be held back: shorter where the other rank has not printed as many."""
+    """Return until when its lines may be held: shorter where the other rank has not printed as many."""
     is_ahead = current.original is not None and len(current.lines) > len(current.original.lines)
     return current.began + (AHEAD_SECONDS if is_ahead else HOLD_SECONDS)
 
 
 def _release(current: _Traceback) -> list[bytes]:
-    """Return the lines of a traceback that are held back; it repeats no other one from now on."""
+    """Return the held lines of a traceback; it is its rank's own from now on."""
     if current.original is None or current.is_repeat:
         return []
     current.original = None

@@ -291,7 +291,7 @@ class CompressedBucketMemory:
         return self._coded.submit(bucket, part, blocking=blocking)
 
     def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
-        """Wait for submitted buckets; return the errors. Those refused for a rank that has joined travel uncompressed."""
+        """Wait for submitted buckets; return the errors. Buckets refused for a joined rank travel uncompressed."""
         outcomes, failures = wait_for_all(handles)
         if self._coded is None:
             return failures

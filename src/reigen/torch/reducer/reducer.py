@@ -36,7 +36,7 @@ from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
-from reigen.errors import ArgumentError, DeadlineError, JoinedError, PeerLostError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError, StepOrderError
 from reigen.torch.adapter import tensor_over
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer.bucket_memory import (
@@ -61,6 +61,12 @@ _UNEVEN_HINT = (
     "Where ranks have different numbers of batches, put the loop into `with hvd.uneven_data(optimizer, model):`, or "
     "call `hvd.join()` behind it."
 )
+
+
+def _hint_at_uneven_data(error: CollectiveError) -> None:
+    """Add a note to an error of ranks that did not come, or have left."""
+    if isinstance(error, DeadlineError) or (isinstance(error, PeerLostError) and error.has_left):
+        error.add_note(_UNEVEN_HINT)
 
 
 @dataclass(frozen=True)
@@ -170,8 +176,7 @@ class Reducer:
         bucket, failure = next(iter(failures.items()), (-1, None))
         if failure is not None:
             failure.add_note(self._contents(bucket))
-            if isinstance(failure, DeadlineError) or (isinstance(failure, PeerLostError) and failure.has_left):
-                failure.add_note(_UNEVEN_HINT)
+            _hint_at_uneven_data(failure)
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
         if failure is None and not self._options.owned:
@@ -352,7 +357,11 @@ class Reducer:
         plan = self.tracker.plan
         assert plan is not None
         part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
-        handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
+        try:
+            handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
+        except CollectiveError as error:  # the job was broken before
+            _hint_at_uneven_data(error)
+            raise
         if handle is not None:
             self._handles[bucket] = handle
 

@@ -9,7 +9,8 @@ import pytest
 
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
-from reigen.net.stream import StreamProtocol, accept_stream, connect_stream
+from reigen.net.connection import StreamProtocol, open_connection
+from tests.accepting import accept_connection
 
 SECRET = b"s" * 32
 RANK, LAUNCHER = Identity(ProcessRole.RANK, 5), Identity(ProcessRole.LAUNCHER, 0)
@@ -31,11 +32,11 @@ def pair(listener):
     accepted = []
 
     def serve():
-        accepted.append(accept_stream(listener.accept()[0], SECRET, LAUNCHER, 1 << 20, soon()))
+        accepted.append(accept_connection(listener.accept()[0], SECRET, LAUNCHER, 1 << 20, soon()))
 
     thread = threading.Thread(target=serve)
     thread.start()
-    client = connect_stream(listener.getsockname(), SECRET, RANK, 1 << 20, soon())
+    client = open_connection(listener.getsockname(), SECRET, RANK, 1 << 20, soon())
     thread.join()
     yield client, accepted[0]
     client.close()
@@ -101,7 +102,7 @@ def test_a_server_of_another_kind_is_refused(listener, talk):
     thread = threading.Thread(target=serve)
     thread.start()
     with pytest.raises(AuthenticationError):
-        connect_stream(listener.getsockname(), SECRET, RANK, 100, soon())
+        open_connection(listener.getsockname(), SECRET, RANK, 100, soon())
     thread.join()
 
 
@@ -109,12 +110,12 @@ def test_an_end_of_another_version_is_named_at_once(listener):
     with socket.create_connection(listener.getsockname()) as old:
         old.sendall(b"RGN1" + bytes(37))  # the whole HELLO of version 1
         with pytest.raises(AuthenticationError, match="version b'1'"):
-            accept_stream(listener.accept()[0], SECRET, LAUNCHER, 100, soon())
+            accept_connection(listener.accept()[0], SECRET, LAUNCHER, 100, soon())
 
 
 def test_a_silent_server_is_given_up_at_the_deadline(listener):
     with pytest.raises(TimeoutError):
-        connect_stream(listener.getsockname(), SECRET, RANK, 100, soon(0.05))
+        open_connection(listener.getsockname(), SECRET, RANK, 100, soon(0.05))
 
 
 def test_before_the_proof_only_the_bytes_of_the_handshake_are_taken():
@@ -148,3 +149,70 @@ def test_a_changed_byte_on_the_way_ends_the_conversation():
     client.outgoing[-1] ^= 1
     with pytest.raises(AuthenticationError):
         server.receive(bytes(client.outgoing))
+
+
+def test_what_is_there_is_read_without_waiting_and_the_end_comes_behind_it(pair):
+    client, server = pair
+    assert server.read() == []
+    messages = [bytes([number]) * (number << 12) for number in range(40)]
+    for message in messages:
+        client.post(message)
+    received = []
+    while not client.flush():
+        received += server.read()
+    assert (client.num_posted, client.num_unsent_bytes) == (0, 0)
+    client.close()
+    deadline = soon()
+    while len(received) < len(messages) and time.monotonic() < deadline:
+        received += server.read()
+    assert received == messages
+    with pytest.raises(ConnectionError):
+        server.receive(soon())
+
+
+def test_what_the_kernel_does_not_take_is_counted_and_kept(pair):
+    client, server = pair
+    num_messages = 0
+    while client.flush():
+        client.post(bytes(1 << 19))
+        num_messages += 1
+    client.post(b"last")
+    assert client.num_posted == 2
+    assert client.num_unsent_bytes > 4
+    received = []
+    deadline = soon()
+    while len(received) <= num_messages and time.monotonic() < deadline:
+        client.flush()
+        received += server.read()
+    assert [len(each) for each in received] == [1 << 19] * num_messages + [4]
+    assert client.num_posted == 0
+
+
+def test_one_call_of_read_ends_although_more_comes(pair):
+    client, server = pair
+    stop = threading.Event()
+
+    def flood():
+        while not stop.is_set():
+            if not client.num_posted:
+                client.post(bytes(1 << 16))
+            client.flush()
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        for _ in range(20):
+            assert len(server.read()) <= 33
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_messages_that_nobody_has_taken_are_not_lost_to_another_kind_of_connection(pair):
+    client, server = pair
+    for message in (b"one", b"two"):
+        client.post(message)
+    client.flush()
+    assert server.receive(soon()) == b"one"
+    with pytest.raises(WireError):
+        server.detach()
