@@ -25,14 +25,7 @@ CLEAN = (
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "net", "numpy_ops", "observe", "optim", "resources", "runner.call"),
     *("runner.interpreter", "runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
-    *("runner.serialization", "runner.task", "startup", "testing", "types"),
-=======
-    *("cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
-    *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
-    *("launch", "log", "mxnet", "numpy_ops", "observe", "optim", "resources", "runner.call", "runner.interpreter"),
-    *("runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
     *("runner.serialization", "runner.task", "startup", "testing", "torch", "types"),
->>>>>>> h-found
 )
 #: A summary stands alone, and begins with a verb or a noun of the field.
 FORBIDDEN = re.compile(
