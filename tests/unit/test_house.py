@@ -19,7 +19,7 @@ CLEAN = (
     *("backends.adasum", "backends.base", "backends.buffer_list", "backends.device", "backends.hierarchical"),
     *("backends.mpi", "backends.null", "backends.selection", "backends.tcp.algorithm", "backends.tcp.allreduce"),
     *("backends.tcp.backend", "backends.tcp.connection", "backends.tcp.errors"),
-    *("cli", "cluster.addresses", "cluster.environ"),
+    *("cli", "cluster.addresses", "cluster.bootstrap", "cluster.environ", "cluster.membership", "kv.membership"),
     *("net.fork_safety", "cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "numpy_ops", "observe", "optim", "resources", "runner.call", "runner.interpreter"),

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Self
 
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
-from reigen.cluster.membership.rendezvous import RendezvousServer, split_address
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import LaunchError
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
@@ -103,7 +104,7 @@ def _start_ranks(
     secret = secrets.token_bytes(SECRET_BYTES)
     start = RemoteStart(options, plan, environ, supervisor)
     network = options.network
-    server = RendezvousServer(
+    server = ControlService(
         secret, start.call() or _LOOPBACK, peer_timeout_seconds=network.peer_timeout_seconds, tls=network.make_tls()
     )
     stack.callback(server.close)
