@@ -37,13 +37,13 @@ class PullRequested(msgspec.Struct, frozen=True):
 
 
 class WorkerLeft(msgspec.Struct, frozen=True):
-    """End of a worker that has no more data; what it has pushed before counts. It may still pull."""
+    """End of a worker that has no more data; its pushes before count. It may still pull."""
 
     worker: int
 
 
 class WorkerDisconnected(msgspec.Struct, frozen=True):
-    """End of a worker's connection. It may make another, and asks again then for what was not answered."""
+    """End of a worker's connection. It may make another, and asks again then for missing answers."""
 
     worker: int
 
@@ -163,7 +163,7 @@ class FailRequest(msgspec.Struct, frozen=True):
 
 
 class DropRequest(msgspec.Struct, frozen=True):
-    """Forget a request for which nobody waits any more, and its body if it still has one."""
+    """Forget a request without a waiting worker, and its body if it still has one."""
 
     token: RequestToken
 
