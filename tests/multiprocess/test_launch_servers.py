@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from reigen.launch.exit_report import SIGKILL_HINT
 from tests.mpirun import PYPI, find
 from tests.multiprocess.launcher import child_of, launched, run, until
 from tests.patience import patiently
@@ -135,7 +136,8 @@ def test_a_server_that_dies_without_snapshots_ends_the_job_by_name(how, exit_cod
     code = f"if role == 'server' and number == 1: print('oh', file=sys.stderr); {how}\ntime.sleep(300)"
     status, _, err = launch(*LOCAL, *command(code))
     assert status == exit_code
-    assert err.endswith(f"    oh\n  it was not started again: {reason}\n  2 ranks were stopped because of it\n")
+    hint = f"  {SIGKILL_HINT}\n" if exit_code == 137 else ""
+    assert err.endswith(f"    oh\n{hint}  it was not started again: {reason}\n  2 ranks were stopped because of it\n")
     assert "reigen run: server 1 failed first: " in err
 
 
