@@ -331,8 +331,8 @@ class ServerConnection:
     def flush(self) -> None:
         """Send as much as the kernel takes now.
 
-        Memory that was copied out is given back with it, or when there is much of it or nothing more to come: a message of
-        its own for each value would cost both ends more than the memory is worth.
+        Memory that was copied out is given back with it, or when there is much of it or nothing more to come: a message
+        of its own for each value would cost both ends more than the memory is worth.
         """
         if self._line is None:
             return
