@@ -1,4 +1,4 @@
-"""Authenticated connections between any two ranks of a job, made when somebody needs them.
+"""Authenticated connections between any two ranks of a job, made on demand.
 
 a. Every rank listens at an address of its own and puts it at the rendezvous, under ``mesh/RANK``.
 b. Of two ranks that open a connection to each other, for the same purpose, the higher one connects and the lower one
@@ -172,13 +172,13 @@ class ConnectionPool:
         return call.found
 
     def close(self) -> None:
-        """Stop listening, and close what nobody has asked for. May be called twice."""
+        """Stop listening, and close connections that were not asked for. May be called twice."""
         self._listener.close()
         self.close_descriptors()
         self._kept.clear()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close the sockets only; see `reigen.net.fork_safety`."""
         self._loop.close()
         for connection in self._kept.values():
             connection.close()
@@ -199,7 +199,7 @@ class ConnectionPool:
     # -- to lower ranks -----------------------------------------------------------------------------------------------
 
     def _connect(self, call: _OpenCall) -> None:
-        """Find out where the lower ranks listen, as far as they have told, and connect to them."""
+        """Look up the addresses of lower ranks, as far as they are known, and connect to them."""
         for peer, missing in list(call.missing.items()):
             if peer > self.rank or missing.connection is not None or missing.again > time.monotonic():
                 continue
@@ -236,7 +236,7 @@ class ConnectionPool:
         del call.missing[peer]
 
     def _fail(self, peer: int, missing: _MissingPeer, error: OSError) -> None:
-        """End an attempt to connect, and try again in a moment; where nobody listens any more, raise that."""
+        """End an attempt to connect, to try again in a moment; raise PeerLostError where that lasts too long."""
         now = time.monotonic()
         missing.problem = error.strerror or str(error)
         if not isinstance(error, ConnectionResetError):  # as where it has too many strangers, or is about to end

@@ -14,10 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from reigen.cluster.membership.messages import MemberRole, MembershipEvent, ServerInfo
 from reigen.config import VARIABLES, Config, load_config
 from reigen.errors import ArgumentError, ReigenError
 from reigen.kv.client.dist_store import DistStore
-from reigen.kv.membership.nodes import JobMembership, MembershipEvent, NodeRole, ServerInfo
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.run_role import join_as_worker
 from reigen.resources.stdio import occupy_standard_descriptors
 
@@ -39,7 +40,7 @@ class SharedMembership:
     def __init__(self, member: JobMembership, others: list[SharedMembership]) -> None:
         self._member = member
         self._others = others
-        self.role: NodeRole = member.role
+        self.role: MemberRole = member.role
         self.number, self.incarnation, self.job = member.number, member.incarnation, member.job
         self.num_workers, self.num_servers = member.num_workers, member.num_servers
         self.is_recovery, self.host = member.is_recovery, member.host

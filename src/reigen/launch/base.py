@@ -31,7 +31,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol, cast
 
-from reigen.errors import ConfigError
+from reigen.errors import ConfigError, LaunchError
 from reigen.launch.hosts import HostAssignment, HostInfo, assign_ranks, assign_ranks_and_servers, is_this_host
 from reigen.launch.job_state import FinishJob
 from reigen.launch.local_plan import ProcessSpec
@@ -184,6 +184,7 @@ def find_launcher(name: str) -> LauncherFactory:
 
     Raises:
         ConfigError: there is no such launcher, or it cannot be imported.
+        LaunchError: its module raises an error.
     """
     target = name if ":" in name else BUILT_IN_LAUNCHERS.get(name)
     if target is None:
@@ -197,6 +198,9 @@ def find_launcher(name: str) -> LauncherFactory:
         return cast(LauncherFactory, getattr(import_module(module), attribute))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--launcher {name}: {target} cannot be imported: {error}") from error
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise LaunchError(f"--launcher {name}: {target} raised an error when it was imported: {told}") from error
 
 
 def explain_agent_exit(host: str, exit_code: int | None, output: str, python: str) -> HostProblem:

@@ -49,7 +49,7 @@ _SEQUENCE = struct.Struct(">Q")
 
 
 class ProcessRole(IntEnum):
-    """What a process is in the job."""
+    """Role of a process in the job."""
 
     LAUNCHER = 1
     RANK = 2
@@ -58,7 +58,7 @@ class ProcessRole(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who is at one end of a connection.
+    """Identity of one end of a connection.
 
     Attributes:
         role: what the process is.
@@ -72,7 +72,7 @@ class Identity:
 
 
 class AuthSession:
-    """Seals what one end sends and opens what it receives. Made by a handshake.
+    """Sealer of outgoing bodies and opener of incoming ones. Made by a handshake.
 
     Attributes:
         peer: who is at the other end; it has proven to know the secret.
@@ -114,7 +114,7 @@ class AuthSession:
 
 
 class Handshake(Protocol):
-    """One end of the handshake, without I/O: give it exactly ``num_expected_bytes``, send what it returns.
+    """One end of the handshake, without I/O: takes exactly ``num_expected_bytes``, returns bytes to send.
 
     Attributes:
         binding: what both ends, and nobody else, know of the channel beneath, of one length at both; empty without one.
@@ -221,7 +221,7 @@ def _check_magic(magic: bytes) -> bytes:
 
 
 def _unpack_introduction(introduction: bytes) -> Identity:
-    """Who a peer says it is, once it has proven to know the secret."""
+    """Return the identity that a proven peer gives."""
     _, role, rank, purpose, _ = _INTRODUCTION.unpack(introduction)
     try:
         return Identity(ProcessRole(role), rank, purpose.rstrip(b"\0").decode("ascii"))

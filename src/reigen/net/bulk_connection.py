@@ -74,12 +74,12 @@ class BulkConnection(FramedConnection):
 
     @property
     def wants_to_send(self) -> bool:
-        """Whether anything is queued."""
+        """Return whether anything is queued."""
         return bool(self._pieces)
 
     @property
     def wants_to_receive(self) -> bool:
-        """Whether something would be done with what arrives: not while a message waits that no place is posted for."""
+        """Return whether arriving bytes would be taken: not while a message waits that no place is posted for."""
         return bool(self._posted) or self._length is None or self._reason is not None
 
     @property
@@ -111,7 +111,7 @@ class BulkConnection(FramedConnection):
         self._posted.append(into.cast("B") if into.nbytes else _NOTHING)
 
     def advance_sends(self) -> int:
-        """Send what the kernel takes now; returns how many messages have left completely in this call.
+        """Send as much as the kernel takes; return how many messages have left completely in this call.
 
         Raises:
             ConnectionError: the peer has gone.
@@ -124,7 +124,7 @@ class BulkConnection(FramedConnection):
         return num_completed
 
     def advance_receives(self) -> int:
-        """Receive what is there now; returns how many messages have arrived completely in this call.
+        """Receive all that has come; return how many messages have arrived completely in this call.
 
         Where no place is posted, this looks for the peer's ABORT and for the end of the connection.
 

@@ -86,7 +86,7 @@ class FrameBuffer:
         return len(self._data)
 
     def feed(self, data: bytes) -> None:
-        """Take in what was read."""
+        """Append bytes that were read."""
         self._data += data
 
     def pop(self) -> bytes | None:

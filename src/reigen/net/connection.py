@@ -66,12 +66,12 @@ class StreamProtocol:
 
     @property
     def peer(self) -> Identity | None:
-        """Who is at the other end, None until it has proven to know the secret."""
+        """Identity of the other end, None until it has proven to know the secret."""
         return None if self._session is None else self._session.peer
 
     @property
     def num_wanted_bytes(self) -> int:
-        """How much to read at most."""
+        """Number of bytes to read at most."""
         if self._session is not None:
             return _READ_BYTES
         if self._channel is not None:
@@ -79,7 +79,7 @@ class StreamProtocol:
         return self._handshake.num_expected_bytes - len(self._early)
 
     def receive(self, data: bytes) -> list[bytes]:
-        """Take what was read (at most ``num_wanted_bytes``); returns the payloads that are complete.
+        """Take bytes that were read (at most ``num_wanted_bytes``); return the payloads that are complete.
 
         Raises:
             AuthenticationError: the peer does not know the secret, or a payload is not its next one.
@@ -92,7 +92,7 @@ class StreamProtocol:
         return self._open(data)
 
     def detach(self, connection: socket.socket) -> tuple[socket.socket | TlsSocket, AuthSession]:
-        """What somebody needs who carries on with the same connection in another way.
+        """Return socket and session, for another kind of connection that goes on with them.
 
         Raises:
             WireError: the peer is not proven yet, or bytes are left that were read or queued.
@@ -106,7 +106,7 @@ class StreamProtocol:
         return TlsSocket(connection, self._channel), self._session
 
     def send(self, payload: bytes) -> None:
-        """Put one payload behind what is ``outgoing``. Only after the handshake.
+        """Put one payload behind ``outgoing``. Only after the handshake.
 
         Raises:
             WireError: it is larger than the limit, or the peer is not proven yet.
@@ -135,7 +135,7 @@ class StreamProtocol:
             self.outgoing += self._channel.take()
 
     def _decrypt(self, data: bytes, channel: TlsChannel) -> bytes:
-        """What the records say; while TLS is being established, go on with that."""
+        """Return the contents of the records; while TLS is being established, go on with that."""
         if self._session is not None:
             channel.feed(data)
         else:
@@ -150,7 +150,7 @@ class StreamProtocol:
         return channel.read()
 
     def _shake_hands(self, data: bytes) -> bytes:
-        """Give the handshake what it expects; returns what is left of ``data`` behind it."""
+        """Feed the handshake; return the rest of ``data``."""
         while data and self._session is None:
             num_missing = self._handshake.num_expected_bytes - len(self._early)
             self._early += data[:num_missing]
@@ -187,7 +187,7 @@ class Connection:
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether the other end has proven to know the secret."""
+        """Return whether the other end has proven to know the secret."""
         return self._protocol.peer is not None
 
     @property
@@ -207,11 +207,11 @@ class Connection:
         return self.socket.fileno()
 
     def keep_alive(self, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
-        """See `reigen.net.sockets.set_keepalive`."""
+        """Set keepalive options, as `reigen.net.sockets.set_keepalive` does."""
         set_keepalive(self.socket, peer_timeout_seconds, bulk=bulk)
 
     def wait_until_delivered(self, seconds: float) -> None:
-        """See `reigen.net.sockets.wait_until_delivered`."""
+        """Wait for the peer's kernel, as `reigen.net.sockets.wait_until_delivered` does."""
         wait_until_delivered(self.socket, seconds)
 
     def close(self) -> None:
@@ -257,7 +257,7 @@ class Connection:
         self.num_posted += 1
 
     def flush(self) -> bool:
-        """Send what the kernel takes now; returns whether that is all.
+        """Send as much as the kernel takes; return whether that is all.
 
         Raises:
             OSError: the peer has gone.
@@ -270,7 +270,7 @@ class Connection:
         return True
 
     def read(self) -> list[bytes]:
-        """Return the messages that are there now. Where there is much, some is left, and the socket stays readable.
+        """Return the messages that have come. Of many, some are left, and the socket stays readable.
 
         Raises:
             OSError: the peer has gone, and everything that it sent was returned.

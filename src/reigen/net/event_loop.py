@@ -22,7 +22,7 @@ class HasFileno(Protocol):
     """An open file, pipe or socket."""
 
     def fileno(self) -> int:
-        """Its descriptor."""
+        """Return the descriptor."""
 
 
 class Timer:
@@ -50,7 +50,7 @@ class _Watch:
 
 
 class EventLoop:
-    """Waits for descriptors and timers, and calls what is registered for them. Level-triggered.
+    """Event loop of one thread, level-triggered, with callbacks for descriptors and timers.
 
     For one thread, but for `wake`. A descriptor must be unwatched before it is closed.
     """
@@ -67,7 +67,7 @@ class EventLoop:
     def watch(
         self, file: HasFileno | int, on_readable: Callback | None = None, on_writable: Callback | None = None
     ) -> None:
-        """Call these while ``file`` is readable or writable, instead of what was registered for it before.
+        """Call these while ``file`` is readable or writable, instead of earlier callbacks of that file.
 
         An error or the end of a connection counts as both.
         """
@@ -90,7 +90,7 @@ class EventLoop:
             self._epoll.unregister(fd)
 
     def watches(self, file: HasFileno | int) -> bool:
-        """Whether ``file`` is watched."""
+        """Return whether ``file`` is watched."""
         return _descriptor(file) in self._watches
 
     def call_at(self, when: float, callback: Callback) -> Timer:
@@ -100,7 +100,7 @@ class EventLoop:
         return timer
 
     def wait(self, timeout_seconds: float | None = None) -> None:
-        """Wait until something happens, at most so long, and call what is registered: descriptors, then timers."""
+        """Wait for events, at most so long, and call descriptors' callbacks, then those of timers."""
         timers = self._timers
         while timers and timers[0][2].callback is None:
             heapq.heappop(timers)

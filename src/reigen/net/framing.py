@@ -96,7 +96,7 @@ class FramedConnection:
         self.num_posted_bytes += len(first)
 
     def flush(self) -> bool:
-        """Send what the kernel takes now; returns whether it is all.
+        """Send as much as the kernel takes; return whether that is all.
 
         Raises:
             ConnectionError: the peer has gone.
@@ -165,7 +165,7 @@ class FramedConnection:
         return True
 
     def opened(self, body: memoryview) -> bytes:
-        """What is in a sealed body, once all of it, with the ``TAG_BYTES`` in front, is there.
+        """Return the contents of a sealed body that has arrived, with the ``TAG_BYTES`` in front.
 
         Raises:
             AuthenticationError: it is not the peer's next one.

@@ -127,12 +127,12 @@ class FutexWord:
         self._syscall(self._number, self._address, _WAIT_BITSET, expected, ctypes.addressof(timeout), None, bits)
 
     def wake(self, bits: int = ALL_WAITERS) -> None:
-        """Wake everybody who waits on the word with a common bit."""
+        """Wake all threads that wait on the word with a common bit."""
         self._syscall(self._number, self._address, _WAKE_BITSET, 0x7FFFFFFF, None, None, bits)
 
 
 class SpinLimit:
-    """How often to look before a sleep: as long as nobody else wants this rank's core.
+    """Number of looks before a sleep: many as long as no other process wants this rank's core.
 
     While others want it, looking uses up the time that the kernel gives this rank, and sleeping saves it. The kernel
     tells by preempting the process: then it sleeps at once, and looks a little more often after every sleep that goes
@@ -155,5 +155,5 @@ class SpinLimit:
 
 
 def has_reached(value: int, target: int) -> bool:
-    """Whether a counter that wraps at 2**32 has come to ``target``."""
+    """Return whether a counter that wraps at 2**32 has come to ``target``."""
     return (value - target) & _MASK < 0x80000000

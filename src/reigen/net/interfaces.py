@@ -1,4 +1,4 @@
-"""Which of this machine's addresses the others should use: never all of them (0.0.0.0), always a chosen one."""
+"""Choice of the address at which the others reach this host: never all of them (0.0.0.0), always a chosen one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _InterfaceAddress._fields_ = (
 
 
 def local_addresses() -> dict[str, list[str]]:
-    """The addresses of this machine by interface; an interface without any has an empty list.
+    """Return the addresses of this host by interface; an interface without any has an empty list.
 
     IPv6 addresses that are valid on one link only (fe80::) are left out: they mean nothing on another machine.
 
@@ -57,7 +57,7 @@ def local_addresses() -> dict[str, list[str]]:
 
 
 def choose_address(names: Sequence[str], towards: str | None) -> tuple[str, str]:
-    """The address of this machine at which others shall reach it, and why this one.
+    """Return the address of this host at which others shall reach it, and the reason.
 
     Args:
         names: interfaces that may be used, in order of preference; none: whichever leads to ``towards``.
@@ -73,7 +73,7 @@ def choose_address(names: Sequence[str], towards: str | None) -> tuple[str, str]
 def pick_address(
     names: Sequence[str], addresses: Mapping[str, Sequence[str]], towards: str | None, route: str | None, host: str
 ) -> tuple[str, str]:
-    """`choose_address`, decided from what is known.
+    """Decide `choose_address` from the addresses and options given.
 
     Args:
         names: interfaces that may be used, in order of preference.

@@ -117,7 +117,7 @@ class Listener:
         self._pending.clear()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close the sockets only; see `reigen.net.fork_safety`."""
         self._listening.close()
         for connection in self._pending:
             if not connection.is_authenticated:
@@ -281,7 +281,7 @@ class MessageListener:
         self._loop.close()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close the sockets only; see `reigen.net.fork_safety`."""
         self._loop.close()
         for client in self._clients:
             client.close()

@@ -72,7 +72,7 @@ def _skip_bytes(ranges: Sequence[AddressRange], count: int) -> list[AddressRange
 
 
 def can_read_process_memory(pid: int, address: int, expected: bytes) -> bool:
-    """Whether this process may read process ``pid``'s memory: ``expected`` lies at ``address`` there."""
+    """Return whether this process may read process ``pid``'s memory: ``expected`` lies at ``address`` there."""
     found = ctypes.create_string_buffer(len(expected))
     try:
         read_process_memory(pid, [(address, len(expected))], [(ctypes.addressof(found), len(expected))])

@@ -60,7 +60,7 @@ def _integers_format(num: int) -> struct.Struct:
 
 
 class WaitingThread(IntFlag):
-    """Who sleeps on a rank's doorbell; the bits of its futex."""
+    """Thread that sleeps on a rank's doorbell; the bits of its futex."""
 
     NOBODY = 0
     ENGINE = 1
@@ -135,7 +135,7 @@ class ShmTransport:
             self._ring_readers(cursor + nbytes, _SLEEPS_ON)
 
     def flush(self) -> None:
-        """Move what was kept back into the ring, as far as there is room."""
+        """Move waiting messages into the ring, as far as there is room."""
         self._fill_ring(0)
 
     def _used(self) -> int:
@@ -184,7 +184,7 @@ class ShmTransport:
                 doorbell.wake(WaitingThread.ENGINE)
 
     def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
-        """Everything that has come, with its sender, in each sender's order."""
+        """Return all messages that have come, with their senders, in each sender's order."""
         found: list[tuple[int, bytes | Sequence[int]]] = []
         for writer, ring, written, place in self._inboxes:
             cursor, end = place[0], written[0]
@@ -215,14 +215,14 @@ class ShmTransport:
         return self._doorbell.cell[0]
 
     def pending(self) -> bool:
-        """Whether a message waits to be received."""
+        """Return whether a message waits to be received."""
         for _, _, written, place in self._inboxes:  # noqa: SIM110  a generator is as many calls again
             if place[0] != written[0]:
                 return True
         return False
 
     def look(self, token: int, times: int) -> bool:
-        """Look so often whether somebody has rung since ``token`` was read; whether somebody has."""
+        """Look so often at the doorbell; return whether it was rung since ``token`` was read."""
         cell = self._doorbell.cell
         while cell[0] == token:
             if not times:
@@ -231,7 +231,7 @@ class ShmTransport:
         return True
 
     def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
-        """Sleep until somebody has rung since ``token`` was read, or for the time given."""
+        """Sleep until the doorbell was rung since ``token`` was read, or for the time given."""
         self.wake_readers()
         self._doorbell.wait(token, timeout_seconds, who)
 
@@ -260,4 +260,4 @@ class ShmTransport:
         self._doorbell.wake(who)
 
     def clear_wakeup(self) -> None:
-        """Nothing to do: there is no descriptor."""
+        """Do nothing: there is no descriptor."""

@@ -115,7 +115,7 @@ class ShmSegment:
 
     @property
     def only_grows(self) -> bool:
-        """Whether nobody can make it smaller."""
+        """Return whether the segment is sealed against becoming smaller."""
         try:
             return bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
         except OSError:  # a file of a kind that has no seals
@@ -165,7 +165,7 @@ class ShmSegment:
         return offset
 
     def shrink(self, nbytes: int) -> None:
-        """Give back everything beyond ``nbytes``, which nobody may have mapped."""
+        """Give back everything beyond ``nbytes``, which no process may have mapped."""
         os.ftruncate(self.fd, nbytes)
         self.size = nbytes
 

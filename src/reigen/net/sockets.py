@@ -1,4 +1,4 @@
-"""What every TCP connection of a job has in common: when its peer counts as gone, and how that is told."""
+"""Socket options of every TCP connection of a job: keepalive, retransmission, and the errors of lost peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MOST_WINDOW_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class KeepalivePlan:
-    """When the kernel asks an idle peer whether it is there, in the whole seconds that it counts.
+    """Times of the kernel's probes of an idle peer, in the whole seconds that it counts.
 
     The first of ``num_probes`` is sent ``idle_seconds`` after the peer's last answer, and the connection is over
     ``interval_seconds`` after the last one. Let a packet be lost with probability p. A probe is in vain if it is lost
@@ -62,7 +62,7 @@ class KeepalivePlan:
 
     @classmethod
     def of(cls, peer_timeout_seconds: float) -> Self:
-        """As many probes as the time allows, and never more than are enough.
+        """Return as many probes as the time allows, up to a bound.
 
         Example:
             >>> KeepalivePlan.of(20.0)
@@ -83,7 +83,7 @@ class KeepalivePlan:
 
 
 def set_keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
-    """Have the kernel end a connection when nothing comes from the peer's machine for ``peer_timeout_seconds``.
+    """Have the kernel end a connection when nothing comes from the peer's host for ``peer_timeout_seconds``.
 
     That is how a machine is noticed that lost its power or its network: nothing arrives from it, not even that the
     connection is over. A process that is merely stopped or busy still has a kernel that answers: for those there are
@@ -121,7 +121,7 @@ def set_keepalive(connection: socket.socket, peer_timeout_seconds: float, *, bul
 
 
 def bound_retransmit_backoff(connection: socket.socket) -> None:
-    """Have the kernel repeat what nobody acknowledges without waiting twice as long each time.
+    """Have the kernel repeat unacknowledged data without waiting twice as long each time.
 
     Where less than four packets are under way, it waits no longer the first six times (TCP_THIN_LINEAR_TIMEOUTS): with
     the 0.2 s that Linux waits at least, that makes twelve transmissions within 20 s. Linux knows that from what
@@ -140,7 +140,7 @@ def _bound_retransmission_timeout(connection: socket.socket, seconds: float) -> 
 
 
 def retransmit_after_close(connection: socket.socket) -> None:
-    """Have the kernel deliver what is left of bulk data although the process that sent it may have gone.
+    """Have the kernel deliver the rest of bulk data although the process that sent it may have gone.
 
     It gives up a connection that nobody holds any more once it waits as long as it may between two attempts.
     """
@@ -148,7 +148,7 @@ def retransmit_after_close(connection: socket.socket) -> None:
 
 
 def wait_until_delivered(connection: socket.socket, seconds: float) -> None:
-    """Wait until the peer's machine has all that was sent, or the connection is over, or so long.
+    """Wait until the peer's host has all that was sent, or the connection is over, or so long.
 
     Closing a connection on which something has come that was not read throws away what has not arrived.
     """
@@ -163,7 +163,7 @@ def wait_until_delivered(connection: socket.socket, seconds: float) -> None:
 
 
 class AckMonitor:
-    """For how long the peer's machine has left data unacknowledged on a connection without a sign of life.
+    """Clock of how long the peer's host has left data unacknowledged without a sign of life.
 
     What its process does not read is acknowledged by its kernel all the same. A kernel that has no room for it answers
     and drops it; the next attempt comes later each time. So who has answered the last one owes nothing.
@@ -195,7 +195,7 @@ class AckMonitor:
 
 
 def round_trip_seconds(connection: socket.socket) -> float:
-    """How long the way to the peer's kernel and back takes at least; 0.0 if nothing has come back yet.
+    """Return the shortest round trip to the peer's kernel; 0.0 if none was measured yet.
 
     Raises:
         OSError: the connection is closed.
@@ -205,7 +205,7 @@ def round_trip_seconds(connection: socket.socket) -> float:
 
 
 def num_arrived_bytes(connection: socket.socket) -> int:
-    """How much the peer has sent that this machine's kernel has, read or not, since the beginning.
+    """Return how much of the peer's data this host's kernel has, read or not, since the beginning.
 
     Raises:
         OSError: the connection is closed.
@@ -215,7 +215,7 @@ def num_arrived_bytes(connection: socket.socket) -> int:
 
 
 def _tcp_info(connection: socket.socket, fields: struct.Struct) -> tuple[int, ...]:
-    """Some fields of what the kernel knows of a connection; ``fields`` begins where struct tcp_info does."""
+    """Return some fields of struct tcp_info; ``fields`` begins where that does."""
     return fields.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, fields.size))
 
 
@@ -246,7 +246,7 @@ def connection_closed_error(*, amid: bool) -> ConnectionError:
 
 @contextlib.contextmanager
 def translate_connection_losses() -> Iterator[None]:
-    """Turn what the kernel says of a lost connection into ConnectionError; a deadline's TimeoutError passes.
+    """Turn the kernel's errors of a lost connection into ConnectionError; a deadline's TimeoutError passes.
 
     A peer that the kernel has given up is an OSError that Python calls TimeoutError, too, but one with a number.
     """

@@ -3,14 +3,14 @@
 Messages travel by `reigen.net.connection.Connection`. A connection that ends is left out from
 then on, and remembered in ``lost``: why it ended is for the control service to say, which knows more.
 
-Whom a message wakes: every thread that may sleep has a bed, an epoll instance, with an eventfd in it by which other
-threads of this rank wake it. The connections, an epoll instance of their own, lie in the caller's bed always, because a
-caller sleeps only while it drives, and in the engine's bed only while nobody has taken over from it.
+Every thread that may sleep has an epoll instance of its own, with an eventfd in it by which other threads of this rank
+wake it. The connections, which share another epoll instance, are always in the caller's, because a caller sleeps only
+while it drives, and in the engine's only while no caller has taken over from it.
 
-Rank 0 hears from the others before it submits what they have. Where one blocking call follows another, each would wake
-the engine's thread there, only for it to find the caller back at work, and both would contend for the interpreter and a
-core. So behind a caller the connections stay out of that bed for a moment (`release_to_engine`); a timer that lies in
-it ends the moment, and is set anew by every call.
+Rank 0 hears from the others before it submits its own operation. Where one blocking call follows another, each message
+would wake the engine's thread, only for it to find the caller back at work, and both would contend for the interpreter
+and a core. So behind a caller the connections stay out of the engine's instance for a moment (`release_to_engine`); a
+timer in it ends the moment, and is set anew by every call.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class TcpStarTransport:
         raise AssertionError("integers go as messages here")
 
     def wake_readers(self) -> None:
-        """Nothing to do: every message wakes."""
+        """Do nothing: every message wakes."""
 
     def flush(self) -> None:
-        """Send what was kept back, as far as the kernel takes it."""
+        """Send waiting messages, as far as the kernel takes them."""
         for connection in list(self._ranks):
             self._flush(connection)
 
@@ -127,7 +127,7 @@ class TcpStarTransport:
         self.lost[rank] = error.strerror or str(error)
 
     def pending(self) -> bool:
-        """Whether `receive` would give something."""
+        """Return whether `receive` would give something."""
         return bool(self._received) or bool(self._epoll.poll(0))
 
     def token(self) -> int:
@@ -139,7 +139,7 @@ class TcpStarTransport:
         return any(self.pending() for _ in range(times))
 
     def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
-        """Sleep until a message has come or somebody has woken ``who``, or for the time given."""
+        """Sleep until a message has come or a thread has woken ``who``, or for the time given."""
         if any(fd == self._wake_events[who] for fd, _ in self._wake_epolls[who].poll(timeout_seconds)):
             self._silence(who)
 
@@ -148,10 +148,10 @@ class TcpStarTransport:
         if self._wakes_engine_soon:
             self._wakes_engine_soon = False
             self._engine_timer.stop()
-        hears = who is WaitingThread.ENGINE
-        if hears != self._wakes_engine:
-            self._wakes_engine = hears
-            self._wake_epolls[WaitingThread.ENGINE].modify(self._epoll.fileno(), select.EPOLLIN if hears else 0)
+        wakes = who is WaitingThread.ENGINE
+        if wakes != self._wakes_engine:
+            self._wakes_engine = wakes
+            self._wake_epolls[WaitingThread.ENGINE].modify(self._epoll.fileno(), select.EPOLLIN if wakes else 0)
         self._waiter = who
 
     def release_to_engine(self, urgent: bool) -> bool:
@@ -182,8 +182,8 @@ class TcpStarTransport:
             connection.close()
         self._ranks.clear()
         self._by_fd.clear()
-        for bed in (self._epoll, *self._wake_epolls.values()):
-            bed.close()
+        for each in (self._epoll, *self._wake_epolls.values()):
+            each.close()
         self._engine_timer.close()
         for alarm in self._wake_events.values():
             os.close(alarm)

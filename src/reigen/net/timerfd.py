@@ -43,7 +43,7 @@ class TimerFd:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def fileno(self) -> int:
-        """Its descriptor, -1 after `close`."""
+        """Return the descriptor, -1 after `close`."""
         return self._fd
 
     def start(self) -> None:

@@ -88,16 +88,16 @@ class TlsChannel:
 
     @property
     def num_wanted_bytes(self) -> int:
-        """How much to read so that not a byte behind the current record is."""
+        """Number of bytes to read, so that none behind the current record is."""
         return self._num_missing_bytes or _RECORD_HEADER_BYTES - len(self._record_header)
 
     @property
     def has_read_ahead(self) -> bool:
-        """Whether bytes have been fed that nobody has read."""
+        """Return whether bytes were fed that have not been read."""
         return bool(self._incoming.pending or self._tls.pending())
 
     def feed_record(self, data: bytes) -> None:
-        """Take what was read, at most ``num_wanted_bytes``.
+        """Take at most ``num_wanted_bytes`` that were read.
 
         Raises:
             AuthenticationError: these are no records of TLS.
@@ -120,11 +120,11 @@ class TlsChannel:
         self.feed(data)
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take what was read, however much that is."""
+        """Take any number of bytes that were read."""
         self._incoming.write(data)
 
     def advance(self) -> bool:
-        """Go on establishing TLS, as far as what was fed allows; whether it is established now.
+        """Go on establishing TLS, as far as the bytes fed allow; return whether it is established.
 
         Raises:
             AuthenticationError: the other end does not do as TLS demands.
@@ -167,7 +167,7 @@ class TlsChannel:
         return b"".join(parts)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Encrypt ``data``, behind what is there to `take` already.
+        """Encrypt ``data``, for `take`.
 
         Raises:
             AuthenticationError: the connection was broken before.
@@ -186,7 +186,7 @@ class TlsChannel:
 
 
 class TlsSocket:
-    """What `net.bulk_connection.BulkConnection` needs of a non-blocking socket, through a channel of TLS."""
+    """Non-blocking socket through a channel of TLS, as `net.framing.FramedConnection` needs it."""
 
     def __init__(self, connection: socket.socket, channel: TlsChannel) -> None:
         self._connection, self._channel = connection, channel
@@ -197,7 +197,7 @@ class TlsSocket:
 
     @property
     def has_read_ahead(self) -> bool:
-        """Whether bytes have been read from the socket that nobody has received."""
+        """Return whether bytes were read from the socket that have not been received."""
         return self._channel.has_read_ahead
 
     @property
@@ -229,7 +229,7 @@ class TlsSocket:
         return num_sent
 
     def recv_into(self, place: memoryview) -> int:
-        """Receive what is there, at most ``len(place)`` bytes; 0 when the connection has ended.
+        """Receive at most ``len(place)`` bytes; 0 when the connection has ended.
 
         Less than that is returned only when the socket has no more now.
 
@@ -269,7 +269,7 @@ class TlsSocket:
         return (num_received,)
 
     def _encrypt(self, pieces: Iterable[bytes | memoryview]) -> int:
-        """Encrypt a chunk of what is to be sent; returns how much that is."""
+        """Encrypt a chunk of the pieces; return its length."""
         left = _CHUNK_BYTES
         parts: list[bytes | memoryview] = []
         for piece in pieces:

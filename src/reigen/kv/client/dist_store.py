@@ -26,7 +26,7 @@ from reigen.kv.client.requests import KVOperation
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.keys import key_id
 from reigen.kv.local_store import copy_to_host, fill_tensor
-from reigen.kv.membership.nodes import JobMembership
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.protocol import MessageKind
 from reigen.kv.store import KeyTensors, KVStore, Pending, check_optimizer
 from reigen.kv.values import (

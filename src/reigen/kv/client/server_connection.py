@@ -29,11 +29,11 @@ import numpy as np
 from msgspec import structs
 
 from reigen.api.adapter import Array
+from reigen.cluster.membership.messages import ServerInfo
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, ReigenError, WireError
 from reigen.kv.client.requests import BatchRequest, ByteArray, ClientRequest
 from reigen.kv.connection import KVConnection, MessageDropper
-from reigen.kv.membership.nodes import ServerInfo
 from reigen.kv.protocol import (
     HELLO_CODEC,
     MAX_CONTROL_BYTES,

@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from msgspec import structs
 
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
 from reigen.kv.client.io_lock import IOLock
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
-from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLost, ServerMoved
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     PURPOSE,
@@ -520,10 +521,10 @@ class KVWorker:
         for event in self.member.events():
             if isinstance(event, JobEnded):
                 raise event.error()
-            if isinstance(event, ServerMoved):
-                self._awaited.discard(event.server.number)
-                self._servers[event.server.number].moved(event.server)
-            elif isinstance(event, NodeLost) and event.role == "server":
+            if isinstance(event, MemberReturned) and event.role == "server":
+                self._awaited.discard(event.number)
+                self._servers[event.number].moved(event.server)
+            elif isinstance(event, MemberLost) and event.role == "server":
                 if not event.will_return:
                     raise PeerLostError(f"{event}")
                 self._awaited.add(event.number)

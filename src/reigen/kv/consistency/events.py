@@ -9,19 +9,12 @@ or `ApplyPush` before that, or not at all.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from enum import Enum
 
 import msgspec
 
+from reigen.cluster.membership.members import LossPolicy
+
 RequestToken = Hashable
-
-
-class LossPolicy(Enum):
-    """Consequence of a worker's loss for the others; the words of REIGEN_KV_ON_WORKER_LOSS."""
-
-    ABORT = "abort"
-    CONTINUE = "continue"
-    WAIT = "wait"
 
 
 # -- events -----------------------------------------------------------------------------------------------------------

@@ -58,6 +58,7 @@ from enum import Enum
 
 import msgspec
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.kv.consistency.events import (
     AcknowledgePush,
     AnswerPull,
@@ -67,7 +68,6 @@ from reigen.kv.consistency.events import (
     ConsistencyInstructions,
     DropRequest,
     FailRequest,
-    LossPolicy,
     PullRequested,
     PushReceived,
     RepeatAcknowledgement,

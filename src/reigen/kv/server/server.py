@@ -17,12 +17,13 @@ from functools import partial
 import numpy as np
 
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.members import LossPolicy
+from reigen.cluster.membership.messages import JobEnded, MemberLeft, MemberLost, MemberReturned
 from reigen.config import Config
 from reigen.errors import MismatchError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
 from reigen.kv.connection import KVConnection, MessageDropper
-from reigen.kv.consistency.events import LossPolicy
-from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLeft, NodeLost, NodeReturned
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,
@@ -141,7 +142,7 @@ class KVServer:
         #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
         self._restored: set[int] = set()
         #: workers that are lost now, for stores that begin later
-        self._lost: dict[int, NodeLost] = {}
+        self._lost: dict[int, MemberLost] = {}
         self._connections: set[_ClientConnection] = set()
         #: the servers' wires are the narrowest; those that are ahead of others and are not read for the time being
         self._limits_senders = member.num_workers > member.num_servers
@@ -399,16 +400,16 @@ class KVServer:
             _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
             if isinstance(event, JobEnded):
                 self._exit_code = event.exit_code
-            elif isinstance(event, NodeLost) and event.role == "worker":
+            elif isinstance(event, MemberLost) and event.role == "worker":
                 self._lost[event.number] = event
                 for store in self._stores.values():
                     store.lost(event.number, event.host, event.reason, event.incarnation)
-            elif isinstance(event, NodeReturned) and event.role == "worker":
+            elif isinstance(event, MemberReturned) and event.role == "worker":
                 self._lost.pop(event.number, None)
                 for store in self._stores.values():
                     if store.incarnations.get(event.number) == event.incarnation:
                         store.found(event.number, event.host)
-            elif isinstance(event, NodeLeft) and event.role == "worker":
+            elif isinstance(event, MemberLeft) and event.role == "worker":
                 for store in self._stores.values():
                     store.has_left(event.number, event.host)
 

@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from reigen.cluster.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.errors import ConfigError, ReigenError, WireError
 from reigen.files import Buffer, privacy_problem, write_atomically
-from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.kv.protocol import KeySpec, ShardRange
 from reigen.kv.server.shard import ShardId, ShardSnapshot
 from reigen.optim import packed, unpacked

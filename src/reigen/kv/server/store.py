@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.errors import ArgumentError, CollectiveError, ReigenError, WireError
 from reigen.kv.consistency.events import (
     AcknowledgePush,
@@ -29,7 +30,6 @@ from reigen.kv.consistency.events import (
     ConsistencyInstruction,
     DropRequest,
     FailRequest,
-    LossPolicy,
     RepeatAcknowledgement,
     RequestExpired,
     RequestToken,
