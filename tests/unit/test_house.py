@@ -20,19 +20,12 @@ CLEAN = (
     *("backends.mpi", "backends.null", "backends.selection", "backends.tcp.algorithm", "backends.tcp.allreduce"),
     *("backends.tcp.backend", "backends.tcp.connection", "backends.tcp.errors"),
     *("cli", "cluster.addresses", "cluster.bootstrap", "cluster.connection_pool", "cluster.environ"),
-    *("cluster.membership", "kv.membership"),
+    *("cluster.membership", "kv"),
     *("cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "net", "numpy_ops", "observe", "optim", "resources", "runner.call"),
     *("runner.interpreter", "runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
     *("runner.serialization", "runner.task", "startup", "testing", "types"),
-=======
-    *("cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
-    *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
-    *("launch", "log", "mxnet", "numpy_ops", "observe", "optim", "resources", "runner.call", "runner.interpreter"),
-    *("runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
-    *("runner.serialization", "runner.task", "startup", "testing", "torch", "types"),
->>>>>>> h-found
 )
 #: A summary stands alone, and begins with a verb or a noun of the field.
 FORBIDDEN = re.compile(
