@@ -32,7 +32,7 @@ from benchmarks.harness.work import Case
 from reigen.cluster.membership.control_service import ControlService
 from reigen.errors import LaunchError
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE, JobServices, detect_cpus, plan_ranks, single_host_topologies
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 from reigen.net.auth import SECRET_BYTES
 
 START_SECONDS = 120.0

@@ -25,7 +25,7 @@ CLEAN = (
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "net", "numpy_ops", "observe", "optim", "resources", "runner.call"),
     *("runner.interpreter", "runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
-    *("runner.serialization", "runner.task", "startup", "testing", "types"),
+    *("runner.serialization", "runner.task", "startup", "testing", "torch", "types"),
 )
 #: A summary stands alone, and begins with a verb or a noun of the field.
 FORBIDDEN = re.compile(

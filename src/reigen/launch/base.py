@@ -2,7 +2,7 @@
 
 A launcher says which processes run on which hosts, and gets one agent process onto each host that is not this one. It
 starts no rank, decides nothing about the job's end, retries nothing and prints nothing. The supervisor
-(``launch.supervisor``), the same for all launchers, and its agents do that:
+(``launch.supervision.supervisor``), the same for all launchers, and its agents do that:
 
 a. The factory is called in the process that the user has started, before it forks. It checks what can be checked
    without asking anybody, and raises ConfigError. It starts no thread and connects to nothing.
@@ -106,7 +106,7 @@ class AgentStarter(Protocol):
         """Start the agent of a host (its name is the plan's) and return at once.
 
         Returns:
-            The client process of this host whose stdin and stdout are the agent's (``launch.spawn.spawn_client``).
+            The client process of this host whose stdin and stdout are the agent's (``spawn_client``).
 
         Raises:
             LaunchError: the client process cannot be started.

@@ -9,9 +9,9 @@ from itertools import takewhile
 
 from reigen.launch.job_state import KILLED_EXIT_CODES, FinishJob, JobFailure, was_killed
 from reigen.launch.output.line_prefix import ProcessNames, visible_text
-from reigen.launch.process_tree import signal_name
 from reigen.launch.ps_processes import SNAPSHOT_VARIABLE
-from reigen.launch.watchdog import STOP_SIGNALS
+from reigen.launch.supervision.process_tree import signal_name
+from reigen.launch.supervision.watchdog import STOP_SIGNALS
 
 
 @dataclass(frozen=True, slots=True)

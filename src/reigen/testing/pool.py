@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from reigen.cluster.membership.control_service import ControlService
 from reigen.launch.local_plan import AvailableCpus, JobServices, plan_ranks, single_host_topologies
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 from reigen.testing.environment import clean_environment
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources

@@ -12,7 +12,7 @@ import pytest
 from reigen.cluster.membership.control_service import ControlService
 from reigen.errors import LaunchError
 from reigen.launch.agent.heartbeat import AgentHeartbeat
-from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.tls import TlsContext
 
 SECRET = b"s" * 32

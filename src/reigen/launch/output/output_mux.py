@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 
 from reigen.errors import format_ranks
-from reigen.launch.event_loop import LauncherLoop
-from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 from reigen.launch.options import LaunchOptions
 from reigen.launch.output.line_prefix import LineSplitter
 from reigen.launch.output.nonblocking_writer import NonblockingWriter, open_std_writers
 from reigen.launch.output.output_files import OutputFile, process_directory
 from reigen.launch.output.repeated_errors import RepeatedErrors
 from reigen.launch.ps_processes import name_ps_processes
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,7 @@ from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.remote_start import RemoteStart
 from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
-from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
-from reigen.launch.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.local_plan import (
     TERMINAL_VARIABLE,
     JobServices,
@@ -37,10 +35,12 @@ from reigen.launch.local_plan import (
 )
 from reigen.launch.options import JobListener, LaunchOptions, complain
 from reigen.launch.output.output_mux import OutputMux
-from reigen.launch.process_tree import signal_name
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
-from reigen.launch.spawn import reserve_port
-from reigen.launch.watchdog import run_under_watchdog
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
+from reigen.launch.supervision.process_tree import signal_name
+from reigen.launch.supervision.spawn import reserve_port
+from reigen.launch.supervision.watchdog import run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
 from reigen.resources.limits import explain_limit
 
