@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reigen.kv.store import CompletedPending, KVStore
+from reigen.kv.store import KVStore, PendingGroup
 from reigen.kv.values import DENSE, RowSparse, flatten_tensor, write_tensor
 from reigen.optim import Optimizer, Updater
 
@@ -56,7 +56,7 @@ class ThreadStore(KVStore):
                 self._contribute(key, taken)
             else:
                 self._contribute(key, flatten_tensor(value)[0].copy())
-        return CompletedPending()
+        return PendingGroup(())
 
     def _contribute(self, key, value):
         servers = self.servers
@@ -100,7 +100,7 @@ class ThreadStore(KVStore):
                 array, aliases = flatten_tensor(out)
                 array[:] = self.servers.stored[key]
                 write_tensor(out, array, aliases)
-        return CompletedPending()
+        return PendingGroup(())
 
     def _pushpull(self, values, outs, priority, blocking):
         self.servers.log.append(("pushpull", [key for key, _ in values]))
@@ -113,7 +113,7 @@ class ThreadStore(KVStore):
         ids = np.unique(flatten_tensor(rows)[0])
         for out in outs:
             out.receive(ids, self.servers.stored[key].reshape(spec.shape)[ids])
-        return CompletedPending()
+        return PendingGroup(())
 
     def _wait_for_round(self, key):
         with self.servers.changed:

@@ -20,7 +20,7 @@ CLEAN = (
     *("backends.mpi", "backends.null", "backends.selection", "backends.tcp.algorithm", "backends.tcp.allreduce"),
     *("backends.tcp.backend", "backends.tcp.connection", "backends.tcp.errors"),
     *("cli", "cluster.addresses", "cluster.bootstrap", "cluster.connection_pool", "cluster.environ"),
-    *("cluster.membership", "kv.membership"),
+    *("cluster.membership", "kv"),
     *("cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "net", "numpy_ops", "observe", "optim", "resources", "runner.call"),

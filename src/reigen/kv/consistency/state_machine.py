@@ -1,4 +1,4 @@
-"""State machine that decides when pushes are applied, and pulls answered: synchronous, stale (SSP), asynchronous.
+"""Engine that decides when pushes are applied, and pulls answered: synchronous, stale (SSP), asynchronous.
 
 One engine per shard, without I/O or clock: an event goes in (`handle`), instructions come out, in the order in which
 the server must carry them out. Its words stand in `reigen.kv.consistency.events`.
