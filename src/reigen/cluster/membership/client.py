@@ -8,7 +8,6 @@ it; when the machine goes silent, keepalive does. `cluster.membership.liveness` 
 from __future__ import annotations
 
 import contextlib
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from reigen.cluster.membership.rendezvous import service_lost_error, split_addre
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, open_connection
+from reigen.net.event_loop import wait_ready
 from reigen.net.fork_safety import close_in_children
 from reigen.net.listener import SILENCE_ERRNOS
 
@@ -132,12 +132,10 @@ class MembershipClient:
 
     def wait_for_death(self, timeout_seconds: float) -> None:
         """Return when there is news, or after the time given."""
-        poll = select.poll()
         if self.fileno() < 0:
             time.sleep(timeout_seconds)  # nothing more will be known
-            return
-        poll.register(self.fileno(), select.POLLIN)
-        poll.poll(timeout_seconds * 1000)
+        else:
+            wait_ready(self, timeout_seconds)
 
     def close(self) -> None:
         """Close the connection: for the others this rank has died, unless it said something before. Repeatable.
