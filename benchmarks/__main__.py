@@ -211,7 +211,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 @contextmanager
 def _kill_descendants_on_exit() -> Iterator[None]:
     """However the block ends, every process below this one ends, too; SIGTERM ends the block like Ctrl-C."""
-    from reigen.launch.process_tree import become_subreaper, kill_all_below
+    from reigen.launch.supervision.process_tree import become_subreaper, kill_all_below
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + signum)

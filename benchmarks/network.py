@@ -33,7 +33,7 @@ from benchmarks.harness.schedule import Mode, about, alternate, crews, to_stderr
 from benchmarks.harness.sizes import format_size, parse_size
 from benchmarks.harness.work import Case
 from reigen.cluster.environ import RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
-from reigen.cluster.membership.control_service import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.topology import Topology
 from reigen.net.auth import SECRET_BYTES
 from tests.lab import Hosts, Unavailable
@@ -225,7 +225,7 @@ class Place:
         """A job of Reigen with a rendezvous service on the first machine."""
         secret = secrets.token_bytes(SECRET_BYTES)
         with self._hosts[0].network():
-            server = RendezvousServer(secret, self._hosts[0].address)
+            server = ControlService(secret, self._hosts[0].address)
         self._stack.callback(server.close)
         server.start()
         variables = {RENDEZVOUS_VARIABLE: server.address, SECRET_VARIABLE: secret.hex()}

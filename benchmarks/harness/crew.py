@@ -29,10 +29,10 @@ from benchmarks.harness.figures import Timeline
 from benchmarks.harness.rank import LIMIT_VARIABLE, SOCKET_VARIABLE
 from benchmarks.harness.turns import ANSWERS, Command, Failed, Hello, Line, Open, Shut, Spans, Turn
 from benchmarks.harness.work import Case
-from reigen.cluster.membership.control_service import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from reigen.errors import LaunchError
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE, JobServices, detect_cpus, plan_ranks, single_host_topologies
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 from reigen.net.auth import SECRET_BYTES
 
 START_SECONDS = 120.0
@@ -101,7 +101,7 @@ class Crew:
         self._output = self._stack.enter_context((self._directory / "output").open("w+b"))
         self._listener = self._stack.enter_context(socket.socket(socket.AF_UNIX))
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._server = RendezvousServer(self._secret)
+        self._server = ControlService(self._secret)
         self._stack.callback(self._server.close)
 
     def __enter__(self) -> Self:

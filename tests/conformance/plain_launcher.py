@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from reigen.launch.base import AgentCommand, HostProblem, JobPlan, assign_processes, explain_agent_exit
 from reigen.launch.options import LaunchOptions
-from reigen.launch.spawn import spawn_client
+from reigen.launch.supervision.spawn import spawn_client
 
 
 class PlainLauncher:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import reigen
-from reigen.errors import ConfigError
+from reigen.errors import ConfigError, LaunchError
 from reigen.launch.base import BUILT_IN_LAUNCHERS, AgentStarter, Launcher, find_launcher
 from reigen.testing import check_launcher
 from tests.conformance.plain_launcher import PlainLauncher
@@ -134,6 +134,9 @@ def test_a_launcher_of_another_package(tmp_path, monkeypatch):
         find_launcher("plane")
     with pytest.raises(ConfigError, match=r"--launcher broken: .* cannot be imported: .*PlainLaunchers"):
         find_launcher("broken")
+    (tmp_path / "raising.py").write_text("raise RuntimeError('no licence')")
+    with pytest.raises(LaunchError, match=r"--launcher raising:make: raising:make raised .*: RuntimeError: no licence"):
+        find_launcher("raising:make")
 
 
 @pytest.mark.parametrize("name", ["", "no.such.module:Launcher", "reigen.launch.local:", ":Launcher"])

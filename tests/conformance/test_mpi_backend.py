@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from reigen.cluster.membership.control_service import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from tests.machines import Groups
 from tests.mpirun import DEBIAN, MPICH, PYPI, find, run
 
@@ -22,7 +22,7 @@ def check(name: str, size: int, native: str, directory: Path, *, trimmed: bool, 
     if isinstance(mpi, str):
         pytest.skip(mpi)
     secret = secrets.token_bytes(32)
-    server = RendezvousServer(secret)
+    server = ControlService(secret)
     server.start()
     try:
         arguments = [server.address, native, "trimmed" if trimmed else "whole", str(directory)]

@@ -16,15 +16,21 @@ from typing import Literal
 
 import msgspec
 
-from reigen.cluster.membership.control_service import REQUEST_CODEC, CancelGet, GetValue, PutValue, RendezvousStore
-from reigen.cluster.membership.liveness import HOLD_SECONDS, AbortMessage, EnterGroup, LeaveGroup, LivenessTable
-from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.membership import messages
+from reigen.cluster.membership.abort_message import AbortMessage
+from reigen.cluster.membership.control_service import (
+    REQUEST_CODEC,
+    CancelGet,
+    ControlService,
+    GetValue,
+    PutValue,
+    RendezvousStore,
+)
+from reigen.cluster.membership.members import RANK_HOLD_SECONDS, LossPolicy, parameter_server_job
+from reigen.cluster.membership.messages import MEMBER_CODEC, MEMBERSHIP_REPLY_CODEC
+from reigen.cluster.membership.rendezvous import RendezvousClient
+from reigen.cluster.membership.table import GroupTable, MembershipTable
 from reigen.errors import AuthenticationError, WireError
-from reigen.kv.consistency.events import LossPolicy
-from reigen.kv.membership import messages
-from reigen.kv.membership.membership_table import MembershipTable
-from reigen.kv.membership.messages import NODE_MESSAGE_CODEC, SCHEDULER_MESSAGE_CODEC
-from reigen.kv.membership.node_state import JobSpec
 from reigen.net.auth import AuthSession, ClientHandshake, Identity, ProcessRole, ServerHandshake
 from reigen.net.bulk_connection import BulkConnection
 from reigen.net.connection import StreamProtocol, open_connection
@@ -276,24 +282,27 @@ def link_in_between(data: bytes) -> None:
 def requests(data: bytes) -> None:
     """Ranks that know the secret ask the service for what makes no sense."""
     script = Script(data)
-    store, roll = RendezvousStore(), LivenessTable()
+    store, groups = RendezvousStore(), GroupTable()
     now = 0.0
     while script:
         owner = script.number(4)
-        now += script.number(3) * HOLD_SECONDS
+        now += script.number(3) * RANK_HOLD_SECONDS
         try:
             message = REQUEST_CODEC.decode(payload(script))
         except WireError:
             continue
-        if isinstance(message, EnterGroup | LeaveGroup | AbortMessage):
-            roll.handle(owner, message, now)
-        else:
+        if isinstance(message, PutValue | GetValue | CancelGet):
             store.handle(owner, message)
+        else:
+            for told, answer in groups.handle(owner, message, now):
+                if isinstance(answer, messages.MemberRefused):  # the service closes that connection
+                    groups.ended(told, now)
         if script.number(8) == 7:
             store.forget_all(owner)
-            roll.lost(owner, now, silent=script.number(2) == 1)
-        roll.tick(now)
-    roll.tick(now + 100.0)
+            groups.ended(owner, now, silent=script.number(2) == 1)
+        groups.tick(now)
+        groups.validate()
+    groups.tick(now + 100.0)
 
 
 def payload(script: Script) -> bytes:
@@ -305,8 +314,8 @@ def payload(script: Script) -> bytes:
         PutValue(number, text, script.bytes(small), only_first=True),
         GetValue(number, text),
         CancelGet(number),
-        EnterGroup(number, text, small, 1 + script.number(5), text, text),
-        LeaveGroup(),
+        messages.RegisterMember("rank", small, text, number, {"rank": 1 + script.number(5)}, group=text, machine=text),
+        messages.LeaveJob(),
         AbortMessage(text, tuple(range(small)), text),
     ]
     return _spoilt(known[kind] if kind < len(known) else None, script)
@@ -325,16 +334,16 @@ def calls(data: bytes) -> None:
     """Nodes that know the secret tell a scheduler of parameter servers what makes no sense."""
     script = Script(data)
     roster = MembershipTable(
-        JobSpec(2, 2, policy=list(LossPolicy)[script.number(3)], servers_return=script.number(2) == 1), 1
+        parameter_server_job(2, 2, policy=list(LossPolicy)[script.number(3)], servers_return=script.number(2) == 1), 1
     )
     now = 0.0
     while script:
         owner = script.number(6)
         now += script.number(4) * 0.7
         with suppress(WireError):
-            for told, answer in roster.handle(owner, NODE_MESSAGE_CODEC.decode(call(script)), now):
-                SCHEDULER_MESSAGE_CODEC.encode(answer)
-                if isinstance(answer, messages.NodeRefused):  # the scheduler closes that connection
+            for told, answer in roster.handle(owner, MEMBER_CODEC.decode(call(script)), now):
+                MEMBERSHIP_REPLY_CODEC.encode(answer)
+                if isinstance(answer, messages.MemberRefused):  # the scheduler closes that connection
                     roster.ended(told, now)
         if script.number(8) == 7:
             roster.ended(owner, now)
@@ -347,15 +356,18 @@ def call(script: Script) -> bytes:
     """A message to the scheduler, more or less, as `payload`."""
     kind, number, text = script.number(10), script.number(4) - 1, "k" * script.number(4)
     role: Literal["worker", "server"] = "worker" if script.number(2) else "server"
+    counts: dict[messages.MemberRole, int] = {"worker": 2, "server": 2}
     expected, incarnation, sequence = script.number(10), script.number(5), script.number(1 << 24) - 2
     known: list[msgspec.Struct] = [
-        messages.RegisterNode(role, number, text, text, incarnation, 2, 2, script.number(3)),
-        messages.RegisterNode(role, number, text, text, incarnation, 2, max(2, expected), left=(number,)),
+        messages.RegisterMember(role, number, text, incarnation, counts, text, job=script.number(3)),
+        messages.RegisterMember(
+            role, number, text, incarnation, {**counts, "server": max(2, expected)}, text, left=(number,)
+        ),
         messages.EnterBarrier(text, sequence),
-        messages.AbandonBarrier(text, sequence, script.number(2) == 1),
-        messages.MissingQuery(),
-        messages.SilentQuery(float(sequence)),
-        messages.NodeHeartbeat(),
+        messages.EnterBarrier(text, sequence, is_abandoned=True, is_over=script.number(2) == 1),
+        messages.StatusQuery(),
+        messages.StatusQuery(float(sequence)),
+        messages.MemberHeartbeat(),
         messages.LeaveJob(),
     ]
     return _spoilt(known[kind] if kind < len(known) else None, script)
@@ -371,7 +383,7 @@ class Victim:
 
     def __init__(self, *, encrypted: bool = False, handshake_seconds: float = 60.0) -> None:
         self.tls = tls() if encrypted else None
-        self.server = RendezvousServer(SECRET, handshake_seconds=handshake_seconds, tls=self.tls)
+        self.server = ControlService(SECRET, handshake_seconds=handshake_seconds, tls=self.tls)
         self.server.start()
         self._bystander = RendezvousClient(self.server.address, SECRET, 0, 10.0, self.tls)
         self._num_visits = 0

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 
 import reigen
 from reigen.cluster.connection_pool import ConnectionPool
-from reigen.cluster.membership.control_service import MAX_MESSAGE_BYTES, REQUEST_CODEC
+from reigen.cluster.membership.control_service import REQUEST_CODEC
+from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES
 from reigen.cluster.membership.rendezvous import LocalRendezvous
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import AuthSession, ClientHandshake, Identity, ProcessRole

@@ -13,10 +13,10 @@ from collections import deque
 
 import numpy as np
 
+from reigen.cluster.membership.messages import JobEnded
 from reigen.config import Config
 from reigen.kv.connection import KVConnection
 from reigen.kv.keys import key_id
-from reigen.kv.membership.nodes import JobEnded
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     DECLARE_CODEC,

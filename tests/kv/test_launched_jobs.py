@@ -94,6 +94,33 @@ def test_a_killed_worker_that_servers_wait_for_is_started_again(rest: Path) -> N
     assert "reigen run: rank 1: killed by SIGKILL; it is started again\n" in err
 
 
+#: Worker 1 is killed in its first life, behind its first push.
+SETS_TWICE = """
+import os, signal
+import numpy as np
+from reigen import kv, optim
+store = kv.create("dist_sync")
+store.set_optimizer(optim.create("sgd", learning_rate=1.0))
+store.set_optimizer(optim.create("sgd", learning_rate=1.0, momentum=0.5))
+store.init("w", np.zeros(3, np.float32))
+out = np.empty(3, np.float32)
+while store.rounds("w") < 3:
+    store.pushpull("w", np.ones(3, np.float32), out)
+    if store.rank == 1 and os.environ["DMLC_NUM_ATTEMPT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+store.close()
+print(out.tolist())
+"""
+
+
+def test_a_worker_that_is_started_again_sets_the_optimizer_twice_again() -> None:
+    environ = {**BOUND, "REIGEN_KV_ON_WORKER_LOSS": "wait"}
+    status, out, err = run(*JOB, sys.executable, "-c", SETS_TWICE, env=environ)
+    assert "reigen run: rank 1: killed by SIGKILL; it is started again\n" in err
+    values = [-2.0 - 3.0 - 3.5] * 3  # momentum 0.5: steps of 2, 3 and 3.5
+    assert (status, sorted(out.splitlines())) == (0, [f"[0] {values}", f"[1] {values}"]), err
+
+
 #: Worker 1 leaves in good order and fails then, before worker 0 leaves or after that.
 FAILS_BEHIND_IT = """
 import sys

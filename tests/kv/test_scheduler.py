@@ -14,16 +14,17 @@ import pytest
 
 from reigen.cluster.bootstrap.job_credentials import derive_job_secret
 from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
+from reigen.cluster.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
+    MemberAssigned,
+    MemberRole,
+    RegisterMember,
+)
 from reigen.config import load_config
 from reigen.kv.membership.discovery import SchedulerLocator
 from reigen.kv.membership.environment import read_process_config
-from reigen.kv.membership.messages import (
-    MAX_MESSAGE_BYTES,
-    NODE_MESSAGE_CODEC,
-    SCHEDULER_MESSAGE_CODEC,
-    NodeAssigned,
-    RegisterNode,
-)
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import open_connection
 from tests.kv.jobs import DEADLINE_SECONDS, SCHEDULER, Job, Process
@@ -237,7 +238,7 @@ def test_who_knows_the_secret_and_talks_nonsense_is_closed() -> None:
         for nonsense in (
             b"",
             b"\xff" * 100,
-            NODE_MESSAGE_CODEC.encode(RegisterNode("worker", 0, "", "", 5, 1, 1))[:-1],
+            MEMBER_CODEC.encode(RegisterMember("worker", 0, "", 5, {"worker": 1, "server": 1}))[:-1],
         ):
             with closing(open_connection(("127.0.0.1", port), secret, me, MAX_MESSAGE_BYTES, deadline)) as stream:
                 stream.send(nonsense, deadline)
@@ -261,11 +262,12 @@ def test_those_who_know_the_job_come_first_to_a_scheduler_that_follows_another()
                 )
                 for _ in range(2)
             )
-            unknown.send(NODE_MESSAGE_CODEC.encode(RegisterNode("worker", 1, "here", "", 5, 2, 1)), deadline)
+            counts: dict[MemberRole, int] = {"worker": 2, "server": 1}
+            unknown.send(MEMBER_CODEC.encode(RegisterMember("worker", 1, "here", 5, counts)), deadline)
             scheduler.wait_for("worker 1 registers")
-            known.send(NODE_MESSAGE_CODEC.encode(RegisterNode("worker", 0, "here", "", 6, 2, 1, job=77)), deadline)
-            told = [SCHEDULER_MESSAGE_CODEC.decode(stream.receive(deadline)) for stream in (known, unknown)]
-    assert told == [NodeAssigned(0, False, 77), NodeAssigned(1, True, 77)]
+            known.send(MEMBER_CODEC.encode(RegisterMember("worker", 0, "here", 6, counts, job=77)), deadline)
+            told = [MEMBERSHIP_REPLY_CODEC.decode(stream.receive(deadline)) for stream in (known, unknown)]
+    assert told == [MemberAssigned(0, False, 77, epoch=1), MemberAssigned(1, True, 77, epoch=2)]
 
 
 def test_a_worker_that_is_killed_is_named_to_the_others() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reigen.cluster.membership.messages import MAX_SAVED_JOBS, MemberLeft, MemberLost, MemberReturned, SavedJob
 from reigen.compression import from_params
 from reigen.config import Config
 from reigen.errors import (
@@ -28,8 +29,6 @@ from reigen.errors import (
     UnsupportedTypeError,
     WireError,
 )
-from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
-from reigen.kv.membership.nodes import NodeLeft, NodeLost, NodeReturned
 from reigen.kv.protocol import (
     COUNT_UNKNOWN,
     DECLARE_CODEC,
@@ -523,7 +522,7 @@ def test_stores_do_not_share_keys():
 
 def lose(serving, worker, reason="its process ended"):
     worker.line.close()
-    serving.member.tell(NodeLost("worker", worker.number, "there", reason))
+    serving.member.tell(MemberLost("worker", worker.number, "there", reason))
 
 
 def test_a_lost_worker_is_named_to_all():
@@ -594,9 +593,9 @@ def test_a_worker_that_takes_the_place_of_a_lost_one_goes_on_where_that_was(even
 def test_a_worker_that_was_only_silent_goes_on():
     with job(2, Config(kv_on_worker_loss="continue")) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s"))
+        serving.member.tell(MemberLost("worker", 1, "there", "nothing was heard of it for 20 s"))
         assert list(zero.value(push(zero, "w", 1, [3], MessageKind.PUSHPULL))) == [6]
-        serving.member.tell(NodeReturned("worker", 1, "there", 1))
+        serving.member.tell(MemberReturned("worker", 1, "there", 1))
         zero.until(lambda: len(zero.notices) == 2)
         assert [notice.what for notice in zero.notices] == ["lost", "returned"]
         asked = push(zero, "w", 2, [3], MessageKind.PUSHPULL)
@@ -610,8 +609,8 @@ def test_a_loss_that_is_told_late_is_not_that_of_the_process_that_has_come_since
         one.line.close()
         new = serving.worker(1, incarnation=2)
         new.pull("w", 0)
-        serving.member.tell(NodeLost("worker", 1, "there", "its process ended", True, 1))
-        serving.member.tell(NodeReturned("worker", 1, "there", 2))
+        serving.member.tell(MemberLost("worker", 1, "there", "its process ended", True, 1))
+        serving.member.tell(MemberReturned("worker", 1, "there", 2))
         asked = push(new, "w", 1, [1], MessageKind.PUSHPULL)
         assert list(zero.value(push(zero, "w", 1, [1], MessageKind.PUSHPULL))) == [2]
         assert list(new.value(asked)) == [2]
@@ -622,8 +621,8 @@ def test_a_worker_that_has_left_and_was_silent_is_not_waited_for():
     with job(2, Config(kv_on_worker_loss="wait")) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
         one.ask(MessageKind.GOODBYE)
-        serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s", True, 1))
-        serving.member.tell(NodeReturned("worker", 1, "there", 1))
+        serving.member.tell(MemberLost("worker", 1, "there", "nothing was heard of it for 20 s", True, 1))
+        serving.member.tell(MemberReturned("worker", 1, "there", 1))
         assert list(zero.value(push(zero, "w", 1, [1], MessageKind.PUSHPULL))) == [1]
 
 
@@ -632,7 +631,7 @@ def test_a_server_hears_of_a_worker_that_has_left_from_the_scheduler_too():
         start([zero, one], "w", np.zeros(1, np.float32))
         asked = push(zero, "w", 1, [1], MessageKind.PUSHPULL)
         one.line.close()
-        serving.member.tell(NodeLeft("worker", 1, "there"))
+        serving.member.tell(MemberLeft("worker", 1, "there"))
         assert list(zero.value(asked)) == [1]
 
 
@@ -640,9 +639,9 @@ def test_a_server_hears_of_a_worker_that_has_left_from_the_scheduler_too():
 def test_a_worker_that_leaves_while_it_is_thought_to_be_lost_is_not_waited_for(policy):
     with job(2, Config(kv_on_worker_loss=policy)) as (serving, (zero, one)):
         start([zero, one], "w", np.zeros(1, np.float32))
-        serving.member.tell(NodeLost("worker", 1, "there", "nothing was heard of it for 20 s", True, 1))
+        serving.member.tell(MemberLost("worker", 1, "there", "nothing was heard of it for 20 s", True, 1))
         one.ask(MessageKind.GOODBYE)
-        serving.member.tell(NodeReturned("worker", 1, "there", 1))
+        serving.member.tell(MemberReturned("worker", 1, "there", 1))
         assert list(zero.value(push(zero, "w", 1, [1], MessageKind.PUSHPULL))) == [1]
         assert list(zero.value(push(zero, "w", 2, [2], MessageKind.PUSHPULL))) == [2]
 
@@ -1224,7 +1223,7 @@ def test_a_job_that_goes_on_without_a_worker_leaves_its_snapshots(tmp_path):
     config = Config(kv_snapshot_dir=str(tmp_path), kv_snapshot_seconds=0.0, kv_on_worker_loss="continue")
     with job(2, config) as (serving, workers):
         start(workers, "w", np.ones(3, np.float32))
-        serving.member.tell(NodeLost("worker", 1, "h", "its process ended", False, 1))
+        serving.member.tell(MemberLost("worker", 1, "h", "its process ended", False, 1))
         serving.stop(0)
     assert any(tmp_path.rglob("*.shard"))
 

@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned, MembershipEvent, ServerInfo
 from reigen.config import Config
 from reigen.errors import DeadlineError
 from reigen.kv.client.dist_store import DistStore
-from reigen.kv.membership.nodes import JobEnded, MembershipEvent, NodeLost, ServerInfo, ServerMoved
 from reigen.kv.server.server import KVServer
 from reigen.net.listener import open_listening_socket
 
@@ -105,15 +105,16 @@ class Job:
     def replace_server(self, number: int) -> None:
         """A server dies and is started again; everybody hears of both."""
         self.stop_server(number, exit_code=1)
-        self.tell(NodeLost("server", number, "here", "its process ended", will_return=True))
+        self.tell(MemberLost("server", number, "here", "its process ended", will_return=True))
         self.peers[number] = self.start_server(number, self.peers[number].incarnation + 1)
-        self.tell(ServerMoved(self.peers[number]))
+        peer = self.peers[number]
+        self.tell(MemberReturned("server", number, peer.host, peer.incarnation, peer.address))
 
     def lose_worker(self, store: DistStore) -> None:
         """A worker dies; everybody hears of it."""
         store.abandon()
         incarnation = max(member.incarnation for member in self.members if member.number == store.rank)
-        self.tell(NodeLost("worker", store.rank, "there", "its process ended", incarnation=incarnation))
+        self.tell(MemberLost("worker", store.rank, "there", "its process ended", incarnation=incarnation))
 
     def stop_job(self, reason: str) -> None:
         """The scheduler tells everybody that the job is over."""

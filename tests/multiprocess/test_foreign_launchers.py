@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 from reigen.testing.environment import clean_environment
 from tests.mpirun import MPICH, PYPI, find, run
 from tests.multiprocess.launcher import until

@@ -10,14 +10,14 @@ import sys
 
 import pytest
 
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 from reigen.testing.environment import clean_environment
 from tests.strangers import wants
 
 #: In a network of its own, with two ports to be given away: one is held.
 _ASK_FOR_ANY = """
 import itertools, socket, subprocess, sys
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
 with open("/proc/sys/net/ipv4/ip_local_port_range", "w") as range_of_ports:
     range_of_ports.write("40000 40001")
@@ -71,7 +71,7 @@ def test_only_servers_of_this_user_that_know_it_listen_at_a_port_for_reigen() ->
 
 _STORES = """
 import torch.distributed
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 for uses_libuv in (True, False):
     with reserve_port() as holder:
         store = torch.distributed.TCPStore("127.0.0.1", holder.getsockname()[1], 1, True, use_libuv=uses_libuv)

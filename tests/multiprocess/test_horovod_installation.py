@@ -46,7 +46,7 @@ class Environment:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
-    return Environment(tmp_path / "environment")
+    return Environment(tmp_path / "an environment's")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reigen.cluster.membership.control_service import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from tests.mpirun import DEBIAN, MPICH, PYPI, Ended, find, run
 from tests.multiprocess import launcher
 from tests.patience import patiently
@@ -29,7 +29,7 @@ Play = Callable[..., Ended]
 def play(tmp_path: Path) -> Iterator[Play]:
     """``play(mpi, scenario, num_ranks, options)``: a scenario of `mpi_ranks` to its end."""
     secret = secrets.token_bytes(32)
-    server = RendezvousServer(secret)
+    server = ControlService(secret)
     server.start()
 
     def play(name: str, scenario: str, num_ranks: int = 3, *options: str, **environ: str) -> Ended:

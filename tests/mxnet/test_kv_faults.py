@@ -16,13 +16,13 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).parent / "programs" / "faults.py"
 
 
-def fail(mode: str, **variables: str) -> tuple[int, str]:
+def fail(mode: str, *arguments: str, **variables: str) -> tuple[int, str]:
     """Exit code, and all that a job of two workers and two servers said."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DMLC_", "REIGEN_"))}
     environ |= {"PYTHONPATH": str(Path(reigen.__file__).parents[1]), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-m", "reigen", "run", "-np", "2", "-s", "2", "--as-mxnet", sys.executable]
     done = subprocess.run(
-        [*command, str(PROGRAM), mode],
+        [*command, str(PROGRAM), mode, *arguments],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -39,6 +39,22 @@ def test_the_mistake_of_all_workers_is_said_last() -> None:
     assert code == 1
     assert last_words.startswith(("reigen run: rank 0 failed first", "reigen run: rank 1 failed first")), said
     assert "    RuntimeError: a mistake of the script\n" in last_words
+
+
+def test_nothing_is_said_behind_a_mistake_amid_pushes() -> None:
+    """Its pushes fail because of it, which nobody needs to hear of."""
+    code, said = fail("raise amid pushes")
+    assert code == 1
+    assert "RuntimeError: a mistake of the script" in said
+    assert "Exception ignored" not in said
+    assert "closed" not in said
+
+
+def test_the_profiler_of_servers_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    code, said = fail("profile servers", str(trace))
+    assert (code, trace.exists()) == (0, True), said
+    assert "RuntimeWarning: Reigen's servers cannot be profiled by mx.profiler" in said
 
 
 def test_a_stopped_worker_is_lost() -> None:

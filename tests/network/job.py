@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from reigen.cluster.environ import RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
-from reigen.cluster.membership.control_service import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from reigen.cluster.topology import Topology
 from reigen.net.auth import SECRET_BYTES
 from reigen.net.tls import TlsContext
@@ -140,7 +140,7 @@ def ours(
     """The variables of a job whose launcher hosts the control service on a machine, as `reigen run` does."""
     secret = secrets.token_bytes(SECRET_BYTES)
     with host.network():
-        server = RendezvousServer(secret, address or host.address, peer_timeout_seconds=peer_timeout_seconds, tls=tls)
+        server = ControlService(secret, address or host.address, peer_timeout_seconds=peer_timeout_seconds, tls=tls)
     server.start()
     try:
         yield {RENDEZVOUS_VARIABLE: server.address, SECRET_VARIABLE: secret.hex()}

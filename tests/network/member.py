@@ -14,14 +14,14 @@ import sys
 import time
 
 from reigen.cluster.membership.client import MembershipClient
-from reigen.cluster.membership.rendezvous import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 
 SECRET = b"s" * 32
 PEER_TIMEOUT_SECONDS = float(os.environ.get("SILENCE_SECONDS", "3"))
 
 
 def serve(address: str) -> None:
-    server = RendezvousServer(SECRET, address, peer_timeout_seconds=PEER_TIMEOUT_SECONDS)
+    server = ControlService(SECRET, address, peer_timeout_seconds=PEER_TIMEOUT_SECONDS)
     server.start()
     print(server.address, flush=True)
     sys.stdin.read()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from reigen.launch.process_tree import find_descendants
+from reigen.launch.supervision.process_tree import find_descendants
 from tests.lab import Host, HostProcess, MachineError, why_unavailable
 from tests.network.conftest import MakeHosts
 from tests.network.waiting import wait_for

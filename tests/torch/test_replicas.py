@@ -172,6 +172,30 @@ def test_parameters_that_nobody_has_broadcast(rank_pool, op, ranks, broadcasts, 
     assert found == [int(rank == speaker) for rank in range(pool.size)]
 
 
+def differs_in_a_second_job(op: int) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.5), op=op)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (weight * torch.arange(4.0)).sum().backward()
+        optimizer.step()
+
+    step()
+    hvd.shutdown()
+    hvd.init()
+    weight.data += hvd.rank()
+    with pytest.raises(ReplicaError):
+        step()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_parameters_are_compared_again_when_init_is_called_again(rank_pool, op):
+    rank_pool(2).run(differs_in_a_second_job, op, env={"REIGEN_CHECK_REPLICAS": "100"})
+
+
 def trains_alone() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=0.1))

@@ -135,4 +135,4 @@ def calls_of_an_allreduce() -> list[str]:
 def test_the_way_to_the_engine_is_short(rank_pool: typing.Any) -> None:
     """Counted, since each costs what the sum of a small tensor costs."""
     [calls] = rank_pool(1).run(calls_of_an_allreduce, init=True)
-    assert len(calls) <= 15, calls
+    assert len(calls) <= 8, calls

@@ -19,12 +19,13 @@ CLEAN = (
     *("backends.adasum", "backends.base", "backends.buffer_list", "backends.device", "backends.hierarchical"),
     *("backends.mpi", "backends.null", "backends.selection", "backends.tcp.algorithm", "backends.tcp.allreduce"),
     *("backends.tcp.backend", "backends.tcp.connection", "backends.tcp.errors"),
-    *("cli", "cluster.addresses", "cluster.connection_pool", "cluster.environ"),
+    *("cli", "cluster.addresses", "cluster.bootstrap", "cluster.connection_pool", "cluster.environ"),
+    *("cluster.membership", "kv.membership"),
     *("cluster.host_discovery", "cluster.launcher_detection", "cluster.local_peers"),
     *("cluster.topology", "compat", "compression", "config", "data", "engine_factory", "errors", "files", "kernels"),
     *("launch", "log", "mxnet", "net", "numpy_ops", "observe", "optim", "resources", "runner.call"),
     *("runner.interpreter", "runner.job_monitor", "runner.launcher_process", "runner.options", "runner.outcome"),
-    *("runner.serialization", "runner.task", "startup", "testing", "types"),
+    *("runner.serialization", "runner.task", "startup", "testing", "torch", "types"),
 )
 #: A summary stands alone, and begins with a verb or a noun of the field.
 FORBIDDEN = re.compile(

@@ -19,7 +19,7 @@ from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile
 from reigen.launch.network_options import NetworkOptions
 from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.ps_processes import ServerOptions
-from reigen.launch.supervisor import run_job
+from reigen.launch.supervision.supervisor import run_job
 
 _EPILOG = """\
 Options stand before the command, which is passed on as it is, without a shell. Every process runs it, and finds its

@@ -18,7 +18,7 @@ from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
 from reigen.launch.network_options import NetworkOptions
 from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.ps_processes import ServerOptions
-from reigen.launch.supervisor import run_job
+from reigen.launch.supervision.supervisor import run_job
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -26,7 +26,7 @@ RENDEZVOUS_VARIABLE = "REIGEN_RENDEZVOUS"
 SECRET_VARIABLE = "REIGEN_SECRET"
 #: Set to 1 where the launcher writes its rank before each line of a process's output.
 PREFIXED_VARIABLE = "REIGEN_PREFIXED"
-#: Set to 1 where the launcher holds the scheduler's port against other users (`launch.spawn.reserve_port`).
+#: Set to 1 where the launcher holds the scheduler's port against other users (`launch.supervision.spawn.reserve_port`).
 PORT_IS_HELD_VARIABLE = "REIGEN_PORT_IS_HELD"
 #: Exit code of a parameter server, or its scheduler, when the job is over since its workers are lost: their end is the
 #: reason, and the launcher may be about to see it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import sysconfig
 from importlib.machinery import PathFinder
@@ -12,7 +13,10 @@ from reigen.errors import ConfigError
 from reigen.files import write_atomically
 
 _MARK = "Written by `python -m reigen.compat install`."
-_SCRIPT = f"""#!{sys.executable}
+#: A shell, and not the first line, finds the interpreter: that may be long, and have blanks in its path.
+_SCRIPT = f"""#!/bin/sh
+'''exec' {shlex.quote(sys.executable)} "$0" "$@"
+' '''
 # {_MARK}
 import sys
 

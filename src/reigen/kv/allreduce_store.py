@@ -38,17 +38,15 @@ class _PushRound:
         self.error: ReigenError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `Pending.wait`; collectives keep the job's own deadline."""
+        """Finish the push; collectives keep the job's own deadline."""
         self._store.catch_up(self._key, self)
         if self.error is not None:
             raise self.error.anew()
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         return self.is_over or all(handle.poll() for handle in self._handles)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See `Pending.add_done_callback`."""
         call_when_all_done(self._handles, callback)
 
 
@@ -72,22 +70,20 @@ class AllreduceStore(LocalStore):
         self._begun: dict[Key, deque[_PushRound]] = {}
 
     def barrier(self) -> None:
-        """See `KVStore.barrier`."""
         self._check()
         self._context.barrier(name=f"{self._name}.barrier", blocking=True).wait()
 
     def leave(self) -> None:
-        """See `KVStore.leave`: returns when all workers have left. Only dense pushes do without a worker."""
+        """Return when all workers have left. Only dense pushes do without a worker."""
         self.wait()
         self._context.join(blocking=True).wait()
 
     def wait(self) -> None:
-        """See `KVStore.wait`."""
         for key in list(self._begun):
             self.catch_up(key)
 
     def close(self) -> None:
-        """See `KVStore.close`. The job goes on; `reigen.shutdown` leaves it."""
+        """Close the store. The job goes on; `reigen.shutdown` leaves it."""
         if os.getpid() == self._process:  # not in a child, where an inherited store is closed when an exception passes
             self.wait()
         super().close()

@@ -55,7 +55,7 @@ class MessageDropper:
         self._random = random.Random(seed)
 
     def next(self, header: MessageHeader) -> bool:
-        """Whether the message with this header is lost."""
+        """Return whether the message with this header is lost."""
         return header.kind not in _NEVER_DROPPED and self._random.random() * 100 < self._percent
 
 
@@ -103,7 +103,7 @@ class KVConnection:
 
     @property
     def wants_to_send(self) -> bool:
-        """Whether anything waits to be sent: call `advance_sends` when the socket is writable."""
+        """Return whether anything waits to be sent: call `advance_sends` when the socket is writable."""
         return bool(self._waiting) or self._framed.num_sent_bytes < self._framed.num_posted_bytes
 
     @property
@@ -144,7 +144,7 @@ class KVConnection:
         self._num_queued += 1
 
     def advance_sends(self) -> None:
-        """Send what the kernel takes now.
+        """Send as much as the kernel takes now.
 
         Raises:
             ConnectionError: the peer has gone.
@@ -160,7 +160,7 @@ class KVConnection:
                 return
 
     def receive(self) -> bool:
-        """Take what is there now; returns whether there may be more, because these were many messages.
+        """Take the messages that have come; returns whether there may be more, because these were many.
 
         Raises:
             ConnectionError: the peer has gone.

@@ -14,10 +14,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from reigen.cluster.membership.messages import MemberRole, MembershipEvent, ServerInfo
 from reigen.config import VARIABLES, Config, load_config
 from reigen.errors import ArgumentError, ReigenError
 from reigen.kv.client.dist_store import DistStore
-from reigen.kv.membership.nodes import JobMembership, MembershipEvent, NodeRole, ServerInfo
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.run_role import join_as_worker
 from reigen.resources.stdio import occupy_standard_descriptors
 
@@ -39,7 +40,7 @@ class SharedMembership:
     def __init__(self, member: JobMembership, others: list[SharedMembership]) -> None:
         self._member = member
         self._others = others
-        self.role: NodeRole = member.role
+        self.role: MemberRole = member.role
         self.number, self.incarnation, self.job = member.number, member.incarnation, member.job
         self.num_workers, self.num_servers = member.num_workers, member.num_servers
         self.is_recovery, self.host = member.is_recovery, member.host
@@ -54,15 +55,12 @@ class SharedMembership:
         self._either.register(member.fileno(), select.EPOLLIN)
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
-        """See `JobMembership.servers`."""
         return self._member.servers(deadline)
 
     def barrier(self, name: str, deadline: float) -> None:
-        """See `JobMembership.barrier`."""
         self._member.barrier(name, deadline)
 
     def events(self) -> list[MembershipEvent]:
-        """See `JobMembership.events`."""
         new = self._member.events()
         for each in list(self._others):
             each.hear(new)
@@ -80,18 +78,16 @@ class SharedMembership:
                 os.eventfd_write(self._bell, 1)
 
     def fileno(self) -> int:
-        """See `JobMembership.fileno`."""
         return self._either.fileno()
 
     def num_dead_nodes(self, timeout: float) -> int:
-        """See `JobMembership.num_dead_nodes`."""
         return self._member.num_dead_nodes(timeout)
 
     def leave(self) -> None:
-        """See `JobMembership.leave`: the process leaves when it ends."""
+        """Do nothing: the process leaves when it ends."""
 
     def close(self) -> None:
-        """This store needs it no more."""
+        """Give up this store's share."""
         with self._lock:
             if self._bell >= 0:
                 self._others.remove(self)
@@ -117,7 +113,7 @@ class JobSession:
 
     @property
     def has_closed_all_stores(self) -> bool:
-        """Whether this worker has closed all its stores in good order: nobody waits for it any more."""
+        """Return whether this worker has closed all its stores in good order, so that it is not waited for."""
         return not self._stores and not self._num_abandoned
 
     def store(self, kind: str, staleness: float, config: Config, until: float) -> DistStore:
@@ -144,7 +140,7 @@ class JobSession:
         return store
 
     def leave(self, *, in_good_order: bool = True) -> None:
-        """Close what is open and leave the job."""
+        """Close open stores and leave the job."""
         until: float | None = None
         for store in list(self._stores):
             if in_good_order:

@@ -52,7 +52,7 @@ class LocalStore(KVStore):
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: optim.Optimizer) -> None:
-        """See `KVStore.set_optimizer`. One that keeps the same states may replace another at any time."""
+        """Set the optimizer. One that keeps the same states may replace another at any time."""
         check_optimizer(optimizer)
         self.wait()
         if isinstance(self._updater, optim.Updater):
@@ -66,25 +66,22 @@ class LocalStore(KVStore):
         self._updater = optim.Updater(optimizer)
 
     def set_updater(self, updater: UpdateFunction) -> None:
-        """See `KVStore.set_updater`."""
         self.wait()
         self._updater = updater
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """See `KVStore.set_learning_rate`."""
         self.wait()
         updater = self._optimizing()
         updater.set_optimizer(updater.optimizer.with_learning_rate(learning_rate))
 
     def set_gradient_compression(self, params: Mapping[str, object]) -> None:
-        """See `KVStore.set_gradient_compression`: each device's values lose what they would lose on their way."""
+        """Have each device's values lose as much as they would lose on their way."""
         if "device" not in self.type:
             super().set_gradient_compression(params)
         self._codec = None if means_none(params) else from_params(params)
         self._residuals.clear()
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
-        """See `KVStore.save_optimizer_states`."""
         self.wait()
         if self._codec is None or isinstance(self._updater, optim.Updater):
             states = self._optimizing().get_states(dump_optimizer)
@@ -93,7 +90,6 @@ class LocalStore(KVStore):
         residual_files.merge_residuals(states, self._residuals, self._specs).save(fname)
 
     def load_optimizer_states(self, fname: str | Path) -> None:
-        """See `KVStore.load_optimizer_states`."""
         self.wait()
         states, left = residual_files.load_states(fname, self._specs)
         if states.pieces or self._codec is None:
@@ -104,21 +100,19 @@ class LocalStore(KVStore):
     # -- other workers: there are none --------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """See `KVStore.barrier`: there is nobody to wait for."""
+        """Return at once."""
 
     def leave(self) -> None:
-        """See `KVStore.leave`: nobody waits for this worker."""
+        """Return at once."""
 
     def wait(self) -> None:
-        """See `KVStore.wait`: nothing is pending."""
+        """Return at once: nothing is pending."""
 
     def rounds(self, key: Key) -> int:
-        """See `KVStore.rounds`."""
         self._known(key)
         return self._rounds[key]
 
     def close(self) -> None:
-        """See `KVStore.close`."""
         self._is_closed = True
         self._stored.clear()
         self._specs.clear()
@@ -161,7 +155,7 @@ class LocalStore(KVStore):
             raise ArgumentError("this store was closed")
 
     def _take(self, key: Key, tensors: list[Any]) -> None:
-        """Do a round: add values up, and update what is stored."""
+        """Do a round: add values up, and update the stored one."""
         spec = self._specs[key]
         self._rounds[key] += 1
         if any(isinstance(tensor, RowSparse) for tensor in tensors):
@@ -170,7 +164,7 @@ class LocalStore(KVStore):
             self._apply(key, self._total(key, tensors, spec))
 
     def _total(self, key: Key, tensors: list[Any], spec: TensorSpec) -> Array:
-        """Return the sum of dense values; with compression, of what is left of each."""
+        """Return the sum of dense values; with compression, of their decoded codes."""
         if self._codec is None:
             return sum_tensors(tensors, spec)[0]
         parts = []

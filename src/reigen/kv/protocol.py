@@ -343,7 +343,7 @@ class CommandResult(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RemoteError(msgspec.Struct, array_like=True, frozen=True):
-    """ERROR: an error of `reigen.errors`, told to a worker.
+    """ERROR: an error of `reigen.errors` on its way to a worker.
 
     Attributes:
         error: a name in `REMOTE_ERRORS`.
@@ -368,7 +368,7 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
 
     @classmethod
     def of(cls, error: ReigenError, key: int | str | None = None) -> RemoteError:
-        """Return an error as it is told to a worker."""
+        """Return an error in the form in which it travels."""
         name = next(
             (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in REMOTE_ERRORS), "CollectiveError"
         )

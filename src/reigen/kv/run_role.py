@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from reigen import log
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
+from reigen.cluster.membership.messages import SavedJob
 from reigen.config import LOG_LEVELS, Config, load_config
 from reigen.errors import ConfigError, ReigenError
 from reigen.kv.membership import scheduler
 from reigen.kv.membership.discovery import choose_listen_host
 from reigen.kv.membership.environment import KVRole, ProcessConfig, read_process_config
-from reigen.kv.membership.messages import SavedJob
 from reigen.kv.membership.scheduler_client import SavedJobFinder, SchedulerClient
 
 _log = logging.getLogger(__name__)

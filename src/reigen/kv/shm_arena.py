@@ -102,14 +102,14 @@ class ShmArena:
             return None
 
     def free(self, block: ArenaBlock) -> None:
-        """Take a block back. Nobody may use it any more."""
+        """Take a block back, which is of no use from now on."""
         length = round_up(block.nbytes, _CACHE_LINE_BYTES)
         with self._lock:
             self._quick.setdefault(length, []).append(block.offset)
             self._num_used_bytes -= length
 
     def close(self) -> None:
-        """Give up the segment; what is mapped lives on until the last view of it is gone."""
+        """Give up the segment; mapped memory lives on until the last view of it is gone."""
         with self._lock:
             self.segment.close()
             self._starts.clear()
@@ -271,7 +271,7 @@ class PeerShmArena:
         return mapped[begin : begin + nbytes]
 
     def close(self) -> None:
-        """Give up the segment; views keep what they view. May be called twice."""
+        """Give up the segment; views stay valid. May be called twice."""
         self._segment.close()
         self._mapped.clear()
         self._starts.clear()

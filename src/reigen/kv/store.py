@@ -65,7 +65,7 @@ class Pending(Protocol):
     """Operations that were begun."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when they are done, and what they give is where it belongs.
+        """Return when they are done, and their results are in place.
 
         Args:
             timeout: seconds; None: until the job's deadline.
@@ -77,7 +77,7 @@ class Pending(Protocol):
         """
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. An operation that has failed is done."""
+        """Return whether `wait` would return at once. An operation that has failed is done."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when they are `done`: now, or on whichever thread finds out, which it must not keep."""
@@ -148,7 +148,7 @@ class KVStore(ABC):
     def pull(
         self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, wait: bool = True
     ) -> Pending:
-        """Have ``out`` hold what is stored.
+        """Have ``out`` hold the stored values.
 
         Args:
             key: one or several.
@@ -174,7 +174,7 @@ class KVStore(ABC):
         return self._waited(parts, wait)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, wait: bool = True) -> Pending:
-        """`push` and `pull` in one: have ``out`` hold what is stored after this round.
+        """`push` and `pull` in one: have ``out`` hold the values after this round.
 
         Args:
             key: one or several.
@@ -234,7 +234,7 @@ class KVStore(ABC):
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether a store can do something that not every one can: so far ``"optimizer"``, which all here can.
+        """Return whether a store can do something that not every one can: so far ``"optimizer"``, which all here can.
 
         Raises:
             ArgumentError: there is no such capability.
@@ -364,7 +364,7 @@ class KVStore(ABC):
         return contextlib.nullcontext()
 
     def attend(self, oldest: Pending, is_enough: Callable[[], bool]) -> None:  # noqa: B027  often, there is nothing to do
-        """Go on with what was begun until ``oldest`` is done, or ``is_enough()``.
+        """Go on with pending operations until ``oldest`` is done, or ``is_enough()``.
 
         That is asked again whenever something has come, and after `interrupt`. Stores whose operations go on by
         themselves return at once.
@@ -378,7 +378,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is pending and give the store up. May be called twice; the end of a ``with`` block does it."""
+        """Wait for pending operations and close the store, as a ``with`` block does. May be called twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -399,7 +399,7 @@ class KVStore(ABC):
         self.set_updater(updater)
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
-        """MXNet's numbered commands. What they do has methods here, which all workers call alike.
+        """MXNet's numbered commands. Methods here, which all workers call alike, do the same.
 
         Raises:
             UnsupportedError: 0 and 1 (`set_optimizer`), 3 (the type), 4 (`set_gradient_compression`), 2 and 5.
@@ -430,7 +430,7 @@ class KVStore(ABC):
 
     @abstractmethod
     def _pushpull(self, values: list[KeyTensors], outs: list[KeyTensors], priority: int, blocking: bool) -> Pending:
-        """Push dense values, and fill dense outs with what is stored then. ``blocking``: it is waited for next."""
+        """Push dense values, and fill dense outs with those of this round. ``blocking``: it is waited for next."""
 
     @abstractmethod
     def _pull_rows(self, key: Key, outs: list[RowSparse], rows: Any, priority: int) -> Pending:
@@ -440,7 +440,7 @@ class KVStore(ABC):
         return type(next(iter(self._specs))) if self._specs else None
 
     def _known(self, key: Key) -> TensorSpec:
-        """Return what a key holds; raises ArgumentError if it was never initialised."""
+        """Return the spec of a key; raises ArgumentError if it was never initialised."""
         check_key_type([key], self._kind())
         if key not in self._specs:
             raise ArgumentError(f"key {key!r} was never initialised; call init() with its first value")
@@ -498,7 +498,7 @@ def _check_priority(priority: object) -> int:
 
 
 def _is_one_for_each(rows: Any) -> bool:
-    """Whether these are several arrays of numbers of rows, and not one."""
+    """Return whether these are several arrays of numbers of rows, and not one."""
     return isinstance(rows, (list, tuple)) and any(getattr(each, "ndim", 0) > 0 for each in rows)
 
 
@@ -513,18 +513,15 @@ class PendingGroup:
         self._parts, self._one_deadline = parts, one_deadline
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `Pending.wait`."""
         until = None if timeout is None else time.monotonic() + timeout
         with self._one_deadline():
             for part in self._parts:
                 part.wait(None if until is None else max(0.0, until - time.monotonic()))
 
     def done(self) -> bool:
-        """See `Pending.done`."""
         return all(part.done() for part in self._parts)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See `Pending.add_done_callback`."""
         call_when_all_done(self._parts, callback)
 
 
@@ -532,7 +529,7 @@ class _Completable(Protocol):
     """Anything that tells when it is done, as `Pending` does."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See `Pending.add_done_callback`."""
+        """Call it when done; as of `Pending`."""
 
 
 def call_when_all_done(parts: Sequence[_Completable], callback: Callable[[], None]) -> None:

@@ -254,7 +254,7 @@ def check_key_type(keys: Iterable[Key], kind: type | None = None) -> type | None
 
 
 def check_tensor_specs(key: Key, expected: TensorSpec, tensors: Sequence[Any], *, can_be_sparse: bool = True) -> None:
-    """Check that tensors are what the key holds.
+    """Check that tensors agree with the spec of their key.
 
     Raises:
         ArgumentError: a shape or dtype differs from what `init` was given, or a sparse tensor meets a dense key that

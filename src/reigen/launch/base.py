@@ -2,7 +2,7 @@
 
 A launcher says which processes run on which hosts, and gets one agent process onto each host that is not this one. It
 starts no rank, decides nothing about the job's end, retries nothing and prints nothing. The supervisor
-(``launch.supervisor``), the same for all launchers, and its agents do that:
+(``launch.supervision.supervisor``), the same for all launchers, and its agents do that:
 
 a. The factory is called in the process that the user has started, before it forks. It checks what can be checked
    without asking anybody, and raises ConfigError. It starts no thread and connects to nothing.
@@ -31,7 +31,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol, cast
 
-from reigen.errors import ConfigError
+from reigen.errors import ConfigError, LaunchError
 from reigen.launch.hosts import HostAssignment, HostInfo, assign_ranks, assign_ranks_and_servers, is_this_host
 from reigen.launch.job_state import FinishJob
 from reigen.launch.local_plan import ProcessSpec
@@ -106,7 +106,7 @@ class AgentStarter(Protocol):
         """Start the agent of a host (its name is the plan's) and return at once.
 
         Returns:
-            The client process of this host whose stdin and stdout are the agent's (``launch.spawn.spawn_client``).
+            The client process of this host whose stdin and stdout are the agent's (``spawn_client``).
 
         Raises:
             LaunchError: the client process cannot be started.
@@ -184,6 +184,7 @@ def find_launcher(name: str) -> LauncherFactory:
 
     Raises:
         ConfigError: there is no such launcher, or it cannot be imported.
+        LaunchError: its module raises an error.
     """
     target = name if ":" in name else BUILT_IN_LAUNCHERS.get(name)
     if target is None:
@@ -197,6 +198,9 @@ def find_launcher(name: str) -> LauncherFactory:
         return cast(LauncherFactory, getattr(import_module(module), attribute))
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--launcher {name}: {target} cannot be imported: {error}") from error
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise LaunchError(f"--launcher {name}: {target} raised an error when it was imported: {told}") from error
 
 
 def explain_agent_exit(host: str, exit_code: int | None, output: str, python: str) -> HostProblem:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from reigen.launch.job_state import KILLED_EXIT_CODES, FinishJob, JobFailure, was_killed
 from reigen.launch.output.line_prefix import ProcessNames, visible_text
-from reigen.launch.process_tree import signal_name
 from reigen.launch.ps_processes import SNAPSHOT_VARIABLE
-from reigen.launch.watchdog import STOP_SIGNALS
+from reigen.launch.supervision.process_tree import signal_name
+from reigen.launch.supervision.watchdog import STOP_SIGNALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,12 @@ SIGKILL_HINT = (
 
 
 def format_exit_report(
-    finish: FinishJob, tail: Sequence[bytes], locations: ProcessLocations, *, is_above: bool = False
+    finish: FinishJob,
+    tail: Sequence[bytes],
+    locations: ProcessLocations,
+    *,
+    is_above: bool = False,
+    sharing: Sequence[int] = (),
 ) -> bytes:
     """Format the last message of a job: empty where all went well.
 
@@ -56,10 +62,11 @@ def format_exit_report(
         tail: the last lines of the stderr of the process that failed first.
         locations: of its processes.
         is_above: these lines were printed just before.
+        sharing: ranks that ended with the same error.
     """
     if finish.failure is not None:
         host = locations.hosts.get(finish.failure.rank, "")
-        report = format_failure(finish.failure, tail, locations, is_above=is_above)
+        report = format_failure(finish.failure, tail, locations, is_above=is_above, sharing=sharing)
         lost = [each for each in locations.losses.items() if not finish.failure.reason or each[0] != host]
         return report + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in lost)
     if finish.signum in STOP_SIGNALS:
@@ -74,7 +81,12 @@ def describe_exit(exit_code: int, cause: str = "") -> str:
 
 
 def format_failure(
-    failure: JobFailure, tail: Sequence[bytes], locations: ProcessLocations, *, is_above: bool = False
+    failure: JobFailure,
+    tail: Sequence[bytes],
+    locations: ProcessLocations,
+    *,
+    is_above: bool = False,
+    sharing: Sequence[int] = (),
 ) -> bytes:
     """Format the block that is printed last: the process that failed first, and the last lines of its stderr."""
     number, names = failure.rank, locations.names
@@ -87,13 +99,16 @@ def format_failure(
         name = names.get(number, f"rank {number}")
         block = [f"reigen run: {name}{where} failed first: {describe_exit(failure.exit_code, failure.cause)}".encode()]
         if is_above:
-            block.append(b"  its error is the last one above")
+            message = [*takewhile(lambda line: not line.startswith(b" "), reversed(tail))]
+            block += [b"  its error is the last one above:", *(b"    " + line for line in reversed(message))]
         elif tail:
             block += [b"  the last lines of its stderr:", *(b"    " + visible_text(line) for line in tail)]
         else:
             block.append(b"  it wrote nothing to stderr")
         if failure.exit_code in KILLED_EXIT_CODES and not failure.cause:
             block.append(f"  {SIGKILL_HINT}".encode())
+        if sharing:
+            block.append(f"  {_format_processes(sharing, names)} ended with the same error".encode())
         block += [f"  {hint}".encode() for pattern, hint in _HINTS if any(map(pattern.search, tail))]
         if failure.num_restarts or number in names:
             in_vain = f"it was started again {_format_restarts(failure)}, and has failed again"

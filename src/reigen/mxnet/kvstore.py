@@ -15,14 +15,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import mxnet as mx
-from mxnet.base import KVStoreHandle
+from mxnet.base import KVStoreHandle, MXNetError
 
 from reigen import kv, optim
 from reigen.errors import ArgumentError, PeerLostError
@@ -290,9 +291,13 @@ class KVStore(mx.kvstore.KVStore):
         """Close the store: MXNet's engine must not call Python any more when this process has left it."""
         if not self._queue.is_owner_process:
             return
-        if getattr(sys, "last_value", None) is not None:  # other workers are to learn that this one is lost
-            self.store.__exit__(sys.last_type, sys.last_value, None)
-        self.close()
+        if getattr(sys, "last_value", None) is None:
+            self.close()
+            return
+        self.store.__exit__(sys.last_type, sys.last_value, None)  # the others learn that this worker is lost
+        for end in (self.close, mx.nd.waitall):  # what was on its way fails; the user has the first error already
+            with contextlib.suppress(MXNetError):
+                end()
 
     # -- implementation -----------------------------------------------------------------------------------------------
 
@@ -392,6 +397,28 @@ def register_kvstores() -> None:
         return original(name)
 
     mx.kvstore.create = create
+    for each in ("set_config", "set_state", "dump", "pause", "resume"):
+        setattr(mx.profiler, each, _profile_workers_only(getattr(mx.profiler, each)))
+
+
+def _profile_workers_only(function: Callable[..., None]) -> Callable[..., None]:
+    """Return a function of ``mx.profiler`` that does nothing for servers, which are none of MXNet's."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def profile(*args: Any, **kwargs: Any) -> None:
+        facts = signature.bind(*args, **kwargs).arguments
+        if {**facts, **facts.get("kwargs", {})}.get("profile_process") == "server":
+            warnings.warn(
+                "Reigen's servers cannot be profiled by mx.profiler: profile_process='server' does nothing "
+                "(REIGEN_KV_VERBOSE=1 logs what they do)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        function(*args, **kwargs)
+
+    return profile
 
 
 def _register(name: str, kind: str) -> None:

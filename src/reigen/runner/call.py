@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from reigen.errors import LaunchError
-from reigen.launch.process_tree import signal_name
+from reigen.launch.supervision.process_tree import signal_name
 from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.runner.interpreter import module_command
 from reigen.runner.job_monitor import JobMonitor

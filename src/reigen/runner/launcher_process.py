@@ -20,9 +20,9 @@ from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob
 from reigen.launch.network_options import NetworkOptions
 from reigen.launch.options import JobListener, LaunchOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
-from reigen.launch.process_tree import die_with_process
 from reigen.launch.ssh.command import SshOptions, check_identity_file
-from reigen.launch.supervisor import run_job
+from reigen.launch.supervision.process_tree import die_with_process
+from reigen.launch.supervision.supervisor import run_job
 from reigen.resources.stdio import open_standard_streams
 from reigen.runner.interpreter import module_command
 from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankExited, ResultChannel, ResultMessage

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from reigen.errors import RankFailedError
 from reigen.launch.exit_report import SIGKILL_HINT
 from reigen.launch.job_state import KILLED_EXIT_CODES
-from reigen.launch.process_tree import signal_name
+from reigen.launch.supervision.process_tree import signal_name
 from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankExited, RankReport, ResultMessage
 
 

@@ -12,9 +12,9 @@ from multiprocessing.connection import wait
 from types import TracebackType
 from typing import Any, Self
 
-from reigen.cluster.membership.control_service import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from reigen.launch.local_plan import AvailableCpus, JobServices, plan_ranks, single_host_topologies
-from reigen.launch.spawn import reserve_port
+from reigen.launch.supervision.spawn import reserve_port
 from reigen.testing.environment import clean_environment
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources
@@ -208,7 +208,7 @@ class PoolCache:
 def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, str]]]:
     """Set up one call's job as the launcher does: a rendezvous service, a port, the environment of each rank."""
     secret = secrets.token_bytes(32)
-    server = RendezvousServer(secret)
+    server = ControlService(secret)
     with reserve_port() as port:
         server.start()
         try:

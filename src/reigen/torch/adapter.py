@@ -93,7 +93,7 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
     mark_modified = staticmethod(torch.autograd.graph.increment_version)
 
     def needs_gradient(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """See `TensorAdapter.needs_gradient`."""
+        """Return whether autograd follows any of the tensors."""
         return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
 
     def differentiate(
@@ -102,12 +102,12 @@ class TorchAdapter(TensorAdapter[torch.Tensor]):
         backward: Callable[[Sequence[torch.Tensor]], list[torch.Tensor | None]],
         tensors: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """See `TensorAdapter.differentiate`."""
+        """Run ``forward`` as a function of autograd whose backward is ``backward``."""
         apply: Callable[..., tuple[torch.Tensor, ...]] = _DifferentiableCollective.apply
         return list(apply(forward, backward, *tensors))
 
     def take_rows(self, tensor: torch.Tensor, begin: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """See `TensorAdapter.take_rows`."""
+        """Return rows of a tensor, a view."""
         count = shape[0] if shape else 1
         rows = tensor[begin : begin + count]
         if rows.shape[0] < count:

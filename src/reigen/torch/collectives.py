@@ -18,7 +18,7 @@ class TorchCollectives(Collectives[torch.Tensor]):
     """Reductions that give new tensors have an argument more, ``compression``."""
 
     def implementation(self, collective: Collective, grouped: bool, form: Form) -> Implementation:
-        """See `Collectives.implementation`."""
+        """Return the function that runs a collective."""
         run = super().implementation(collective, grouped, form)
         if not collective.reduces or form != Form():
             return run

@@ -49,7 +49,7 @@ class CudaEvent:
         self.event = event
 
     def passed(self) -> bool:
-        """See `DeviceEvent.passed`."""
+        """Return whether the stream has passed it."""
         return bool(self.event.query())
 
 
@@ -61,21 +61,21 @@ class CudaStream:
 
     @property
     def handle(self) -> int:
-        """See `DeviceStream.handle`."""
+        """Return CUDA's handle of the stream."""
         handle: int = self.stream.cuda_stream
         return handle
 
     def record(self) -> CudaEvent:
-        """See `DeviceStream.record`."""
+        """Record an event."""
         return CudaEvent(self.stream.record_event())
 
     def wait(self, event: DeviceEvent) -> None:
-        """See `DeviceStream.wait`."""
+        """Let the stream wait for an event."""
         assert isinstance(event, CudaEvent)
         self.stream.wait_event(event.event)
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `DeviceStream.run`. Within inference mode even tensors that were made there can be written."""
+        """Enqueue the device's operations of ``work``. Inference tensors can be written, too."""
         with torch.cuda.stream(self.stream), torch.inference_mode():
             work()
 
@@ -95,41 +95,41 @@ class CudaDevice:
         self._side = CudaStream(make_stream(index))
 
     def library(self) -> tuple[str, str]:
-        """See `Device.library`."""
+        """Name of the library."""
         return nccl_library()
 
     def connect(self, store: ReplicatedStore, rank: int, size: int) -> DeviceGroup:
-        """See `Device.connect`."""
+        """Connect the devices of a group of ranks."""
         from reigen.torch.process_group import connect_nccl  # not every torch has torch.distributed
 
         return connect_nccl(store, rank, size, torch.device(self.name))
 
     @property
     def side(self) -> CudaStream:
-        """See `Device.side`."""
+        """Return the stream for collectives."""
         return self._side
 
     def current(self) -> CudaStream:
-        """See `Device.current`."""
+        """Return the calling thread's current stream."""
         return CudaStream(torch.cuda.current_stream(self._index))
 
     def aside(self) -> AbstractContextManager[object]:
-        """See `Device.aside`."""
+        """Let the calling thread be on this device, and enqueue into the side stream, within a ``with`` block."""
         within: AbstractContextManager[object] = torch.cuda.stream(self._side.stream)
         return within
 
     def empty(self, shape: tuple[int, ...], dtype: DType) -> DeviceArray:
-        """See `Device.empty`. No inference tensor, whichever thread works for others."""
+        """Return uninitialised memory on the device; never an inference tensor."""
         with torch.inference_mode(mode=False):
             return as_device_array(self, torch.empty(shape, dtype=torch_dtype(dtype), device=self.name))
 
     def full(self, num_elements: int, dtype: DType, value: float) -> DeviceArray:
-        """See `Device.full`."""
+        """Return memory on the device, filled with a number."""
         with torch.inference_mode(mode=False):
             return as_device_array(self, torch.full((num_elements,), value, dtype=torch_dtype(dtype), device=self.name))
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """See `TorchDevice.adopt`."""
+        """Let the calling thread's stream use a tensor that may belong to the side stream."""
         tensor.record_stream(torch.cuda.current_stream(self._index))
 
 
@@ -160,11 +160,11 @@ class TorchDeviceTensorAdapter:
         self._device_of = device_of
 
     def device(self, tensor: torch.Tensor) -> TorchDevice | None:
-        """See `DeviceTensorAdapter.device`."""
+        """Return the device of a tensor."""
         return self._device_of(tensor)
 
     def lend(self, tensor: torch.Tensor) -> tuple[DeviceArray, bool]:
-        """See `DeviceTensorAdapter.lend`."""
+        """Lend a tensor to the backend for devices."""
         own = tensor.detach()
         aliases = own.is_contiguous() and not own.is_neg()
         if not aliases:
@@ -174,7 +174,7 @@ class TorchDeviceTensorAdapter:
         return as_device_array(device, own, device.current().record()), aliases
 
     def receive(self, array: DeviceArray) -> torch.Tensor:
-        """See `DeviceTensorAdapter.receive`."""
+        """Return memory on the device for a result."""
         tensor = array.owner
         assert isinstance(tensor, torch.Tensor)
         device = self._device_of(tensor)
@@ -185,7 +185,7 @@ class TorchDeviceTensorAdapter:
         return tensor
 
     def copy(self, tensor: torch.Tensor, contents: torch.Tensor) -> None:
-        """See `DeviceTensorAdapter.copy`."""
+        """Copy device memory into a tensor."""
         tensor.detach().copy_(contents)
 
 

@@ -21,5 +21,5 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """What torch calls it."""
+    """Return torch's dtype."""
     return _TORCH_DTYPES[dtype.name]

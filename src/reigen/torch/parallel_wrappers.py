@@ -38,7 +38,7 @@ def check_not_sharded(named_tensors: Iterable[tuple[str | None, Any]]) -> None:
 
 
 def is_in_ddp(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether a DistributedDataParallel has one of the parameters. Slow: looks at all objects of the process."""
+    """Return whether a DistributedDataParallel has one of the parameters. Slow: looks at all objects of the process."""
     ddp = torch.nn.parallel.DistributedDataParallel
     wanted = {id(parameter) for parameter in parameters}
     modules: list[torch.nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), ddp)]

@@ -57,7 +57,7 @@ def connect_nccl(store: ReplicatedStore, rank: int, size: int, device: torch.dev
 
 
 class SharedStore(c10d.Store):
-    """Store of torch's over one of ours. Whoever gives it to a process group has to keep it."""
+    """Store of torch's over one of ours. It must live as long as the process group that uses it."""
 
     def __init__(self, store: ReplicatedStore) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class C10dGroup:
         self._group, self._store, self._rank, self._abort = group, store, rank, abort
 
     def allreduce(self, buffers: Sequence[tuple[DeviceArray, DeviceArray]], reduction: Reduction) -> list[Any]:
-        """See `DeviceGroup.allreduce`. All of them are one call."""
+        """Allreduce all arrays by one call."""
         how = make_device_reduction(reduction)
         tensors = []
         for source, target in (pair for pair in buffers if pair[0].size):
@@ -119,7 +119,7 @@ class C10dGroup:
     def reduce_scatter(
         self, source: DeviceArray, counts: Sequence[int], target: DeviceArray, reduction: Reduction
     ) -> list[Any]:
-        """See `DeviceGroup.reduce_scatter`. Parts of different sizes are padded to the largest."""
+        """Reduce and scatter; parts of different sizes are padded to the largest."""
         how = make_device_reduction(reduction)
         given, result, longest = _elements(source, how), _elements(target, how), max(counts)
         options = _options("ReduceScatter", reduceOp=how.op)
@@ -137,7 +137,7 @@ class C10dGroup:
         return works
 
     def allgather(self, source: DeviceArray, counts: Sequence[int], target: DeviceArray) -> list[Any]:
-        """See `DeviceGroup.allgather`. Where the ranks have different amounts, a broadcast from each of them."""
+        """Allgather; where the ranks have different amounts, by a broadcast from each of them."""
         given, result = _bytes(source), _bytes(target)
         if not result.numel():
             return []
@@ -148,7 +148,7 @@ class C10dGroup:
         return self._wait(*(self._broadcast(part, root) for root, part in enumerate(parts) if part.numel()))
 
     def broadcast(self, source: DeviceArray, target: DeviceArray, root: int) -> list[Any]:
-        """See `DeviceGroup.broadcast`."""
+        """Broadcast from the root."""
         result = _bytes(target)
         if not result.numel():
             return []
@@ -157,7 +157,7 @@ class C10dGroup:
         return self._wait(self._broadcast(result, root))
 
     def alltoall(self, source: DeviceArray, counts: Sequence[Sequence[int]], target: DeviceArray) -> list[Any]:
-        """See `DeviceGroup.alltoall`."""
+        """Exchange blocks between all ranks."""
         width, rank = source.dtype.itemsize, self._rank
         if not any(map(any, counts)):
             return []
@@ -166,11 +166,11 @@ class C10dGroup:
         return self._wait(self._group.alltoall_base(_bytes(target), given, received, sent, _options("AllToAll")))
 
     def abort(self) -> None:
-        """See `DeviceGroup.abort`."""
+        """Abort all operations of the group."""
         self._abort()
 
     def close(self) -> None:
-        """See `DeviceGroup.close`."""
+        """Destroy the group."""
         self._group.shutdown()
 
     def _broadcast(self, tensor: torch.Tensor, root: int) -> Any:
@@ -178,7 +178,7 @@ class C10dGroup:
 
     @staticmethod
     def _wait(*works: Any) -> list[Any]:
-        """Let the current stream wait for what was started, and return it."""
+        """Let the current stream wait for a started operation, and return it."""
         for work in works:
             work.wait()
         return list(works)

@@ -66,7 +66,7 @@ class SparseGradients:
 
     @staticmethod
     def refused(name: str, error: JoinedError) -> JoinedError:
-        """What to say of a sparse gradient that cannot be gathered, because some rank has joined."""
+        """Explain that a sparse gradient cannot be gathered, because some rank has joined."""
         return JoinedError(
             "this gradient is sparse, so it is gathered from all ranks, and some have joined; "
             "use DistributedOptimizer(sparse_as_dense=True) where ranks have different amounts of data",
@@ -111,7 +111,7 @@ class SparseGradients:
 
 
 def _assemble(rows: torch.Tensor, values: torch.Tensor, shape: torch.Size, name: str | None = None) -> torch.Tensor:
-    """A sparse tensor of what was gathered.
+    """Assemble a sparse tensor of the gathered parts.
 
     Without TLS somebody between the hosts can have changed the indices: torch would write beyond the tensor's memory.
 

@@ -92,7 +92,7 @@ def broadcast_optimizer_state(
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what a tensor is like, and its number, in place of the tensor."""
+    """Pickler that writes a tensor's number and type in place of the tensor."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)

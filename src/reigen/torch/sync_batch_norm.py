@@ -191,7 +191,7 @@ class _Moments:
         return cls(count, mean, (values - _per_channel(mean, values)).square_().sum(dims))
 
     def row(self) -> torch.Tensor:
-        """As one vector: (2C + 1,)."""
+        """Return it as one vector: (2C + 1,)."""
         count = torch.tensor([self.count], dtype=torch.float64)
         return torch.cat([self.mean.cpu().double(), self.squares.cpu().double(), count])
 

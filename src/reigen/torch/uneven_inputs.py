@@ -113,7 +113,7 @@ def _broadcast_state(
     model: torch.nn.Module | None,
     root: int,
 ) -> None:
-    """Collective: everybody gets the root's parameters and optimizer state."""
+    """Collective: broadcast the root's parameters and optimizer state."""
     given: set[torch.Tensor] = set()
     if model is not None:
         broadcast_parameters(model.state_dict(), root)

@@ -8,10 +8,23 @@ import mxnet as mx
 
 mode = sys.argv[1]
 kv = mx.kv.create("dist_sync")
+if mode == "profile servers":
+    mx.profiler.set_kvstore_handle(kv.handle)
+    mx.profiler.set_config(profile_all=True, filename=sys.argv[2], profile_process="server")
+    mx.profiler.set_state("run", "server")
+    mx.profiler.set_config(profile_all=True, filename=sys.argv[2])
+    mx.profiler.set_state("run")
 ones, out = mx.nd.ones((3,)), mx.nd.zeros((3,))
 kv.init(["x0", "x1"], [ones, ones])
 kv.pushpull("x0", ones, out=out)
 out.wait_to_read()
+if mode == "profile servers":
+    mx.profiler.dump(profile_process="server")
+    mx.profiler.dump()
+if mode == "raise amid pushes":
+    for _ in range(50):
+        kv.push("x0", ones)
+    raise RuntimeError("a mistake of the script")
 if mode == "all raise":
     raise RuntimeError("a mistake of the script")
 if mode == "one stops":

@@ -22,7 +22,8 @@ from reigen.cluster.bootstrap.local import (
     identify_launcher_process,
 )
 from reigen.cluster.environ import JobInfo, detect_job
-from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, WireError
 from reigen.net.auth import SECRET_BYTES
 from reigen.net.interfaces import local_addresses
@@ -432,7 +433,7 @@ def test_ports_that_are_taken_are_passed_over_and_strangers_there_are_not_believ
     first, second, third, *_ = derive_ports(
         derive_job_secret(bytes.fromhex(environ["REIGEN_SECRET"]), environ["MASTER_PORT"])
     )
-    stranger = RendezvousServer(os.urandom(32), "127.0.0.1", first)  # another job
+    stranger = ControlService(os.urandom(32), "127.0.0.1", first)  # another job
     stranger.start()
     with socket.create_server(("127.0.0.1", second)):  # never answers
 
@@ -455,7 +456,7 @@ def test_all_ports_are_taken():
 
 
 def test_another_secret_at_a_port_that_was_given():
-    server = RendezvousServer(os.urandom(32))
+    server = ControlService(os.urandom(32))
     server.start()
     environ = {"REIGEN_SECRET": "ab" * 32, "REIGEN_RENDEZVOUS_PORT": server.address.rpartition(":")[2]}
     with pytest.raises(AuthenticationError):

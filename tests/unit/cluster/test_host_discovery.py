@@ -9,7 +9,8 @@ import pytest
 
 from reigen.cluster.host_discovery import HostLayout, discover_hosts, host_identity, make_host_layout
 from reigen.cluster.local_peers import process_namespace_id
-from reigen.cluster.membership.rendezvous import LocalRendezvous, RendezvousClient, RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.rendezvous import LocalRendezvous, RendezvousClient
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError, DeadlineError, PeerLostError
 from reigen.testing import run_threads
@@ -61,7 +62,7 @@ def test_what_tells_machines_apart():
 def test_all_ranks_find_the_same(over_a_service):
     hosts = ["h1", "h2", "h1", "", "h2"]
     secret = b"s" * 32
-    server = RendezvousServer(secret)
+    server = ControlService(secret)
     server.start()
 
     def find(rank, shared):

@@ -15,9 +15,16 @@ import pytest
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.abort_message import make_abort_message
 from reigen.cluster.membership.client import MembershipClient
-from reigen.cluster.membership.failure_state import FailureState
-from reigen.cluster.membership.liveness import RankAborted, RankLeft, RanksDied
-from reigen.cluster.membership.rendezvous import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.messages import (
+    MemberAborted,
+    MemberAssigned,
+    MemberLeft,
+    MemberLost,
+    MembershipNews,
+    RegisterMember,
+)
+from reigen.cluster.membership.view import JobView
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, DeadlineError, PeerLostError
 from reigen.net.auth import Identity, ProcessRole
 from tests.multiprocess.launcher import until
@@ -28,83 +35,92 @@ EVERYBODY = range(8)
 
 
 def fates(*events, rank=0):
-    known = FailureState(rank, 20.0)
+    known = JobView(RegisterMember("rank", rank, "h0", 77, {"rank": 8}), peer_timeout_seconds=20.0)
+    known.take(MemberAssigned(rank, False, 1))
     for event in events:
-        known.learn(event)
+        known.take(MembershipNews((event,)))
     return known
 
 
+def died(rank, *others, host, whole=False, silent=False):
+    return MemberLost("rank", rank, host, "its process ended", False, 0, others, whole, silent)
+
+
+def left(rank, host):
+    return MemberLeft("rank", rank, host)
+
+
 def abort_of(rank, error):
-    return RankAborted(rank, f"h{rank}", make_abort_message(error, rank))
+    return MemberAborted("rank", rank, f"h{rank}", make_abort_message(error, rank))
 
 
 # -- what follows from what is known ----------------------------------------------------------------------------------
 
 
 def test_nothing_has_happened():
-    assert fates().failure(EVERYBODY) is None
+    assert fates().rank_error(EVERYBODY) is None
 
 
 def test_a_death_names_rank_and_host():
-    error = fates(RanksDied((3,), "h2", False, False)).failure([1, 3])
+    error = fates(died(3, host="h2")).rank_error([1, 3])
     assert type(error) is PeerLostError
     assert error.reason == "rank(s) 3 (host h2) died while others wait for them"
     assert error.ranks == (3,)
-    assert fates(RanksDied((3,), "h2", False, False)).failure([1, 2]) is None
+    assert fates(died(3, host="h2")).rank_error([1, 2]) is None
 
 
 def test_only_those_of_the_dead_that_are_waited_for_are_named():
-    error = fates(RanksDied((3, 4), "h2", False, False)).failure([1, 3])
+    error = fates(died(3, 4, host="h2")).rank_error([1, 3])
     assert (error.ranks, error.reason) == ((3,), "rank(s) 3 (host h2) died while others wait for them")
 
 
 def test_a_host_all_ranks_of_which_died_at_once():
-    error = fates(RanksDied((2, 3), "h2", True, False)).failure([1, 3])
+    error = fates(died(2, 3, host="h2", whole=True)).rank_error([1, 3])
     assert "host h2 was lost, or all its processes were killed: its rank(s) 2, 3 died at once" in error.reason
     assert error.ranks == (2, 3)
 
 
 def test_a_silent_host():
-    error = fates(RanksDied((2, 3), "h2", True, True)).failure([1, 2, 3])
+    error = fates(died(2, 3, host="h2", whole=True, silent=True)).rank_error([1, 2, 3])
     assert "host h2 was lost, and rank(s) 2, 3 with it: nothing was heard of it for 20 s" in error.reason
     assert error.ranks == (2, 3)
 
 
 def test_a_host_that_was_cut_off_is_told_so_when_it_comes_back():
-    error = fates(RanksDied((0, 1), "h1", True, True)).failure([2])
+    error = fates(died(0, 1, host="h1", whole=True, silent=True)).rank_error([2])
     assert "this rank, 0, was given up by the others: nothing was heard of its host, h1, for 20 s" in error.reason
     assert type(error) is PeerLostError
 
 
 def test_the_dead_are_the_cause_and_those_who_aborted_or_left_the_victims():
-    death = RanksDied((2,), "h2", False, False)
+    death = died(2, host="h2")
     aborted = abort_of(1, PeerLostError("rank 2 has gone", ranks=[2]))
-    for events in ((RankLeft(3, "h3"), aborted, death), (death, aborted, RankLeft(3, "h3"))):
-        error = fates(*events).failure(EVERYBODY)
+    for events in ((left(3, "h3"), aborted, death), (death, aborted, left(3, "h3"))):
+        error = fates(*events).rank_error(EVERYBODY)
         assert error.reason == "rank(s) 2 (host h2) died while others wait for them"
-    error = fates(RankLeft(3, "h3"), aborted).failure(EVERYBODY)
+    error = fates(left(3, "h3"), aborted).rank_error(EVERYBODY)
     assert (error.reason, error.ranks) == ("rank 2 has gone (told by rank 1, host h1)", (2,))
 
 
 def test_the_first_death_is_the_cause_of_the_next():
-    error = fates(RanksDied((5,), "h3", False, False), RanksDied((2,), "h2", False, False)).failure(EVERYBODY)
+    error = fates(died(5, host="h3"), died(2, host="h2")).rank_error(EVERYBODY)
     assert error.ranks == (5,)
 
 
 def test_ranks_that_left():
-    known = fates(RankLeft(4, "h2"), RankLeft(1, "h1"), RankLeft(5, "h2"), rank=2)
-    error = known.failure(EVERYBODY)
+    known = fates(left(4, "h2"), left(1, "h1"), left(5, "h2"), rank=2)
+    error = known.rank_error(EVERYBODY)
     assert error.reason == (
         "rank(s) 1 (host h1), 4, 5 (host h2) left the job (shutdown, or the end of the script) while others wait for "
         "them"
     )
     assert error.ranks == (1, 4, 5)
-    assert known.failure([0, 3]) is None
+    assert known.rank_error([0, 3]) is None
 
 
 @pytest.mark.parametrize("kind", [CollectiveError, DeadlineError, PeerLostError])
 def test_an_abort_arrives_as_what_it_was(kind):
-    error = fates(abort_of(1, kind("too late", ranks=[3]))).failure([5])
+    error = fates(abort_of(1, kind("too late", ranks=[3]))).rank_error([5])
     assert type(error) is kind
     assert (error.reason, error.ranks) == ("too late (told by rank 1, host h1)", (3,))
 
@@ -112,9 +128,9 @@ def test_an_abort_arrives_as_what_it_was(kind):
 def test_an_own_abort_ends_the_own_waiting():
     known = fates()
     own = DeadlineError("too late", ranks=[3])
-    known.give_up(own)
-    known.learn(abort_of(0, own))
-    assert known.failure([1]) is own
+    known.abort(own)
+    known.take(MembershipNews((abort_of(0, own),)))
+    assert known.rank_error([1]) is own
 
 
 # -- with the service -------------------------------------------------------------------------------------------------
@@ -122,7 +138,7 @@ def test_an_own_abort_ends_the_own_waiting():
 
 @pytest.fixture
 def server():
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     service.start()
     yield service
     service.close()
@@ -189,9 +205,9 @@ def test_who_enters_late_knows_at_once(server):
 
 def test_refusals(server):
     zero = member(server, 0)
-    with pytest.raises(ArgumentError, match=r"refuses rank 0: rank 0 .* has been here before"):
+    with pytest.raises(ArgumentError, match=r"refuses rank 0: rank 0 is there already, on host"):
         member(server, 0)
-    with pytest.raises(ArgumentError, match="counts 3 ranks, others 2"):
+    with pytest.raises(ArgumentError, match=r"expects 3 rank\(s\), but this job has 2"):
         member(server, 1, 3)
     assert zero.failure(EVERYBODY) is None
     zero.close()
@@ -221,7 +237,7 @@ def test_the_wrong_secret_and_nobody_there(server):
     ],
 )
 def test_the_service_goes(me, reason, ranks):
-    service = RendezvousServer(SECRET, me=me)
+    service = ControlService(SECRET, me=me)
     service.start()
     one = member(service, 1)
     service.close()
@@ -233,7 +249,7 @@ def test_the_service_goes(me, reason, ranks):
 
 
 def test_a_service_that_is_closed_says_what_it_held():
-    service = RendezvousServer(SECRET, me=Identity(ProcessRole.RANK, 0))
+    service = ControlService(SECRET, me=Identity(ProcessRole.RANK, 0))
     service.start()
     zero, one = member(service, 0), member(service, 1)
     zero.abort(CollectiveError("no reason"))
@@ -385,9 +401,9 @@ def bury(orphan):
 def test_forked_children_do_not_keep_the_service_of_a_dead_rank_alive():
     host = """
 import os, sys
-from reigen.cluster.membership.rendezvous import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from reigen.net.auth import Identity, ProcessRole
-service = RendezvousServer(b"s" * 32, me=Identity(ProcessRole.RANK, 0))
+service = ControlService(b"s" * 32, me=Identity(ProcessRole.RANK, 0))
 service.start()
 print(service.address, flush=True)
 input()

@@ -10,14 +10,13 @@ import pytest
 
 from reigen.cluster.membership.control_service import (
     MAX_KEYS,
+    ControlService,
     GetValue,
     PutValue,
     RendezvousStore,
-    ValueFound,
-    ValueStored,
+    StoreReply,
 )
-from reigen.cluster.membership.liveness import RequestRefused
-from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient, RendezvousServer
+from reigen.cluster.membership.rendezvous import LocalRendezvous, PrefixRendezvous, RendezvousClient
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import open_connection
@@ -29,7 +28,7 @@ SECRET = b"s" * 32
 
 @pytest.fixture
 def server():
-    service = RendezvousServer(SECRET, handshake_seconds=60.0)
+    service = ControlService(SECRET, handshake_seconds=60.0)
     service.start()
     yield service
     service.close()
@@ -156,7 +155,7 @@ def test_many_ranks_exchange_everything_with_everybody(server):
 
 
 def test_the_service_can_be_reached_before_it_starts():
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     done = []
     thread = threading.Thread(target=lambda: done.append(RendezvousClient(service.address, SECRET, 0, 60.0)))
     thread.start()
@@ -170,18 +169,18 @@ def test_the_service_can_be_reached_before_it_starts():
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "localhost", "", "224.0.0.1"])
 def test_only_an_address_of_one_interface_is_listened_on(host):
     with pytest.raises(ConfigError, match="interface"):
-        RendezvousServer(SECRET, host)
+        ControlService(SECRET, host)
     with pytest.raises(OSError, match="assign"):
-        RendezvousServer(SECRET, "192.0.2.1")  # not this machine's
+        ControlService(SECRET, "192.0.2.1")  # not this machine's
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.2", "127.0.0.2"), ("::1", "[::1]")])
 def test_an_address_and_a_port_of_choice(host, shown):
     with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
         with pytest.raises(OSError, match="in use"):
-            RendezvousServer(SECRET, host, taken.getsockname()[1])
+            ControlService(SECRET, host, taken.getsockname()[1])
         port = taken.getsockname()[1]
-    service = RendezvousServer(SECRET, host, port)
+    service = ControlService(SECRET, host, port)
     service.start()
     assert service.address == f"{shown}:{port}"
     client = RendezvousClient(service.address, SECRET, 0, 60.0)
@@ -197,7 +196,7 @@ def test_the_wrong_secret(server):
 
 
 def test_a_launcher_that_has_gone():
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     service.start()
     client = RendezvousClient(service.address, SECRET, 0, 60.0)
     service.close()
@@ -210,7 +209,7 @@ def test_a_launcher_that_has_gone():
 
 
 def test_a_waiting_rank_learns_at_once_that_the_launcher_has_gone():
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     service.start()
     client = RendezvousClient(service.address, SECRET, 0, 60.0)
     caught = []
@@ -240,7 +239,7 @@ def test_garbage_closes_its_own_connection_only(server, noise):
 
 def test_slow_strangers_are_closed_at_their_deadline():
     def attempt(seconds):
-        service = RendezvousServer(SECRET, handshake_seconds=seconds)
+        service = ControlService(SECRET, handshake_seconds=seconds)
         service.start()
         try:
             with raw(service) as silent, raw(service) as slow:
@@ -255,7 +254,7 @@ def test_slow_strangers_are_closed_at_their_deadline():
 
 
 def test_a_crowd_of_strangers_does_not_keep_ranks_out():
-    service = RendezvousServer(SECRET, handshake_seconds=60.0)
+    service = ControlService(SECRET, handshake_seconds=60.0)
     service.start()
     with ExitStack() as stack:
         crowd = [stack.enter_context(raw(service)) for _ in range(MAX_UNAUTHENTICATED + 20)]
@@ -294,7 +293,7 @@ def test_an_authenticated_client_that_announces_too_much_is_closed(server):
 
 def test_closing_leaves_no_thread():
     before = threading.active_count()
-    service = RendezvousServer(SECRET)
+    service = ControlService(SECRET)
     service.start()
     service.close()
     assert threading.active_count() == before
@@ -305,31 +304,31 @@ def test_the_store_serves_waiters_when_the_value_comes():
     assert store.handle("a", GetValue(1, "key")) == []
     assert store.handle("b", GetValue(7, "key")) == []
     store.forget_all("b")
-    assert store.handle("c", PutValue(3, "key", b"v")) == [("c", ValueStored(3)), ("a", ValueFound(1, b"v"))]
-    assert store.handle("b", GetValue(8, "key")) == [("b", ValueFound(8, b"v"))]
+    assert store.handle("c", PutValue(3, "key", b"v")) == [("c", StoreReply(3)), ("a", StoreReply(1, b"v"))]
+    assert store.handle("b", GetValue(8, "key")) == [("b", StoreReply(8, b"v"))]
 
 
 def test_the_store_is_bounded():
     store = RendezvousStore()
     for number in range(64):
-        assert store.handle("a", PutValue(number, f"k{number}", b"x" * (1 << 20))) == [("a", ValueStored(number))]
+        assert store.handle("a", PutValue(number, f"k{number}", b"x" * (1 << 20))) == [("a", StoreReply(number))]
     [(_, reply)] = store.handle("a", PutValue(99, "one more", b"x"))
-    assert isinstance(reply, RequestRefused)
-    assert "full" in reply.reason
-    assert store.handle("a", PutValue(100, "k0", b"")) == [("a", ValueStored(100))]
-    assert store.handle("a", PutValue(101, "one more", b"x")) == [("a", ValueStored(101))]
+    assert reply.problem
+    assert "full" in reply.problem
+    assert store.handle("a", PutValue(100, "k0", b"")) == [("a", StoreReply(100))]
+    assert store.handle("a", PutValue(101, "one more", b"x")) == [("a", StoreReply(101))]
 
 
 def test_the_number_of_keys_is_bounded():
     store = RendezvousStore()
     replies = [store.handle("a", PutValue(number, str(number), b"")) for number in range(MAX_KEYS + 1)]
-    assert replies[-2] == [("a", ValueStored(MAX_KEYS - 1))]
-    assert isinstance(replies[-1][0][1], RequestRefused)
+    assert replies[-2] == [("a", StoreReply(MAX_KEYS - 1))]
+    assert replies[-1][0][1].problem
 
 
 def test_a_reply_of_the_wrong_kind_is_an_error(server, monkeypatch):
     client = RendezvousClient(server.address, SECRET, 0, 60.0)
-    monkeypatch.setattr(client, "_call", lambda *_: ValueStored(1))
+    monkeypatch.setattr(client, "_call", lambda *_: StoreReply(1))
     with pytest.raises(WireError):
         client.get("key", 1.0)
     client.close()

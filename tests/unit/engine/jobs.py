@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from reigen.cluster.host_discovery import HostLayout
-from reigen.cluster.membership.rendezvous import Rendezvous, RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.config import Config
 from reigen.context import Context
 from reigen.engine_factory import JobRendezvous
@@ -29,7 +30,7 @@ def between(
 def across(machines: Sequence[Sequence[int]], act: Callable[[Context], Any], **knobs: Any) -> list[Any]:
     """``act(context)`` on ranks of several hosts, which are one; they leave when all have finished."""
     size = sum(map(len, machines))
-    server = RendezvousServer(_SECRET)
+    server = ControlService(_SECRET)
     server.start()
 
     def meet(rank: int, rendezvous: Rendezvous) -> JobRendezvous:

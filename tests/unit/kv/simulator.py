@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.kv.consistency.events import (
     AcknowledgePush,
     AnswerPull,
@@ -27,7 +28,6 @@ from reigen.kv.consistency.events import (
     ConsistencyEvent,
     DropRequest,
     FailRequest,
-    LossPolicy,
     PullRequested,
     PushReceived,
     RepeatAcknowledgement,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from reigen import optim
+from reigen.cluster.membership.members import LossPolicy
 from reigen.errors import WireError
-from reigen.kv.consistency.events import LossPolicy
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     DTYPE_NUMBERS,

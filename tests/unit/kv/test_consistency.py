@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.kv.consistency.events import (
     AcknowledgePush,
     AnswerPull,
@@ -16,7 +17,6 @@ from reigen.kv.consistency.events import (
     ConsistencyInstruction,
     DropRequest,
     FailRequest,
-    LossPolicy,
     PullRequested,
     PushReceived,
     RepeatAcknowledgement,

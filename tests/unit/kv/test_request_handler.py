@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.config import WORKER_LOSS_POLICIES
 from reigen.errors import WireError
-from reigen.kv.consistency.events import LossPolicy
 from reigen.kv.keys import key_id
 from reigen.kv.protocol import (
     COMMAND_CODEC,

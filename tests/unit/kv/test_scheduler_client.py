@@ -11,23 +11,23 @@ from contextlib import closing, contextmanager
 import pytest
 
 from reigen.cluster.bootstrap.job_credentials import derive_job_secret
+from reigen.cluster.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
+    JobEnded,
+    MemberAssigned,
+    MemberMessage,
+    MembershipNews,
+    MembershipReply,
+    RegisterMember,
+    StatusQuery,
+    StatusReply,
+)
 from reigen.config import load_config
 from reigen.errors import DeadlineError
 from reigen.kv.membership.environment import read_process_config
-from reigen.kv.membership.messages import (
-    MAX_MESSAGE_BYTES,
-    NODE_MESSAGE_CODEC,
-    SCHEDULER_IDENTITY,
-    SCHEDULER_MESSAGE_CODEC,
-    MembershipNews,
-    MissingQuery,
-    MissingReply,
-    NodeAssigned,
-    NodeMessage,
-    RegisterNode,
-    SchedulerMessage,
-)
-from reigen.kv.membership.nodes import JobEnded
+from reigen.kv.membership.scheduler import SCHEDULER_IDENTITY
 from reigen.kv.membership.scheduler_client import SchedulerClient, _flush
 from reigen.net import auth
 from reigen.net.connection import Connection, StreamProtocol
@@ -38,12 +38,12 @@ SECRET = b"s" * 32
 
 
 @contextmanager
-def member_of(answer: Callable[[NodeMessage], SchedulerMessage | None]) -> Iterator[SchedulerClient]:
+def member_of(answer: Callable[[MemberMessage], MembershipReply | None]) -> Iterator[SchedulerClient]:
     """Worker 0 of one, whose scheduler says what the function does."""
 
     def receive(guest: Connection, payload: bytes) -> None:
-        if (said := answer(NODE_MESSAGE_CODEC.decode(payload))) is not None:
-            reception.send(guest, SCHEDULER_MESSAGE_CODEC.encode(said))
+        if (said := answer(MEMBER_CODEC.decode(payload))) is not None:
+            reception.send(guest, MEMBERSHIP_REPLY_CODEC.encode(said))
 
     with closing(Port()) as held:  # the secret of a job depends on its port
         port = held.number
@@ -76,13 +76,13 @@ def member_of(answer: Callable[[NodeMessage], SchedulerMessage | None]) -> Itera
             thread.join(10)
 
 
-def assigned(call: NodeMessage) -> SchedulerMessage | None:
-    return NodeAssigned(0, False, 1) if isinstance(call, RegisterNode) else None
+def assigned(call: MemberMessage) -> MembershipReply | None:
+    return MemberAssigned(0, False, 1) if isinstance(call, RegisterMember) else None
 
 
 def test_who_is_missing_at_the_start_is_asked_of_the_scheduler() -> None:
-    def answer(call: NodeMessage) -> SchedulerMessage | None:
-        return MissingReply((), (1,)) if isinstance(call, MissingQuery) else assigned(call)
+    def answer(call: MemberMessage) -> MembershipReply | None:
+        return StatusReply((), (1,)) if isinstance(call, StatusQuery) else assigned(call)
 
     with member_of(answer) as member, pytest.raises(DeadlineError, match="server 1 of 1 worker"):
         member.servers(time.monotonic())
@@ -102,8 +102,8 @@ def test_what_the_scheduler_said_before_it_went_is_heard_though_it_did_not_hear_
 
 
 def test_a_scheduler_that_ends_the_job_instead_of_an_answer_says_who_is_missing() -> None:
-    def answer(call: NodeMessage) -> SchedulerMessage | None:
-        if isinstance(call, MissingQuery):
+    def answer(call: MemberMessage) -> MembershipReply | None:
+        if isinstance(call, StatusQuery):
             return MembershipNews((JobEnded(1, "server 1 did not come in time", is_late=True),))
         return assigned(call)
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from reigen.cluster.membership.messages import ServerInfo
 from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
 from reigen.kv.connection import KVConnection
-from reigen.kv.membership.nodes import ServerInfo
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,

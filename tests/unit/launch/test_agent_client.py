@@ -10,8 +10,8 @@ from unittest.mock import Mock
 import pytest
 
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
-from reigen.launch.event_loop import LauncherLoop
-from reigen.launch.spawn import spawn_client
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.spawn import spawn_client
 
 
 @pytest.fixture

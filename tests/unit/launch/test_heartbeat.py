@@ -9,10 +9,10 @@ from contextlib import closing
 
 import pytest
 
-from reigen.cluster.membership.rendezvous import RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
 from reigen.errors import LaunchError
 from reigen.launch.agent.heartbeat import AgentHeartbeat
-from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.tls import TlsContext
 
 SECRET = b"s" * 32
@@ -25,7 +25,7 @@ def loop() -> Iterator[LauncherLoop]:
 
 
 def connected(
-    server: RendezvousServer, loop: LauncherLoop, heard: list[float], tls: TlsContext | None = None
+    server: ControlService, loop: LauncherLoop, heard: list[float], tls: TlsContext | None = None
 ) -> AgentHeartbeat:
     return AgentHeartbeat(
         server.address,
@@ -49,7 +49,7 @@ def wait(loop: LauncherLoop, condition: object) -> None:
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_both_hear_each_other(loop: LauncherLoop, encrypted: bool) -> None:
     heard: list[float] = []
-    server = RendezvousServer(SECRET, tls=TlsContext() if encrypted else None)
+    server = ControlService(SECRET, tls=TlsContext() if encrypted else None)
     server.start()
     with closing(server), closing(connected(server, loop, heard, TlsContext() if encrypted else None)) as heartbeat:
         assert server.heard_at(3) == -math.inf
@@ -64,7 +64,7 @@ def test_both_hear_each_other(loop: LauncherLoop, encrypted: bool) -> None:
 
 def test_a_service_that_has_ended_is_not_heard_and_nothing_else_happens(loop: LauncherLoop) -> None:
     heard: list[float] = []
-    server = RendezvousServer(SECRET)
+    server = ControlService(SECRET)
     server.start()
     with closing(server), closing(connected(server, loop, heard)) as heartbeat:
         server.close()
@@ -75,7 +75,7 @@ def test_a_service_that_has_ended_is_not_heard_and_nothing_else_happens(loop: La
 
 
 def test_a_service_that_does_not_answer_is_an_error(loop: LauncherLoop) -> None:
-    with closing(RendezvousServer(b"x" * 32)) as server:
+    with closing(ControlService(b"x" * 32)) as server:
         server.start()
         with pytest.raises(LaunchError, match=r"service at 127\.0\.0\.1:\d+ cannot be reached"):
             connected(server, loop, [])

@@ -41,6 +41,16 @@ def test_the_first_is_shown_at_once_and_the_others_are_named_in_the_end(errors, 
     assert errors.take_repeats(float("inf")) == []
     assert errors.wait_seconds(9.0) is None
     assert [errors.find_shared(rank) for rank in (0, 1, 2, 3)] == [2, None, 2, 2]
+    assert [errors.take_sharing(rank) for rank in (0, 1, 2, 3)] == [[2, 3], [], [0, 3], [0, 2]]
+
+
+def test_ranks_that_are_named_elsewhere_are_not_named_again(errors):
+    errors.feed(0, ERROR, 0.0)
+    errors.feed(1, ERROR, 0.0)
+    end(errors, 0, 1)
+    errors.settle(0.0)
+    assert errors.take_sharing(1) == [0]
+    assert errors.take_repeats(float("inf")) == []
 
 
 def test_lines_of_two_ranks_may_come_by_turns_and_one_may_overtake(errors):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import resource
 import threading
 import time
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from reigen.net import futex
 from reigen.net.futex import FutexWord, SpinLimit, has_reached, memory_fences
 
 
@@ -78,6 +80,17 @@ def test_fences_can_be_called() -> None:
     publish()
     with fence:
         pass
+
+
+def test_elsewhere_a_fence_is_a_system_call_on_entering(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(futex, "_membarrier", lambda: lambda: calls.append("membarrier"))
+    publish, fence = memory_fences()
+    publish()
+    with fence:
+        assert calls == ["membarrier"] * 2
+    assert calls == ["membarrier"] * 2
 
 
 def test_who_is_preempted_sleeps_at_once_and_looks_again_by_and_by(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 
 from reigen.cluster.connection_pool import ConnectionPool
 from reigen.cluster.membership.client import MembershipClient
-from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import AuthenticationError, ConfigError
 from reigen.net.auth import ClientHandshake, Identity, ProcessRole, ServerHandshake
 from reigen.net.bulk_connection import BulkConnection
@@ -318,7 +319,7 @@ def test_nobody_loads_openssl_who_does_not_use_it():
 
 def test_the_rendezvous_and_its_members_encrypt_and_strangers_disturb_nobody(tls):
     def attempt(seconds):
-        service = RendezvousServer(SECRET, handshake_seconds=seconds, tls=tls)
+        service = ControlService(SECRET, handshake_seconds=seconds, tls=tls)
         service.start()
         with ExitStack() as stack:
             stack.callback(service.close)

@@ -199,7 +199,7 @@ class MpiBackend(FlatBackend):
             parts = [_chunk_part(count, index, num_rounds) for count in counts]
             sizes = [end - begin for begin, end in parts]
             stage = self._take("send", index, sum(sizes), dtype)
-            _pack_stage(stage, [source[first + b : first + e] for first, (b, e) in zip(starts, parts, strict=False)])
+            _parts_of(source, starts, parts).read(0, stage.size, stage)
             if prescaler is None:
                 self._ended("MEMCPY_IN_FUSION_BUFFER")
                 own = [sizes[self.rank]] * self.size
@@ -250,7 +250,7 @@ class MpiBackend(FlatBackend):
 
         def finish(index: int) -> None:
             stage, parts, _ = cut(index)
-            _unpack_stage(stage, [target[first + b : first + e] for first, (b, e) in zip(starts, parts, strict=False)])
+            _parts_of(target, starts, parts).write(0, stage)
 
         self._rounds(num_rounds, start, finish, "MPI_ALLGATHER", deadline)
 
@@ -287,9 +287,7 @@ class MpiBackend(FlatBackend):
             outgoing = [end - begin for begin, end in parts]
             incoming = [end - begin for begin, end in (_chunk_part(count, index, num_rounds) for count in received)]
             stage = self._take("send", index, sum(outgoing), target.dtype)
-            _pack_stage(
-                stage, [source[first + b : first + e] for first, (b, e) in zip(send_starts, parts, strict=False)]
-            )
+            _parts_of(source, send_starts, parts).read(0, stage.size, stage)
             self._ended("MEMCPY_IN_FUSION_BUFFER")
             room = self._take("receive", index, sum(incoming), target.dtype)
             return self._exchange(stage, outgoing, room, incoming)
@@ -297,9 +295,7 @@ class MpiBackend(FlatBackend):
         def finish(index: int) -> None:
             parts = [_chunk_part(count, index, num_rounds) for count in received]
             stage = self._take("receive", index, sum(end - begin for begin, end in parts), target.dtype)
-            _unpack_stage(
-                stage, [target[first + b : first + e] for first, (b, e) in zip(receive_starts, parts, strict=False)]
-            )
+            _parts_of(target, receive_starts, parts).write(0, stage)
 
         self._rounds(num_rounds, start, finish, "MPI_ALLTOALL", deadline)
 
@@ -393,18 +389,9 @@ def _chunk_part(count: int, index: int, num_rounds: int) -> tuple[int, int]:
     return count * index // num_rounds, count * (index + 1) // num_rounds
 
 
-def _pack_stage(stage: Array, pieces: Sequence[Array]) -> None:
-    place = 0
-    for piece in pieces:
-        stage[place : place + piece.size] = piece
-        place += piece.size
-
-
-def _unpack_stage(stage: Array, pieces: Sequence[Array]) -> None:
-    place = 0
-    for piece in pieces:
-        piece[:] = stage[place : place + piece.size]
-        place += piece.size
+def _parts_of(array: Array, starts: Sequence[int], parts: Sequence[tuple[int, int]]) -> BufferList:
+    """Return the ranges ``parts`` of the blocks of an array that begin at ``starts``."""
+    return BufferList([array[first + b : first + e] for first, (b, e) in zip(starts, parts, strict=False)])
 
 
 def _reduce_blocks(reducer: BlockReducer, inputs: Sequence[Array], total: Array) -> None:

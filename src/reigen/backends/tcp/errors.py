@@ -18,7 +18,7 @@ import msgspec
 from reigen.backends.base import FailureCheck
 from reigen.backends.tcp.connection import PeerConnection, TcpPeer
 from reigen.cluster.membership.abort_message import AbortMessage, error_from_abort, make_abort_message
-from reigen.cluster.membership.failure_state import format_ranks_by_host
+from reigen.cluster.membership.view import format_ranks_by_host
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, WireError, format_ranks
 from reigen.net.bulk_connection import PeerAborted
 

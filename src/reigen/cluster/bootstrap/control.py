@@ -1,4 +1,4 @@
-"""From a job to its control service, whoever started the ranks.
+"""Discovery of a job's control service, for ranks of any launcher.
 
 `reigen run` hosts the service and tells the ranks where it is. Where somebody else has started them, rank 0 hosts it,
 and the others have to learn two things before they can trust anybody: where, and which secret. How, is one decision
@@ -41,7 +41,8 @@ from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.bootstrap.mpi_library import can_use_mpi
 from reigen.cluster.bootstrap.rank_lock import claim_rank
 from reigen.cluster.environ import SECRET_VARIABLE, JobInfo
-from reigen.cluster.membership.rendezvous import RendezvousClient, RendezvousServer
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.rendezvous import RendezvousClient
 from reigen.errors import AuthenticationError, ConfigError, DeadlineError, PeerLostError
 from reigen.net.auth import SECRET_BYTES, Identity, ProcessRole
 from reigen.net.listener import join_address
@@ -64,7 +65,7 @@ class _Closable(Protocol):
 
 @dataclass(frozen=True)
 class ServiceAccess:
-    """The way to the job's control service. On rank 0 it may hold the service itself.
+    """Access to the job's control service. On rank 0 it may hold the service itself.
 
     Attributes:
         address: ``host:port``.
@@ -78,13 +79,13 @@ class ServiceAccess:
     _held: tuple[_Closable, ...] = ()
 
     def close(self) -> None:
-        """End what this process hosts. Not before its last use of the job: `init` may follow `shutdown`. Repeatable."""
+        """End this process's service, behind its last use of the job: `init` may follow `shutdown`. Repeatable."""
         for each in self._held:
             each.close()
 
 
 class ServiceAccessCache:
-    """The ways to the control services of jobs, each found once in a process and kept until its end.
+    """Accesses to the control services of jobs, each found once in a process and kept until its end.
 
     What rank 0 hosts outlives `shutdown` in this way: `init` may follow.
     """
@@ -93,7 +94,7 @@ class ServiceAccessCache:
         self._found: dict[JobInfo, ServiceAccess] = {}
 
     def reach(self, job: JobInfo, environ: Mapping[str, str], manner: ServiceOptions) -> ServiceAccess:
-        """As `locate_service`. What rank 0 hosts is closed by atexit: behind all that is registered there later."""
+        """Return as `locate_service` does. atexit closes the service of rank 0, behind all that is registered later."""
         if job not in self._found:
             self._found[job] = access = locate_service(job, environ, manner)
             if job.rank == 0:
@@ -103,7 +104,7 @@ class ServiceAccessCache:
 
 
 class DiscoveryMethod(Enum):
-    """How ranks learn of the service: see the module."""
+    """Method by which ranks find the service: see the module."""
 
     GIVEN = auto()
     HANDOVER = auto()
@@ -113,7 +114,7 @@ class DiscoveryMethod(Enum):
 
 @dataclass(frozen=True)
 class ServiceOptions:
-    """How the service is to be reached and kept.
+    """Addresses, timeouts and encryption of the service.
 
     Attributes:
         timeout_seconds: how long to wait for rank 0.
@@ -129,7 +130,7 @@ class ServiceOptions:
 
 
 def locate_service(job: JobInfo, environ: Mapping[str, str], manner: ServiceOptions) -> ServiceAccess:
-    """The way to the control service of a job of several processes; rank 0 starts one where the launcher has none.
+    """Locate the control service of a job of several processes; rank 0 starts one where the launcher has none.
 
     Args:
         job: as `reigen.cluster.environ.detect_job` found it.
@@ -162,7 +163,7 @@ def locate_service(job: JobInfo, environ: Mapping[str, str], manner: ServiceOpti
 def choose_discovery_method(
     job: JobInfo, *, has_secret: bool, coordinator_is_here: bool, mpi: tuple[bool, str]
 ) -> tuple[DiscoveryMethod, str]:
-    """How the ranks learn of the service, and why so.
+    """Choose how the ranks find the service; returns the reason, too.
 
     Args:
         job: the job.
@@ -203,12 +204,10 @@ def _explain_missing_settings(job: JobInfo, has_secret: bool, no_mpi: str) -> st
     return "\n".join(lines)
 
 
-def _start_service(secret: bytes, host: str, port: int, manner: ServiceOptions) -> RendezvousServer:
-    """The service, which rank 0 has joined: no other process is rank 0 of this job any more."""
+def _start_service(secret: bytes, host: str, port: int, manner: ServiceOptions) -> ControlService:
+    """Start the service and claim rank 0: no other process is rank 0 of this job any more."""
     me = Identity(ProcessRole.RANK, 0)
-    server = RendezvousServer(
-        secret, host, port, me=me, peer_timeout_seconds=manner.peer_timeout_seconds, tls=manner.tls
-    )
+    server = ControlService(secret, host, port, me=me, peer_timeout_seconds=manner.peer_timeout_seconds, tls=manner.tls)
     server.start()
     try:
         with closing(RendezvousClient(server.address, secret, 0, manner.timeout_seconds, manner.tls)) as client:
@@ -239,7 +238,7 @@ def _locate_by_handover(job: JobInfo, given: bytes | None, reason: str, manner: 
 def _serve_local_ranks(
     name: bytes, pointer: ServiceEndpoint, given: bytes | None, until: float, manner: ServiceOptions
 ) -> LocalBootstrapServer:
-    """Take the name, waited for: whoever had it may just be ending."""
+    """Take the name, waited for: its last owner may just be ending."""
     while True:
         try:
             return LocalBootstrapServer(name, pointer, given)
@@ -332,7 +331,7 @@ def _find_service(
     *,
     is_certain: bool,
 ) -> ServiceEndpoint:
-    """The service of this life of the job, waited for; ``is_certain``: whoever listens there must be it."""
+    """Find the service of this life of the job, waited for; ``is_certain``: a listener there must be it."""
     outcomes: dict[str, str] = {}  # by address
     while True:
         for pointer in candidates():
@@ -361,12 +360,12 @@ def _find_service(
 
 
 def _probe_deadline() -> float:
-    """Until when somebody who listens is to say who it is; where nobody does, that is known at once."""
+    """Deadline of a listener's handshake; where there is no listener, that is known at once."""
     return time.monotonic() + _TRY_SECONDS
 
 
 def _check_service(pointer: ServiceEndpoint, rank: int, until: float, tls: TlsContext | None) -> str:
-    """Why a service is not the one to join; empty if it is.
+    """Return why a service is not the one to join; empty if it is.
 
     A rank whose process has ended, and whose next one this is, meets the service of the job's last life as long as rank
     0 lives on there. That service goes with rank 0's process, so the next one must be waited for.

@@ -1,4 +1,4 @@
-"""What all ranks of a job are given for finding and authenticating each other, and what follows from it."""
+"""Credentials by which the ranks of a job find and authenticate each other; derived secrets and ports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_FILE_BYTES = 4096
 
 @dataclass(frozen=True)
 class JobCredentials:
-    """What the environment gives to the ranks.
+    """Credentials in the environment.
 
     Attributes:
         secret: 32 bytes that all of them have, or None. Not shown in ``repr``.
@@ -55,7 +55,7 @@ class JobCredentials:
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in a file that only this user can read.
+    """Read the secret from a file that only this user can read.
 
     Raises:
         ConfigError: there is no such file, others may read it, or it holds something else.
@@ -81,12 +81,12 @@ def read_secret(path: str) -> bytes:
 
 
 def derive_job_secret(given: bytes, job_id: str) -> bytes:
-    """The secret of one job, made from one that several may share."""
+    """Derive the secret of one job from one that several may share."""
     return hmac.digest(given, b"reigen job\0" + job_id.encode(), "sha256")
 
 
 def derive_ports(secret: bytes) -> list[int]:
-    """Where the service of a job may be: different ports, in the order of trying."""
+    """Derive the ports of a job's service: all different, in the order of trying."""
     ports: dict[int, None] = {}
     number = 0
     while len(ports) < _NUM_PORTS:

@@ -1,4 +1,4 @@
-"""How rank 0 hands the address of its service, and the job's secret, to the other ranks of its host.
+"""Handover of the service's address and the job's secret from rank 0 to the other ranks of its host.
 
 Through a Unix socket with an abstract name, which the kernel forgets with the process: nothing lies on a disk, and
 nothing is left behind. Such a name can be used, and taken first, by everybody in the network namespace: by other users,
@@ -58,7 +58,7 @@ _TALK_SECONDS = 5.0
 
 
 class ServiceEndpoint(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Where the job's control service is, and the job's secret."""
+    """Address of the job's control service, and the job's secret."""
 
     address: str
     secret: bytes
@@ -68,7 +68,7 @@ class ServiceEndpoint(msgspec.Struct, array_like=True, frozen=True, forbid_unkno
 
 
 def bootstrap_socket_name(launcher: str, job_id: str, size: int) -> bytes:
-    """The abstract name at which the ranks of a job on this host meet.
+    """Return the abstract socket name at which the ranks of a job on this host meet.
 
     A launcher that does not tell its jobs apart is told apart itself: by the process that started the ranks.
     """
@@ -78,7 +78,7 @@ def bootstrap_socket_name(launcher: str, job_id: str, size: int) -> bytes:
 
 
 def identify_launcher_process() -> str:
-    """The closest process above that was not given this rank: whoever started it, told apart from all others."""
+    """Return the closest process above that was not given this rank, as a word that is unique for it."""
     pid, own = os.getpid(), _rank_variables(os.getpid())
     while True:
         parent = int(_read_stat(pid)[1])
@@ -91,7 +91,7 @@ def identify_launcher_process() -> str:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """What /proc tells of a process behind its name; nothing if it does not."""
+    """Read the fields of /proc/PID/stat behind the process's name; nothing if there are none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -99,7 +99,7 @@ def _read_stat(pid: int) -> list[str]:
 
 
 def _rank_variables(pid: int) -> frozenset[bytes] | None:
-    """What a process was given that says RANK, in any launcher's words; None where that is a secret."""
+    """Return a process's variables that say RANK, in any launcher's words; None where they are secret."""
     try:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -142,7 +142,7 @@ class LocalBootstrapServer:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close the socket in a child: `reigen.net.fork_safety`."""
         self._listener.close()
         self._token.close()
 
@@ -179,7 +179,7 @@ class LocalBootstrapServer:
 
 
 def fetch_endpoints(name: bytes, given: bytes | None = None) -> list[ServiceEndpoint]:
-    """What rank 0 hands over; nothing while nobody does.
+    """Fetch what rank 0 hands over; nothing while there is no rank 0.
 
     Args:
         name: abstract name of the socket.
@@ -216,7 +216,7 @@ def is_served(name: bytes) -> bool:
 
 
 def _negotiate_key(connection: socket.socket, where: str, token: _MemfdToken, given: bytes | None) -> bytes:
-    """The key by which the two ends authenticate each other; steps a to c of the module, of the connecting end.
+    """Negotiate the key of both ends; steps a to c of the module, of the connecting end.
 
     Raises:
         AuthenticationError: there can be none.
@@ -252,7 +252,7 @@ def _negotiate_key(connection: socket.socket, where: str, token: _MemfdToken, gi
 
 
 class _MemfdToken:
-    """A number that those can read who may look at this process's descriptors, and nobody else."""
+    """Secret number, readable only by processes that may look at this process's descriptors."""
 
     def __init__(self) -> None:
         self.value = secrets.token_bytes(SECRET_BYTES)
@@ -266,7 +266,7 @@ class _MemfdToken:
 
 
 def _read_token(pid: int, number: int) -> bytes:
-    """The token of another process.
+    """Read the token of another process.
 
     Raises:
         OSError: it cannot be seen from here, or has no token there.

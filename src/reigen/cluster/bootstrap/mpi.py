@@ -1,4 +1,4 @@
-"""What rank 0 tells every rank over MPI: where the job's control service is, and the job's secret.
+"""Broadcast of the control service's address and the job's secret by rank 0, over MPI.
 
 So `mpirun -np 4 python train.py` needs no port, no file and no variable, and the secret is on no command line and in
 no environment. It travels as bytes, by one broadcast, in whatever the site's MPI travels in.
@@ -24,7 +24,7 @@ _PAUSE_SECONDS = 0.0005
 
 
 def broadcast_over_mpi(data: bytes | None, deadline: float, environ: Mapping[str, str]) -> bytes:
-    """The bytes that rank 0 of MPI_COMM_WORLD gives. Collective among all processes that the MPI launcher started.
+    """Broadcast rank 0's bytes over MPI_COMM_WORLD. Collective among all processes that the MPI launcher started.
 
     Args:
         data: on rank 0, at most `MAX_SHARED_BYTES`; None on the others.

@@ -1,4 +1,4 @@
-"""The MPI library of this process: whether it can be used, and how a process ends that has used it.
+"""MPI library of this process: availability, and the end of a process that has used it.
 
 `mpi4py.MPI` initialises MPI when it is imported, and that only makes sense in a process that an MPI launcher has
 started: so it is imported here, after a look at the environment, and nowhere else. The MPI library, its transport and
@@ -91,7 +91,7 @@ def _launcher_rank(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _find_mpi_problem(*, serialized: bool, size: int, told: str, variable: str, library: str) -> str | None:
-    """Why an MPI library that is there cannot be used, or None."""
+    """Return why an MPI library that is there cannot be used, or None."""
     if not serialized:
         return (
             f"MPI was initialised without {_THREADS_NEEDED}, which an engine with a thread of its own needs; leave "
@@ -121,7 +121,7 @@ def can_survive_failures(environ: Mapping[str, str], library: str) -> tuple[bool
 
 
 class MpiExitHandler:
-    """What a process does about MPI at its end, which MPI_Finalize cannot be trusted with after a failure.
+    """End of a process that uses MPI: after a failure MPI_Finalize cannot be trusted with it.
 
     MPI_Finalize waits for every other rank. A rank that failed would hang there, its error printed and its exit code
     unknown to mpirun, for as long as the rank at fault does; so it ends the job instead, when everything of Python's
@@ -151,7 +151,7 @@ class MpiExitHandler:
         self._kept.append(things)
 
     def leave(self) -> None:
-        """The end of the process."""
+        """End the process."""
         # Python keeps an exception that nobody has caught: mpirun will end the job anyway, when it hears of it.
         uncaught = getattr(sys, "last_value", None)
         reason = self._failure or (None if uncaught is None else repr(uncaught))
@@ -170,7 +170,7 @@ class MpiExitHandler:
 
 @functools.cache
 def mpi_exit_handler() -> MpiExitHandler:
-    """That of this process: MPI exists once in it. To be asked for after `mpi_comm_world`, before anything can fail."""
+    """Return this process's only one. Call it after `mpi_comm_world`, before anything can fail."""
     from mpi4py import MPI
 
     def abort(code: int) -> None:

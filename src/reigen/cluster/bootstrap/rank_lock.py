@@ -1,4 +1,4 @@
-"""One process at a time is a rank.
+"""Lock of a rank: one process at a time is one.
 
 Whatever a rank starts inherits the variables that make it a rank. If such a process calls ``init()``, too, it must get
 an error, not its parent's place. So each process that joins writes itself down at the rendezvous, once for each rank,
@@ -24,7 +24,7 @@ _SHOWN_CHARACTERS = 200
 
 
 class _RankHolder(msgspec.Struct, array_like=True, frozen=True):
-    """A process, told apart from all others that have had, or will have, its number.
+    """Identity of a process among all that have had, or will have, its number.
 
     Attributes:
         pid: its number.
@@ -82,7 +82,7 @@ def _is_running(holder: _RankHolder) -> bool:
 
 
 def _process_state(pid: int) -> tuple[str, int]:
-    """The state of a process, a letter, and when it was started."""
+    """Return the state of a process, a letter, and when it was started."""
     words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # its name may hold anything
     return words[0], int(words[19])
 

@@ -1,4 +1,4 @@
-"""How a rank tells the others, over whatever connects them, of the error with which it gives up."""
+"""Error with which a rank gives up, as a message to the others over any connection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_REASON_BYTES, _MAX_RANKS = 3400, 100
 
 
 class AbortMessage(msgspec.Struct, tag=9, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Why a rank cannot go on: the error that it raised."""
+    """Error with which a rank gave up."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -27,14 +27,14 @@ class AbortMessage(msgspec.Struct, tag=9, array_like=True, frozen=True, forbid_u
 
 
 def make_abort_message(error: CollectiveError, rank: int) -> AbortMessage:
-    """The message about an error that rank ``rank`` gives up with."""
+    """Make the message about an error that rank ``rank`` gives up with."""
     kind = type(error).__name__ if type(error).__name__ in ERRORS_BY_NAME else CollectiveError.__name__
     reason = error.reason.encode(errors="replace")[:_MAX_REASON_BYTES].decode(errors="ignore")
     return AbortMessage(kind, (error.ranks or (rank,))[:_MAX_RANKS], reason)
 
 
 def error_from_abort(abort: AbortMessage, teller: str) -> CollectiveError:
-    """The error of a rank that gave up, as told by ``teller``; empty for this rank itself.
+    """Make the error of a rank that gave up; ``teller`` reported it, empty: this rank itself.
 
     Who tells what was told to it is not named: the first one knows.
     """
@@ -46,7 +46,7 @@ def error_from_abort(abort: AbortMessage, teller: str) -> CollectiveError:
 
 
 def left_error(ranks_text: str, ranks: Sequence[int]) -> PeerLostError:
-    """What it means for whoever waits for ranks that they have left in good order."""
+    """Make the error of waiting for ranks that have left in good order."""
     error = PeerLostError(
         f"rank(s) {ranks_text} left the job (shutdown, or the end of the script) while others wait for them",
         ranks=ranks,
@@ -56,5 +56,5 @@ def left_error(ranks_text: str, ranks: Sequence[int]) -> PeerLostError:
 
 
 def has_left(error: CollectiveError | None) -> TypeGuard[PeerLostError]:
-    """Whether an error says no more than that: what these ranks sent before may still come."""
+    """Return whether an error says no more than that: earlier messages of these ranks may still come."""
     return isinstance(error, PeerLostError) and error.has_left

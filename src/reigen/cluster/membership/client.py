@@ -1,24 +1,31 @@
-"""A rank's place among the living: its connection to the control service, open for as long as it is in the job.
+"""Membership of a rank: its connection to the control service, open for as long as it is in the job.
 
 The connection is what the others know of this rank's life: when the process ends, however it ends, the kernel closes
-it; when the machine goes silent, keepalive does. `cluster.membership.liveness` states the protocol,
-`cluster.membership.failure_state` what follows.
+it; when the host goes silent, keepalive does. `cluster.membership.messages` states the protocol,
+`cluster.membership.view` what follows.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from reigen.cluster.host_discovery import host_identity
-from reigen.cluster.membership.abort_message import AbortMessage, make_abort_message
-from reigen.cluster.membership.control_service import LIVENESS_REPLY_CODEC, MAX_MESSAGE_BYTES, REQUEST_CODEC
-from reigen.cluster.membership.failure_state import FailureState
-from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessUpdate, RequestRefused
+from reigen.cluster.membership.abort_message import AbortMessage
+from reigen.cluster.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
+    LeaveJob,
+    MemberRefused,
+    RegisterMember,
+)
 from reigen.cluster.membership.rendezvous import service_lost_error, split_address
+from reigen.cluster.membership.view import JobView
 from reigen.errors import ArgumentError, AuthenticationError, CollectiveError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, open_connection
@@ -29,7 +36,7 @@ from reigen.net.listener import SILENCE_ERRNOS
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-#: How long saying a last word may take.
+#: How long saying a last message may take.
 _GOODBYE_SECONDS = 1.0
 #: How long whoever is let down waits for the end of a rank that has left.
 _LINGER_SECONDS = 0.7
@@ -38,7 +45,7 @@ _LINGER_SLICE_SECONDS = 0.01
 
 
 class MembershipClient:
-    """A rank among the others of its room. Threads may share one.
+    """Membership of one rank among those of its room. Threads may share one.
 
     Args:
         address: ``host:port`` of the control service.
@@ -74,17 +81,19 @@ class MembershipClient:
         self.rank, self.size = rank, size
         self._address, self._peer_timeout_seconds = address, peer_timeout_seconds
         machine, self._host = host_identity(host_id)
-        self._fates = FailureState(rank, peer_timeout_seconds)
+        me = RegisterMember(
+            "rank", rank, self._host, 1 + secrets.randbits(62), {"rank": size}, group=room, machine=machine
+        )
+        self._view = JobView(me, peer_timeout_seconds=peer_timeout_seconds)
         self._lock = threading.Lock()
-        self._has_spoken = False
-        self._service: Identity | None = None
+        self._has_ended = False
         deadline = time.monotonic() + timeout_seconds
         try:
-            me = Identity(ProcessRole.RANK, rank, "membership")
-            self._stream: Connection = open_connection(
-                split_address(address), secret, me, MAX_MESSAGE_BYTES, deadline, tls
+            identity = Identity(ProcessRole.RANK, rank, "membership")
+            self._connection: Connection = open_connection(
+                split_address(address), secret, identity, MAX_MESSAGE_BYTES, deadline, tls
             )
-            self._enter(EnterGroup(0, room, rank, size, self._host, machine), deadline)
+            self._register(deadline)
         except TimeoutError:
             raise TimeoutError(
                 f"the job's control service at {address} did not answer within {timeout_seconds:g} s"
@@ -95,27 +104,26 @@ class MembershipClient:
 
     def fileno(self) -> int:
         """Readable when there is news; -1 when closed."""
-        return self._stream.fileno()
+        return self._connection.fileno()
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why what waits for the ranks ``needed`` will never succeed, or None while it may. Does not wait.
+        """Return why waiting for the ranks ``needed`` will never succeed, or None while it may. Does not wait.
 
-        See `FailureState.failure` for which of several reasons is told.
+        See `JobView.rank_error` for which of several reasons is told.
         """
         with self._lock:
-            self._listen()
-            return self._fates.failure(needed)
+            self._receive()
+            return self._view.rank_error(needed)
 
     def abort(self, error: CollectiveError) -> None:
         """Tell the others that this rank cannot go on, and why; the first call counts."""
         with self._lock:
-            self._fates.give_up(error)
-            self._say(make_abort_message(error, self.rank))
+            self._send_last(self._view.abort(error))
 
     def leave(self) -> None:
         """Tell the others that this rank is going in good order, if it has not given up."""
         with self._lock:
-            self._say(LeaveGroup())
+            self._send_last(LeaveJob())
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, as `LocalPeers.linger` does, unless it is ``over``.
@@ -125,8 +133,8 @@ class MembershipClient:
         until = time.monotonic() + _LINGER_SECONDS
         while not over() and (left := until - time.monotonic()) > 0:
             with self._lock:
-                self._listen()
-                if self._fates.gone.issuperset(rank for rank in ranks if rank != self.rank):
+                self._receive()
+                if all(rank == self.rank or ("rank", rank) in self._view.lost for rank in ranks):
                     return
             self.wait_for_death(min(left, _LINGER_SLICE_SECONDS))
 
@@ -135,7 +143,7 @@ class MembershipClient:
         if self.fileno() < 0:
             time.sleep(timeout_seconds)  # nothing more will be known
         else:
-            wait_ready(self, timeout_seconds)
+            wait_ready(self._connection, timeout_seconds)
 
     def close(self) -> None:
         """Close the connection: for the others this rank has died, unless it said something before. Repeatable.
@@ -143,47 +151,44 @@ class MembershipClient:
         Where packets are lost that takes a while: what it said must have arrived.
         """
         with self._lock:
-            if self._has_spoken:
-                self._stream.wait_until_delivered(self._peer_timeout_seconds)
-            self._stream.close()
+            if self._has_ended:
+                self._connection.wait_until_delivered(self._peer_timeout_seconds)
+            self._connection.close()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
-        self._stream.close()
+        """Close the connection in a child: `reigen.net.fork_safety`."""
+        self._connection.close()
 
-    def _enter(self, message: EnterGroup, deadline: float) -> None:
+    def _register(self, deadline: float) -> None:
         try:
-            self._stream.keep_alive(self._peer_timeout_seconds)
-            self._stream.send(REQUEST_CODEC.encode(message), deadline)
-            answer = LIVENESS_REPLY_CODEC.decode(self._stream.receive(deadline))
-            if isinstance(answer, RequestRefused):
-                raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {answer.reason}")
+            self._connection.keep_alive(self._peer_timeout_seconds)
+            self._connection.send(MEMBER_CODEC.encode(self._view.registration()), deadline)
+            reply = MEMBERSHIP_REPLY_CODEC.decode(self._connection.receive(deadline))
+            if isinstance(reply, MemberRefused):
+                raise ArgumentError(f"the control service at {self._address} refuses rank {self.rank}: {reply.reason}")
+            self._view.take(reply)
         except BaseException:
-            self._stream.close()
+            self._connection.close()
             raise
-        self._service = self._stream.peer
 
-    def _say(self, word: LeaveGroup | AbortMessage) -> None:
-        if self._has_spoken or self.fileno() < 0:
+    def _send_last(self, message: LeaveJob | AbortMessage) -> None:
+        if self._has_ended or self.fileno() < 0:
             return
-        self._has_spoken = True
-        with contextlib.suppress(OSError, AuthenticationError, WireError):  # whoever cannot be told learns it otherwise
-            self._stream.send(REQUEST_CODEC.encode(word), time.monotonic() + _GOODBYE_SECONDS)
+        self._has_ended = True
+        with contextlib.suppress(OSError, AuthenticationError, WireError):  # who cannot be told learns it otherwise
+            self._connection.send(MEMBER_CODEC.encode(message), time.monotonic() + _GOODBYE_SECONDS)
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         """Take in all news that is there."""
         if self.fileno() < 0:
             return
         try:
-            while payloads := self._stream.read():
+            while payloads := self._connection.read():
                 for payload in payloads:
-                    news = LIVENESS_REPLY_CODEC.decode(payload)
-                    if isinstance(news, LivenessUpdate):
-                        for event in news.events:
-                            self._fates.learn(event)
+                    self._view.take(MEMBERSHIP_REPLY_CODEC.decode(payload))
         except (OSError, AuthenticationError, WireError) as error:
-            self._fates.lose_service(self._loss(error))
-            self._stream.close()
+            self._view.fail(self._loss(error))
+            self._connection.close()
 
     def _loss(self, error: Exception) -> PeerLostError:
         if isinstance(error, OSError) and error.errno in SILENCE_ERRNOS:
@@ -193,4 +198,5 @@ class MembershipClient:
                 f"{self._host}, is cut off from it"
             )
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        return service_lost_error(self._address, self._service, detail)
+        service = self._connection.peer if self._view.is_assigned else None
+        return service_lost_error(self._address, service, detail)

@@ -1,18 +1,17 @@
-"""The control service of a job: a bounded key-value store that authenticated ranks share, and who of them is alive.
+"""Control service of a job: the membership of its ranks, or of its workers and servers, and a bounded key-value store.
 
-The launcher hosts it, or rank 0 where somebody else has started the ranks. The protocol, after the handshake of
-``net.auth``, one msgspec message a frame:
+The launcher hosts it, or rank 0 where somebody else has started the ranks; the scheduler of a parameter server is one.
+Membership is stated in `cluster.membership.messages`. The protocol of the store, after the handshake of ``net.auth``,
+one msgspec message a frame:
 
-a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers Done(request),
-   and serves everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays
-   and is answered: Value(request, value).
-b. A rank sends Get(request, key). The service answers Value(request, value) at once, or when the key is put. If the
-   rank does not want to wait, and there is no value, the answer is Absent(request).
-c. A rank that gave up waiting sends Forget(request). An answer that crosses it on the way is ignored.
-d. What cannot be served is answered with Refused(request, reason).
-e. A rank that opens another connection and sends Enter is a member for as long as that lasts: see
-   `cluster.membership.liveness`.
-f. A launcher's agent on another host sends Gets that need not wait, and is answered: both hear that the other one is
+a. A rank sends Put(request, key, value). The service keeps the value (a later one replaces it), answers, and serves
+   everyone who waits for the key. If the rank wants to be the first, and there is a value, that one stays and is the
+   answer's.
+b. A rank sends Get(request, key). The service answers with the value at once, or when the key is put. If the rank does
+   not want to wait, and there is no value, the answer has none.
+c. A rank that gave up waiting sends Cancel(request). An answer that crosses it on the way is ignored.
+d. What cannot be served is answered with the problem.
+e. A launcher's agent on another host sends Gets that need not wait, and is answered: both hear that the other one is
    alive (`heard_at`).
 
 Everything is bounded: keys, values, how much is kept, how many connections there are and for how long one may be
@@ -29,8 +28,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from reigen.cluster.membership.abort_message import AbortMessage
-from reigen.cluster.membership.liveness import EnterGroup, LeaveGroup, LivenessReply, LivenessTable, RequestRefused
+from reigen.cluster.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    MemberMessage,
+    MemberRefused,
+    MembershipEvent,
+    MembershipNews,
+    MembershipReply,
+    RegisterMember,
+)
+from reigen.cluster.membership.table import GroupTable, MembershipTable
 from reigen.errors import ArgumentError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
@@ -45,8 +52,6 @@ MAX_VALUE_BYTES = 1 << 20
 MAX_KEYS = 1 << 16
 MAX_STORE_BYTES = 64 << 20
 MAX_WAITERS = 1 << 14
-#: A message is a value, a key and a few numbers.
-MAX_MESSAGE_BYTES = MAX_VALUE_BYTES + 1024
 
 
 class PutValue(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -72,43 +77,29 @@ class CancelGet(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unkn
     request: int
 
 
-class ValueStored(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The value is kept."""
+class StoreReply(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Answer to a request: it is done; with the value that was asked for, None where there is none; or refused."""
 
     request: int
-
-
-class ValueFound(msgspec.Struct, tag=5, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The value that was asked for."""
-
-    request: int
-    value: bytes
-
-
-class ValueAbsent(msgspec.Struct, tag=12, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """There is no value of that key now."""
-
-    request: int
+    value: bytes | None = None
+    problem: str = ""
 
 
 StoreRequest = PutValue | GetValue | CancelGet
-StoreReply = ValueStored | ValueFound | ValueAbsent | RequestRefused
 
-REQUEST_CODEC: MessageCodec[StoreRequest | EnterGroup | LeaveGroup | AbortMessage] = MessageCodec(
-    StoreRequest | EnterGroup | LeaveGroup | AbortMessage, MAX_MESSAGE_BYTES
+REQUEST_CODEC: MessageCodec[StoreRequest | MemberMessage] = MessageCodec(
+    StoreRequest | MemberMessage, MAX_MESSAGE_BYTES
 )
 STORE_REPLY_CODEC: MessageCodec[StoreReply] = MessageCodec(StoreReply, MAX_MESSAGE_BYTES)
-#: What a member hears.
-LIVENESS_REPLY_CODEC: MessageCodec[LivenessReply] = MessageCodec(LivenessReply, MAX_MESSAGE_BYTES)
-_ALL_REPLIES_CODEC: MessageCodec[StoreReply | LivenessReply] = MessageCodec(
-    StoreReply | LivenessReply, MAX_MESSAGE_BYTES
+_ALL_REPLIES_CODEC: MessageCodec[StoreReply | MembershipReply] = MessageCodec(
+    StoreReply | MembershipReply, MAX_MESSAGE_BYTES
 )
 
 _LAUNCHER = Identity(ProcessRole.LAUNCHER, 0)
 
 
 class RendezvousStore:
-    """What is kept, and who waits for what. No I/O; an owner is whatever names a connection."""
+    """Values, and requests that wait for them. No I/O; an owner is any name of a connection."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -124,39 +115,33 @@ class RendezvousStore:
         try:
             check_entry(message.key, message.value if isinstance(message, PutValue) else b"")
         except ArgumentError as error:
-            return [(owner, RequestRefused(message.request, str(error)))]
+            return [(owner, StoreReply(message.request, problem=str(error)))]
         if isinstance(message, PutValue):
             return self._put(owner, message)
         if message.key in self._values:
-            return [(owner, ValueFound(message.request, self._values[message.key]))]
+            return [(owner, StoreReply(message.request, self._values[message.key]))]
         if not message.wait:
-            return [(owner, ValueAbsent(message.request))]
+            return [(owner, StoreReply(message.request))]
         if sum(len(waiters) for waiters in self._waiting.values()) >= MAX_WAITERS:
-            return [(owner, RequestRefused(message.request, f"more than {MAX_WAITERS} requests wait already"))]
+            return [(owner, StoreReply(message.request, problem=f"more than {MAX_WAITERS} requests wait already"))]
         self._waiting.setdefault(message.key, []).append((owner, message.request))
         return []
 
     def forget_all(self, owner: Any) -> None:
-        """An owner has gone: it waits for nothing any more."""
+        """Forget the requests of an owner that has gone."""
         self._forget(lambda who, _: who is owner)
 
     def _put(self, owner: Any, message: PutValue) -> list[tuple[Any, StoreReply]]:
         old = self._values.get(message.key)
         if message.only_first and old is not None:
-            return [(owner, ValueFound(message.request, old))]
+            return [(owner, StoreReply(message.request, old))]
         num_bytes = self._num_bytes + len(message.value) - len(old or b"")
         if num_bytes > MAX_STORE_BYTES or (old is None and len(self._values) >= MAX_KEYS):
-            return [
-                (
-                    owner,
-                    RequestRefused(
-                        message.request, f"the rendezvous is full ({MAX_KEYS} keys, {MAX_STORE_BYTES} bytes)"
-                    ),
-                )
-            ]
+            problem = f"the rendezvous is full ({MAX_KEYS} keys, {MAX_STORE_BYTES} bytes)"
+            return [(owner, StoreReply(message.request, problem=problem))]
         self._values[message.key], self._num_bytes = message.value, num_bytes
-        served: list[tuple[Any, StoreReply]] = [(owner, ValueStored(message.request))]
-        served += [(who, ValueFound(request, message.value)) for who, request in self._waiting.pop(message.key, [])]
+        served: list[tuple[Any, StoreReply]] = [(owner, StoreReply(message.request))]
+        served += [(who, StoreReply(request, message.value)) for who, request in self._waiting.pop(message.key, [])]
         return served
 
     def _forget(self, gone: Callable[[Any, int], bool]) -> None:
@@ -168,24 +153,27 @@ class RendezvousStore:
                 del self._waiting[key]
 
 
-class RendezvousServer:
-    """The service: one thread, any number of ranks.
+class ControlService:
+    """Service of a job: one loop over a listener, in a thread of its own (`start`), or driven by its owner (`turn`).
 
     Args:
         secret: the job's 32 bytes.
         host: the address to listen on, of one interface.
         port: where; 0: the kernel chooses.
         me: who hosts it: the launcher, or a rank.
+        table: the members of one job; None: of jobs of ranks, as they come.
         handshake_seconds: how long a connection may be unauthenticated.
-        peer_timeout_seconds: after how long a machine that is not heard of any more counts as lost.
+        peer_timeout_seconds: after how long a host that is not heard of any more counts as lost.
+        must_speak: a connection counts as unauthenticated until it has said something.
+        port_is_held: the launcher holds the port by SO_REUSEPORT.
         tls: encrypt everything; whoever connects must do so, too.
 
     Attributes:
-        address: ``host:port``; connections queue there from now on, before ``start``.
+        address: ``host:port``; connections queue there from now on.
 
     Raises:
         ConfigError: ``host`` is not the address of an interface.
-        OSError: the port is taken, or the address is not this machine's.
+        OSError: the port is taken, or the address is not this host's.
     """
 
     def __init__(
@@ -195,12 +183,15 @@ class RendezvousServer:
         port: int = 0,
         *,
         me: Identity = _LAUNCHER,
+        table: MembershipTable | None = None,
         handshake_seconds: float = HANDSHAKE_SECONDS,
         peer_timeout_seconds: float = 20.0,
+        must_speak: bool = False,
+        port_is_held: bool = False,
         tls: TlsContext | None = None,
     ) -> None:
-        self._store, self._roll = RendezvousStore(), LivenessTable()
-        self._reception = MessageListener(
+        self._store, self._members = RendezvousStore(), table or GroupTable()
+        self._listener = MessageListener(
             secret,
             (host, port),
             me,
@@ -209,16 +200,27 @@ class RendezvousServer:
             self._gone,
             handshake_seconds=handshake_seconds,
             peer_timeout_seconds=peer_timeout_seconds,
+            must_speak=must_speak,
+            port_is_held=port_is_held,
             tls=tls,
         )
-        self.address = self._reception.address
-        self._thread: threading.Thread | None = None
+        self.address = self._listener.address
         #: When each agent was heard last.
         self._heard_at: dict[int, float] = {}
+        self._thread: threading.Thread | None = None
 
     def heard_at(self, agent: int) -> float:
-        """When the agent of this number said something last, on the clock of ``time.monotonic()``; -inf: never."""
+        """Return the time (``time.monotonic()``) of an agent's last message, by the agent's number; -inf: none came."""
         return self._heard_at.get(agent, -math.inf)
+
+    def turn(self, alarm: float | None = None) -> bool:
+        """Wait for what happens next, at most until ``alarm``, and handle it; False: it is time to end."""
+        due = min((at for at in (self._members.due(), alarm) if at is not None), default=None)
+        goes_on = self._listener.turn(due)
+        if due is not None and time.monotonic() >= due:  # who has said something until then is not silent
+            goes_on &= self._listener.turn(due)
+        self._send(self._members.tick(time.monotonic()))
+        return goes_on
 
     def start(self) -> None:
         """Start serving in a thread."""
@@ -227,40 +229,55 @@ class RendezvousServer:
 
     def close(self) -> None:
         """Stop serving and close all connections. May be called twice."""
-        self._reception.end()
+        self._listener.end()
         if self._thread is not None:
             self._thread.join()
-        self._reception.close()
+        self._listener.close()
+
+    def on_register(self, message: RegisterMember) -> None:
+        """Hook: a process registers."""
+
+    def on_events(self, events: Sequence[MembershipEvent]) -> None:
+        """Hook: these events are about to be announced."""
+
+    def on_refusal(self, reason: str) -> None:
+        """Hook: a process is refused, or a member has lost its place."""
 
     def _serve(self) -> None:
-        while self._turn():
+        while self.turn():
             pass
-        self._turn()  # last words that are there
-        self._send(self._roll.flush())
-        self._reception.flush_and_close_all()
+        self.turn()  # last words that are there
+        self._send(self._members.flush())
+        self._listener.flush_and_close_all()
 
-    def _turn(self) -> bool:
-        """Wait for what happens next and handle it; False: it is time to end."""
-        goes_on = self._reception.turn(self._roll.due())
-        self._send(self._roll.tick(time.monotonic()))
-        return goes_on
-
-    def _receive(self, guest: Connection, payload: bytes) -> None:
+    def _receive(self, client: Connection, payload: bytes) -> None:
         message = REQUEST_CODEC.decode(payload)
-        if guest.peer.role is ProcessRole.AGENT:
-            self._heard_at[guest.peer.rank] = time.monotonic()
-        if isinstance(message, EnterGroup | LeaveGroup | AbortMessage):
-            self._send(self._roll.handle(guest, message, time.monotonic()))
-        else:
-            self._send(self._store.handle(guest, message))
+        if client.peer.role is ProcessRole.AGENT:
+            self._heard_at[client.peer.rank] = time.monotonic()
+        if isinstance(message, StoreRequest):
+            self._send(self._store.handle(client, message))
+            return
+        if isinstance(message, RegisterMember):
+            self.on_register(message)
+        self._send(self._members.handle(client, message, time.monotonic()))
 
-    def _gone(self, guest: Connection, silent: bool) -> None:
-        self._store.forget_all(guest)
-        self._send(self._roll.lost(guest, time.monotonic(), silent=silent))
+    def _gone(self, client: Connection, silent: bool) -> None:
+        self._store.forget_all(client)
+        self._send(self._members.ended(client, time.monotonic(), silent=silent))
 
-    def _send(self, replies: Sequence[tuple[Any, StoreReply | LivenessReply]]) -> None:
-        for guest, reply in replies:
-            self._reception.send(guest, _ALL_REPLIES_CODEC.encode(reply))
+    def _send(self, replies: Sequence[tuple[Any, StoreReply | MembershipReply]]) -> None:
+        news = {id(said): said for _, said in replies if isinstance(said, MembershipNews)}  # one object for all
+        if news:
+            self.on_events(tuple(dict.fromkeys(event for said in news.values() for event in said.events)))
+        last, data = None, b""
+        for client, reply in replies:
+            if reply is not last:
+                last, data = reply, _ALL_REPLIES_CODEC.encode(reply)
+            self._listener.send(client, data)
+            if isinstance(reply, MemberRefused):
+                self.on_refusal(reply.reason)
+                self._listener.drop(client)
+                self._gone(client, silent=False)
 
 
 def check_entry(key: str, value: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Who watches over the ranks of a job on several hosts: what this host sees, and what the control service says."""
+"""Failure detection over several hosts: deaths seen on this one, and news of the control service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FailureDetector:
         self._lost_at: float | None = None
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why what waits for these ranks will never succeed, or None while it may.
+        """Return why waiting for these ranks will never succeed, or None while it may.
 
         A death on this host is seen at once, others when the service tells. A connection that ended without either is
         a failure by itself, a moment later. What comes from other hosts is told on this one: a rank that waits for one
@@ -46,7 +46,7 @@ class FailureDetector:
         return error
 
     def exit_error(self, needed: Sequence[int]) -> CollectiveError | None:
-        """As `failure`, but tells of ranks that have left, too: for those who see by themselves whether more comes."""
+        """Return the same for callers that see by themselves whether more comes: ranks that have left count, too."""
         here = self._seen_here(needed)
         if here is not None and not has_left(here):
             return here
@@ -77,7 +77,7 @@ class FailureDetector:
         self._membership.leave()
 
     def close(self) -> None:
-        """Give up what it watches with."""
+        """Close both watches."""
         self._membership.close()
         if self._local_peers is not None:
             self._local_peers.close()

@@ -1,4 +1,4 @@
-"""The rendezvous: where the ranks of a job tell each other how to be found.
+"""Rendezvous of a job's ranks: a key-value store in which they publish their addresses.
 
 A key-value service in the launcher, for the few hundred bytes that a rank must know of the others before they can talk
 directly. `cluster.membership.control_service` is the service and states its protocol; here are the ranks' ends of it.
@@ -11,19 +11,16 @@ import time
 from typing import TYPE_CHECKING, Protocol
 
 from reigen.cluster.membership.control_service import (
-    MAX_MESSAGE_BYTES,
     REQUEST_CODEC,
     STORE_REPLY_CODEC,
     CancelGet,
     GetValue,
     PutValue,
-    RendezvousServer,
     StoreReply,
     StoreRequest,
-    ValueFound,
     check_entry,
 )
-from reigen.cluster.membership.liveness import RequestRefused
+from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES
 from reigen.errors import ArgumentError, AuthenticationError, ConfigError, PeerLostError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, open_connection
@@ -31,11 +28,11 @@ from reigen.net.connection import Connection, open_connection
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
     from reigen.net.tls import TlsContext
 
-__all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClient", "RendezvousServer", "split_address"]
+__all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClient", "split_address"]
 
 
 class Rendezvous(Protocol):
-    """What a rank uses."""
+    """Interface of a rendezvous to a rank."""
 
     def put(self, key: str, value: bytes) -> None:
         """Make ``value`` known under ``key``; a later value replaces it."""
@@ -54,11 +51,11 @@ class Rendezvous(Protocol):
         """The value of ``key`` if there is one now."""
 
     def close(self) -> None:
-        """Leave. What was put stays."""
+        """Leave; all values stay."""
 
 
 class LocalRendezvous:
-    """The service in memory, for ranks that are threads of one process. All of them share one object."""
+    """Rendezvous in memory, for ranks that are threads of one process. All of them share one object."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -94,11 +91,11 @@ class LocalRendezvous:
             return self._values.get(key)
 
     def close(self) -> None:
-        """Nothing to leave: the others may still need it."""
+        """Do nothing: the others may still need it."""
 
 
 class PrefixRendezvous:
-    """A part of a rendezvous with keys of its own, for ranks that meet apart from the others.
+    """Part of a rendezvous with keys of its own, for ranks that meet apart from the others.
 
     Args:
         rendezvous: the whole.
@@ -131,7 +128,7 @@ class PrefixRendezvous:
 
 
 class RendezvousClient:
-    """A rank's authenticated connection to the launcher's service. Threads that share one take turns.
+    """Authenticated connection of a rank to the launcher's service. Threads that share one take turns.
 
     Args:
         address: ``host:port``.
@@ -188,7 +185,7 @@ class RendezvousClient:
         with self._lock:
             request = self._next_request()
             reply = self._call(PutValue(request, key, value, only_first=True), request, key, self._timeout_seconds)
-        return reply.value if isinstance(reply, ValueFound) else value
+        return value if reply.value is None else reply.value
 
     def get(self, key: str, timeout_seconds: float) -> bytes:
         """The value of ``key``, waited for.
@@ -201,8 +198,8 @@ class RendezvousClient:
         with self._lock:
             request = self._next_request()
             reply = self._call(GetValue(request, key), request, key, timeout_seconds)
-        if not isinstance(reply, ValueFound):
-            raise WireError(f"the rendezvous answered a Get with {type(reply).__name__}")
+        if reply.value is None:
+            raise WireError("the rendezvous answered a Get without a value")
         return reply.value
 
     def peek(self, key: str) -> bytes | None:
@@ -215,10 +212,10 @@ class RendezvousClient:
         with self._lock:
             request = self._next_request()
             reply = self._call(GetValue(request, key, wait=False), request, key, self._timeout_seconds)
-        return reply.value if isinstance(reply, ValueFound) else None
+        return reply.value
 
     def close(self) -> None:
-        """Leave. What was put stays. May be called twice."""
+        """Leave; all values stay. May be called twice."""
         self._stream.close()
 
     def _next_request(self) -> int:
@@ -238,8 +235,8 @@ class RendezvousClient:
             raise _key_timeout_error(key, timeout_seconds) from None
         except OSError as error:
             raise self._lost(error) from None
-        if isinstance(reply, RequestRefused):
-            raise ArgumentError(f"rendezvous key {key!r}: {reply.reason}")
+        if reply.problem:
+            raise ArgumentError(f"rendezvous key {key!r}: {reply.problem}")
         return reply
 
     def _give_up(self, request: int) -> None:
@@ -253,7 +250,7 @@ class RendezvousClient:
 
 
 def service_lost_error(address: str, host: Identity | None, detail: str) -> PeerLostError:
-    """The error of a control service that cannot be used any more.
+    """Make the error of a control service that cannot be used any more.
 
     Args:
         address: ``host:port``.

@@ -87,7 +87,7 @@ class BatchBuilder:
             group.outs.append(out)
 
     def end(self) -> None:
-        """Send what is left."""
+        """Send the last batches."""
         for group in self._groups.values():
             self._send(group)
 

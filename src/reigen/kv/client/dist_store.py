@@ -26,7 +26,7 @@ from reigen.kv.client.requests import KVOperation
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.keys import key_id
 from reigen.kv.local_store import copy_to_host, fill_tensor
-from reigen.kv.membership.nodes import JobMembership
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.protocol import MessageKind
 from reigen.kv.store import KeyTensors, KVStore, Pending, check_optimizer
 from reigen.kv.values import (
@@ -78,7 +78,7 @@ class DistStore(KVStore):
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def set_optimizer(self, optimizer: optim.Optimizer) -> None:
-        """See `KVStore.set_optimizer`. Of layer-wise ones (LAMB, LARS), each key lies on one server in one piece."""
+        """Set the optimizer of the servers. Of layer-wise ones (LAMB, LARS), a key lies on one server in one piece."""
         check_optimizer(optimizer)
         self._check()
         with self.one_deadline():
@@ -89,12 +89,11 @@ class DistStore(KVStore):
                 self._put_together([entry for entry in self._keys.values() if len(entry.places) > 1])
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """See `KVStore.set_learning_rate`."""
         self._check()
         self._worker.command("set_learning_rate", {"learning_rate": float(learning_rate)})
 
     def set_gradient_compression(self, params: Mapping[str, object]) -> None:
-        """See `KVStore.set_gradient_compression`: dense pushes, and what servers without an optimizer send back."""
+        """Encode dense pushes, and the answers of servers without an optimizer."""
         wanted = {} if means_none(params) else dict(params)
         if not means_none(params):
             from_params(params)
@@ -103,7 +102,7 @@ class DistStore(KVStore):
         self._factory.compress(wanted, self.num_workers)
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
-        """See `KVStore.save_optimizer_states`. What compression has not sent is this worker's own: one file each."""
+        """Write the states of all servers. Residuals of compression are this worker's own: one file each."""
         self._check()
         optim.check_can_be_written(fname)
         states = optim.States(())
@@ -119,7 +118,6 @@ class DistStore(KVStore):
         residual_files.merge_residuals(states, left, self._specs).save(fname)
 
     def load_optimizer_states(self, fname: str | Path) -> None:
-        """See `KVStore.load_optimizer_states`."""
         self._check()
         states, left = residual_files.load_states(fname, self._specs)
         if states.pieces or self._factory.codec is None:
@@ -135,21 +133,20 @@ class DistStore(KVStore):
     # -- the other workers --------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """See `KVStore.barrier`."""
         self._check()
         self._member.barrier(f"store {self._number}", time.monotonic() + self._config.deadline_seconds)
 
     def num_dead_nodes(self, timeout: float = 60.0) -> int:
-        """See `KVStore.num_dead_nodes`. Nodes are heard of every PS_HEARTBEAT_INTERVAL seconds."""
+        """Return how many nodes are silent. They are heard of every PS_HEARTBEAT_INTERVAL seconds."""
         if not timeout >= 0:
             raise ArgumentError(f"num_dead_nodes() takes seconds, 0 or more, got {timeout!r}")
         return self._member.num_dead_nodes(float(timeout))
 
     def leave(self) -> None:
-        """See `KVStore.leave`.
+        """Leave; see `KVStore.leave`.
 
         What was begun comes first. Where that takes long, it may wait for others that wait for this worker, since they
-        have pushed other keys: they are told meanwhile.
+        have pushed other keys: they hear of it then.
         """
         with self.one_deadline():
             if self._has_left:
@@ -164,37 +161,31 @@ class DistStore(KVStore):
 
     @property
     def has_left(self) -> bool:
-        """Whether this worker has said that it has nothing more to push."""
+        """Return whether this worker has said that it has nothing more to push."""
         return self._has_left
 
     def rounds(self, key: Key) -> int:
-        """See `KVStore.rounds`."""
         self._known(key)
         return self._keys[key].last_round()
 
     def wait(self) -> None:
-        """See `KVStore.wait`."""
         self._worker.wait_for_all()
 
     def one_deadline(self, until: float | None = None) -> AbstractContextManager[float]:
-        """See `reigen.kv.client.worker.CallDeadlines.one`."""
         return self._worker.deadlines.one(until)
 
     def attention(self) -> AbstractContextManager[None]:
-        """See `KVStore.attention`."""
         return self._worker.attention()
 
     def attend(self, oldest: Pending, is_enough: Callable[[], bool]) -> None:
-        """See `KVStore.attend`."""
         assert isinstance(oldest, KVOperation), "a call that waits for nothing begins one"
         self._worker.attend(oldest, is_enough)
 
     def interrupt(self) -> None:
-        """See `KVStore.interrupt`."""
         self._worker.interrupt()
 
     def close(self) -> None:
-        """See `KVStore.close`. The others go on without this worker."""
+        """Leave and close the store. The others go on without this worker."""
         if self._is_closed:
             return
         try:
@@ -261,7 +252,7 @@ class DistStore(KVStore):
             for target in targets:
                 target.finish()
 
-        operation = KVOperation(self._worker, kind.name.lower(), finish if targets else None, keys)
+        operation = KVOperation(self._worker.wait_for, kind.name.lower(), finish if targets else None, keys)
         builder = BatchBuilder(self._factory, self._worker, kind, operation, priority, len(keys))
         for place, key in enumerate(keys):
             entry, elements = self._keys[key], None
@@ -288,7 +279,7 @@ class DistStore(KVStore):
             for out in outs:
                 out.receive(wanted.copy(), received.reshape(len(wanted), *spec.shape[1:]).copy())
 
-        operation = KVOperation(self._worker, f"row_sparse_pull of key {key!r}", finish)
+        operation = KVOperation(self._worker.wait_for, f"row_sparse_pull of key {key!r}", finish)
         self._factory.pull_rows(operation, entry, wanted, received, priority)
         self._worker.flush()
         return operation
@@ -324,7 +315,7 @@ class DistStore(KVStore):
         for entry in entries:
             if self.rank == 0:
                 values[entry.id] = np.empty(entry.spec.num_elements, entry.spec.dtype.storage)
-                operation = KVOperation(self._worker, f"moving key {entry.name!r}")
+                operation = KVOperation(self._worker.wait_for, f"moving key {entry.name!r}")
                 self._factory.pull(operation, entry, values[entry.id], 0)
                 operation.wait()
         for entry in entries:
@@ -333,7 +324,6 @@ class DistStore(KVStore):
             self._key_init.declare(entries, values)
 
     def _counts(self, server: int) -> Iterable[tuple[int, int, int]]:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.counts`."""
         for entry in list(self._keys.values()):
             for place in entry.places:
                 if place.server == server:

@@ -34,12 +34,12 @@ class IOLock:
                 self._num_waiting -= 1
 
     def try_acquire(self) -> bool:
-        """Come in if nobody is there, and ask nobody to leave; whether that was so."""
+        """Come in if the lock is free, without asking the holder to leave; return whether it was."""
         return self._lock.acquire(blocking=False)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits to come in."""
+        """Return whether a thread waits to come in."""
         return self._num_waiting > 0
 
     def __exit__(self, *_: object) -> None:
@@ -60,7 +60,7 @@ class IOLock:
             os.eventfd_read(self._bell)
 
     def close(self) -> None:
-        """Give up the descriptor. May be called twice; nobody comes any more."""
+        """Give up the descriptor. May be called twice."""
         if self._bell >= 0:
             os.close(self._bell)
             self._bell = -1

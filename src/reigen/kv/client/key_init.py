@@ -1,4 +1,4 @@
-"""Creation of keys on servers: all workers say what they are, rank 0 where their shards lie and what they hold.
+"""Creation of keys on servers: all workers declare them, rank 0 places their shards and sends their values.
 
 The steps stand in `reigen.kv.protocol` (c); those of a worker that takes another's place in (h).
 """
@@ -120,7 +120,7 @@ class KeyInitializer:
         self, entries: Sequence[KeyState], placed: Mapping[int, tuple[ShardRange, ...]], *, is_initialised: bool = False
     ) -> list[KeyDeclared]:
         """Declare keys at their home servers; return the answers."""
-        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        operation = KVOperation(self._worker.wait_for, f"init of {_format_keys(entries)}")
         requests = [
             self._declaration(operation, entry, self._home(entry), placed.get(entry.id), is_initialised)
             for entry in entries
@@ -130,7 +130,7 @@ class KeyInitializer:
 
     def _elsewhere(self, entries: Sequence[KeyState]) -> None:
         """Declare keys at the other servers that hold shards."""
-        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        operation = KVOperation(self._worker.wait_for, f"init of {_format_keys(entries)}")
         self._worker.ask(
             [
                 self._declaration(operation, entry, server, entry.places)
@@ -156,7 +156,7 @@ class KeyInitializer:
         return ClientRequest(MessageHeader(MessageKind.DECLARE, key=entry.id, flags=flags), server, operation, body)
 
     def _fill(self, entries: Sequence[KeyState], values: Mapping[int, Array]) -> None:
-        operation = KVOperation(self._worker, f"init of {_format_keys(entries)}")
+        operation = KVOperation(self._worker.wait_for, f"init of {_format_keys(entries)}")
         for entry in entries:
             for place in entry.places:
                 part = values[entry.id][place.begin : place.end]

@@ -106,7 +106,7 @@ class RequestFactory:
         self.answer_codec = None if self.codec is None else self.codec.for_sums(num_workers)
 
     def push(self, operation: KVOperation, entry: KeyState, elements: Array, priority: int, into: Array | None) -> None:
-        """Push dense elements, flat; ``into`` receives what is stored afterwards: PUSHPULL. None: PUSH."""
+        """Push dense elements, flat; ``into`` receives the value of this round: PUSHPULL. None: PUSH."""
         kind = MessageKind.PUSH if into is None else MessageKind.PUSHPULL
         codec = self.codec if entry.spec.dtype.is_floating else None
         is_one = len(entry.places) == 1

@@ -22,7 +22,7 @@ def collect_states(worker: KVWorker, entries: Iterable[KeyState]) -> States:
     Raises:
         CollectiveError: a server does not answer, or its answer makes no sense.
     """
-    operation = KVOperation(worker, "asking for optimizer states")
+    operation = KVOperation(worker.wait_for, "asking for optimizer states")
     asked: list[tuple[KeyState, list[ClientRequest]]] = []
     for entry in entries:
         requests = [
@@ -68,7 +68,7 @@ def restore_states(
     name = str(saved.facts.get(OPTIMIZER_FACT, optimizer))
     if name != optimizer:
         raise ArgumentError(f"the states are of the optimizer {name!r}, the store uses {optimizer!r}")
-    operation = KVOperation(worker, "loading optimizer states")
+    operation = KVOperation(worker.wait_for, "loading optimizer states")
     by_name = {entry.name: entry for entry in entries}
     for piece in saved.pieces:
         entry = by_name[piece.key]

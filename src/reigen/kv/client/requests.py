@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from msgspec import structs
@@ -29,17 +28,6 @@ _IN_MEMORY, _ANSWER_IN_MEMORY, _RESENT = map(
 MAX_PENDING_PUSHES = 16
 
 
-class OperationWaiter(Protocol):
-    """Waits for operations."""
-
-    def wait_for(self, operation: KVOperation, until: float | None) -> None:
-        """Return when an operation whose requests were submitted is over, whether it has failed or not.
-
-        Raises:
-            DeadlineError: it is not over by ``until``, on the clock of ``time.monotonic()``; None: the job's deadline.
-        """
-
-
 @dataclass(slots=True, eq=False)
 class KeyOrder:
     """Order of the operations of one key.
@@ -59,7 +47,7 @@ class KeyOrder:
     held: deque[Sequence[ClientRequest]] = field(default_factory=deque)
 
     def is_free(self, kind: MessageKind) -> bool:
-        """Whether a request of a new operation would not be held back.
+        """Return whether a request of a new operation would not be held back.
 
         It would not be a moment later, either: others only finish what was begun, and what was held back counts as a
         read before it is held back no more. So this needs no lock.
@@ -67,11 +55,11 @@ class KeyOrder:
         return not self.held and (kind not in PUSH_KINDS or not self.num_reads)
 
     def has_push_slot(self) -> bool:
-        """Whether there are not too many under way."""
+        """Return whether there are not too many under way."""
         return self.num_pushes < self.max_pushes
 
     def must_wait(self, requests: Sequence[ClientRequest]) -> bool:
-        """Whether requests of one operation, the next ones in order, have to wait for reads of others."""
+        """Return whether requests of one operation, the next ones in order, have to wait for reads of others."""
         return self.num_reads > 0 and requests[0].header.kind in PUSH_KINDS and requests[0].operation is not self.last
 
 
@@ -79,7 +67,8 @@ class KVOperation:
     """Call of the user's: a `reigen.kv.store.Pending`.
 
     Args:
-        driver: waits.
+        wait_for: returns when all of its requests are over, or raises DeadlineError at a time on the clock of
+            ``time.monotonic()``; None: at the job's deadline.
         what: in words, for errors: "push".
         finish: run once by the caller that waits, when all answers are there.
         keys: that it is about.
@@ -90,16 +79,16 @@ class KVOperation:
         error: of the first of them that failed; the user has seen it, or that there is none, if ``is_reported``.
     """
 
-    __slots__ = ("_callbacks", "_driver", "_finish", "_keys", "_what", "error", "is_reported", "latest", "num_left")
+    __slots__ = ("_callbacks", "_finish", "_keys", "_wait_for", "_what", "error", "is_reported", "latest", "num_left")
 
     def __init__(
         self,
-        driver: OperationWaiter,
+        wait_for: Callable[[KVOperation, float | None], None],
         what: str,
         finish: Callable[[], None] | None = None,
         keys: Sequence[int | str] = (),
     ) -> None:
-        self._driver = driver
+        self._wait_for = wait_for
         self._what, self._keys = what, keys
         self._finish = finish
         self._callbacks: list[Callable[[], None]] | None = None
@@ -117,9 +106,8 @@ class KVOperation:
         return f"{self._what} of key{'' if len(self._keys) == 1 else 's'} {names}"
 
     def wait(self, timeout: float | None = None) -> None:
-        """See `reigen.kv.store.Pending.wait`."""
         if self.num_left:
-            self._driver.wait_for(self, None if timeout is None else time.monotonic() + timeout)
+            self._wait_for(self, None if timeout is None else time.monotonic() + timeout)
         self.is_reported = True
         if self.error is not None:
             raise self.error.anew()
@@ -128,11 +116,9 @@ class KVOperation:
             finish()
 
     def done(self) -> bool:
-        """See `reigen.kv.store.Pending.done`."""
         return not self.num_left
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """See `reigen.kv.store.Pending.add_done_callback`."""
         if self._callbacks is None:
             self._callbacks = []
         self._callbacks.append(callback)
@@ -194,7 +180,7 @@ class ClientRequest:
 
     @property
     def is_done(self) -> bool:
-        """Whether it was answered, and not with an error."""
+        """Return whether it was answered, and not with an error."""
         return self.answer_header is not None and self.answer_header.kind != MessageKind.ERROR
 
     def note(self) -> None:
@@ -258,11 +244,10 @@ class BatchRequest(ClientRequest):
 
     @property
     def num_ids(self) -> int:
-        """See `ClientRequest.num_ids`."""
         return 1 + len(self.numbers)
 
     def take(self, data: memoryview) -> None:
-        """See `ClientRequest.take`: the values of all keys."""
+        """Take the values of all keys."""
         if len(data) != sum(out.nbytes for out in self.outs):
             raise WireError(f"{len(data)} bytes for a batch of {sum(out.nbytes for out in self.outs)}")
         values = np.frombuffer(data, self.outs[0].dtype)
@@ -273,11 +258,9 @@ class BatchRequest(ClientRequest):
             begin = end
 
     def forget(self) -> None:
-        """See `ClientRequest.forget`."""
         self.outs = [np.empty_like(out) for out in self.outs]
 
     def leave(self) -> Sequence[KeyOrder]:
-        """See `ClientRequest.leave`."""
         orders = [order for place, order in enumerate(self.orders) if place not in self.alone]
         self.orders = ()
         return orders
@@ -290,7 +273,7 @@ class BatchRequest(ClientRequest):
         return self.orders[place]
 
     def note(self) -> None:
-        """See `ClientRequest.note`: for all keys that were not answered by themselves."""
+        """Note the end of the pushes of all keys that were not answered by themselves."""
         for place, note in enumerate(self.notes):
             if place not in self.alone:
                 note(0, self.numbers[place], self.is_done)

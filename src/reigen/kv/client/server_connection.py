@@ -29,11 +29,11 @@ import numpy as np
 from msgspec import structs
 
 from reigen.api.adapter import Array
+from reigen.cluster.membership.messages import ServerInfo
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, ReigenError, WireError
 from reigen.kv.client.requests import BatchRequest, ByteArray, ClientRequest
 from reigen.kv.connection import KVConnection, MessageDropper
-from reigen.kv.membership.nodes import ServerInfo
 from reigen.kv.protocol import (
     HELLO_CODEC,
     MAX_CONTROL_BYTES,
@@ -189,19 +189,19 @@ class ServerConnection:
         return f"server {self.peer.number} on host {self.peer.host}"
 
     def fileno(self) -> int:
-        """Return the socket's descriptor; -1 while there is no connection, and none is being made."""
+        """Return the socket's descriptor; -1 without a connection, and without an attempt to make one."""
         if self._line is None:
             return -1 if self._attempt is None else self._attempt.fileno()
         return self._line.fileno()
 
     @property
     def is_connecting(self) -> bool:
-        """Whether an attempt to connect is under way."""
+        """Return whether an attempt to connect is under way."""
         return self._attempt is not None
 
     @property
     def wants_to_send(self) -> bool:
-        """Whether `flush` would do something once the socket is writable."""
+        """Return whether `flush` would do something once the socket is writable."""
         if self._line is None:
             return self._attempt is not None and self._attempt.num_unsent_bytes > 0
         return self._line.wants_to_send
@@ -209,7 +209,7 @@ class ServerConnection:
     # -- the connection -----------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Begin to connect, if it is time; without success, `lost_since` stays what it is. `receive` goes on with it.
+        """Begin to connect, if it is time; without success, `lost_since` stays. `receive` goes on with it.
 
         Raises:
             AuthenticationError: the server does not know the secret.
@@ -282,7 +282,7 @@ class ServerConnection:
             self._doubt_until = 0.0
 
     def lose(self, error: Exception) -> None:
-        """End the connection; what was not answered is kept, and sent again over the next one."""
+        """End the connection; unanswered requests are kept, and sent again over the next one."""
         self.last_error = error
         self._end_attempt()
         if self._line is not None:
@@ -313,7 +313,6 @@ class ServerConnection:
         self.lose(ConnectionAbortedError("closed by this worker"))
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
         if self._attempt is not None:
             self._attempt.close()
         if self._line is not None:
@@ -330,10 +329,10 @@ class ServerConnection:
             self._send(request)
 
     def flush(self) -> None:
-        """Send what the kernel takes now.
+        """Send as much as the kernel takes now.
 
-        What was copied out is given back with it, or when there is much of it or nothing more to come: a message of its
-        own for each value would cost both ends more than the memory is worth.
+        Memory that was copied out is given back with it, or when there is much of it or nothing more to come: a message
+        of its own for each value would cost both ends more than the memory is worth.
         """
         if self._line is None:
             return
@@ -348,7 +347,7 @@ class ServerConnection:
             self._guarded(self._line.advance_sends)
 
     def receive(self) -> None:
-        """Take what is there."""
+        """Take the messages that have come."""
         if self._attempt is not None:
             self._shake_hands(self._attempt)
         while self._line is not None and self._guarded(self._line.receive):
@@ -407,7 +406,7 @@ class ServerConnection:
     # -- what arrives -------------------------------------------------------------------------------------------------
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
-        """See `reigen.kv.connection.MessageReceiver`: values land where they belong."""
+        """Return the place of a value."""
         nbytes = header.body_bytes
         request = self.outstanding.get(header.request)
         if header.kind == _VALUE and request is not None:
@@ -421,7 +420,6 @@ class ServerConnection:
         return memoryview(bytearray(nbytes))
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
-        """See `reigen.kv.connection.MessageReceiver`."""
         if header.kind == _WELCOME:
             self._welcomed(HELLO_CODEC.decode(bytes(body)))
         elif header.kind == _NOTICE:
@@ -582,7 +580,7 @@ class ServerConnection:
 
 
 def _is_connected(connection: socket.socket) -> bool:
-    """Whether the other machine has accepted a connection, if not the process there."""
+    """Return whether the other host has accepted a connection, if not the process there."""
     try:
         connection.getpeername()
     except OSError:

@@ -23,13 +23,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from msgspec import structs
 
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
 from reigen.kv.client.io_lock import IOLock
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
-from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLost, ServerMoved
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     PURPOSE,
@@ -167,12 +168,12 @@ class KVWorker:
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing works any more."""
+        """Return whether nothing works any more."""
         return self._failure is not None
 
     @property
     def num_servers(self) -> int:
-        """See the class."""
+        """Number of servers."""
         return len(self._servers)
 
     @property
@@ -188,7 +189,7 @@ class KVWorker:
     # -- for the store ------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what has ended all, or the error of a push that nobody waited for."""
+        """Raise the error that has ended all, or that of a push without a waiting caller."""
         if self._failure is not None:
             raise self._failure.anew()
         while self._failed:
@@ -226,7 +227,7 @@ class KVWorker:
                     self._announce()
 
     def flush(self) -> None:
-        """Send what was submitted as far as the kernel takes it; the rest follows by itself."""
+        """Send submitted requests as far as the kernel takes them; the rest follows by itself."""
         if self._has_driver:
             return
         with self._driving:
@@ -244,7 +245,7 @@ class KVWorker:
         self, kind: MessageKind, what: str, body: Callable[[int], bytes], servers: Iterable[int] | None = None
     ) -> list[ClientRequest]:
         """Send each server a request of one kind, and wait for the answers."""
-        operation = KVOperation(self, what)
+        operation = KVOperation(self.wait_for, what)
         numbers = range(self.num_servers) if servers is None else servers
         requests = [ClientRequest(MessageHeader(kind), number, operation, body(number)) for number in numbers]
         self.ask(requests)
@@ -257,13 +258,12 @@ class KVWorker:
             requests[0].operation.wait()
 
     def wait_for(self, operation: KVOperation, until: float | None) -> None:
-        """See `reigen.kv.client.requests.OperationWaiter.wait_for`."""
+        """Return when an operation is over; see `reigen.kv.client.requests.KVOperation`."""
         self._drive_until(operation, lambda: not operation.num_left, until)
         self._leave_to_thread()
 
     @contextlib.contextmanager
     def attention(self) -> Iterator[None]:
-        """See `reigen.kv.store.KVStore.attention`."""
         self._has_driver = True
         try:
             yield
@@ -272,14 +272,12 @@ class KVWorker:
             self.flush()
 
     def attend(self, oldest: KVOperation, is_enough: Callable[[], bool]) -> None:
-        """See `reigen.kv.store.KVStore.attend`."""
         with self._driving:
             self._num_unsent_bytes = 0
             self._flush_all()
         self._drive_until(oldest, lambda: not oldest.num_left or is_enough(), None)
 
     def interrupt(self) -> None:
-        """See `reigen.kv.store.KVStore.interrupt`."""
         self._driving.ring()
 
     def wait_for_all(self) -> None:
@@ -309,7 +307,7 @@ class KVWorker:
         Args:
             patience_seconds: how long they may take, within the call's deadline; None: until that.
         """
-        operation = KVOperation(self, "saying goodbye to the servers")
+        operation = KVOperation(self.wait_for, "saying goodbye to the servers")
         header = MessageHeader(MessageKind.GOODBYE)
         self.submit([ClientRequest(header, number, operation) for number in range(self.num_servers)])
         if patience_seconds is not None:
@@ -317,7 +315,7 @@ class KVWorker:
         operation.wait(patience_seconds)
 
     def close(self) -> None:
-        """End all connections; what is pending fails. May be called twice."""
+        """End all connections; pending requests fail. May be called twice."""
         if self._is_inherited:
             return
         self._closing.set()
@@ -335,7 +333,7 @@ class KVWorker:
         self._counts = lambda _: ()  # the store's, which has this worker
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`. Locks stay as they were at the fork: nothing else is touched."""
+        """Close descriptors in a child. Locks stay as they were at the fork: nothing else is touched."""
         self._is_inherited = True
         self._failure = CollectiveError(
             "this process was forked from a worker, and is none: let the worker itself call its store, or fork before"
@@ -347,7 +345,6 @@ class KVWorker:
     # -- what the connections tell ------------------------------------------------------------------------------------
 
     def over(self, request: ClientRequest) -> None:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.over`."""
         if request.block is not None:
             self.bodies.arena.free(request.block)
             request.block = None
@@ -362,21 +359,17 @@ class KVWorker:
             operation.over()
 
     def key_completed(self, batch: BatchRequest, place: int, *, is_done: bool) -> None:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.key_completed`."""
         self._release(batch.header.kind, [batch.complete_part(place, is_done=is_done)])
 
     def handle_notice(self, notice: ServerNotice) -> None:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.handle_notice`."""
         _log.info("worker %d on host %s: %s (%s)", notice.worker, notice.host, notice.what, notice.reason)
         if notice.problem is not None:
             self._fail(notice.problem.raised())
 
     def counts(self, server: int) -> Iterable[tuple[int, int, int]]:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.counts`."""
         return self._counts(server)
 
     def server_lost_state(self, connection: ServerConnection) -> None:
-        """See `reigen.kv.client.server_connection.ServerConnectionOwner.server_lost_state`."""
         if any(True for _ in self._counts(connection.peer.number)):
             raise PeerLostError(
                 f"{connection.name} was started again and holds nothing: what it held is lost. Servers that write "
@@ -419,12 +412,12 @@ class KVWorker:
                 self._closing.wait(_NAP_SECONDS)  # somebody else wants to come in
 
     def _leave_to_thread(self) -> None:
-        """Have the store's thread drive what is still pending."""
+        """Have the store's thread drive pending requests."""
         if self._num_outstanding and not self._has_driver and not self._signal.is_set():
             self._signal.set()
 
     def _announce(self) -> None:
-        """Have the servers know of what was submitted."""
+        """Have the servers hear of submitted requests."""
         self._num_announced_bytes += self._num_unsent_bytes
         self._num_unsent_bytes = 0
         if self._num_announced_bytes < _TURN_BYTES:
@@ -467,7 +460,7 @@ class KVWorker:
         return False
 
     def _turn(self, timeout: float) -> bool:
-        """Do what can be done now; if there is nothing, wait for it. Returns whether somebody else wants to come in."""
+        """Do all that can be done now, or wait for something. Returns whether another caller wants to come in."""
         if self._driving.is_wanted:
             timeout = 0.0
         try:
@@ -524,21 +517,21 @@ class KVWorker:
         return self._config.deadline_seconds if is_awaited else self._config.peer_timeout_seconds
 
     def _handle_events(self) -> None:
-        """Hear what the scheduler tells."""
+        """Handle events of the scheduler."""
         for event in self.member.events():
             if isinstance(event, JobEnded):
                 raise event.error()
-            if isinstance(event, ServerMoved):
-                self._awaited.discard(event.server.number)
-                self._servers[event.server.number].moved(event.server)
-            elif isinstance(event, NodeLost) and event.role == "server":
+            if isinstance(event, MemberReturned) and event.role == "server":
+                self._awaited.discard(event.number)
+                self._servers[event.number].moved(event.server)
+            elif isinstance(event, MemberLost) and event.role == "server":
                 if not event.will_return:
                     raise PeerLostError(f"{event}")
                 self._awaited.add(event.number)
                 _log.warning("%s; it will be started again", event)
 
     def _run(self) -> None:
-        """Drive while nobody waits: the store's thread."""
+        """Drive the connections while no caller does: the store's thread."""
         while not self._closing.is_set():
             self._signal.wait()
             num_calls = self._driving.num_releases
@@ -553,7 +546,7 @@ class KVWorker:
                     self._driving.__exit__()
 
     def _drive_alone(self) -> None:
-        """Take turns until nothing is pending, or somebody comes."""
+        """Take turns until nothing is pending, or a caller comes."""
         self._signal.clear()
         is_wanted = False
         while self._num_outstanding and not is_wanted and not self._closing.is_set():
@@ -573,7 +566,7 @@ class KVWorker:
             self._num_unsent_bytes += len(request.body)
 
     def _release(self, kind: int, orders: Sequence[KeyOrder]) -> None:
-        """Send what was held back because of a request of these keys that is over."""
+        """Send requests that were held back because of one of these keys that is over."""
         for order in orders:
             order.num_pushes -= kind in PUSH_KINDS
             order.num_reads -= kind in READ_KINDS
@@ -585,7 +578,7 @@ class KVWorker:
                 del self._held[id(requests)]
 
     def _fail(self, error: ReigenError) -> None:
-        """Nothing works any more."""
+        """Fail all that is pending, and whatever comes later."""
         if self._failure is None:
             self._failure = error
         pending = [request for connection in self._servers for request in connection.outstanding.values()]

@@ -9,19 +9,12 @@ or `ApplyPush` before that, or not at all.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from enum import Enum
 
 import msgspec
 
+from reigen.cluster.membership.members import LossPolicy
+
 RequestToken = Hashable
-
-
-class LossPolicy(Enum):
-    """Consequence of a worker's loss for the others; the words of REIGEN_KV_ON_WORKER_LOSS."""
-
-    ABORT = "abort"
-    CONTINUE = "continue"
-    WAIT = "wait"
 
 
 # -- events -----------------------------------------------------------------------------------------------------------
@@ -44,13 +37,13 @@ class PullRequested(msgspec.Struct, frozen=True):
 
 
 class WorkerLeft(msgspec.Struct, frozen=True):
-    """End of a worker that has no more data; what it has pushed before counts. It may still pull."""
+    """End of a worker that has no more data; its pushes before count. It may still pull."""
 
     worker: int
 
 
 class WorkerDisconnected(msgspec.Struct, frozen=True):
-    """End of a worker's connection. It may make another, and asks again then for what was not answered."""
+    """End of a worker's connection. It may make another, and asks again then for missing answers."""
 
     worker: int
 
@@ -170,7 +163,7 @@ class FailRequest(msgspec.Struct, frozen=True):
 
 
 class DropRequest(msgspec.Struct, frozen=True):
-    """Forget a request for which nobody waits any more, and its body if it still has one."""
+    """Forget a request without a waiting worker, and its body if it still has one."""
 
     token: RequestToken
 

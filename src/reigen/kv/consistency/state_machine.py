@@ -1,4 +1,4 @@
-"""State machine that says when pushes are applied, and pulls answered: synchronous, stale (SSP), asynchronous.
+"""State machine that decides when pushes are applied, and pulls answered: synchronous, stale (SSP), asynchronous.
 
 One engine per shard, without I/O or clock: an event goes in (`handle`), instructions come out, in the order in which
 the server must carry them out. Its words stand in `reigen.kv.consistency.events`.
@@ -58,6 +58,7 @@ from enum import Enum
 
 import msgspec
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.kv.consistency.events import (
     AcknowledgePush,
     AnswerPull,
@@ -67,7 +68,6 @@ from reigen.kv.consistency.events import (
     ConsistencyInstructions,
     DropRequest,
     FailRequest,
-    LossPolicy,
     PullRequested,
     PushReceived,
     RepeatAcknowledgement,
@@ -182,11 +182,11 @@ class ConsistencyEngine:
         return self._done[worker]
 
     def has(self, worker: int, round: int) -> bool:
-        """Whether this push has come, applied or not, so that nobody needs its body again."""
+        """Return whether this push has come, applied or not, so that its body is not needed again."""
         return round <= self._done[worker] or round in self._held[worker]
 
     def is_next(self, round: int) -> bool:
-        """Whether this round of a synchronous shard is next, all workers are there, and nothing has come that waits.
+        """Return whether a round is next for all workers, with nothing else under way.
 
         Then it makes no difference whether all contributions are taken in one after the other, or `together`.
         """
@@ -203,7 +203,7 @@ class ConsistencyEngine:
         self._withdrawn.clear()
 
     def may_read(self, worker: int, round: int) -> bool:
-        """Whether a worker that has pushed so often would be answered at once (D)."""
+        """Return whether a worker that has pushed so often would be answered at once (D)."""
         pull = PullRequested(worker, round, None)
         return self._refusal(worker, None) is None and self._may_read(pull)
 
@@ -232,7 +232,7 @@ class ConsistencyEngine:
                 return self._expire(token)
 
     def waits(self) -> list[WaitingRequest]:
-        """Every request that waits, and for whom (K)."""
+        """Return every request that waits, with the workers that it waits for (K)."""
         waits = []
         for worker, held in enumerate(self._held):
             for round, token in held.items():
@@ -291,7 +291,7 @@ class ConsistencyEngine:
         return None
 
     def _leave(self, worker: int) -> ConsistencyInstructions:
-        """Step F. Also of a worker that was given up: it was silent, and nobody is to wait for it once it is found."""
+        """Step F. Also of a worker that was given up: it was silent, and is not waited for once it is found."""
         self._presence[worker] = WorkerPresence.LEFT
         self._withdrawn.pop(worker, None)
         self._away.discard(worker)
@@ -337,7 +337,7 @@ class ConsistencyEngine:
         return instructions
 
     def _find(self, worker: int) -> ConsistencyInstructions:
-        """Step H: what was lost is there."""
+        """Step H for a lost worker."""
         if self._presence[worker] not in {WorkerPresence.MISSED, WorkerPresence.AWAITED}:
             return []
         return [*self._expect(worker), *self._settle(worker)]
@@ -358,7 +358,7 @@ class ConsistencyEngine:
         return instructions
 
     def _skip(self, worker: int, over: int) -> ConsistencyInstructions:
-        """Rounds up to ``over`` are over for a worker that comes back; what it pushed for them counts (G)."""
+        """Count rounds up to ``over`` as over for a worker that comes back; its pushes for them count (G)."""
         instructions: ConsistencyInstructions = []
         for round in sorted(self._held[worker]):
             if round <= over:
@@ -445,7 +445,7 @@ class ConsistencyEngine:
     def _end(
         self, worker: int, round: int, *, repeated: bool = False
     ) -> AcknowledgePush | RepeatAcknowledgement | DropRequest:
-        """Return how a contribution ends: its worker is told if it is still the one that sent it."""
+        """Return how a contribution ends: its worker hears of it if it is still the one that sent it."""
         token = self._held[worker].pop(round)
         if token in self._orphans:
             self._orphans.discard(token)
@@ -496,7 +496,7 @@ class ConsistencyEngine:
         return workers, f"{reason}, whose pushes were withdrawn at their deadlines"
 
     def _before(self, worker: int) -> tuple[tuple[int, ...], str]:
-        """Return what a worker's own contributions wait for, where they are applied one by one."""
+        """Return the worker that its own contributions wait for, where they are applied one by one, and the reason."""
         if worker in self._away:
             return self._named([worker], _RESTARTED)
         return self._named([worker], f"later rounds wait for round {self._done[worker] + 1} of")

@@ -1,4 +1,4 @@
-"""Where a job's scheduler is and which secret opens it; and where this process listens itself.
+"""Discovery of a job's scheduler and secret; choice of this process's own address.
 
 Without a secret in the environment, all processes of a job are on one host. The scheduler makes a secret and hands it,
 with its address, through a Unix socket with an abstract name to processes that could read its memory as well
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class SchedulerLocator:
-    """The ways of one process to its job's scheduler.
+    """Locator of the job's scheduler for one process.
 
     Args:
         settings: what the process is.
@@ -52,11 +52,11 @@ class SchedulerLocator:
 
     @property
     def words(self) -> str:
-        """The scheduler's place, for errors."""
+        """Describe the scheduler's place, for errors."""
         return f"the scheduler at {join_address(*self._settings.scheduler)} (DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT)"
 
     def candidates(self) -> list[ServiceEndpoint]:
-        """Where the scheduler may be now, most likely place first; none while nobody tells.
+        """Return where the scheduler may be now, most likely place first; nothing while that is not known.
 
         Raises:
             AuthenticationError: another user, or a process of another container, offers to be the scheduler.
@@ -72,7 +72,7 @@ class SchedulerLocator:
         return [ServiceEndpoint(join_address(one, port), settings.secret) for one in dict.fromkeys(hosts)]
 
     def keep(self, secret: bytes) -> None:
-        """Keep the job's secret for a scheduler that is started again, unless somebody does, or nobody needs it."""
+        """Keep the job's secret for a scheduler that is started again, unless another does, or it is not needed."""
         if self._settings.secret is None and self._keeper is None:
             with suppress(OSError):
                 self._keeper = LocalBootstrapServer(_socket_name(self._settings, "keeper"), ServiceEndpoint("", secret))
@@ -84,7 +84,7 @@ class SchedulerLocator:
 
 
 def choose_listen_host(settings: ProcessConfig) -> tuple[str, str]:
-    """The address at which a server listens for workers, and why this one.
+    """Choose the address at which a server listens for workers; returns the reason, too.
 
     Raises:
         ConfigError: DMLC_NODE_HOST is none of this host's, there is no such interface, or no way to the scheduler.
@@ -107,7 +107,7 @@ def expand_interfaces(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def scheduler_address(settings: ProcessConfig) -> tuple[str, int]:
-    """Where the scheduler listens.
+    """Return the address at which the scheduler listens.
 
     Raises:
         ConfigError: not on this host, as it seems.
@@ -116,7 +116,7 @@ def scheduler_address(settings: ProcessConfig) -> tuple[str, int]:
 
 
 def scheduler_secret(settings: ProcessConfig) -> tuple[bytes, bool]:
-    """The job's secret: given, kept by a node of the job, or a new one; and whether a node has kept it.
+    """Return the job's secret: given, kept by a node of the job, or a new one; and whether a node has kept it.
 
     Raises:
         ConfigError: the node that keeps it is stopped. With a new secret, the job's processes could not come back.
@@ -162,7 +162,7 @@ def publish_scheduler(settings: ProcessConfig, pointer: ServiceEndpoint, until: 
 
 
 def _bind_host(settings: ProcessConfig) -> str:
-    """The address on which the scheduler of DMLC_PS_ROOT_URI listens."""
+    """Return the address on which the scheduler of DMLC_PS_ROOT_URI listens."""
     host, _ = settings.scheduler
     if settings.role == "scheduler" and settings.node_host is not None:
         return _local_address(settings.node_host, "DMLC_NODE_HOST")
@@ -174,7 +174,7 @@ def _bind_host(settings: ProcessConfig) -> str:
 
 
 def _choose_address(settings: ProcessConfig) -> tuple[str, str]:
-    """An address of this host at which other nodes can reach it, and why this one."""
+    """Choose an address of this host at which other nodes can reach it; returns the reason, too."""
     names, towards = expand_interfaces(settings.config.network_interfaces), settings.scheduler[0]
     if settings.secret is None:  # they are all here
         return choose_address(names, towards)
@@ -190,7 +190,7 @@ def _is_address(host: str) -> bool:
 
 
 def _local_address(host: str, variable: str) -> str:
-    """An address of this host that a name or an address means."""
+    """Return an address of this host that a name or an address means."""
     found = _resolve(host)
     for address in found:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -212,7 +212,7 @@ def _local_address(host: str, variable: str) -> str:
 
 
 def _resolve(host: str) -> list[str]:
-    """What a name or an address means, most likely first; nothing if it means nothing."""
+    """Resolve a name or an address, most likely result first; nothing if it means nothing."""
     with suppress(OSError, UnicodeError):
         return [str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)]
     return []

@@ -1,4 +1,4 @@
-"""What this process is in a job with parameter servers: found in the environment, with the reason.
+"""Role of this process in a job with parameter servers, from the environment, with the reason.
 
 The variables are MXNet's, whoever sets them: `reigen run -s`, `reigen launch`, MXNet's launchers or a person. DMLC_ROLE
 is ``worker``, ``server`` or ``scheduler``; DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT say where the scheduler is,
@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reigen.cluster.bootstrap.job_credentials import JobCredentials, derive_job_secret
 from reigen.cluster.environ import PORT_IS_HELD_VARIABLE, RENDEZVOUS_VARIABLE, detect_job
 from reigen.config import Config
 from reigen.errors import ConfigError
+
+if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
+    from reigen.net.tls import TlsContext
 
 KVRole = Literal["worker", "server", "scheduler"]
 KV_ROLES: tuple[KVRole, ...] = ("worker", "server", "scheduler")
@@ -29,7 +32,7 @@ _MOST_NODES = 1 << 16
 
 @dataclass(frozen=True)
 class ProcessConfig:
-    """What a process needs to know in order to take its part.
+    """Configuration of a process in a job with parameter servers.
 
     Attributes:
         role: what it is.
@@ -65,9 +68,17 @@ class ProcessConfig:
         """For people: ``server 1``, ``worker``."""
         return self.role if self.number is None else f"{self.role} {self.number}"
 
+    def create_tls_context(self) -> TlsContext | None:
+        """Create what encrypts all of this process's connections, if they are to be."""
+        if not self.config.tls:
+            return None
+        from reigen.net.tls import TlsContext
+
+        return TlsContext()
+
 
 def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole | None = None) -> ProcessConfig:
-    """What this process is.
+    """Read the configuration of this process from the environment.
 
     Args:
         environ: environment variables.
@@ -127,7 +138,7 @@ def _job_number(secret: bytes, port: int) -> int:
 def _task_number(
     environ: Mapping[str, str], role: KVRole, num_workers: int, num_servers: int
 ) -> tuple[str | None, str]:
-    """The number that somebody gave to this process, and who: the task's, or its rank where workers have ranks."""
+    """Return this process's number and its origin: the task's, or its rank where workers have ranks."""
     if role == "scheduler":
         return None, ""
     if text := environ.get("DMLC_TASK_ID"):

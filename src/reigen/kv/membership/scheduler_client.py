@@ -1,8 +1,8 @@
-"""A worker's or a server's place in its job: its connection to the scheduler, kept by a small thread.
+"""Membership of a worker or a server: its connection to the scheduler, kept by a small thread.
 
 The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
 gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
-REIGEN_PEER_TIMEOUT. `kv.membership.messages` states the protocol.
+REIGEN_PEER_TIMEOUT. `cluster.membership.messages` states the protocol.
 """
 
 from __future__ import annotations
@@ -18,38 +18,35 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.messages import (
+    MAX_MESSAGE_BYTES,
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
+    EnterBarrier,
+    LeaveJob,
+    MemberAssigned,
+    MemberHeartbeat,
+    MemberMessage,
+    MemberRole,
+    MembershipEvent,
+    RegisterMember,
+    SavedJob,
+    ServerInfo,
+    StatusQuery,
+    StatusReply,
+    format_members,
+)
 from reigen.cluster.membership.rendezvous import split_address
+from reigen.cluster.membership.view import BarrierEntry, JobView
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
 from reigen.kv.membership.discovery import SchedulerLocator
 from reigen.kv.membership.environment import ProcessConfig
-from reigen.kv.membership.job_view import BarrierEntry, JobView
-from reigen.kv.membership.messages import (
-    MAX_MESSAGE_BYTES,
-    NODE_MESSAGE_CODEC,
-    SCHEDULER_MESSAGE_CODEC,
-    BarrierBroken,
-    EnterBarrier,
-    LeaveJob,
-    MissingQuery,
-    NodeAssigned,
-    NodeHeartbeat,
-    NodeMessage,
-    RegisterNode,
-    SavedJob,
-    SilentQuery,
-    format_nodes,
-)
-from reigen.kv.membership.nodes import MembershipEvent, NodeRole, ServerInfo
 from reigen.net import auth
 from reigen.net.connection import Connection, open_connection
 from reigen.net.event_loop import EventLoop, wait_ready
 from reigen.net.fork_safety import close_in_children
-
-if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
-    from reigen.net.tls import TlsContext
 
 _log = logging.getLogger(__name__)
 SavedJobFinder = Callable[[bytes], tuple[SavedJob, ...]]
@@ -69,31 +66,31 @@ _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
 class SchedulerClient:
-    """See `reigen.kv.membership.nodes.JobMembership`. Made by `join`."""
+    """Membership by a connection to the scheduler, made by `join`; implements `JobMembership`."""
 
     def __init__(self, settings: ProcessConfig, address: str, deadline: float, find_saved: SavedJobFinder) -> None:
         config = settings.config
         self._find_saved = find_saved
-        self.role: NodeRole = "server" if settings.role == "server" else "worker"
+        self.role: MemberRole = "server" if settings.role == "server" else "worker"
         self.num_workers, self.num_servers = settings.num_workers, settings.num_servers
         self.incarnation = 1 + secrets.randbits(62)
         self.secret = b""
-        self.tls = _load_tls(settings)
+        self.tls = settings.create_tls_context()
         self.host = host_identity(config.host_id or "")[1]
-        number = -1 if settings.number is None else settings.number
-        me = RegisterNode(
-            self.role, number, self.host, address, self.incarnation, settings.num_workers, settings.num_servers,
-            is_restart=settings.is_restart,
-        )  # fmt: skip
+        self.number, self.job, self.is_recovery = -1 if settings.number is None else settings.number, 0, False
+        counts: dict[MemberRole, int] = {"worker": settings.num_workers, "server": settings.num_servers}
+        me = RegisterMember(
+            self.role, self.number, self.host, self.incarnation, counts, address, is_restart=settings.is_restart
+        )
         self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
         self._config, self._deadline = config, deadline
         self._locator = SchedulerLocator(settings)
-        #: guards what stands here and `_standing`
+        #: guards what stands here and `_view`
         self._changed = threading.Condition()
         self._is_closing = False
         #: when this process goes though no scheduler has heard that it leaves
         self._gone_at = math.inf
-        self._outbox: deque[NodeMessage] = deque()
+        self._outbox: deque[MemberMessage] = deque()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._loop = EventLoop()
         self._connection: Connection | None = None
@@ -127,45 +124,28 @@ class SchedulerClient:
             DeadlineError: there was no scheduler by the deadline.
         """
         member = cls(settings, listener_address or "", deadline, find_saved)
-        standing = member._view
+        view = member._view
         member._thread.start()
         try:
             with member._changed:
-                member._await(lambda: standing.is_assigned, deadline + _TOLERANCE_SECONDS)
-                if not standing.is_assigned:
-                    raise standing.failure or member._too_late("it takes no part in the conversation")
+                member._await(lambda: view.is_assigned, deadline + _TOLERANCE_SECONDS)
+                if not view.is_assigned:
+                    raise view.failure or member._too_late("it takes no part in the conversation")
+                member.number, member.job, member.is_recovery = view.number, view.job, view.is_recovery
         except BaseException:
             member.close()
             raise
         return member
 
-    @property
-    def number(self) -> int:
-        """See `Membership`."""
-        return self._view.number
-
-    @property
-    def job(self) -> int:
-        """See `Membership`."""
-        return self._view.job
-
-    @property
-    def is_recovery(self) -> bool:
-        """See `Membership`."""
-        return self._view.is_recovery
-
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
-        """See `Membership.servers`."""
+        """Return all servers by number, waited for."""
         with self._changed:
             servers = self._view.servers
             self._await(lambda: bool(servers), deadline)
             if servers:
                 return tuple(servers[number] for number in sorted(servers))
             self._raise_failure()
-            standing = self._view
-            standing.missing = None
-            self._ask(MissingQuery(), lambda: standing.missing is not None, _TOLERANCE_SECONDS)
-            missing = standing.missing
+            missing = self._ask_status(0.0, _TOLERANCE_SECONDS)
             if servers:  # they came just now
                 return tuple(servers[number] for number in sorted(servers))
             if missing is None:  # it may have ended the job in the meantime, and says why
@@ -173,31 +153,32 @@ class SchedulerClient:
         if missing is None:
             raise DeadlineError(f"{self._locator.words} does not say where the servers are, nor who is missing")
         raise DeadlineError(
-            f"{format_nodes(missing.workers, missing.servers) or 'nobody'} of {self.num_workers} worker(s) and "
-            f"{self.num_servers} server(s) did not start within {self._config.start_timeout_seconds:g} s "
+            f"{format_members(workers=missing.workers, servers=missing.servers) or 'nobody'} of "
+            f"{self.num_workers} worker(s) and {self.num_servers} server(s) did not start within "
+            f"{self._config.start_timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT). Were they started, for the same scheduler, and with the same secret?",
             ranks=missing.workers,
         )
 
     def barrier(self, name: str, deadline: float) -> None:
-        """See `Membership.barrier`."""
+        """Wait for all workers."""
         with self._changed:
-            standing = self._view
-            entry = standing.enter(name)
+            view = self._view
+            entry = view.enter(name)
             self._post(EnterBarrier(*entry))
             try:
                 if not self._is_over_at(entry, deadline):
-                    self._post(standing.give_up(entry))
+                    self._post(view.give_up(entry))
                     self._is_over_at(entry, time.monotonic() + _TOLERANCE_SECONDS)
-                outcome = standing.outcome(entry)
+                outcome = view.outcome(entry)
             finally:
-                standing.forget(entry)
+                view.forget(entry)
         if outcome is None:
             raise DeadlineError(
                 f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
             )
-        if isinstance(outcome, BarrierBroken):
-            who = format_nodes(outcome.missing, ()) or "somebody"
+        if outcome.is_broken:
+            who = format_members(workers=outcome.missing) or "somebody"
             raise DeadlineError(
                 f"{who} did not come to barrier {name!r} in time: worker {outcome.worker} waited until its "
                 "REIGEN_DEADLINE, and nobody passes it any more",
@@ -205,7 +186,7 @@ class SchedulerClient:
             )
 
     def events(self) -> list[MembershipEvent]:
-        """See `Membership.events`."""
+        """Return the events since the last call."""
         with self._changed:
             with contextlib.suppress(OSError):  # nothing was written, or it is closed
                 os.eventfd_read(self._bell)
@@ -213,27 +194,26 @@ class SchedulerClient:
             return events
 
     def fileno(self) -> int:
-        """See `Membership.fileno`."""
+        """Return a descriptor that is readable while there are events."""
         return self._bell
 
     def num_dead_nodes(self, timeout: float) -> int:
-        """See `Membership.num_dead_nodes`."""
+        """Count workers and servers that are lost, or silent."""
         with self._changed:
-            standing = self._view
-            standing.silent.pop(timeout, None)
+            view = self._view
             patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
-            self._ask(SilentQuery(timeout), lambda: timeout in standing.silent, patience)
-            return standing.silent.pop(timeout, len(standing.lost))
+            answer = self._ask_status(timeout, patience)
+            return len(view.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
-        """See `Membership.leave`."""
+        """Leave in good order."""
         with self._changed:
             if not self._view.has_left:
                 self._view.has_left = True
                 self._post(LeaveJob())
 
     def close(self) -> None:
-        """See `Membership.close`."""
+        """End the connection."""
         with self._changed:
             if self._is_closing:
                 return
@@ -247,7 +227,7 @@ class SchedulerClient:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Close all descriptors in a child: `reigen.net.fork_safety`."""
         self._loop.close()
         if self._connection is not None:
             self._connection.close()
@@ -272,24 +252,27 @@ class SchedulerClient:
         if failure is not None or self._is_closing:
             raise PeerLostError(str(failure or f"this process, {self._view.name}, has left the job"))
 
-    def _ask(self, question: NodeMessage, is_answered: Callable[[], bool], patience_seconds: float) -> None:
-        """Have the scheduler answer, if it does so within that time."""
-        self._post(question)
-        self._await(is_answered, time.monotonic() + patience_seconds)
+    def _ask_status(self, seconds: float, patience_seconds: float) -> StatusReply | None:
+        """Return the scheduler's answer, if it comes within that time."""
+        answers = self._view.status
+        answers.pop(seconds, None)
+        self._post(StatusQuery(seconds))
+        self._await(lambda: seconds in answers, time.monotonic() + patience_seconds)
+        return answers.pop(seconds, None)
 
     def _is_over_at(self, entry: BarrierEntry, deadline: float) -> bool:
         """Wait for the scheduler's word of a barrier; whether it came. Raises where there is nothing to hope for."""
-        standing = self._view
-        self._await(lambda: standing.outcome(entry) is not None or standing.fatal_loss() is not None, deadline)
-        if standing.outcome(entry) is not None:
+        view = self._view
+        self._await(lambda: view.outcome(entry) is not None or view.fatal_loss() is not None, deadline)
+        if view.outcome(entry) is not None:
             return True
         self._raise_failure()
-        if loss := standing.fatal_loss():
+        if loss := view.fatal_loss():
             ranks = (loss.number,) if loss.role == "worker" else ()
             raise PeerLostError(f"barrier {entry[0]!r}: {loss}", ranks=ranks)
         return False
 
-    def _post(self, message: NodeMessage) -> None:
+    def _post(self, message: MemberMessage) -> None:
         self._outbox.append(message)
         self._loop.wake()
 
@@ -331,12 +314,12 @@ class SchedulerClient:
 
     @property
     def _is_over(self) -> bool:
-        """Whether there is nothing more to say or hear. A scheduler that is started again must hear of a Leave, too."""
+        """Return whether no message is to come or go. A scheduler that is started again must hear of a Leave, too."""
         with self._changed:
-            standing = self._view
-            if standing.failure is not None or not self._is_closing:
-                return standing.failure is not None
-            return standing.is_out or time.monotonic() >= self._gone_at
+            view = self._view
+            if view.failure is not None or not self._is_closing:
+                return view.failure is not None
+            return view.is_out or time.monotonic() >= self._gone_at
 
     def _connect(self, until: float) -> Connection:
         """Reach the scheduler, wherever it is now."""
@@ -368,8 +351,8 @@ class SchedulerClient:
         )
 
     def _reach_one(self) -> Connection | str:
-        """A connection to the scheduler, or why there is none."""
-        me = auth.Identity(auth.ProcessRole.RANK, max(0, self.number), f"kv {self.role}")
+        """Return a connection to the scheduler, or why there is none."""
+        me = auth.Identity(auth.ProcessRole.RANK, max(0, self._view.number), f"kv {self.role}")
         problem = "nobody tells where it is"
         for pointer in self._locator.candidates():
             limit = time.monotonic() + _TRY_SECONDS
@@ -386,17 +369,17 @@ class SchedulerClient:
         return problem
 
     def _talk(self, connection: Connection) -> None:
-        """Register, then say and hear what there is, until the connection ends or this process has left."""
+        """Register, then send and receive until the connection ends or this process has left."""
         connection.keep_alive(self._config.peer_timeout_seconds)
         saved = () if self._view.is_assigned else self._find_saved(self.secret)
         with self._changed:
             self._outbox.clear()
-            connection.post(NODE_MESSAGE_CODEC.encode(self._view.registration(saved)))
+            connection.post(MEMBER_CODEC.encode(self._view.registration(saved)))
         beat, self._is_placed = self._config.kv_heartbeat_seconds, False
         due = time.monotonic() if beat else math.inf
         while not self._is_over:
             if self._is_placed and time.monotonic() >= due:
-                connection.post(NODE_MESSAGE_CODEC.encode(NodeHeartbeat()))
+                connection.post(MEMBER_CODEC.encode(MemberHeartbeat()))
                 due = time.monotonic() + beat
             flush = None if self._send_outbox(connection) else partial(_flush, connection)
             self._loop.watch(connection, partial(self._read, connection), flush)
@@ -413,21 +396,21 @@ class SchedulerClient:
             self._locator.keep(self.secret)
             with self._changed:
                 while self._outbox:
-                    connection.post(NODE_MESSAGE_CODEC.encode(self._outbox.popleft()))
+                    connection.post(MEMBER_CODEC.encode(self._outbox.popleft()))
         return _flush(connection)
 
     def _read(self, connection: Connection) -> None:
         """Take in what has come."""
         for payload in connection.read():
-            message = SCHEDULER_MESSAGE_CODEC.decode(payload)
+            message = MEMBERSHIP_REPLY_CODEC.decode(payload)
             self._num_heard += 1
             with self._changed:
                 self._outbox.extendleft(reversed(self._view.take(message)))
-                self._is_placed |= isinstance(message, NodeAssigned)
+                self._is_placed |= isinstance(message, MemberAssigned)
                 self._ring()
 
     def _ring(self) -> None:
-        """Wake whoever waits for what has changed."""
+        """Wake the threads that wait for a change."""
         self._changed.notify_all()
         if self._view.events:
             with contextlib.suppress(OSError):
@@ -435,16 +418,8 @@ class SchedulerClient:
 
 
 def _flush(connection: Connection) -> bool:
-    """Send what the kernel takes; returns whether there is no more to be sent."""
+    """Send as much as the kernel takes; returns whether all of it has left."""
     try:
         return connection.flush()
     except ConnectionError:  # what the other end sent before it went is still to be read, and then its end
         return True
-
-
-def _load_tls(settings: ProcessConfig) -> TlsContext | None:
-    if not settings.config.tls:
-        return None
-    from reigen.net.tls import TlsContext
-
-    return TlsContext()

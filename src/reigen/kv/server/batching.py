@@ -105,7 +105,6 @@ class KeyBatch:
                 shard.waiting = None
 
     def split(self) -> Iterator[tuple[WorkerRequest, NDArray[np.uint8]]]:
-        """See `reigen.kv.server.shard.WaitingBatch`."""
         rounds = list(self.rounds)
         self.rounds.clear()
         for shard in self.shards:
@@ -272,7 +271,7 @@ def _update_shards(
     total: ValueBuffer,
     scratch: ReductionScratch,
 ) -> Iterator[Shard]:
-    """Have the shards' ``targets``, and ``total``, hold what is stored after ``parts``; yields each shard before."""
+    """Have the shards' ``targets``, and ``total``, hold the values after ``parts``; yields each shard before."""
     storage = batch.dtype.storage
     out = total.array.view(storage)
     if optimizer is None:

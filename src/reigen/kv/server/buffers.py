@@ -1,4 +1,4 @@
-"""Memory of a server: values that others may still be reading, and places for what is received.
+"""Memory of a server: values that others may still be reading, and places for received bodies.
 
 A value that has been sent is *leased* until its reader has copied it, or the kernel has it. While it is, it must not
 change: an update goes to other memory (`ValueAllocator.target`), and the old one is given back with its last lease.
@@ -49,7 +49,7 @@ class ValueAllocator:
         return ValueBuffer(np.empty(nbytes, np.uint8) if block is None else block.array, block)
 
     def target(self, value: ValueBuffer) -> ValueBuffer:
-        """Return memory for the next content of ``value``: its own, if nobody reads it."""
+        """Return memory for the next content of ``value``: its own, if it has no readers."""
         return self.new(value.array.nbytes) if value.num_leases else value
 
     def lease(self, value: ValueBuffer) -> None:
@@ -63,7 +63,7 @@ class ValueAllocator:
             self._free(value)
 
     def retire(self, value: ValueBuffer) -> None:
-        """Give back the memory of a value that is elsewhere now, when nobody reads it any more."""
+        """Give back the memory of a value that is elsewhere now, after its last reader."""
         value.is_retired = True
         if not value.num_leases:
             self._free(value)
@@ -75,7 +75,7 @@ class ValueAllocator:
 
 
 class BufferPool:
-    """Pool of memory for bodies that are received, since new memory costs more than what is done with it."""
+    """Pool of memory for received bodies, since new memory costs more than all that is done with it."""
 
     def __init__(self) -> None:
         self._kept: dict[int, deque[NDArray[np.uint8]]] = {}
@@ -90,7 +90,7 @@ class BufferPool:
         return np.empty(nbytes, np.uint8)
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Take back memory that nobody uses any more."""
+        """Take back memory that is not in use any more."""
         if self._num_kept_bytes + buffer.nbytes <= _MOST_KEPT_BYTES:
             self._kept.setdefault(buffer.nbytes, deque()).append(buffer)
             self._num_kept_bytes += buffer.nbytes

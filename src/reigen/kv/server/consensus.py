@@ -1,4 +1,4 @@
-"""Consensus of all workers before something holds: what a key is, which optimizer a store has."""
+"""Consensus of all workers before something holds: the spec of a key, the optimizer of a store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ConsensusStore(Protocol):
         """Return whether a shard that is here, of that key or of any, has been pushed."""
 
     def use(self, optimizer: Optimizer) -> None:
-        """Update what is stored by an optimizer.
+        """Update stored values by an optimizer.
 
         Raises:
             ReigenError: it cannot do so.
@@ -64,7 +64,7 @@ class Consensus(Generic[_Word]):
         return tuple(sorted(set(expected) - set(self.words)))
 
     def decide(self, expected: Collection[int]) -> tuple[_Word | None, CollectiveError | None]:
-        """Return the word that all have said, or the error that all get, or neither while somebody is missing.
+        """Return the word that all have said, or the error that all get, or neither while a worker is missing.
 
         After either all words are forgotten; after an error the workers can try again.
         """
@@ -126,7 +126,7 @@ class WorkerConsensus(Consensus[Any]):
             yield WaitingWorker(self.what, worker, missing, request.since)
 
     def expire(self, before: float, expected: Collection[int]) -> None:
-        """Give up if somebody has waited since ``before``."""
+        """Give up if a request has waited since ``before``."""
         if any(request.since < before for request in self.waiting.values()):
             missing = self._absent(expected)
             self.withdrawn.update(self.waiting)
@@ -135,6 +135,6 @@ class WorkerConsensus(Consensus[Any]):
             self.fail(RemoteError.of(error))
 
     def _absent(self, expected: Collection[int]) -> tuple[int, ...]:
-        """Return who has not spoken; who came and heard that others did not, only where there is nobody else."""
+        """Return the workers that have not spoken; those that came in vain before only where there are no others."""
         missing = self.missing(expected)
         return tuple(worker for worker in missing if worker not in self.withdrawn) or missing

@@ -110,7 +110,7 @@ class KeyDeclarations:
             record.consensus.expire(before, missing)
 
     def waiting(self) -> Iterator[WaitingWorker]:
-        """Yield who waits for others to say what a key is, or for worker 0 to send its value."""
+        """Yield the workers that wait for others to declare a key, or for worker 0 to send its value."""
         for record in self._records.values():
             yield from record.consensus.waits(self._store.expected() if record.agreed is None else (0,))
 

@@ -1,4 +1,4 @@
-"""Requests to a store, by their kinds: where a body lands, what is checked, and what then happens to a shard."""
+"""Requests to a store, by their kinds: place of a body, checks, and events for a shard."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class WorkerRequest:
 
     @property
     def accepts_encoded(self) -> bool:
-        """Whether the answer may be encoded."""
+        """Return whether the answer may be encoded."""
         return bool(self.header.flags & _ENCODE_ANSWER)
 
     def events(self) -> list[ConsistencyEvent]:
@@ -149,11 +149,11 @@ class WorkerConnection:
                 yield from request.parts.values()
 
     def is_busy_with(self, request: int) -> bool:
-        """Whether a request is not answered, or its answer has not left: if it comes again, nothing is to be done."""
+        """Return whether a request is not answered, or its answer has not left: if it comes again, it is ignored."""
         return request in self.open_requests or request in self._sending
 
     def body_of(self, header: MessageHeader, received: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return a request's body: what was received, or a part of the worker's arena.
+        """Return a request's body: received bytes, or a part of the worker's arena.
 
         Raises:
             WireError: it is not where the header says.
@@ -224,7 +224,7 @@ class WorkerConnection:
             self._leases.pop(request, None)
 
     def end(self) -> None:
-        """Close the connection: nobody reads any more. May be called twice."""
+        """Close the connection: nothing is read any more. May be called twice."""
         self.is_open = False
         self.line.close()
         for request in list(self._leases):
@@ -236,7 +236,7 @@ class WorkerConnection:
             self.peer.close()
 
     def _finish(self, request: WorkerRequest) -> bool:
-        """Whether a request had no answer until now."""
+        """Return whether a request had no answer until now."""
         if request.is_answered:
             return False
         request.is_answered = True

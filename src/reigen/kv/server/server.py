@@ -17,12 +17,13 @@ from functools import partial
 import numpy as np
 
 from reigen.cluster.host_discovery import host_identity
+from reigen.cluster.membership.members import LossPolicy
+from reigen.cluster.membership.messages import JobEnded, MemberLeft, MemberLost, MemberReturned
 from reigen.config import Config
 from reigen.errors import MismatchError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
 from reigen.kv.connection import KVConnection, MessageDropper
-from reigen.kv.consistency.events import LossPolicy
-from reigen.kv.membership.nodes import JobEnded, JobMembership, NodeLeft, NodeLost, NodeReturned
+from reigen.kv.membership.job_membership import JobMembership
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,
@@ -54,12 +55,12 @@ _HANDSHAKE_BYTES = 1 << 12
 _log = logging.getLogger(__name__)
 
 
-class _AcceptedConnection:
-    """A line: the receiver of its messages. The first must be HELLO.
+class _ClientConnection:
+    """Receiver of a worker's messages; the first must be HELLO.
 
     Attributes:
         accepted: as the listener knows it.
-        connection: what is known of the other end since it said HELLO.
+        connection: to a store, after HELLO.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class _AcceptedConnection:
         self.heard_at = 0.0
 
     def is_of(self, connection: WorkerConnection) -> bool:
-        """Whether this is of the same worker, in the same store."""
+        """Return whether this is of the same worker, in the same store."""
         known = self.connection
         return known is not None and (known.worker, known.store) == (connection.worker, connection.store)
 
     def bound(self, inflow: ReceiveRate) -> None:
-        """Limit what the worker sends at a time (`reigen.kv.server.flow_control`); called when something has come."""
+        """Limit the bytes on their way from the worker (`reigen.kv.server.flow_control`), when some have come."""
         if self.line.num_received_bytes < self._next_bound:
             return
         self._next_bound = self.line.num_received_bytes + WINDOW_STEP_BYTES
@@ -97,13 +98,11 @@ class _AcceptedConnection:
         limit_receive_window(self._socket, inflow.window_bytes(self._round_trip_seconds))
 
     def place(self, line: KVConnection, header: MessageHeader) -> memoryview:
-        """See `reigen.kv.connection.MessageReceiver`."""
         if self.handler is None:
             return memoryview(bytearray(header.body_bytes if header.kind == MessageKind.HELLO else 0))
         return self.handler.place(header).data
 
     def arrived(self, line: KVConnection, header: MessageHeader, body: memoryview) -> None:
-        """See `reigen.kv.connection.MessageReceiver`."""
         if self.connection is None or self.handler is None:
             self._server.handle_hello(self, header, body)
             return
@@ -143,16 +142,16 @@ class KVServer:
         #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
         self._restored: set[int] = set()
         #: workers that are lost now, for stores that begin later
-        self._lost: dict[int, NodeLost] = {}
-        self._connections: set[_AcceptedConnection] = set()
+        self._lost: dict[int, MemberLost] = {}
+        self._connections: set[_ClientConnection] = set()
         #: the servers' wires are the narrowest; those that are ahead of others and are not read for the time being
         self._limits_senders = member.num_workers > member.num_servers
         self._inflow = ReceiveRate()
-        self._waiting: set[_AcceptedConnection] = set()
+        self._waiting: set[_ClientConnection] = set()
         #: why the memory of workers' processes, by number and incarnation, cannot be mapped here
         self._unread: dict[tuple[int, int], str] = {}
         #: lines with more messages than one call took
-        self._busy: set[_AcceptedConnection] = set()
+        self._busy: set[_ClientConnection] = set()
         self._tick_seconds = min(_TICK_SECONDS, config.deadline_seconds / 4)
         self._next_tick = time.monotonic() + self._tick_seconds
         #: the last tick came late, and nobody's deadline was looked at
@@ -170,7 +169,7 @@ class KVServer:
             self._restore(snapshots)
 
     def serve(self) -> int:
-        """Serve until the scheduler says that the job is over; returns what the process should exit with."""
+        """Serve until the scheduler says that the job is over; returns the exit code for the process."""
         self._loop.watch(self._member.fileno(), self._handle_membership_events)
         self._loop.watch(self._workers.fileno(), self._workers.collect)
         self._handle_membership_events()
@@ -186,8 +185,8 @@ class KVServer:
 
     def close(self) -> None:
         """End all connections and threads. May be called twice."""
-        for visitor in list(self._connections):
-            self._drop(visitor)
+        for client in list(self._connections):
+            self._drop(client)
         self._listener.close()
         self._workers.close()
         self._loop.close()
@@ -198,17 +197,17 @@ class KVServer:
         if self._arena is not None:
             self._arena.close()
 
-    def handle_hello(self, visitor: _AcceptedConnection, header: MessageHeader, body: memoryview) -> None:
-        """The first message of a line.
+    def handle_hello(self, client: _ClientConnection, header: MessageHeader, body: memoryview) -> None:
+        """Take in the first message of a worker.
 
         Raises:
             WireError: it is no HELLO.
         """
         if header.kind != MessageKind.HELLO:
-            raise WireError(f"{visitor.line.name}: the first message is a {MessageKind(header.kind).name}, not HELLO")
+            raise WireError(f"{client.line.name}: the first message is a {MessageKind(header.kind).name}, not HELLO")
         hello = HELLO_CODEC.decode(bytes(body))
-        if hello.number != visitor.worker or not 0 <= hello.number < self._context.num_workers:
-            raise WireError(f"{visitor.line.name}: says that it is worker {hello.number}")
+        if hello.number != client.worker or not 0 <= hello.number < self._context.num_workers:
+            raise WireError(f"{client.line.name}: says that it is worker {hello.number}")
         self._handle_membership_events()  # so that what led to a replacement is known before it
         store = self._store(header.store, math.inf if hello.staleness is None else hello.staleness)
         try:
@@ -221,16 +220,16 @@ class KVServer:
         except ReigenError as error:
             problem = RemoteError.of(error)
             notice = NOTICE_CODEC.encode(ServerNotice("problem", hello.number, hello.host, problem.reason, problem))
-            visitor.line.send(MessageHeader(MessageKind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
-            self._flush(visitor)
+            client.line.send(MessageHeader(MessageKind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
+            self._flush(client)
             return
         _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
                   header.store, reason)  # fmt: skip
-        connection = WorkerConnection(hello, header.store, visitor.line, self._context.memory, peer)
+        connection = WorkerConnection(hello, header.store, client.line, self._context.memory, peer)
         for other in [one for one in self._connections if one.is_of(connection)]:
             self._drop(other)  # its end has not been noticed yet
-        visitor.connection, visitor.handler = connection, self._handlers[header.store]
-        self._listener.confirm(visitor.accepted)
+        client.connection, client.handler = connection, self._handlers[header.store]
+        self._listener.confirm(client.accepted)
         store.connected(connection)
         welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
         connection.send(MessageHeader(MessageKind.WELCOME, store=header.store, body_bytes=len(welcome)), welcome)
@@ -247,16 +246,16 @@ class KVServer:
             due = min(due, now + SILENT_SECONDS)
         timeout = 0.0 if self._busy else max(0.0, due - now)
         self._loop.wait(timeout)
-        for visitor in list(self._busy):
-            self._receive(visitor)
-        for visitor in list(self._waiting):
-            self._pace(visitor)
+        for client in list(self._busy):
+            self._receive(client)
+        for client in list(self._waiting):
+            self._pace(client)
         for store in self._stores.values():
             store.save()  # before anybody is told
-        for visitor in list(self._connections):
-            if visitor.connection is not None and visitor.connection.must_flush:
-                visitor.connection.must_flush = False
-                self._flush(visitor)
+        for client in list(self._connections):
+            if client.connection is not None and client.connection.must_flush:
+                client.connection.must_flush = False
+                self._flush(client)
         now = time.monotonic()
         if now >= self._next_tick:
             self._tick(now)
@@ -286,113 +285,113 @@ class KVServer:
         try:
             if accepted.peer.purpose != PURPOSE:
                 raise WireError(f"worker {worker} connects for {accepted.peer.purpose!r}")
-            visitor = _AcceptedConnection(self, accepted, drops, self._config.kv_verbose >= 2)
+            client = _ClientConnection(self, accepted, drops, self._config.kv_verbose >= 2)
         except (WireError, OSError) as error:
             _log.info("a connection came to nothing: %s", error)
             accepted.close()
             return None
-        self._connections.add(visitor)
-        self._watch(visitor)
-        self._busy.add(visitor)
-        return partial(self._drop, visitor)
+        self._connections.add(client)
+        self._watch(client)
+        self._busy.add(client)
+        return partial(self._drop, client)
 
-    def _receive(self, visitor: _AcceptedConnection) -> None:
-        if visitor not in self._connections:
+    def _receive(self, client: _ClientConnection) -> None:
+        if client not in self._connections:
             return
         try:
-            (self._busy.add if visitor.line.receive() else self._busy.discard)(visitor)
+            (self._busy.add if client.line.receive() else self._busy.discard)(client)
         except (ReigenError, OSError) as error:
-            is_unread = self._note_unread(visitor)
-            self._lose(visitor, ConnectionAbortedError("to go on without shared memory") if is_unread else error)
+            is_unread = self._note_unread(client)
+            self._lose(client, ConnectionAbortedError("to go on without shared memory") if is_unread else error)
             return
         except MemoryError as error:
-            self._out_of_memory(visitor, error)
+            self._out_of_memory(client, error)
             return
-        visitor.heard_at = time.monotonic()
-        if self._limits_senders and visitor.connection is not None:
-            visitor.bound(self._inflow)
-            if visitor.connection.num_held_bytes > MAX_LEAD_BYTES:
-                self._pace(visitor)
+        client.heard_at = time.monotonic()
+        if self._limits_senders and client.connection is not None:
+            client.bound(self._inflow)
+            if client.connection.num_held_bytes > MAX_LEAD_BYTES:
+                self._pace(client)
 
-    def _pace(self, visitor: _AcceptedConnection) -> None:
-        """Have a line wait for others, or go on, as `reigen.kv.server.flow_control` says."""
-        connection, waits = visitor.connection, visitor in self._waiting
+    def _pace(self, client: _ClientConnection) -> None:
+        """Have a client wait for others, or go on, as `reigen.kv.server.flow_control` says."""
+        connection, waits = client.connection, client in self._waiting
         assert connection is not None
         others = [
             (one.connection.num_held_bytes, one.heard_at)
             for one in self._connections
-            if one is not visitor and one.connection is not None and one.connection.store == connection.store
+            if one is not client and one.connection is not None and one.connection.store == connection.store
         ]
         must, _ = should_pause(connection.num_held_bytes, others, waits=waits, now=time.monotonic())
         if must == waits:
             return
-        (self._waiting.add if must else self._waiting.discard)(visitor)
-        (self._busy.discard if must else self._busy.add)(visitor)  # something may have been read ahead
-        self._watch(visitor)
+        (self._waiting.add if must else self._waiting.discard)(client)
+        (self._busy.discard if must else self._busy.add)(client)  # something may have been read ahead
+        self._watch(client)
 
-    def _flush(self, visitor: _AcceptedConnection) -> None:
-        if visitor not in self._connections:
+    def _flush(self, client: _ClientConnection) -> None:
+        if client not in self._connections:
             return
         try:
-            visitor.line.advance_sends()
+            client.line.advance_sends()
         except ConnectionError as error:
-            self._lose(visitor, error)
+            self._lose(client, error)
             return
-        self._watch(visitor)
+        self._watch(client)
 
-    def _watch(self, visitor: _AcceptedConnection) -> None:
-        """Have the loop wait for what the line needs now."""
-        reads, writes = visitor not in self._waiting, visitor.line.wants_to_send
+    def _watch(self, client: _ClientConnection) -> None:
+        """Have the loop wait for the events that the connection needs now."""
+        reads, writes = client not in self._waiting, client.line.wants_to_send
         if reads or writes:
-            receive = partial(self._receive, visitor) if reads else None
-            self._loop.watch(visitor.line, receive, partial(self._flush, visitor) if writes else None)
+            receive = partial(self._receive, client) if reads else None
+            self._loop.watch(client.line, receive, partial(self._flush, client) if writes else None)
         else:
-            self._loop.unwatch(visitor.line)
+            self._loop.unwatch(client.line)
 
-    def _note_unread(self, visitor: _AcceptedConnection) -> bool:
-        """If this process could not map a worker's memory: the worker's next connection does without. Whether so."""
-        connection = visitor.connection
+    def _note_unread(self, client: _ClientConnection) -> bool:
+        """Return whether this process could not map a worker's memory: its next connection does without."""
+        connection = client.connection
         if connection is None or connection.peer is None or not connection.peer.problem:
             return False
         who = f"server {self._member.number} on host {self._member.host}"
         reason = (
-            f"{who} cannot read the memory of worker {visitor.worker}: {connection.peer.problem}. "
+            f"{who} cannot read the memory of worker {client.worker}: {connection.peer.problem}. "
             f"{explain_mapping_failure('that server')}"
         )
-        self._unread[visitor.worker, connection.hello.incarnation] = reason
+        self._unread[client.worker, connection.hello.incarnation] = reason
         _log.warning("%s", reason)
         return True
 
-    def _out_of_memory(self, visitor: _AcceptedConnection, error: MemoryError) -> None:
-        """Break a store off, on all workers, since there is no memory for what a worker has sent."""
-        if visitor.connection is not None:
+    def _out_of_memory(self, client: _ClientConnection, error: MemoryError) -> None:
+        """Break a store off, on all workers, since there is no memory for a message."""
+        if client.connection is not None:
             reason = (
                 f"server {self._member.number} on host {self._member.host} has not enough memory "
                 f"({str(error) or 'MemoryError'}). Give it more (its host, ulimit -v, its control group), or use more "
                 "servers, on other hosts"
             )
-            self._stores[visitor.connection.store].break_off(RemoteError("CollectiveError", reason))
-            self._flush(visitor)
-        self._lose(visitor, error)
+            self._stores[client.connection.store].break_off(RemoteError("CollectiveError", reason))
+            self._flush(client)
+        self._lose(client, error)
 
-    def _lose(self, visitor: _AcceptedConnection, error: Exception) -> None:
-        """A line is over, by itself or because of what came."""
-        host = "" if visitor.connection is None else f" on host {visitor.connection.hello.host}"
-        header = visitor.line.receiving
+    def _lose(self, client: _ClientConnection, error: Exception) -> None:
+        """Log why a connection is over, by itself or because of what came, and drop it."""
+        host = "" if client.connection is None else f" on host {client.connection.hello.host}"
+        header = client.line.receiving
         amid = "" if header is None else f", in the middle of a {MessageKind(header.kind).name} of key id {header.key}"
         level = logging.INFO if isinstance(error, ConnectionError) else logging.WARNING
-        _log.log(level, "the connection of worker %d%s has ended%s: %s", visitor.worker, host, amid, str(error))
-        self._drop(visitor)
+        _log.log(level, "the connection of worker %d%s has ended%s: %s", client.worker, host, amid, str(error))
+        self._drop(client)
 
-    def _drop(self, visitor: _AcceptedConnection) -> None:
-        self._connections.discard(visitor)
-        self._busy.discard(visitor)
-        self._waiting.discard(visitor)
-        self._listener.confirm(visitor.accepted)
-        self._loop.unwatch(visitor.line)
-        if visitor.connection is not None:
-            self._stores[visitor.connection.store].disconnected(visitor.connection)
-        visitor.line.close()
+    def _drop(self, client: _ClientConnection) -> None:
+        self._connections.discard(client)
+        self._busy.discard(client)
+        self._waiting.discard(client)
+        self._listener.confirm(client.accepted)
+        self._loop.unwatch(client.line)
+        if client.connection is not None:
+            self._stores[client.connection.store].disconnected(client.connection)
+        client.line.close()
 
     def _handle_membership_events(self) -> None:
         """Take in what has happened to workers, and the end of the job."""
@@ -401,16 +400,16 @@ class KVServer:
             _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
             if isinstance(event, JobEnded):
                 self._exit_code = event.exit_code
-            elif isinstance(event, NodeLost) and event.role == "worker":
+            elif isinstance(event, MemberLost) and event.role == "worker":
                 self._lost[event.number] = event
                 for store in self._stores.values():
                     store.lost(event.number, event.host, event.reason, event.incarnation)
-            elif isinstance(event, NodeReturned) and event.role == "worker":
+            elif isinstance(event, MemberReturned) and event.role == "worker":
                 self._lost.pop(event.number, None)
                 for store in self._stores.values():
                     if store.incarnations.get(event.number) == event.incarnation:
                         store.found(event.number, event.host)
-            elif isinstance(event, NodeLeft) and event.role == "worker":
+            elif isinstance(event, MemberLeft) and event.role == "worker":
                 for store in self._stores.values():
                     store.has_left(event.number, event.host)
 

@@ -152,12 +152,12 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its key."""
+        """Return whether it is all of its key."""
         return self.length == math.prod(self.spec.shape)
 
     @property
     def is_sum(self) -> bool:
-        """Whether the value has been pushed to. A first value, which may be a weight, stands no loss by compression."""
+        """Return whether the value has been pushed to. A first value, perhaps a weight, stands no lossy codes."""
         return self.num_changes > 1
 
     @property
@@ -216,7 +216,7 @@ class Shard:
     # ---- updates
 
     def can_begin_round(self, round: int) -> bool:
-        """Whether nothing is under way, and this round is next; see `ConsistencyEngine.is_next`."""
+        """Return whether nothing is under way, and this round is next; see `ConsistencyEngine.is_next`."""
         return not (self.is_busy or self.waiting) and self.engine.is_next(round)
 
     def settle(self, target: ValueBuffer, memory: ValueAllocator) -> None:
@@ -256,7 +256,7 @@ class Shard:
             self.slot.apply(step, out[begin:end], total.block(begin, end), begin, accumulation_dtype(self.dtype))
 
     def _assign(self, update: ValueUpdate, out: NDArray[Any], is_rows: bool, scratch: ReductionScratch) -> None:
-        """Put the sum in the place of what was stored; rows that nobody gave are zero."""
+        """Put the sum in the place of the stored value; rows that were not given are zero."""
         if not is_rows:
             ShardSum(self.dtype, self.length, self._dense(update.parts), update.scale, scratch).into(out)
             return

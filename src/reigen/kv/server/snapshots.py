@@ -28,9 +28,9 @@ from typing import Any
 import msgspec
 from numpy.typing import NDArray
 
+from reigen.cluster.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.errors import ConfigError, ReigenError, WireError
 from reigen.files import Buffer, privacy_problem, write_atomically
-from reigen.kv.membership.messages import MAX_SAVED_JOBS, SavedJob
 from reigen.kv.protocol import KeySpec, ShardRange
 from reigen.kv.server.shard import ShardId, ShardSnapshot
 from reigen.optim import packed, unpacked
@@ -114,20 +114,20 @@ class SnapshotDirectory:
         return not self.directory.exists()
 
     def save_store(self, store: int, facts: StoreSnapshot) -> None:
-        """Replace what is kept of a store; raises OSError if it cannot be written."""
+        """Replace the facts of a store; raises OSError if they cannot be written."""
         write_atomically(self.directory / f"store-{store}.store", packed(facts, {}), mode=0o600)
 
     def save_shard(self, store: int, shard: ShardId, contents: list[Buffer]) -> None:
-        """Replace what is kept of a shard; raises OSError if it cannot be written."""
+        """Replace the file of a shard; raises OSError if it cannot be written."""
         write_atomically(self._shard(store, shard), contents, mode=0o600)
 
     def forget_shard(self, store: int, shard: ShardId) -> None:
-        """Remove what is kept of a shard."""
+        """Remove the file of a shard."""
         with contextlib.suppress(FileNotFoundError):
             self._shard(store, shard).unlink()
 
     def load(self) -> Iterator[tuple[int, StoreSnapshot, Iterator[LoadedShard]]]:
-        """Yield the number of each store that was saved, what was saved of it, and its shards with their arrays.
+        """Yield the number of each saved store, its facts, and its shards with their arrays.
 
         Raises:
             WireError: a file is damaged; names it.

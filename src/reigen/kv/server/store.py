@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from reigen.cluster.membership.members import LossPolicy
 from reigen.errors import ArgumentError, CollectiveError, ReigenError, WireError
 from reigen.kv.consistency.events import (
     AcknowledgePush,
@@ -29,7 +30,6 @@ from reigen.kv.consistency.events import (
     ConsistencyInstruction,
     DropRequest,
     FailRequest,
-    LossPolicy,
     RepeatAcknowledgement,
     RequestExpired,
     RequestToken,
@@ -233,7 +233,6 @@ class ServerStore:
     # ---- keys
 
     def plan_shards(self, key: int, spec: KeySpec, places: tuple[ShardRange, ...]) -> None:
-        """See `reigen.kv.server.consensus.ConsensusStore`."""
         for shard_id in [one for one, shard in self.shards.items() if one[0] == key and shard.spec != spec]:
             self.layout_version += 1
             self.context.memory.retire(self.shards.pop(shard_id).value)
@@ -246,13 +245,11 @@ class ServerStore:
                 self.planned[key, place.index] = (spec, place)
 
     def has_pushes(self, key: int | None = None) -> bool:
-        """See `reigen.kv.server.consensus.ConsensusStore`."""
         self.split_waiting(*self.shards.values())
         engines = [shard.engine for shard in self.shards.values() if key is None or shard.key == key]
         return any(engine.has(worker, 1) for engine in engines for worker in range(self.context.num_workers))
 
     def use(self, optimizer: Optimizer) -> None:
-        """See `reigen.kv.server.consensus.ConsensusStore`."""
         for shard in self.shards.values():
             self._make_use(shard, optimizer)
 
@@ -313,7 +310,7 @@ class ServerStore:
         request.connection.refuse(request, error, None if request.shard is None else request.shard.spec.name)
 
     def handle_events(self, shard: Shard, *events: ConsistencyEvent) -> list[ConsistencyInstruction]:
-        """Have events happen to a shard, and begin with what they lead to, which is returned."""
+        """Have events happen to a shard, and begin with the instructions that follow, which are returned."""
         if shard.waiting is not None:
             self.split_waiting(shard)
         return self._decide(shard, events)
@@ -469,7 +466,7 @@ class ServerStore:
         self.break_off(RemoteError.of(problem, shard.spec.name))
 
     def break_off(self, problem: RemoteError) -> None:
-        """Answer every request with this error from now on; all workers are told."""
+        """Answer every request with this error from now on; all workers get a notice."""
         self.broken = self.broken or problem
         for one in self.shards.values():
             one.queue.clear()
@@ -515,7 +512,7 @@ class ServerStore:
             self._advance(shard)
 
     def save(self) -> None:
-        """Have the snapshot of what is no shard's be as things are now."""
+        """Save the facts of the store that are no shard's."""
         if self.context.snapshots is None or not self.must_save:
             return
         self.must_save = False

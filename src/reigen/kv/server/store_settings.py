@@ -9,14 +9,15 @@ set_learning_rate        learning_rate: a number          any worker; at once
 get_optimizer                                             any worker; at once: the spec, or None
 ======================== ================================ =============================================================
 
-The first two are for stores that nobody has pushed to; said again as they were, they always work (by workers that take
-the place of lost ones).
+The first two are for stores that nobody has pushed to. Said again as they were, in the same order, they always work:
+a worker that takes the place of a lost one runs the same script.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -24,7 +25,7 @@ from reigen.compression import Codec, from_params
 from reigen.errors import ArgumentError, ConfigError, MismatchError, ReigenError
 from reigen.kv.protocol import RESULT_CODEC, CommandResult, MessageKind, RemoteError, StoreCommand
 from reigen.kv.server.consensus import ConsensusStore, WorkerConsensus
-from reigen.kv.server.requests import WorkerRequest
+from reigen.kv.server.requests import WorkerConnection, WorkerRequest
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.optim import Optimizer, from_spec
 
@@ -43,7 +44,9 @@ class StoreSettings:
     def __init__(self, store: ConsensusStore, num_workers: int) -> None:
         self._store = store
         self._num_workers = num_workers
-        self._words: dict[str, bytes] = {}
+        #: What each was set to, in order; and how many of them a connection has said, or seen said by others.
+        self._agreed: dict[str, list[bytes]] = {name: [] for name in _CONSENSUS_COMMANDS}
+        self._num_said: WeakKeyDictionary[WorkerConnection, dict[str, int]] = WeakKeyDictionary()
         self._consensus = {name: WorkerConsensus(what, _describe) for name, what in _CONSENSUS_COMMANDS.items()}
         self.optimizer: Optimizer | None = None
         self.codec: Codec | None = None
@@ -93,7 +96,7 @@ class StoreSettings:
     def state(self) -> dict[str, Any]:
         """Return the settings for a snapshot."""
         spec = None if self.optimizer is None else self.optimizer.to_spec()
-        return {"words": dict(self._words), "optimizer": spec}
+        return {"words": {name: list(words) for name, words in self._agreed.items()}, "optimizer": spec}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over the settings of `state`.
@@ -101,25 +104,29 @@ class StoreSettings:
         Raises:
             ConfigError, ArgumentError: they make no sense.
         """
-        self._words = {str(name): bytes(word) for name, word in state["words"].items()}
-        for name, word in self._words.items():
-            self._apply(name, msgspec.msgpack.decode(word))
+        for name, words in state["words"].items():
+            self._agreed[str(name)] = [bytes(word) for word in words]
+            if words:
+                self._apply(name, msgspec.msgpack.decode(words[-1]))
         if state["optimizer"] is not None:
             self.optimizer = from_spec(state["optimizer"])
 
     def _agree(self, request: WorkerRequest, name: str, argument: dict[str, Any]) -> None:
         _check_argument(name, argument)
-        word, before = _canonical_bytes(argument), self._words.get(name)
-        if before is not None and word == before:
+        word, agreed = _canonical_bytes(argument), self._agreed[name]
+        said = self._num_said.setdefault(request.connection, {})
+        position = said.get(name, 0)
+        if word in agreed[position:] or word in agreed[-1:]:
+            said[name] = agreed.index(word, position) + 1 if word in agreed[position:] else position
             _answer_command(request, None)
             return
         if self._store.has_pushes():
-            if before is None:
+            if not agreed:
                 raise ArgumentError(f"{_CONSENSUS_COMMANDS[name]} can be set only before the first push")
             raise MismatchError(
                 f"{_CONSENSUS_COMMANDS[name]} was set otherwise before the first push",
                 ranks=[request.connection.worker],
-                details={request.connection.worker: f"{_describe(word)}; before it was {_describe(before)}"},
+                details={request.connection.worker: f"{_describe(word)}; before it was {_describe(agreed[-1])}"},
             )
         self._consensus[name].take(request, word)
         self._decide(name)
@@ -134,9 +141,10 @@ class StoreSettings:
         except ReigenError as error:
             consensus.fail(RemoteError.of(error))
             return
-        self._words[name] = word
+        self._agreed[name].append(word)
         self._store.must_save = True
         for request in consensus.pop_waiting():
+            self._num_said[request.connection][name] = len(self._agreed[name])
             _answer_command(request, None)
 
     def _apply(self, name: str, argument: dict[str, Any]) -> None:
@@ -157,7 +165,7 @@ class StoreSettings:
 
 
 def _check_argument(name: str, argument: dict[str, Any]) -> None:
-    """Raise the error of an argument that makes no sense, before anybody waits because of it."""
+    """Raise the error of an argument that makes no sense, before any worker waits because of it."""
     if name == "set_optimizer":
         from_spec(argument)
     elif argument:

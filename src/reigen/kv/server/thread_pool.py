@@ -61,7 +61,7 @@ class ComputeThreads:
         return self._doorbell
 
     def now(self, task: ComputeTask) -> BaseException | None:
-        """Carry out a task here and now; returns what it raised."""
+        """Carry out a task here and now; returns the exception that it raised."""
         return _run_task(task, self._scratch)
 
     def begin(self, task: ComputeTask, done: TaskCallback) -> None:

@@ -34,8 +34,6 @@ from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.agent.relay import RankRelay
 from reigen.launch.env_export import merge_remote_environ
-from reigen.launch.event_loop import LauncherLoop
-from reigen.launch.host_processes import STREAMS, HostProcesses, LocalProcesses
 from reigen.launch.local_plan import (
     JobServices,
     ProcessSpec,
@@ -46,9 +44,11 @@ from reigen.launch.local_plan import (
     process_command,
 )
 from reigen.launch.network_options import NetworkOptions
-from reigen.launch.process_tree import signal_name
-from reigen.launch.spawn import reserve_port
-from reigen.launch.watchdog import run_under_watchdog
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.host_processes import STREAMS, HostProcesses, LocalProcesses
+from reigen.launch.supervision.process_tree import signal_name
+from reigen.launch.supervision.spawn import reserve_port
+from reigen.launch.supervision.watchdog import run_under_watchdog
 from reigen.net.interfaces import choose_address
 from reigen.resources.stdio import open_standard_streams
 
@@ -71,7 +71,7 @@ class Agent:
     """Supervising process of the agent; a ``ProcessListener`` of its processes.
 
     Args:
-        lifeline: see ``launch.watchdog``.
+        lifeline: see ``launch.supervision.watchdog``.
         descriptors: to read from the launcher, and to write to it.
     """
 

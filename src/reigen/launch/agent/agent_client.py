@@ -23,9 +23,9 @@ from reigen.launch.agent.agent_protocol import (
 )
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.base import AgentStarter, HostProblem
-from reigen.launch.event_loop import LauncherLoop
-from reigen.launch.host_processes import STREAMS, ProcessListener
 from reigen.launch.payload import PayloadFile
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.host_processes import STREAMS, ProcessListener
 
 _STDERR_BYTES = 1 << 14
 #: Seconds that the client process may take to end when its output has ended.

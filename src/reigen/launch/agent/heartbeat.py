@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from reigen.cluster.membership.control_service import MAX_MESSAGE_BYTES, REQUEST_CODEC, GetValue
+from reigen.cluster.membership.control_service import REQUEST_CODEC, GetValue
+from reigen.cluster.membership.messages import MAX_MESSAGE_BYTES
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import AuthenticationError, LaunchError, WireError
-from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import open_connection
 

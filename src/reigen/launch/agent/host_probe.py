@@ -14,9 +14,9 @@ from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.base import AgentCommand, AgentStarter, HostProblem
-from reigen.launch.event_loop import LauncherLoop
-from reigen.launch.host_processes import HostProcesses
 from reigen.launch.hosts import is_this_host
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.host_processes import HostProcesses
 
 _PROBE_SECONDS = 30.0
 _SILENCE_SECONDS = 15.0

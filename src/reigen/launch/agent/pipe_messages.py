@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 from reigen.errors import WireError
 from reigen.launch.agent.agent_protocol import MAX_FRAME_BYTES, GreetingParser
-from reigen.launch.event_loop import LauncherLoop
+from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.net.codec import FrameBuffer, MessageCodec, add_length_prefix
 
 _READ_BYTES = 1 << 16

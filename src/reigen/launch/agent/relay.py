@@ -10,7 +10,6 @@ from collections.abc import Callable
 from reigen.errors import LaunchError
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_protocol import AgentReply
-from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.payload import (
     PAYLOAD_CHUNK_BYTES,
     InheritedDescriptors,
@@ -18,6 +17,7 @@ from reigen.launch.payload import (
     RankMessage,
     receive_rank_message,
 )
+from reigen.launch.supervision.event_loop import LauncherLoop
 
 
 class RankRelay:

@@ -12,8 +12,8 @@ from typing import IO, Protocol
 
 from reigen.errors import LaunchError
 from reigen.launch.base import HostProblem
-from reigen.launch.event_loop import LauncherLoop
-from reigen.launch.process_tree import dies_with_parent
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.process_tree import dies_with_parent
 
 #: rsync gives up when nothing has moved for so long.
 _STALL_SECONDS = 60

@@ -27,10 +27,10 @@ from reigen.launch.mpi.mpirun import (
 )
 from reigen.launch.mpi.parameter_server import plan_mpirun_calls
 from reigen.launch.options import LaunchOptions, complain
-from reigen.launch.process_tree import signal_name
 from reigen.launch.ps_processes import list_ps_processes
-from reigen.launch.spawn import reserve_port
-from reigen.launch.watchdog import STOP_SIGNALS
+from reigen.launch.supervision.process_tree import signal_name
+from reigen.launch.supervision.spawn import reserve_port
+from reigen.launch.supervision.watchdog import STOP_SIGNALS
 from reigen.net.auth import SECRET_BYTES
 
 _LOOPBACK = "127.0.0.1"

@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from reigen.launch.event_loop import LauncherLoop
-from reigen.launch.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
+from reigen.errors import format_ranks
 from reigen.launch.options import LaunchOptions
 from reigen.launch.output.line_prefix import LineSplitter
 from reigen.launch.output.nonblocking_writer import NonblockingWriter, open_std_writers
 from reigen.launch.output.output_files import OutputFile, process_directory
 from reigen.launch.output.repeated_errors import RepeatedErrors
 from reigen.launch.ps_processes import name_ps_processes
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +93,11 @@ class OutputMux:
         """Show lines that repeat no other rank's error; return the seconds until the next call."""
         now = time.monotonic()
         self._settle(now)
+        self.say_repeats(now)
         return self._errors.wait_seconds(now)
 
     def finish(self) -> None:
-        """Show everything; nothing more is printed."""
+        """Show all lines that are held back; nothing more is printed."""
         self._settle(float("inf"))
 
     def is_error_last(self, rank: int) -> bool:
@@ -122,9 +124,16 @@ class OutputMux:
     def _settle(self, now: float) -> None:
         for rank, lines in self._errors.settle(now):
             self._put((rank, STDERR), self._streams[rank, STDERR].lines.show(lines))
+
+    def take_sharing(self, rank: int) -> list[int]:
+        """Return the ranks that ended with the same error as ``rank``; nothing more is said of them."""
+        return self._errors.take_sharing(rank)
+
+    def say_repeats(self, now: float = float("inf")) -> None:
+        """Name the ranks whose errors were left out."""
         for rank, others in self._errors.take_repeats(now):
-            numbers = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
-            self.say(f"reigen run: {numbers}: the same error as rank {rank}\n".encode())
+            noun = "ranks" if len(others) > 1 else "rank"
+            self.say(f"reigen run: {noun} {format_ranks(others)}: the same error as rank {rank}\n".encode())
 
     def write(self) -> None:
         """Write as much as is possible without waiting; sources of a full writer are paused."""

@@ -20,7 +20,7 @@ _CHAIN = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Traceback:
     """A traceback, and everything that its rank printed after it.
 
@@ -117,6 +117,16 @@ class RepeatedErrors:
         original = current.original or current
         is_shared = self._num_ranks == 1 or any(each.original is original for each in self._latest.values())
         return original.rank if is_shared else None
+
+    def take_sharing(self, rank: int) -> list[int]:
+        """Return the other ranks that ended with the traceback with which ``rank`` ended; they count as named."""
+        if (current := self._latest.get(rank)) is None:
+            return []
+        original = current.original or current
+        same = [each for each in self._latest.values() if original in (each, each.original)]
+        for each in same:
+            each.repeats = []
+        return sorted(each.rank for each in same if each.rank != rank)
 
     @property
     def _held(self) -> list[_Traceback]:

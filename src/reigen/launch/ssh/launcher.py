@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from reigen.launch.base import AgentCommand, HostProblem, JobPlan, assign_processes, explain_agent_exit, last_line
 from reigen.launch.options import LaunchOptions
-from reigen.launch.spawn import spawn_client
 from reigen.launch.ssh.command import SshOptions
+from reigen.launch.supervision.spawn import spawn_client
 
 #: Exit code of ssh when the connection failed; all others are the remote command's.
 SSH_FAILED_EXIT_CODE = 255

@@ -43,12 +43,12 @@ class KVStoreSync:
 
     @property
     def has_servers(self) -> bool:
-        """Whether the values lie in other processes, which go on when this worker stops."""
+        """Return whether the values lie in other processes, which go on when this worker stops."""
         return self.kind in {StoreKind.SYNCHRONOUS, StoreKind.ASYNCHRONOUS}
 
     @property
     def counts_workers(self) -> bool:
-        """Whether somebody waits for this worker's part of a round."""
+        """Return whether other workers wait for this one's part of a round."""
         return not (self.on_store and getattr(self.store, "staleness", 0) == math.inf)
 
     def begin(self) -> None:
@@ -70,7 +70,7 @@ class KVStoreSync:
         self._pull(new)
 
     def resume(self) -> int:
-        """How many steps the worker has taken whose place this one takes; 0 where it takes nobody's.
+        """Return the number of steps of the worker that this one replaces; 0 where it replaces none.
 
         One that was lost in the middle of a step has pushed some of its keys: `update` does not push those again.
         """
@@ -150,7 +150,7 @@ class KVStoreSync:
 def decide_update_location(
     store: Any, entries: Sequence[TrainerParam], wanted: bool | None, *, by_name: bool
 ) -> tuple[UpdateLocation, str]:
-    """Where the weights of these parameters are updated, and why: `reigen.kv.update_on_kvstore`.
+    """Decide where the weights of these parameters are updated, with the reason: `reigen.kv.update_on_kvstore`.
 
     Args:
         store: or None.

@@ -184,7 +184,7 @@ class Trainer:
         self._exchange.pull_rows(entry, row_ids)
 
     def leave(self) -> None:
-        """This worker has no more batches, and the others go on without it: for parts of different length.
+        """Leave for want of batches; the other workers go on: for parts of different length.
 
         Returns when all workers have left. They then hold the same weights, if the store updates them; if the workers
         do, one that left early keeps the weights that it had. No step can follow.
@@ -248,12 +248,12 @@ class Trainer:
 
     @property
     def rank(self) -> int:
-        """This worker's number; 0 without a store."""
+        """Number of this worker; 0 without a store."""
         return 0 if self.kvstore is None else self.kvstore.rank
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """What torch's GradScaler looks at: the parameters that are trained."""
+        """Groups of the trained parameters, for torch's GradScaler."""
         return [{"params": [entry.parameter for entry in self._entries if entry.parameter.requires_grad]}]
 
     # -- states -------------------------------------------------------------------------------------------------------
@@ -384,7 +384,7 @@ class Trainer:
         self._told_scale = optimizer.rescale_grad
 
     def _loss_scale(self) -> tuple[float, bool]:
-        """What GradScaler has multiplied the loss with, and whether some gradient of this worker is not finite."""
+        """Return GradScaler's factor of the loss, and whether some gradient of this worker is not finite."""
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         return (1.0 if scale is None else float(scale)), (found_inf is not None and float(found_inf) > 0)
 
@@ -420,7 +420,7 @@ def _with_multipliers(optimizer: optim.Optimizer, entries: Sequence[TrainerParam
 
 
 def _residuals_path(path: str | Path) -> Path:
-    """Where a worker that updates by itself keeps what compression has not sent yet."""
+    """Return the file of a worker that updates by itself, for compression's residuals."""
     return Path(f"{os.fspath(path)}.residuals")
 
 

@@ -1,4 +1,4 @@
-"""What a worker adds to a round: its gradients, as the store wants them."""
+"""Contribution of a worker to a round: its gradients, as the store wants them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TrainerGradients:
         return [(index, entry.parameter.grad) for index, entry in trained]
 
     def of(self, index: int, gradient: torch.Tensor | None, factor: float, overflow: bool) -> torch.Tensor | None:
-        """What this worker contributes for a parameter.
+        """Return this worker's contribution for a parameter.
 
         Args:
             index: of the parameter.

@@ -1,4 +1,4 @@
-"""The parameters of a Trainer: what they are called in a store, and how each is treated."""
+"""Parameters of a Trainer: their keys in a store, and how each is treated."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class TrainerParam:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the first forward pass is to tell its shape."""
+        """Return whether the shape is known only after the first forward pass."""
         return bool(is_lazy(self.parameter))
 
     @property
     def has_sparse_rows(self) -> bool:
-        """Whether the store holds it by rows."""
+        """Return whether the store holds it by rows."""
         return self.grad_stype == ROW_SPARSE
 
 

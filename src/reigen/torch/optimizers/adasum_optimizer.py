@@ -44,7 +44,7 @@ def check_adasum_options(predivide: float, process_set: ProcessSet) -> None:
 
 
 class DeltaReducer:
-    """Combines what the ranks' optimizers do to their parameters.
+    """Reducer of the ranks' updates of their parameters.
 
     Every parameter takes part from when it is first found trainable, with whatever it has done: a rank that did not
     change it contributes zeros, which are neutral.
@@ -60,6 +60,10 @@ class DeltaReducer:
         UnsupportedError: the number of ranks is not a power of two.
     """
 
+    #: Whether the ranks' parameters were compared in this job, and how often this rank had joined before.
+    _is_compared: bool
+    _num_joins: int
+
     def __init__(
         self, named: Sequence[tuple[str, torch.Tensor]], compression: Compressor, passes: int, sparse_as_dense: bool
     ) -> None:
@@ -72,16 +76,12 @@ class DeltaReducer:
         self._trackers: list[GradientTracker] = []
         self._hooks: list[RemovableHandle] = []
         self.passes = check_passes(passes)
-        #: whether the parameters with which the ranks began have been compared
-        self._is_compared = False
         self._bind()
-        #: who has joined before its first step would be the only one to compare
-        self._num_joins = self._context.num_joins
         self.adopt([parameter for _, parameter in named])
 
     @property
     def outstanding(self) -> bool:
-        """Whether complete gradients wait for a step."""
+        """Return whether complete gradients wait for a step."""
         return any(tracker.outstanding for tracker in self._trackers)
 
     def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -197,6 +197,10 @@ class DeltaReducer:
         self._context = contexts.current()
         self._name = f"adasum.{next(self._context.gradient_sets[0])}"
         self._comparisons = ReplicaCheckSchedule()
+        #: whether the parameters with which the ranks began have been compared
+        self._is_compared = False
+        #: who has joined before its first step would be the only one to compare
+        self._num_joins = self._context.num_joins
 
     def _adasum(self, deltas: Sequence[torch.Tensor]) -> None:
         """In place, over all ranks."""
@@ -216,7 +220,7 @@ class DeltaReducer:
 
 
 class AdasumOptimizer(WrappedOptimizer):
-    """What ``DistributedOptimizer(..., op=Adasum)`` puts in front of an optimizer's own class."""
+    """Base of ``DistributedOptimizer(..., op=Adasum)``, in front of an optimizer's own class."""
 
     _exchange: DeltaReducer
 
@@ -243,7 +247,7 @@ class AdasumOptimizer(WrappedOptimizer):
         self._exchange.set_passes(passes)
 
     def synchronize(self) -> None:
-        """Does nothing: gradients are this rank's own, ready to be clipped; ``step()`` does what is to be done."""
+        """Do nothing: gradients are this rank's own, ready to be clipped; ``step()`` communicates."""
 
     def skip_synchronize(self) -> NoReturn:
         """Not for this optimizer.

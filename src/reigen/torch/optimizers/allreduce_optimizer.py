@@ -1,4 +1,4 @@
-"""What stands in front of an optimizer that is fed with gradients that all ranks agree on."""
+"""Base class of optimizers that get reduced gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESIDUALS_KEY = "reigen.unsent"
 
 
 class AllreduceOptimizer(WrappedOptimizer):
-    """What :func:`DistributedOptimizer` puts in front of an optimizer's own class."""
+    """Base of :func:`DistributedOptimizer`, in front of an optimizer's own class."""
 
     _averager: GradientSynchronizer
     _skips: bool
@@ -33,7 +33,7 @@ class AllreduceOptimizer(WrappedOptimizer):
         weakref.finalize(self, release_reducers, averager.reducers).atexit = False
 
     def _before_unscaling(self) -> None:
-        if self._averager.finished is FinishedBy.NOBODY:
+        if self._averager.finished is FinishedBy.NONE:
             self._finish(FinishedBy.READER)
 
     @property
@@ -96,7 +96,7 @@ class AllreduceOptimizer(WrappedOptimizer):
         Raises:
             CollectiveError: a reduction failed.
         """
-        if self._averager.finished is FinishedBy.NOBODY:
+        if self._averager.finished is FinishedBy.NONE:
             self._finish(FinishedBy.READER)
         parameters = [parameter for parameter in self._parameters() if parameter.numel()]
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -151,7 +151,7 @@ class AllreduceOptimizer(WrappedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state; what is on its way is completed first.
+        """Load the optimizer's state; reductions on their way are completed first.
 
         What compression had not sent goes back to the rank that it is of. Other ranks, and all where the state dict
         tells of none, begin with nothing left to send.
@@ -160,7 +160,7 @@ class AllreduceOptimizer(WrappedOptimizer):
             ArgumentError: what had not been sent is of another model.
         """
         if self._averager.outstanding:
-            self._finish(FinishedBy.NOBODY)
+            self._finish(FinishedBy.NONE)
         super().load_state_dict(state_dict)
         self._averager.restore_residuals(state_dict.get(RESIDUALS_KEY), self._parameters())
 
@@ -168,7 +168,7 @@ class AllreduceOptimizer(WrappedOptimizer):
         self._averager.finish(self._parameters(), by)
 
     def _reduce_for_step(self, *, wanted: bool, stacklevel: int) -> None:
-        """Reduce the gradients that a step begins with, if that is ``wanted`` and nobody has done it."""
+        """Reduce the gradients that a step begins with, if that is ``wanted`` and not done."""
         averager = self._averager
         if self._skips:
             check_no_pending_gradient(averager.reducers, "optimizer.step() within skip_synchronize()")
@@ -178,7 +178,7 @@ class AllreduceOptimizer(WrappedOptimizer):
                 "The gradients are not reduced a second time.",
                 stacklevel=stacklevel,
             )
-        elif averager.finished is FinishedBy.NOBODY and wanted:
+        elif averager.finished is FinishedBy.NONE and wanted:
             self._finish(FinishedBy.READER)
 
     def _reduced(self, closure: Closure) -> Closure:
@@ -186,7 +186,7 @@ class AllreduceOptimizer(WrappedOptimizer):
 
         def call() -> Any:
             loss = closure()
-            if self._averager.finished is FinishedBy.NOBODY:
+            if self._averager.finished is FinishedBy.NONE:
                 self._finish(FinishedBy.READER)
             if isinstance(self, torch.optim.LBFGS):
                 self._averager.stepped()

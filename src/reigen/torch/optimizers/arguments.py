@@ -1,4 +1,4 @@
-"""The arguments of DistributedOptimizer: what they may be, and what they mean."""
+"""Arguments of DistributedOptimizer: checks and meaning."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Groups = int | Mapping[torch.Tensor, int] | None
 
 
 def choose_compression(compression: object, op: ReduceOp) -> CastCompression | CodecCompression:
-    """What ``compression`` means: a `Compressor`, a codec, or the parameters of one.
+    """Parse ``compression``: a `Compressor`, a codec, or the parameters of one.
 
     Raises:
         ArgumentError: nothing of the kind; or it does not go with the operator.
@@ -31,7 +31,7 @@ def choose_compression(compression: object, op: ReduceOp) -> CastCompression | C
 
 
 def choose_compressor(compression: object) -> Compressor:
-    """What ``compression`` means where tensors cannot travel as codes, with op=Adasum.
+    """Parse ``compression`` where tensors cannot travel as codes, with op=Adasum.
 
     Raises:
         ArgumentError: nothing of the kind, or codes.
@@ -42,7 +42,7 @@ def choose_compressor(compression: object) -> Compressor:
 
 
 def choose_groups(groups: int | list[list[torch.Tensor]] | None, num_groups: int) -> Groups:
-    """What ``groups`` and the deprecated ``num_groups`` mean together. Parameters of other optimizers do no harm.
+    """Parse ``groups`` and the deprecated ``num_groups``. Parameters of other optimizers do no harm.
 
     Raises:
         ArgumentError: neither a positive number nor disjoint lists of tensors.

@@ -22,9 +22,9 @@ from reigen.torch.reducer.reducer import ReduceOptions, Reducer, check_no_pendin
 
 
 class FinishedBy(Enum):
-    """Who asked for the gradients that are ready now."""
+    """Caller that asked for the gradients that are ready now."""
 
-    NOBODY = "nobody: step() has to"
+    NONE = "nobody: step() has to"
     USER = "the user called synchronize()"
     READER = "somebody who reads the gradients, such as GradScaler"
     BACKWARD = "backward() itself: synchronize_in_backward"
@@ -42,6 +42,10 @@ class GradientSynchronizer:
         passes: gradients that are summed up locally before they are communicated.
         in_backward: whether gradients are reduced when backward() returns.
     """
+
+    #: Whether the ranks' parameters were compared in this job, and how often this rank had joined before.
+    _is_compared: bool
+    _num_joins: int
 
     def __init__(
         self,
@@ -63,14 +67,10 @@ class GradientSynchronizer:
         self.names = {parameter: name for name, parameter in named}
         #: by id, which is faster to look up than a tensor; holding the tensor keeps its id its own
         self._known: dict[int, torch.Tensor] = {}
-        self._finished = FinishedBy.NOBODY
+        self._finished = FinishedBy.NONE
         #: passes that were finished
         self.num_passes = 0
-        self._comparisons = ReplicaCheckSchedule()
-        #: whether the parameters have been compared, or need not be: shared ones are where they come to exist once
-        self._is_compared = bool(options.owned)
-        #: who has joined before its first step would be the only one to compare
-        self._num_joins = self._context.num_joins
+        self._begin_comparisons()
         self.reducers: list[Reducer] = []
         self.adopt([parameter for _, parameter in named])
 
@@ -90,14 +90,14 @@ class GradientSynchronizer:
 
     @property
     def outstanding(self) -> bool:
-        """Whether complete gradients are on their way."""
+        """Return whether complete gradients are on their way."""
         return any(reducer.tracker.outstanding for reducer in self.reducers)
 
     @property
     def finished(self) -> FinishedBy:
-        """Who has finished this pass; NOBODY again as soon as a new gradient has come."""
+        """Caller that finished this pass; NONE again as soon as a new gradient has come."""
         if any(reducer.tracker.num_arrived for reducer in self.reducers):
-            return FinishedBy.NOBODY
+            return FinishedBy.NONE
         return self._finished
 
     def adopt(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -159,7 +159,7 @@ class GradientSynchronizer:
         self._finished = FinishedBy.USER
 
     def unsent(self, parameters: Sequence[torch.Tensor]) -> dict[str, Any] | None:
-        """What error feedback has not sent yet, for a state dict: whose it is, and by the parameters' positions."""
+        """Return error feedback's residuals for a state dict: the rank, and residuals by parameters' positions."""
         residuals = {one: left for reducer in self.reducers for one, left in reducer.residuals().items()}
         if not residuals:
             return None
@@ -167,7 +167,7 @@ class GradientSynchronizer:
         return {"rank": self._context.rank, "size": self._context.size, "residuals": positions}
 
     def restore_residuals(self, unsent: Mapping[str, Any] | None, parameters: Sequence[torch.Tensor]) -> None:
-        """Go on with what `unsent` told on this rank; with nothing after another rank's, or None.
+        """Restore the residuals that `unsent` returned on this rank; clear them after another rank's, or None.
 
         Raises:
             ArgumentError: it is none of these parameters.
@@ -186,7 +186,7 @@ class GradientSynchronizer:
 
     def stepped(self) -> None:
         """The gradients have been used or dropped: the next step needs new ones."""
-        self._finished = FinishedBy.NOBODY
+        self._finished = FinishedBy.NONE
 
     def reduce_alone(self, parameter: torch.Tensor) -> Handle[torch.Tensor]:
         """Begin to reduce one parameter's gradient in place, under the parameter's name.
@@ -242,7 +242,7 @@ class GradientSynchronizer:
         for reducer in self.reducers:
             if reducer.tracker.num_arrived:
                 reducer.tracker.reset()
-        self._finished = FinishedBy.NOBODY
+        self._finished = FinishedBy.NONE
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many gradients are summed up locally.
@@ -259,7 +259,7 @@ class GradientSynchronizer:
 
     @property
     def _others(self) -> bool:
-        """Whether there are ranks with which this one reduces."""
+        """Return whether there are ranks with which this one reduces."""
         members = self._options.process_set
         return bool(members.included()) and (members.size() or 1) > 1
 
@@ -300,6 +300,15 @@ class GradientSynchronizer:
                 f"make a new one for the job of {current.size} ranks"
             )
         self._context = current
+        self._begin_comparisons()
+
+    def _begin_comparisons(self) -> None:
+        """Compare replicas from now on, as in a job that begins."""
+        self._comparisons = ReplicaCheckSchedule()
+        #: whether the parameters have been compared, or need not be: shared ones are where they come to exist once
+        self._is_compared = bool(self._options.owned)
+        #: who has joined before its first step would be the only one to compare
+        self._num_joins = self._context.num_joins
 
 
 def release_reducers(reducers: list[Reducer]) -> None:

@@ -1,4 +1,4 @@
-"""What every optimizer that we wrap has in common."""
+"""Base of all wrapped optimizers."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ class BucketMemory(Protocol):
 
     @property
     def is_registered(self) -> bool:
-        """Whether it is kept for the passes to come."""
+        """Return whether it is kept for the passes to come."""
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether a place in it could be the parameter's gradient, being on the same device."""
+        """Return whether a place in it could be the parameter's gradient, being on the same device."""
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
         """Lay the buckets out, for all passes to come. Collective."""
@@ -62,7 +62,7 @@ class BucketMemory(Protocol):
         """Wait for what `reduce` has submitted, by bucket: the calling thread needs it. Returns what failed."""
 
     def release(self, team: ReduceGroup) -> None:
-        """Give back what is registered."""
+        """Give registered memory back."""
 
 
 class HostBucketMemory:
@@ -76,43 +76,43 @@ class HostBucketMemory:
 
     @property
     def is_registered(self) -> bool:
-        """See `BucketMemory`."""
+        """Return whether a plan's memory is registered."""
         return self._region is not None
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """See `BucketMemory.holds`."""
+        """Return whether the parameter is on the buckets' device."""
         return parameter.device.type == "cpu"
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """See `BucketMemory.register`."""
+        """Register the plan's memory."""
         self._region = team.allocate(plan.nbytes)
         self._places.lay_out(plan, self._region.array)
 
     def allocate_for_pass(self, plan: BucketPlan) -> None:
-        """See `BucketMemory.improvise`. Gradients keep the memory alive for as long as it is needed."""
+        """Lay the buckets out for one pass. Gradients keep the memory alive for as long as it is needed."""
         self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
 
     def filled(self) -> None:
-        """See `BucketMemory.filled`."""
+        """Take note of a filled place."""
 
     def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """See `BucketMemory.reduce`."""
+        """Submit a bucket."""
         array = self._places.arrays[bucket]
         return team.reduce(array, dtype, part, self._region, blocking=blocking) if array.size else None
 
     def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
-        """See `BucketMemory.finish`."""
+        """Wait for submitted buckets; return the errors."""
         return wait_for_all(handles)[1]
 
     def release(self, team: ReduceGroup) -> None:
-        """See `BucketMemory.release`."""
+        """Give registered memory back."""
         region, self._region = self._region, None
         if region is not None:
             team.free(region)
 
 
 class ShardedBucketMemory(HostBucketMemory):
-    """Registered with the job; what is reduced stays with the slices' owners: see `reigen.api.gradients.sharding`.
+    """Buckets whose sums stay with the slices' owners (`reigen.api.gradients.sharding`), registered with the job.
 
     Args:
         places: of the gradients.
@@ -131,17 +131,17 @@ class ShardedBucketMemory(HostBucketMemory):
 
     @property
     def region(self) -> MemoryRegion:
-        """Where the buckets are."""
+        """Region of the buckets."""
         assert self._region is not None
         return self._region
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """See `BucketMemory.register`."""
+        """Register the plan's memory."""
         super().register(team, plan)
         self.shares = assign_shards(plan, len(self.region.owned), SHARD_ALIGNMENT_BYTES, self.division)
 
     def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """See `BucketMemory.reduce`."""
+        """Submit a bucket."""
         array = self._places.arrays[bucket]
         if not array.size:
             return None
@@ -149,7 +149,7 @@ class ShardedBucketMemory(HostBucketMemory):
         return team.reduce_to_owners(array, dtype, part, self.region, counts, blocking=blocking)
 
     def gather(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """Bring what the other owners have into this rank's buckets; collective, and nothing is on its way."""
+        """Gather the other owners' sums into this rank's buckets; collective, with no reduction on its way."""
         for bucket, counts in zip(plan.buckets, self.shares.counts, strict=True):
             itemsize = DTYPES[bucket.dtype].itemsize
             bounds = itertools.accumulate((count * itemsize for count in counts), initial=bucket.offset)
@@ -170,27 +170,27 @@ class DeviceBucketMemory:
         self._producers: dict[int, DeviceStream] = {}
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """See `BucketMemory.holds`. All parameters are on that device."""
+        """Return whether the parameter is on the buckets' device. All parameters are on that device."""
         return True
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """See `BucketMemory.register`. There is nothing to register."""
+        """Register the plan's memory. There is nothing to register."""
         self.allocate_for_pass(plan)
         self.is_registered = True
 
     def allocate_for_pass(self, plan: BucketPlan) -> None:
-        """See `BucketMemory.improvise`."""
+        """Lay the buckets out for one pass."""
         memory = self._device.empty((plan.nbytes,), DTYPES["uint8"]).owner
         assert isinstance(memory, torch.Tensor)
         self._places.lay_out_on_device(plan, memory)
 
     def filled(self) -> None:
-        """See `BucketMemory.filled`."""
+        """Take note of a filled place."""
         stream = self._device.current()
         self._producers[stream.handle] = stream
 
     def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """See `BucketMemory.reduce`. Behind all streams that have filled places so far."""
+        """Submit a bucket. Behind all streams that have filled places so far."""
         tensor = self._places.buckets[bucket]
         if not tensor.numel():
             return None
@@ -202,7 +202,7 @@ class DeviceBucketMemory:
         return team.reduce(array, dtype, part, blocking=blocking)
 
     def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
-        """See `BucketMemory.finish`."""
+        """Wait for submitted buckets; return the errors."""
         outcomes, failures = wait_for_all(handles)
         if outcomes:
             self._producers.clear()
@@ -213,7 +213,7 @@ class DeviceBucketMemory:
         return failures
 
     def release(self, team: ReduceGroup) -> None:
-        """See `BucketMemory.release`. The memory goes with its last view."""
+        """Give registered memory back. The memory goes with its last view."""
         self.is_registered = False
 
 
@@ -232,11 +232,11 @@ class CompressedBucketMemory:
         self._left: dict[int, torch.Tensor] = {}
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """See `BucketMemory.holds`."""
+        """Return whether the parameter is on the buckets' device."""
         return parameter.device.type == "cpu"
 
     def register(self, team: ReduceGroup, plan: BucketPlan) -> None:
-        """See `BucketMemory.register`. Nothing is registered: what travels is elsewhere."""
+        """Register the plan's memory. Nothing is registered: what travels is elsewhere."""
         self.allocate_for_pass(plan)
         dtypes = [DTYPES[bucket.dtype] for bucket in plan.buckets]
         self._coded = CompressedBuckets(self._codec, team, self._places.arrays, dtypes)
@@ -244,13 +244,13 @@ class CompressedBucketMemory:
         self.restore(self._left)
 
     def residuals(self) -> dict[int, torch.Tensor]:
-        """What error feedback has not sent yet of each parameter's gradient: float32, shaped like it; copies."""
+        """Return error feedback's residual of each parameter's gradient: float32, shaped like it; copies."""
         if self._coded is None:
             return {number: left.clone() for number, left in self._left.items()}
         return {number: torch.empty_like(view).copy_(view) for number, view in self._residual_views()}
 
     def restore(self, residuals: Mapping[int, torch.Tensor]) -> None:
-        """Go on with what `residuals` told, of as many parameters as it did, and with nothing for the others."""
+        """Restore residuals of `residuals`, of as many parameters as there are; clear the others."""
         if self._coded is None:
             self._left = dict(residuals)
             return
@@ -274,15 +274,15 @@ class CompressedBucketMemory:
                 yield place.parameter, self._places.shaped(residual[begin : begin + length], place.parameter)
 
     def allocate_for_pass(self, plan: BucketPlan) -> None:
-        """See `BucketMemory.improvise`. Some rank has joined: for this pass the buckets travel as they are."""
+        """Lay the buckets out for one pass. Some rank has joined: for this pass the buckets travel as they are."""
         self._places.lay_out(plan, np.empty(plan.nbytes, np.uint8))
         self._plan = plan
 
     def filled(self) -> None:
-        """See `BucketMemory.filled`."""
+        """Take note of a filled place."""
 
     def reduce(self, team: ReduceGroup, bucket: int, dtype: DType, part: str, *, blocking: bool) -> Handle | None:
-        """See `BucketMemory.reduce`."""
+        """Submit a bucket."""
         array = self._places.arrays[bucket]
         if not array.size:
             return None
@@ -291,7 +291,7 @@ class CompressedBucketMemory:
         return self._coded.submit(bucket, part, blocking=blocking)
 
     def finish(self, team: ReduceGroup, handles: dict[int, Handle]) -> dict[int, CollectiveError]:
-        """See `BucketMemory.finish`. What was refused, because some rank has joined, travels as it is."""
+        """Wait for submitted buckets; return the errors. Buckets refused for a joined rank travel uncompressed."""
         outcomes, failures = wait_for_all(handles)
         if self._coded is None:
             return failures
@@ -307,12 +307,12 @@ class CompressedBucketMemory:
         return failures | wait_for_all(again)[1]
 
     def release(self, team: ReduceGroup) -> None:
-        """See `BucketMemory.release`. The memory goes with its last view, and what has not been sent with it."""
+        """Give registered memory back. The memory goes with its last view, and what has not been sent with it."""
         self._coded, self.is_registered = None, False
 
 
 def wait_for_all(handles: dict[int, Handle]) -> tuple[dict[int, CollectiveResult], dict[int, CollectiveError]]:
-    """What came out of each, and what failed; in their order."""
+    """Wait for handles; return the results and the errors, in their order."""
     outcomes: dict[int, CollectiveResult] = {}
     failures: dict[int, CollectiveError] = {}
     # The last one first: the thread that drives until it is done finds the others done, and hands over once.

@@ -1,4 +1,4 @@
-"""Where the gradients lie while they are reduced: a tensor over each one's place in the memory of the buckets."""
+"""Gradients as views of the buckets: a tensor over each one's place in their memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BucketViews:
         self._own: list[torch.Tensor | None] = [None] * len(parameters)
 
     def intact(self, parameter: int) -> torch.Tensor | None:
-        """The place of a parameter's gradient, made anew where somebody has given the last tensor over it other memory.
+        """Return the view of a parameter's gradient, made anew where the last one was given other memory.
 
         That is what ``p.grad.data = ...`` does, and with it ``model.double()``, ``float()``, ``cpu()`` and ``cuda()``.
         """
@@ -110,7 +110,7 @@ class BucketViews:
         )
 
     def holds(self, parameter: int, gradient: torch.Tensor) -> bool:
-        """Whether a gradient is the parameter's place itself."""
+        """Return whether a gradient is the parameter's place itself."""
         return gradient is self.pending[parameter] or gradient is self.tensors[parameter]
 
     def _put(self, parameter: int, own: torch.Tensor) -> None:

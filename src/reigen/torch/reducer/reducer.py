@@ -36,7 +36,7 @@ from reigen.api.gradients.sharding import ParameterRange, ShardGranularity
 from reigen.api.gradients.tracker import GradientTracker
 from reigen.api.process_sets import ProcessSet
 from reigen.engine.operation_builders import ReductionSpec
-from reigen.errors import ArgumentError, DeadlineError, JoinedError, PeerLostError, StepOrderError
+from reigen.errors import ArgumentError, CollectiveError, DeadlineError, JoinedError, PeerLostError, StepOrderError
 from reigen.torch.adapter import tensor_over
 from reigen.torch.dtypes import dtype_of
 from reigen.torch.reducer.bucket_memory import (
@@ -63,9 +63,15 @@ _UNEVEN_HINT = (
 )
 
 
+def _hint_at_uneven_data(error: CollectiveError) -> None:
+    """Add a note to an error of ranks that did not come, or have left."""
+    if isinstance(error, DeadlineError) or (isinstance(error, PeerLostError) and error.has_left):
+        error.add_note(_UNEVEN_HINT)
+
+
 @dataclass(frozen=True)
 class ReduceOptions:
-    """How gradients are reduced; the same on every rank.
+    """Options of a reduction; the same on every rank.
 
     Attributes:
         how: the operator and its factors.
@@ -170,8 +176,7 @@ class Reducer:
         bucket, failure = next(iter(failures.items()), (-1, None))
         if failure is not None:
             failure.add_note(self._contents(bucket))
-            if isinstance(failure, DeadlineError) or (isinstance(failure, PeerLostError) and failure.has_left):
-                failure.add_note(_UNEVEN_HINT)
+            _hint_at_uneven_data(failure)
         self.tracker.reset()
         self._seen = [None] * len(self.parameters)
         if failure is None and not self._options.owned:
@@ -194,12 +199,12 @@ class Reducer:
 
     @property
     def owned_memory(self) -> ShardedBucketMemory:
-        """The buckets, where what is reduced stays with its owners."""
+        """Buckets whose sums stay with their owners."""
         assert isinstance(self._memory, ShardedBucketMemory)
         return self._memory
 
     def owned(self) -> list[GradientShard]:
-        """What this rank owns of the gradients; nothing before they have been reduced for the first time."""
+        """Slices of the gradients that this rank owns; empty before the first reduction."""
         plan, memory = self.tracker.plan, self.owned_memory
         if plan is None or memory.region.owner is None:
             return []
@@ -227,7 +232,7 @@ class Reducer:
             self._memory.restore({number: residuals[one] for number, one in parameters if one in residuals})
 
     def changed(self) -> list[str]:
-        """Names of parameters whose complete gradients somebody has changed or replaced since they were taken."""
+        """Return names of parameters whose complete gradients were changed or replaced since they were taken."""
         return [
             self.names[index]
             for index in self.tracker.order
@@ -352,12 +357,16 @@ class Reducer:
         plan = self.tracker.plan
         assert plan is not None
         part = str(bucket) if self._memory.is_registered else f"improvised.{bucket}"
-        handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
+        try:
+            handle = self._memory.reduce(self.team, bucket, DTYPES[plan.buckets[bucket].dtype], part, blocking=blocking)
+        except CollectiveError as error:  # the job was broken before
+            _hint_at_uneven_data(error)
+            raise
         if handle is not None:
             self._handles[bucket] = handle
 
     def _contents(self, bucket: int) -> str:
-        """For whoever reads an error that names a bucket."""
+        """Describe a bucket's gradients, for an error that names the bucket."""
         assert self.tracker.plan is not None
         names = [self.names[place.parameter] for place in self.tracker.plan.buckets[bucket].places]
         return f"The gradients in it: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}."

@@ -1,4 +1,4 @@
-"""Which optimizers may update parts of parameters, or some of the parameters, by themselves: found out by trying.
+"""Trial of optimizers: may they update parts of parameters, or some of the parameters, by themselves?
 
 An optimizer is *element-wise* where the new value of every element follows from that element's own gradient and state,
 and from numbers that are the same for the whole parameter. Adam is, Adafactor (which looks at rows and columns) is not.
@@ -126,7 +126,7 @@ class _DivisionTrial:
         self._optimizer, self._group, self._dtype = optimizer, group, dtype
 
     def differs(self, shapes: Sequence[tuple[int, ...]], num_steps: int, alignment_bytes: int | None) -> str:
-        """Why dividing is not allowed; empty: all bits were the same.
+        """Return why dividing is not allowed; empty: all bits were the same.
 
         Args:
             shapes: of the parameters.
@@ -192,7 +192,7 @@ class _DivisionTrial:
 
 
 def _pieces(tensor: torch.Tensor, unit: int | None) -> list[torch.Tensor]:
-    """Flat views: one unit, two, three, and so on; the last one is what is left. A single number stays what it is.
+    """Return flat views: one unit, two, three, and so on, and the rest. A single number stays whole.
 
     Tensors without dimensions promote types differently. Without a unit the tensor stays whole.
     """
@@ -212,6 +212,6 @@ def _set_gradients(parameters: Sequence[torch.nn.Parameter], gradients: Sequence
 
 
 def _num_unequal(one: torch.Tensor, other: torch.Tensor) -> int:
-    """How many elements differ in their bits; NaNs are equal to themselves, 0 is not -0."""
+    """Count elements that differ in their bits; NaNs are equal to themselves, 0 is not -0."""
     bits = [each.contiguous().reshape(-1, 1).view(torch.uint8) for each in (one, other)]
     return int((bits[0] != bits[1]).any(dim=1).sum())

@@ -1,4 +1,4 @@
-"""Whether parameters can exist once a host, and what is divided: for these optimizers, options and ranks."""
+"""Eligibility for shared parameters: optimizers, options and ranks, and the pieces to divide into."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def choose_parameter_sharing(
     *,
     vouched: bool,
 ) -> ShardGranularity | None:
-    """Whether to share, and what is divided: what ``share_parameters`` asks for, where there are several ranks.
+    """Choose whether to share, and the pieces, as ``share_parameters`` asks, where there are several ranks.
 
     With "auto" the lowest of these ranks logs what was chosen, and why.
 

@@ -1,4 +1,4 @@
-"""The C library's heap, where a model's tensors have moved to other memory: the host gets back what they leave.
+"""Heap of the C library, after a model's tensors have moved to other memory: their pages go back to the host.
 
 glibc keeps the room of freed blocks below its threshold for mmap, which adapts itself and reaches 32 MiB. Of equal
 rooms it gives out the one that was left longest ago. So activations wander through all that the tensors of a deep model
@@ -24,7 +24,7 @@ def trim_heap() -> None:
 
 
 def reserve_blocks(sizes: Iterable[int]) -> list[NDArray[np.uint8]]:
-    """Rooms of so many bytes that nothing else gets while they live, and that take no memory: nobody writes there.
+    """Reserve blocks of so many bytes in the heap; never written, they take no memory.
 
     Args:
         sizes: of what was freed just now. What has no page to itself is left out.

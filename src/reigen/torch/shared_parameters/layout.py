@@ -1,4 +1,4 @@
-"""Where everything lies in the memory that the ranks of a host share: progress, marks, weights and optimizer state."""
+"""Layout of the memory that the ranks of a host share: progress, marks, weights and optimizer state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SharedLayout:
         return words.reshape(self._num_owners, SHARD_ALIGNMENT_BYTES // _WORD_BYTES)[:, :2]
 
     def given_up(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """One byte, 1 as soon as somebody has said what the weights are and counts on that."""
+        """Byte that is 1 as soon as some rank has announced the weights and relies on them."""
         return memory[self._given_up : self._given_up + 1]
 
     def marks(self, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -90,11 +90,11 @@ class SharedLayout:
         return self._shaped(memory, self._weights[index], index, self._parameters[index].dtype)
 
     def state(self, memory: NDArray[np.uint8], index: int) -> StateTensors:
-        """What the optimizer keeps for a parameter: tensors like it whole, of one number that of its first piece."""
+        """Return the optimizer's state of a parameter: tensors of its shape whole, numbers of its first piece."""
         return {name: self._entry(memory, index, name, None) for name in self._layouts[index]}
 
     def state_of_piece(self, memory: NDArray[np.uint8], number: int) -> StateTensors:
-        """What the optimizer keeps for a piece."""
+        """Return the optimizer's state of a piece."""
         index = self._pieces[number].parameter
         return {name: self._entry(memory, index, name, number) for name in self._layouts[index]}
 

@@ -32,7 +32,7 @@ _NAMES = ("params", "param_names")
 
 
 class SharedParametersOptimizer(AllreduceOptimizer):
-    """What ``DistributedOptimizer(..., share_parameters=True)`` puts in front of an optimizer's own class.
+    """Base of ``DistributedOptimizer(..., share_parameters=True)``, in front of an optimizer's own class.
 
     A second optimizer of that class updates what this rank owns. The groups' options go to it before each step and come
     back after it; ``state`` holds views of what all ranks keep.
@@ -95,7 +95,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     @torch.optim.Optimizer.profile_hook_step
     def _hooked_step(self) -> None:
         averager = self._averager
-        came_early = averager.finished is not FinishedBy.NOBODY
+        came_early = averager.finished is not FinishedBy.NONE
         self._reduce_for_step(wanted=True, stacklevel=5)
         try:
             self._update(came_early or self._skips, from_parameters=self._is_gathered or self._skips)
@@ -117,11 +117,11 @@ class SharedParametersOptimizer(AllreduceOptimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """See `AllreduceOptimizer.clip_grad_norm_`. Every rank looks at its part alone; one number each is exchanged.
+        """Clip as `AllreduceOptimizer.clip_grad_norm_`; each rank looks at its part, and one number each is exchanged.
 
         The norm is that of the parts' norms, so its last bits may differ from those of torch's, which is of tensors'.
         """
-        if self._averager.finished is FinishedBy.NOBODY:
+        if self._averager.finished is FinishedBy.NONE:
             self._finish_early(FinishedBy.READER)
         if self._is_gathered or not self._shared:
             return super().clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
@@ -153,12 +153,12 @@ class SharedParametersOptimizer(AllreduceOptimizer):
             raise
 
     def _finish_early(self, by: FinishedBy) -> None:
-        """Before ``step()``: whoever changes a gradient between the two is found out."""
+        """Finish before ``step()``, so that a change of gradients between the two is found."""
         self._finish(by)
         self._seen = [_parameter_state(p) for shared in self._shared for p in shared.parameters]
 
     def _gather(self) -> None:
-        if self._averager.finished is FinishedBy.NOBODY:
+        if self._averager.finished is FinishedBy.NONE:
             self._finish_early(FinishedBy.READER)
         if not self._is_gathered:
             for reducer in self._averager.reducers:
@@ -230,7 +230,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
                     parameter.grad = None
 
     def _update_pieces(self, inner: torch.optim.Optimizer) -> None:
-        """Update what this rank owns, and wait until all have done so."""
+        """Update this rank's pieces, and wait until all ranks have updated theirs."""
         every = self._shared[0].team.context.config.check_replicas
         self._shared[0].check_options(inner.param_groups, every)
         for shared in self._shared:
@@ -280,7 +280,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
         return clone_optimizer(plain, [{**group, "params": []} for group in plain.param_groups])
 
     def _follow_groups(self, inner: torch.optim.Optimizer) -> None:
-        """There are as many groups as the user's optimizer has; where they have changed, runs are made anew."""
+        """Follow the groups of the user's optimizer; where they have changed, runs are made anew."""
         groups = self.__dict__["param_groups"]
         placed = tuple((id(group["params"]), len(group["params"])) for group in groups), len(self._shared)
         if placed == self._placed:
@@ -311,7 +311,7 @@ class SharedParametersOptimizer(AllreduceOptimizer):
             target.update((key, value) for key, value in source.items() if key not in _NAMES)
 
     def _ranks_that_changed(self, *, from_parameters: bool) -> list[int]:
-        """Collective: where gradients have been changed since they were reduced; nobody reads weights any more then."""
+        """Collective: return the ranks whose gradients changed since the reduction; no rank reads weights then."""
         now = [_parameter_state(p) for shared in self._shared for p in shared.parameters]
         return self._shared[0].team.where(not from_parameters and now != self._seen, "before update")
 

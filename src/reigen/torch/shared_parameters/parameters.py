@@ -133,7 +133,7 @@ class SharedParameters:
         raise error
 
     def take_state(self, states: OptimizerStates, inner: torch.optim.Optimizer) -> None:
-        """Go on with what the user's optimizer holds, where that was replaced since it was given (load_state_dict).
+        """Take the state of the user's optimizer, where that was replaced since it was given (load_state_dict).
 
         Raises:
             ArgumentError: it is not what this class of optimizer kept when the parameters were shared.
@@ -172,7 +172,7 @@ class SharedParameters:
         return True
 
     def part(self, inner: torch.optim.Optimizer) -> None:
-        """There are no runs any more, since something has changed for some of the pieces; `join` comes next."""
+        """Divide all runs, since some of the pieces have changed; `join` comes next."""
         held_of: dict[int, StateTensors] = {}
         for run in self.runs:
             state = inner.state.pop(run.weight, {})
@@ -184,11 +184,11 @@ class SharedParameters:
 
     @property
     def num_updates(self) -> int:
-        """How many this rank has begun."""
+        """Number of updates that this rank has begun."""
         return self._step
 
     def begin(self) -> bool:
-        """Step c: this rank begins to update its slice. False: it must not, another one has said what the weights are.
+        """Begin to update this rank's slice (step c). False: another rank has announced the weights.
 
         Who says so looks at what is written here a while after it has written what is read here: one of the two sees
         the other.
@@ -204,7 +204,7 @@ class SharedParameters:
         return False
 
     def end(self, inner: torch.optim.Optimizer) -> None:
-        """Step c: move what the optimizer has made in this update into shared memory; the update is done."""
+        """End the update (step c): move the optimizer's new state into shared memory."""
         for run in self.runs:
             state = inner.state.get(run.weight)
             if not state:
@@ -222,7 +222,7 @@ class SharedParameters:
             self._progress[self._owner, 1] = self._step
 
     def norm_of_all(self, norm: torch.Tensor, norm_type: float) -> float:
-        """Collective: the p-norm of everything, from that of what this rank owns. The same on all ranks.
+        """Collective: return the p-norm of all gradients, from that of this rank's slices. The same on all ranks.
 
         The owners of another host have the same numbers, so each owner's is the largest that anybody has for it.
         """
@@ -233,7 +233,7 @@ class SharedParameters:
         return float(torch.linalg.vector_norm(torch.from_numpy(norms), norm_type))
 
     def check_unmodified(self, every: int) -> None:
-        """Warn if somebody else than the optimizer has changed this rank's part of the weights since `remember`."""
+        """Warn if this rank's part of the weights was changed since `remember`, and not by the optimizer."""
         if not every or self._remembered is None:
             return
         names = [self.reducer.names[own.piece.parameter] for own in self.own]
@@ -251,7 +251,7 @@ class SharedParameters:
             )
 
     def remember(self, every: int) -> None:
-        """Every so many updates, keep in mind what this rank's part of the weights is."""
+        """Take a fingerprint of this rank's part of the weights, every so many updates."""
         if every and self._step % every == 0:
             self._remembered = self._prints()
 
@@ -271,7 +271,7 @@ class SharedParameters:
         return [fingerprint(tensor_bytes(own.weight)) for own in self.own]
 
     def give_state(self, states: OptimizerStates) -> None:
-        """Let the user's optimizer hold the whole state of every parameter: views of what all ranks write."""
+        """Let the user's optimizer hold the whole state of every parameter: views of shared memory."""
         has_moved = False
         for index, given in enumerate(self._given):
             numbers = self._layout.numbers[index]
@@ -286,7 +286,7 @@ class SharedParameters:
             self._vacated = heap.reserve_blocks(left * 2)
 
     def progress(self, update: int) -> UpdateProgress:
-        """How far the owners have come in an update; waits a moment for those that may still come to its end.
+        """Return the owners' progress in an update; waits a moment for those that may still come to its end.
 
         If the job is over, nobody begins one after that: who was stopped, and goes on, does not make untrue what is
         said now.
@@ -317,7 +317,7 @@ class SharedParameters:
         return OwnedPiece(owned.piece, weight, owned, gradient, number, state)
 
     def _filled(self, own: OwnedPiece, held: StateTensors) -> StateTensors:
-        """The piece's part of what was loaded, in its place."""
+        """Write the piece's part of a loaded tensor to its place."""
         parameter = self.parameters[own.piece.parameter]
         for name, value in held.items():
             view = own.state.get(name)
@@ -371,14 +371,14 @@ def _plain_value(value: Any) -> str:
 
 
 def _is_same(held: StateTensors | None, given: tuple[StateTensors, list[torch.Tensor | None]] | None) -> bool:
-    """Whether an optimizer still holds what it was given: the same dict with the same tensors."""
+    """Return whether an optimizer still holds the given state: the same dict with the same tensors."""
     if held is None or given is None:
         return not held and given is None
     return held is given[0] and len(held) == len(given[1]) and all(map(operator.is_, held.values(), given[1]))
 
 
 def _explain_overlap(parameters: list[torch.Tensor], names: list[str]) -> str:
-    """Nothing for parameters on the host that have no element in common, else what is wrong."""
+    """Explain a fault: parameters not on the host, or with elements in common; empty for none."""
     begins: list[tuple[int, int, str]] = []
     for parameter, name in zip(parameters, names, strict=True):
         if parameter.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""What an owner gives its optimizer: pieces of parameters that lie behind each other in memory, as one tensor.
+"""Runs: pieces of parameters that lie behind each other in memory, as one tensor for the owner's optimizer.
 
 An optimizer that treats every element by itself takes a dozen operations for each tensor, whatever its size. With many
 small parameters they take as long as the arithmetic. `join_pieces` says when pieces may be one tensor: all that the
@@ -50,7 +50,7 @@ class OwnedPiece:
     state: StateTensors
 
     def take(self, parameter: torch.Tensor, *, from_parameter: bool) -> None:
-        """The gradient to be used next: ``parameter.grad``'s elements, or what this rank has of the reduction."""
+        """Return the gradient to be used next: ``parameter.grad``'s elements, or this rank's part of the reduction."""
         if not from_parameter:
             if not self.owned.is_direct:
                 self.gradient.copy_(self.owned.gradient.view_as(self.gradient))
@@ -137,7 +137,7 @@ def _split_entries(entries: Sequence[RunEntry], run_bytes: int) -> Iterator[list
 
 
 def _may_follow(one: RunEntry, other: RunEntry) -> bool:
-    """Whether one tensor can stand for both pieces, the second one behind the first."""
+    """Return whether one tensor can stand for both pieces, the second one behind the first."""
     first, second = one.own, other.own
     if one.group is None or one.group != other.group or first.weight.dtype is not second.weight.dtype:
         return False
@@ -155,7 +155,7 @@ def _may_follow(one: RunEntry, other: RunEntry) -> bool:
 
 
 def _is_joinable(name: str, one: RunEntry, other: RunEntry) -> bool:
-    """Whether what is kept under this name for both pieces can be one."""
+    """Return whether both pieces' states of this name can be one."""
     first, second = one.own.state[name], other.own.state[name]
     if first is None or second is None:
         return first is second

@@ -31,7 +31,7 @@ _OWN = frozenset({"param_groups", "state", "step"})
 
 
 class StateKind(enum.Enum):
-    """What a class keeps for a parameter under one name."""
+    """Kind of state of a parameter under one name."""
 
     LIKE_PARAMETER = "like parameter"
     SOME_DIMENSIONS = "of some of the parameter's dimensions"
@@ -100,7 +100,7 @@ def clone_optimizer(
 
 
 def _describe_bound_value(value: Any) -> str | None:
-    """What in an attribute belongs to certain parameters, in words."""
+    """Describe values of an attribute that belong to certain parameters."""
     if isinstance(value, torch.optim.Optimizer):
         return "another optimizer"
     if isinstance(value, torch.nn.Module):
@@ -139,7 +139,7 @@ def infer_state_layout(
     dtype: torch.dtype,
     shape: tuple[int, ...] | None = None,
 ) -> dict[str, StateEntry]:
-    """What the optimizer's class keeps for a parameter of that dtype, found by trying it out for two steps.
+    """Infer the state that the optimizer's class keeps for a parameter of that dtype, by a trial of two steps.
 
     Where the optimizer holds state for such a parameter already, the trial begins with the like of it.
 
@@ -178,7 +178,7 @@ def infer_state_layout(
 def make_example_state(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
-    """State for ``parameter``, like what the optimizer holds for the others of its group and dtype; {} if nothing.
+    """Make state for ``parameter``, like that of the others of its group and dtype; {} if they have none.
 
     Tensors of a parameter's shape are filled with their first element, so that values are such as occur.
     """

@@ -1,6 +1,6 @@
 """A job's nodes and its scheduler under random schedules: connections that break, processes that die, stop for a while,
-and are replaced, a scheduler that is started again. `kv.membership.membership_table` on one side,
-`kv.membership.job_view` on the other are the real ones; time is made up. Workers pass barriers, one after the other,
+and are replaced, a scheduler that is started again. `cluster.membership.table` on one side,
+`cluster.membership.view` on the other are the real ones; time is made up. Workers pass barriers, one after the other,
 and leave.
 
 In durable jobs servers have disks, and save each push before they acknowledge it. There anybody may be killed at any
@@ -14,25 +14,25 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from reigen.kv.consistency.events import LossPolicy
-from reigen.kv.membership.job_view import JobView
-from reigen.kv.membership.membership_table import MembershipTable
-from reigen.kv.membership.messages import (
-    NODE_MESSAGE_CODEC,
-    SCHEDULER_MESSAGE_CODEC,
-    BarrierBroken,
-    BarrierDone,
+from reigen.cluster.membership.members import JobSpec, LossPolicy, parameter_server_job
+from reigen.cluster.membership.messages import (
+    MEMBER_CODEC,
+    MEMBERSHIP_REPLY_CODEC,
+    BarrierOver,
     EnterBarrier,
+    JobEnded,
     LeaveJob,
+    MemberHeartbeat,
+    MemberLeft,
+    MemberLost,
+    MemberMessage,
+    MemberRefused,
     MembershipNews,
-    NodeHeartbeat,
-    NodeMessage,
-    NodeRefused,
-    RegisterNode,
+    RegisterMember,
     SavedJob,
 )
-from reigen.kv.membership.node_state import JobSpec
-from reigen.kv.membership.nodes import JobEnded, NodeLeft, NodeLost
+from reigen.cluster.membership.table import MembershipTable
+from reigen.cluster.membership.view import JobView
 
 MOST_STEPS = 20_000
 BEAT_SECONDS = 2.0
@@ -61,10 +61,15 @@ class Plan:
     #: a launcher has made the secret for this job: its number follows from it
     launched: bool = True
 
+    @property
+    def policy(self) -> LossPolicy:
+        """What becomes of the others when a worker is lost."""
+        return self.terms.roles["worker"].on_loss
+
 
 def make_plan(rng: random.Random) -> Plan:
     """Draw a schedule's parameters."""
-    terms = JobSpec(
+    terms = parameter_server_job(
         rng.choice((1, 2, 2, 3, 4)),
         rng.choice((1, 1, 2, 3)),
         policy=rng.choice(list(LossPolicy)),
@@ -91,7 +96,7 @@ def make_plan(rng: random.Random) -> Plan:
 
 def make_durable_plan(rng: random.Random) -> Plan:
     """Draw the parameters of a durable job's schedule."""
-    terms = JobSpec(
+    terms = parameter_server_job(
         rng.choice((1, 2, 2, 3)),
         rng.choice((1, 2, 2)),
         policy=LossPolicy.WAIT,
@@ -173,8 +178,8 @@ class Simulator:
         self.num_pushes = 0
         #: the scheduler has just said how a barrier ended
         self.is_telling = False
-        #: how each barrier ended, as workers were told: by their incarnations
-        self.outcomes: dict[tuple[str, int], dict[int, type]] = {}
+        #: how each barrier ended, as workers were told: by their incarnations, whether it is broken
+        self.outcomes: dict[tuple[str, int], dict[int, bool]] = {}
         self.nodes: list[Node] = []
         #: by connection: to the scheduler, and to the node
         self.up: dict[int, deque[Message]] = {}
@@ -189,8 +194,8 @@ class Simulator:
         #: nothing has happened from which the job cannot recover
         self.is_harmless = True
         terms = self.plan.terms
-        places: list[tuple[Any, int]] = [("worker", n) for n in range(terms.num_workers)]
-        places += [("server", n) for n in range(terms.num_servers)]
+        places: list[tuple[Any, int]] = [("worker", n) for n in range(terms.counts["worker"])]
+        places += [("server", n) for n in range(terms.counts["server"])]
         for role, number in places:
             told = number if self.plan.numbered else -1
             self.births.append((self.now + self.rng.random() * (2 if self.durable else 20), role, told, False))
@@ -257,7 +262,7 @@ class Simulator:
                 if not node.link:
                     self._connect(node)
                 elif node.standing.is_assigned:
-                    self._say(node, NodeHeartbeat())
+                    self._say(node, MemberHeartbeat())
                 self._lose_patience(node)
                 node.next = self.now + BEAT_SECONDS
 
@@ -267,10 +272,8 @@ class Simulator:
         self.incarnations += 1
         terms = self.plan.terms
         address = f"h:{self.incarnations}" if role == "server" else ""
-        me = RegisterNode(
-            role, number, "h", address, self.incarnations, terms.num_workers, terms.num_servers, is_restart=is_restart
-        )
-        self.nodes.append(Node(JobView(me, is_loss_fatal=terms.policy is LossPolicy.ABORT), next=self.now))
+        me = RegisterMember(role, number, "h", self.incarnations, terms.counts, address, is_restart=is_restart)
+        self.nodes.append(Node(JobView(me, is_loss_fatal=self.plan.policy is LossPolicy.ABORT), next=self.now))
 
     def _lose_patience(self, node: Node, *, at_once: bool = False) -> None:
         if node.entry is not None and not node.has_given_up and (at_once or self.rng.random() < self.plan.haste):
@@ -288,9 +291,9 @@ class Simulator:
         saved = tuple(SavedJob(job, tuple(sorted(self.saved_left.get(job, ())))) for job in jobs)
         self._say(node, node.standing.registration(saved if node.standing.registration().role == "server" else ()))
 
-    def _say(self, node: Node, call: NodeMessage) -> None:
+    def _say(self, node: Node, call: MemberMessage) -> None:
         if node.link:
-            self.up[node.link].append(Message(self.now, NODE_MESSAGE_CODEC.encode(call)))
+            self.up[node.link].append(Message(self.now, MEMBER_CODEC.encode(call)))
 
     def _deliver(self, line: int, is_down: bool) -> None:
         message = (self.down if is_down else self.up)[line].popleft()
@@ -303,8 +306,8 @@ class Simulator:
             self.note("ended", line, node.standing.name)
             self._carry(self.roster.ended(line, self.now))
         else:
-            call = NODE_MESSAGE_CODEC.decode(message.payload)
-            if not isinstance(call, NodeHeartbeat):
+            call = MEMBER_CODEC.decode(message.payload)
+            if not isinstance(call, MemberHeartbeat):
                 self.note(line, call)
             self._carry(self.roster.handle(line, call, self.now))
 
@@ -312,13 +315,13 @@ class Simulator:
         self.roster.validate()
         for line, answer in instructions:
             self.note("   ->", line, answer)
-            self.is_telling = self.is_telling or isinstance(answer, BarrierDone | BarrierBroken)
+            self.is_telling = self.is_telling or isinstance(answer, BarrierOver)
             if isinstance(answer, MembershipNews):
-                lost = [event for event in answer.events if isinstance(event, NodeLost)]
+                lost = [event for event in answer.events if isinstance(event, MemberLost)]
                 self.lost_workers.update(event.number for event in lost if event.role == "worker")
             if line in self.down:
-                self.down[line].append(Message(self.now, SCHEDULER_MESSAGE_CODEC.encode(answer)))
-                if isinstance(answer, NodeRefused):
+                self.down[line].append(Message(self.now, MEMBERSHIP_REPLY_CODEC.encode(answer)))
+                if isinstance(answer, MemberRefused):
                     self.down[line].append(Message(self.now, None))
                     self.up[line].clear()
                     self.up[line].append(Message(self.now, None))
@@ -327,7 +330,7 @@ class Simulator:
         if message.payload is None:
             node.link, node.next = 0, self.now + RECONNECT_SECONDS
             return
-        for call in node.standing.take(SCHEDULER_MESSAGE_CODEC.decode(message.payload)):
+        for call in node.standing.take(MEMBERSHIP_REPLY_CODEC.decode(message.payload)):
             self._say(node, call)
         if node.is_over:
             self._give_up(node)
@@ -402,8 +405,8 @@ class Simulator:
             assert not is_new or (standing.job, standing.number) not in self.heard, "it begins anew"
             node.step = min(sum(standing._entered.values()), len(self.plan.barriers))
         if node.entry is not None and (outcome := standing.outcome(node.entry)) is not None:
-            self.outcomes.setdefault(node.entry, {})[standing.registration().incarnation] = type(outcome)
-            if isinstance(outcome, BarrierDone):
+            self.outcomes.setdefault(node.entry, {})[standing.registration().incarnation] = outcome.is_broken
+            if not outcome.is_broken:
                 self._check_barrier(node, node.entry)
             standing.forget(node.entry)
             node.entry, node.has_given_up = None, False
@@ -424,17 +427,17 @@ class Simulator:
 
     def _has_its_place(self, standing: JobView) -> bool:
         """Whether a worker is not one that another has replaced, which it will hear soon."""
-        return self.roster._nodes["worker", standing.number].incarnation == standing.registration().incarnation
+        return self.roster._members["worker", standing.number].incarnation == standing.registration().incarnation
 
     def _check_barrier(self, node: Node, entry: tuple[str, int]) -> None:
         """All workers have come as far, or have left; or the others go on without them."""
         self.seen["barrier"] += 1
-        for number in range(self.plan.terms.num_workers):
+        for number in range(self.plan.terms.counts["worker"]):
             lives = [
                 n for n in self.nodes if n.standing.registration().role == "worker" and n.standing.number == number
             ]
             came = any(n.standing._entered[entry[0]] >= entry[1] or n.standing.has_left for n in lives)
-            missed = self.plan.terms.policy is LossPolicy.CONTINUE and number in self.lost_workers
+            missed = self.plan.policy is LossPolicy.CONTINUE and number in self.lost_workers
             assert came or missed, f"{node.standing.name} passes {entry} without worker {number}"
 
     # -- faults
@@ -480,7 +483,7 @@ class Simulator:
             for told in self.outcomes.values():  # what it knew, nobody knows
                 told.pop(node.standing.registration().incarnation, None)
         role, number = node.standing.registration().role, node.standing.number
-        is_awaited = self.plan.durable or (role == "worker" and self.plan.terms.policy is LossPolicy.WAIT)
+        is_awaited = self.plan.durable or (role == "worker" and self.plan.policy is LossPolicy.WAIT)
         if (is_awaited or self.rng.random() < 0.8) and not node.standing.has_left:
             told = number if self.plan.numbered else -1
             delay = self.rng.choice((0.1, 1.0, 5.0, 28.0))
@@ -490,7 +493,7 @@ class Simulator:
         """All nodes, once all are there: before, another scheduler could not tell who comes for the first time."""
         here = [node for node in self.nodes if node.standing.servers and (node.alive or node.standing.has_left)]
         terms = self.plan.terms
-        all_are_here = self.roster.stop is None and len(here) >= terms.num_workers + terms.num_servers
+        all_are_here = self.roster.stop is None and len(here) >= terms.counts["worker"] + terms.counts["server"]
         return here if all_are_here else []
 
     def _crash(self) -> None:
@@ -505,8 +508,8 @@ class Simulator:
             if any(message.payload for message in self.up[line]) and not node.alive:
                 self.is_harmless = False  # it has left, and nobody will ever know
             for message in self.down[line]:
-                answer = None if message.payload is None else SCHEDULER_MESSAGE_CODEC.decode(message.payload)
-                if isinstance(answer, MembershipNews) and any(isinstance(event, NodeLeft) for event in answer.events):
+                answer = None if message.payload is None else MEMBERSHIP_REPLY_CODEC.decode(message.payload)
+                if isinstance(answer, MembershipNews) and any(isinstance(event, MemberLeft) for event in answer.events):
                     self.is_harmless = False  # nor may they know of this one
             self.up[line].clear()
             self.down[line].clear()
@@ -523,7 +526,7 @@ class Simulator:
         assert stop is not None
         for entry, told in self.outcomes.items():
             assert len(set(told.values())) <= 1, f"{entry} was passed by some and broken for others"
-            if BarrierBroken in told.values():
+            if True in told.values():
                 self.seen["broken barrier"] += 1
         if self.is_harmless:
             assert stop.exit_code == 0, stop
@@ -531,8 +534,8 @@ class Simulator:
             self.seen["good end"] += 1
             workers = [node for node in self.nodes if node.standing.registration().role == "worker"]
             left = {node.standing.number for node in workers if node.standing.has_left}
-            missing = set(range(self.plan.terms.num_workers)) - left
-            assert not missing or self.plan.terms.policy is LossPolicy.CONTINUE, missing
+            missing = set(range(self.plan.terms.counts["worker"])) - left
+            assert not missing or self.plan.policy is LossPolicy.CONTINUE, missing
         else:
             self.seen["bad end"] += 1
         for node in self.nodes:

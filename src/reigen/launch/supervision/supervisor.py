@@ -15,15 +15,14 @@ from dataclasses import replace
 from typing import Self
 
 from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
-from reigen.cluster.membership.rendezvous import RendezvousServer, split_address
+from reigen.cluster.membership.control_service import ControlService
+from reigen.cluster.membership.rendezvous import split_address
 from reigen.errors import LaunchError
 from reigen.launch import job_state
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.remote_start import RemoteStart
 from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
-from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
-from reigen.launch.host_processes import HostProcesses, LocalProcesses
 from reigen.launch.local_plan import (
     TERMINAL_VARIABLE,
     JobServices,
@@ -36,10 +35,12 @@ from reigen.launch.local_plan import (
 )
 from reigen.launch.options import JobListener, LaunchOptions, complain
 from reigen.launch.output.output_mux import OutputMux
-from reigen.launch.process_tree import signal_name
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
-from reigen.launch.spawn import reserve_port
-from reigen.launch.watchdog import run_under_watchdog
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.host_processes import HostProcesses, LocalProcesses
+from reigen.launch.supervision.process_tree import signal_name
+from reigen.launch.supervision.spawn import reserve_port
+from reigen.launch.supervision.watchdog import run_under_watchdog
 from reigen.net.auth import SECRET_BYTES
 from reigen.resources.limits import explain_limit
 
@@ -103,7 +104,7 @@ def _start_ranks(
     secret = secrets.token_bytes(SECRET_BYTES)
     start = RemoteStart(options, plan, environ, supervisor)
     network = options.network
-    server = RendezvousServer(
+    server = ControlService(
         secret, start.call() or _LOOPBACK, peer_timeout_seconds=network.peer_timeout_seconds, tls=network.make_tls()
     )
     stack.callback(server.close)
@@ -264,8 +265,9 @@ class Supervisor:
         self._local.drain()
         self._dismiss()
         self._display.finish()
-        if self._listener.finished is None:
-            self._display.say(self._describe_end(self._finish))
+        words = b"" if self._listener.finished is not None else self._describe_end(self._finish)
+        self._display.say_repeats()
+        self._display.say(words)
         patience = None if self._finish.signum is None else self._options.grace_seconds
         self._display.write_all(patience, lambda: self._is_hurried)
         if self._listener.finished is not None:
@@ -282,7 +284,9 @@ class Supervisor:
         number = finish.failure.rank
         first = self._first_tails.get(number)
         is_above = first is None and self._display.is_error_last(number)
-        return format_exit_report(finish, first or self._display.tail(number), locations, is_above=is_above)
+        tail = first or self._display.tail(number)
+        sharing = [] if first is not None else self._display.take_sharing(number)
+        return format_exit_report(finish, tail, locations, is_above=is_above, sharing=sharing)
 
     # ---------------------------------------------------------------- one turn
 

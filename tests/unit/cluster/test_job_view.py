@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from reigen.errors import ConfigError, DeadlineError, PeerLostError
-from reigen.kv.membership.job_view import JobView
-from reigen.kv.membership.messages import (
-    AbandonBarrier,
-    BarrierBroken,
-    BarrierDone,
+from msgspec import structs
+
+from reigen.cluster.membership.messages import (
+    BarrierOver,
     EnterBarrier,
+    JobEnded,
     LeaveJob,
+    MemberAssigned,
+    MemberLeft,
+    MemberLost,
+    MemberRefused,
+    MemberReturned,
     MembershipNews,
-    MissingReply,
-    NodeAssigned,
-    NodeRefused,
-    RegisterNode,
+    RegisterMember,
+    ServerInfo,
     ServerList,
-    SilentReply,
-    format_nodes,
+    StatusReply,
+    format_members,
 )
-from reigen.kv.membership.nodes import JobEnded, NodeLeft, NodeLost, NodeReturned, ServerInfo, ServerMoved
+from reigen.cluster.membership.view import JobView
+from reigen.errors import ConfigError, DeadlineError, PeerLostError
 
 JOB = 4711
-ME = RegisterNode("worker", -1, "here", "", 77, 3, 2)
+ME = RegisterMember("worker", -1, "here", 77, {"worker": 3, "server": 2})
 SERVERS = (ServerInfo(0, "10.0.0.1:5000", 11, "a"), ServerInfo(1, "10.0.0.2:5000", 12, "b"))
-LOST = NodeLost("worker", 2, "c", "its process ended")
+LOST = MemberLost("worker", 2, "c", "its process ended")
+
+
+def moved(server: ServerInfo) -> MemberReturned:
+    return MemberReturned("server", server.number, server.host, server.incarnation, server.address)
 
 
 def placed(*, is_loss_fatal: bool = True) -> JobView:
     standing = JobView(ME, is_loss_fatal=is_loss_fatal)
-    standing.take(NodeAssigned(1, is_recovery=False, job=JOB))
+    standing.take(MemberAssigned(1, is_recovery=False, job=JOB))
     standing.take(ServerList(SERVERS))
     return standing
 
@@ -37,14 +44,20 @@ def placed(*, is_loss_fatal: bool = True) -> JobView:
 def test_the_scheduler_gives_a_number_which_is_said_from_then_on() -> None:
     standing = JobView(ME, is_loss_fatal=True)
     assert standing.registration() == ME
-    assert standing.take(NodeAssigned(1, is_recovery=True, job=JOB)) == []
+    assert standing.take(MemberAssigned(1, is_recovery=True, job=JOB)) == []
     assert (standing.number, standing.is_recovery, standing.name) == (1, True, "worker 1")
-    assert standing.registration() == RegisterNode("worker", 1, "here", "", 77, 3, 2, JOB, is_recovery=True)
+    assert standing.registration() == structs.replace(ME, number=1, job=JOB, is_recovery=True)
+
+
+def test_who_is_held_for_lost_and_the_epoch_are_said_on_a_new_connection() -> None:
+    standing = placed()
+    standing.take(MembershipNews((LOST,), 12))
+    assert (standing.registration().lost, standing.registration().epoch) == ((("worker", 2),), 12)
 
 
 def test_a_refusal_at_first_is_about_how_it_was_started() -> None:
     standing = JobView(ME, is_loss_fatal=True)
-    standing.take(NodeRefused("worker 1 is there already"))
+    standing.take(MemberRefused("worker 1 is there already"))
     assert isinstance(standing.failure, ConfigError)
     assert "refuses this worker: worker 1 is there already" in str(standing.failure)
     assert standing.events == []
@@ -52,7 +65,7 @@ def test_a_refusal_at_first_is_about_how_it_was_started() -> None:
 
 def test_a_refusal_later_says_that_it_was_replaced() -> None:
     standing = placed()
-    standing.take(NodeRefused("another process has taken its place"))
+    standing.take(MemberRefused("another process has taken its place"))
     assert isinstance(standing.failure, PeerLostError)
     assert standing.failure.ranks == (1,)
     assert standing.events == [
@@ -63,21 +76,21 @@ def test_a_refusal_later_says_that_it_was_replaced() -> None:
 def test_a_new_scheduler_is_told_again_where_this_node_waits() -> None:
     standing = placed()
     first, second = standing.enter("b"), standing.enter("a")
-    standing.take(BarrierDone(*first))
+    standing.take(BarrierOver(*first))
     standing.forget(first)
-    standing.take(MembershipNews((NodeLeft("worker", 2, "c"), NodeLeft("server", 1, "b"))))
+    standing.take(MembershipNews((MemberLeft("worker", 2, "c"), MemberLeft("server", 1, "b"))))
     assert standing.registration().left == (2,)
     third = standing.enter("c")
     standing.give_up(third)
     # of every barrier the last time, and where it waits
-    again = [EnterBarrier("a", 1), EnterBarrier("b", 1, is_over=True), AbandonBarrier("c", 1)]
-    assert standing.take(NodeAssigned(1, is_recovery=False, job=JOB)) == again
+    again = [EnterBarrier("a", 1), EnterBarrier("b", 1, is_over=True), EnterBarrier("c", 1, is_abandoned=True)]
+    assert standing.take(MemberAssigned(1, is_recovery=False, job=JOB)) == again
     assert standing.registration().barriers == tuple(again)
-    standing.take(BarrierBroken("c", 1, 0, (2,)))
+    standing.take(BarrierOver("c", 1, 0, (2,)))
     standing.forget(third)
-    assert standing.registration().barriers[-1] == AbandonBarrier("c", 1, is_over=True)
+    assert standing.registration().barriers[-1] == EnterBarrier("c", 1, is_abandoned=True, is_over=True)
     standing.has_left = True
-    assert standing.take(NodeAssigned(1, is_recovery=False, job=JOB))[-1] == LeaveJob()
+    assert standing.take(MemberAssigned(1, is_recovery=False, job=JOB))[-1] == LeaveJob()
     assert standing.outcome(second) is None
 
 
@@ -86,26 +99,26 @@ def test_a_worker_goes_when_a_scheduler_has_heard_that_it_leaves() -> None:
     assert standing.is_out, "one that does not leave has nothing to say"
     standing.has_left = True
     assert not standing.is_out
-    standing.take(MembershipNews((NodeLeft("worker", 1, "here"),)))
+    standing.take(MembershipNews((MemberLeft("worker", 1, "here"),)))
     assert standing.is_out
 
 
 def test_barriers_of_one_name_are_counted() -> None:
     standing = placed()
     first = standing.enter("epoch")
-    standing.take(BarrierDone("epoch", 1))
-    assert standing.outcome(first) == BarrierDone("epoch", 1)
+    standing.take(BarrierOver("epoch", 1))
+    assert standing.outcome(first) == BarrierOver("epoch", 1)
     standing.forget(first)
     second = standing.enter("epoch")
-    standing.take(BarrierDone("epoch", 1))  # an answer that comes late
+    standing.take(BarrierOver("epoch", 1))  # an answer that comes late
     assert standing.outcome(second) is None
-    standing.take(BarrierDone("epoch", 2))
-    assert standing.outcome(second) == BarrierDone("epoch", 2)
+    standing.take(BarrierOver("epoch", 2))
+    assert standing.outcome(second) == BarrierOver("epoch", 2)
 
 
 def test_who_takes_a_place_goes_on_there_with_barriers() -> None:
     standing = JobView(ME, is_loss_fatal=False)
-    standing.take(NodeAssigned(1, is_recovery=True, job=JOB, barriers=(("epoch", 3),)))
+    standing.take(MemberAssigned(1, is_recovery=True, job=JOB, barriers=(("epoch", 3),)))
     assert standing.enter("epoch") == ("epoch", 4)
     assert standing.enter("other") == ("other", 1)
 
@@ -116,7 +129,7 @@ def test_a_loss_is_told_once_however_often_it_comes() -> None:
     standing.take(MembershipNews((LOST,)))
     assert standing.events == [LOST]
     assert standing.fatal_loss() == LOST
-    returned = NodeReturned("worker", 2, "d", 99)
+    returned = MemberReturned("worker", 2, "d", 99)
     standing.take(MembershipNews((returned,)))
     assert standing.events == [LOST, returned]
     assert (standing.lost, standing.fatal_loss()) == ({}, None)
@@ -125,9 +138,9 @@ def test_a_loss_is_told_once_however_often_it_comes() -> None:
 def test_without_which_nodes_nobody_can_go_on() -> None:
     assert placed(is_loss_fatal=False).fatal_loss() is None
     patient = placed(is_loss_fatal=False)
-    patient.take(MembershipNews((LOST, NodeLost("server", 0, "a", "silent", will_return=True))))
+    patient.take(MembershipNews((LOST, MemberLost("server", 0, "a", "silent", will_return=True))))
     assert patient.fatal_loss() is None
-    server = NodeLost("server", 1, "b", "silent")
+    server = MemberLost("server", 1, "b", "silent")
     patient.take(MembershipNews((server,)))
     assert patient.fatal_loss() == server
 
@@ -135,17 +148,17 @@ def test_without_which_nodes_nobody_can_go_on() -> None:
 def test_a_server_that_moved_is_found_at_its_new_place() -> None:
     new = ServerInfo(1, "10.0.0.3:6000", 13, "c")
     early = JobView(ME, is_loss_fatal=True)
-    early.take(MembershipNews((ServerMoved(new),)))
+    early.take(MembershipNews((moved(new),)))
     assert (early.servers, early.events) == ({}, []), "servers are known when all are"
     standing = placed()
-    standing.take(MembershipNews((NodeLost("server", 1, "b", "silent", will_return=True), ServerMoved(new))))
+    standing.take(MembershipNews((MemberLost("server", 1, "b", "silent", will_return=True), moved(new))))
     assert standing.servers[1] == new
     assert standing.lost == {}
     newer = ServerInfo(0, "10.0.0.4:6000", 14, "d")
     standing.events.clear()
     standing.take(ServerList((newer, new)))  # of a scheduler that was started again: the news was missed
     assert standing.servers == {0: newer, 1: new}
-    assert standing.events == [ServerMoved(newer)]
+    assert standing.events == [moved(newer)]
 
 
 def test_the_end_of_the_job_ends_waiting() -> None:
@@ -158,7 +171,7 @@ def test_the_end_of_the_job_ends_waiting() -> None:
 
 def test_a_job_that_ends_before_all_have_come_has_missed_its_start() -> None:
     standing = JobView(ME, is_loss_fatal=True)
-    standing.take(NodeAssigned(1, is_recovery=False, job=JOB))
+    standing.take(MemberAssigned(1, is_recovery=False, job=JOB))
     standing.take(MembershipNews((JobEnded(1, "worker 2 did not come in time", is_late=True, workers=(2,)),)))
     assert isinstance(standing.failure, DeadlineError)
     assert standing.failure.ranks == (2,)
@@ -166,14 +179,13 @@ def test_a_job_that_ends_before_all_have_come_has_missed_its_start() -> None:
 
 def test_answers_are_kept() -> None:
     standing = placed()
-    answer = MissingReply((0, 2), ())
+    answer = StatusReply((0, 2), (), 3.0, 2)
     standing.take(answer)
-    standing.take(SilentReply(3.0, 2))
-    assert (standing.missing, standing.silent) == (answer, {3.0: 2})
+    assert standing.status == {3.0: answer}
 
 
 def test_nodes_in_words() -> None:
-    assert format_nodes((2,), ()) == "worker 2"
-    assert format_nodes((3, 0, 2), (1,)) == "workers 0, 2 and 3, server 1"
-    assert format_nodes((), (0, 1)) == "servers 0 and 1"
-    assert format_nodes((), ()) == ""
+    assert format_members(workers=(2,), servers=()) == "worker 2"
+    assert format_members(workers=(3, 0, 2), servers=(1,)) == "workers 0, 2 and 3, server 1"
+    assert format_members(workers=(), servers=(0, 1)) == "servers 0 and 1"
+    assert format_members(workers=(), servers=()) == ""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from tests.unit.kv.scheduler_simulator import play
+from tests.unit.cluster.membership_simulator import play
 
 _REPLAY = os.environ.get("REIGEN_SIM_SEED")
 

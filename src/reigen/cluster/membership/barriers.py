@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from reigen.kv.membership.messages import AbandonBarrier, BarrierBroken, BarrierDone, EnterBarrier
+from reigen.cluster.membership.messages import BarrierOver, EnterBarrier
 
 #: Names of barriers in one job, and broken ones of one name that are remembered for those who come late.
 MAX_BARRIERS = 1024
@@ -18,13 +18,13 @@ class _Barrier:
     Attributes:
         entered: how often each worker has.
         num_over: how often all have, or one has given up.
-        broken: what is told of those that were given up, as long as somebody may come to them.
+        broken: what is outcomes of those that were given up, as long as somebody may come to them.
         waiting: by worker: for which of its times it waits for an answer; no empty ones.
     """
 
     entered: dict[int, int] = field(default_factory=dict)
     num_over: int = 0
-    broken: dict[int, BarrierBroken] = field(default_factory=dict)
+    broken: dict[int, BarrierOver] = field(default_factory=dict)
     waiting: dict[int, set[int]] = field(default_factory=dict)
 
 
@@ -37,20 +37,20 @@ class BarrierTable:
     def __init__(self) -> None:
         self._barriers: dict[str, _Barrier] = {}
         #: workers that do not want to wait any more, by names
-        self._giving_up: dict[tuple[int, str], AbandonBarrier] = {}
+        self._giving_up: dict[tuple[int, str], EnterBarrier] = {}
         #: names for which something has changed since the last `complete`, and who was needed then
         self._changed: set[str] = set()
         self._needed: frozenset[int] = frozenset()
 
     def accepts(self, name: str) -> bool:
-        """Whether one more may be known."""
+        """Return whether the table has a place for a name."""
         return name in self._barriers or len(self._barriers) < MAX_BARRIERS
 
-    def hear(self, worker: int, message: EnterBarrier | AbandonBarrier, needed: Collection[int]) -> None:
+    def hear(self, worker: int, message: EnterBarrier, needed: Collection[int]) -> None:
         """A worker enters, gives up, or says again how one ended. Answers come from the next `complete`, or a later."""
         name, sequence = message.name, message.sequence
         one = self._named(name)
-        if not message.is_over and isinstance(message, AbandonBarrier):
+        if not message.is_over and message.is_abandoned:
             self._giving_up[worker, name] = message
             return
         one.entered[worker] = max(one.entered.get(worker, 0), sequence)
@@ -58,41 +58,39 @@ class BarrierTable:
             one.waiting.setdefault(worker, set()).add(sequence)
         else:
             one.num_over = max(one.num_over, sequence)
-            if isinstance(message, AbandonBarrier):
+            if message.is_abandoned:
                 self._break(worker, message, needed)
 
-    def complete(
-        self, needed: Collection[int], *, all_known: bool = True
-    ) -> list[tuple[int, BarrierDone | BarrierBroken]]:
-        """What is over now and was not told, for whom.
+    def complete(self, needed: Collection[int], *, all_known: bool = True) -> list[tuple[int, BarrierOver]]:
+        """Return barriers that are over now and were not announced, each with its worker.
 
         Args:
             needed: workers without which no barrier is done.
             all_known: it is known of all workers where they are. Otherwise one may have passed a barrier that another
                 wants to give up, and nothing is given up.
         """
-        told = self._complete(needed)
+        outcomes = self._complete(needed)
         if self._giving_up and all_known:
             for (worker, name), message in self._giving_up.items():
                 self.hear(worker, EnterBarrier(name, message.sequence), needed)
-            told += self._complete(needed)
+            outcomes += self._complete(needed)
             for (worker, name), message in self._giving_up.items():
                 if message.sequence > self._barriers[name].num_over:
                     self._barriers[name].num_over = message.sequence
                     self._break(worker, message, needed)
             self._giving_up.clear()
-            told += self._complete(needed)
-        return told
+            outcomes += self._complete(needed)
+        return outcomes
 
-    def _break(self, worker: int, message: AbandonBarrier, needed: Collection[int]) -> None:
+    def _break(self, worker: int, message: EnterBarrier, needed: Collection[int]) -> None:
         name, sequence = message.name, message.sequence
         one = self._named(name)
-        one.broken.setdefault(sequence, BarrierBroken(name, sequence, worker, self.missing(name, sequence, needed)))
+        one.broken.setdefault(sequence, BarrierOver(name, sequence, worker, self.missing(name, sequence, needed)))
         if len(one.broken) > MAX_BARRIERS:
             del one.broken[min(one.broken)]
 
-    def _complete(self, needed: Collection[int]) -> list[tuple[int, BarrierDone | BarrierBroken]]:
-        told: list[tuple[int, BarrierDone | BarrierBroken]] = []
+    def _complete(self, needed: Collection[int]) -> list[tuple[int, BarrierOver]]:
+        outcomes: list[tuple[int, BarrierOver]] = []
         names = self._changed if self._needed == frozenset(needed) else set(self._barriers)
         self._changed, self._needed = set(), frozenset(needed)
         for name in sorted(names) if needed else ():
@@ -101,24 +99,24 @@ class BarrierTable:
             one.num_over = max(one.num_over, lowest)
             for worker in sorted(one.waiting):
                 over = sorted(sequence for sequence in one.waiting[worker] if sequence <= one.num_over)
-                told += [(worker, one.broken.get(sequence) or BarrierDone(name, sequence)) for sequence in over]
+                outcomes += [(worker, one.broken.get(sequence) or BarrierOver(name, sequence)) for sequence in over]
                 one.waiting[worker].difference_update(over)
             one.waiting = {worker: sequences for worker, sequences in one.waiting.items() if sequences}
             lowest = min([lowest, *one.entered.values()])  # one that is lost now may come back
             one.broken = {sequence: what for sequence, what in one.broken.items() if sequence >= lowest}
-        return told
+        return outcomes
 
     def missing(self, name: str, sequence: int, needed: Collection[int]) -> tuple[int, ...]:
-        """Whom the barrier waits for, ascending."""
+        """Return the workers that the barrier waits for, ascending."""
         entered = self._named(name).entered
         return tuple(sorted(worker for worker in needed if entered.get(worker, 0) < sequence))
 
     def over(self) -> tuple[tuple[str, int], ...]:
-        """How often each is over, by name."""
+        """Return how often each barrier is over, by name."""
         return tuple(sorted((name, one.num_over) for name, one in self._barriers.items() if one.num_over))
 
     def forget(self, worker: int) -> None:
-        """As if the worker had never come."""
+        """Forget a worker: it may come for the first time."""
         for one in self._barriers.values():
             one.entered.pop(worker, None)
             one.waiting.pop(worker, None)

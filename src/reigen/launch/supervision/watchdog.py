@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable
 
 from reigen.errors import LaunchError, ReigenError
-from reigen.launch.process_tree import become_subreaper, kill_all_below, signal_name
+from reigen.launch.supervision.process_tree import become_subreaper, kill_all_below, signal_name
 from reigen.resources.limits import explain_limit
 
 #: Signals that ask a job to stop. SIGHUP only where it is not ignored: nohup(1) says that it shall not matter.

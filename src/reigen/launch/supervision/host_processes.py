@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import IO, Protocol
 
 from reigen.errors import LaunchError
-from reigen.launch.event_loop import LauncherLoop
 from reigen.launch.job_state import KILLED_EXIT_CODES
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.payload import InheritedDescriptors
-from reigen.launch.process_tree import find_descendants, reap_orphans, signal_all_below
 from reigen.launch.ps_processes import ATTEMPT_VARIABLE
-from reigen.launch.spawn import spawn_process
+from reigen.launch.supervision.event_loop import LauncherLoop
+from reigen.launch.supervision.process_tree import find_descendants, reap_orphans, signal_all_below
+from reigen.launch.supervision.spawn import spawn_process
 from reigen.resources.limits import explain_limit
 from reigen.resources.oom import OomMonitor
 

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 from typing import Self
 
-from reigen.launch.watchdog import STOP_SIGNALS
+from reigen.launch.supervision.watchdog import STOP_SIGNALS
 from reigen.net.event_loop import EventLoop
 
 
@@ -20,7 +20,7 @@ class LauncherLoop(EventLoop):
     """Event loop of one thread, and a context manager.
 
     Args:
-        lifeline: see ``launch.watchdog``; None where there is no watchdog.
+        lifeline: see ``launch.supervision.watchdog``; None where there is no watchdog.
         on_signal: called with the number of a signal that asks to stop, sent to this process or to its watchdog.
         on_orphaned: called when the watchdog has gone.
     """

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from reigen.errors import LaunchError
 from reigen.launch.local_plan import ProcessSpec
-from reigen.launch.process_tree import dies_with_parent
+from reigen.launch.supervision.process_tree import dies_with_parent
 from reigen.resources.limits import explain_limit, find_limit
 
 

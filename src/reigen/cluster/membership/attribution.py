@@ -1,0 +1,78 @@
+"""Attribution of failures that happen at one time: which members are lost of themselves, and which follow them. Pure.
+
+When a process dies, its peers notice broken connections and give up (Abort), and the service may hear that first. Also
+the ranks of a host that crashes do not end at one moment. So where a role's policy says so, a loss or an abort is held
+for a moment. What was held is then told together: losses first, one event for each host, in the order in which hosts
+lost their first member; then the first abort; then who left. Nothing is held when a host has no member left that could
+follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import msgspec
+
+from reigen.cluster.membership.members import NEVER, Member, MemberState
+from reigen.cluster.membership.messages import MemberLeft, MemberLost, MembershipEvent
+
+
+class HeldEvents:
+    """Events of one job that are held.
+
+    Args:
+        members: all of the job.
+
+    Attributes:
+        until: when to tell them; `NEVER`: nothing is held.
+    """
+
+    def __init__(self, members: Collection[Member]) -> None:
+        self._members, self.until = members, NEVER
+        self._losses: dict[str, list[tuple[Member, MemberLost]]] = {}
+        self._events: list[MembershipEvent] = []
+
+    def __contains__(self, event: MembershipEvent) -> bool:
+        return event in self._events or any(loss == event for some in self._losses.values() for _, loss in some)
+
+    def add_loss(self, member: Member, loss: MemberLost, now: float) -> list[MembershipEvent]:
+        """Add a loss; returns events to announce now."""
+        if not member.policy.hold_seconds:
+            return [loss]
+        self.until = min(self.until, now + member.policy.hold_seconds)
+        self._losses.setdefault(member.machine, []).append((member, loss))
+        return []
+
+    def add(self, event: MembershipEvent, until: float = NEVER) -> list[MembershipEvent]:
+        """Add a departure, or an abort with the time until which to hold it; returns events to announce now."""
+        self.until = min(self.until, until)
+        if self.until == NEVER:
+            return [event]
+        self._events.append(event)
+        return []
+
+    def release(self, now: float = NEVER) -> list[MembershipEvent]:
+        """Return the events that are due, in order."""
+        followers = (member for machine in self._losses for member in self.of_host(machine))
+        all_are_lost = bool(self._losses) and not any(member.state is MemberState.PRESENT for member in followers)
+        if now < self.until and not all_are_lost:
+            return []
+        released: list[MembershipEvent] = []
+        for machine, losses in self._losses.items():
+            first, *others = (loss for _, loss in losses)
+            loss = msgspec.structs.replace(
+                first,
+                others=tuple(sorted(other.number for other in others)),
+                is_whole_host=1 < len(losses) == len(list(self.of_host(machine))),
+                is_silent=first.is_silent or any(other.is_silent for other in others),
+            )
+            for member, _ in losses:
+                member.loss = loss
+            released.append(loss)
+        released += sorted(self._events, key=lambda event: isinstance(event, MemberLeft))
+        self._losses, self._events, self.until = {}, [], NEVER
+        return released
+
+    def of_host(self, machine: str) -> Iterator[Member]:
+        """Return the members that have been on one host."""
+        return (one for one in self._members if one.state is not MemberState.ABSENT and one.machine == machine)

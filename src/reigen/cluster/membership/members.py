@@ -1,0 +1,203 @@
+"""Members of a job, and the policies in which their roles differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import MappingProxyType
+
+from reigen.cluster.membership.messages import (
+    MemberLeft,
+    MemberLost,
+    MemberReturned,
+    MemberRole,
+    RegisterMember,
+    ServerInfo,
+)
+
+NEVER = math.inf
+
+#: Names a connection.
+ConnectionId = Hashable
+
+
+class LossPolicy(Enum):
+    """Consequence of a member's loss for the others; for workers the words of REIGEN_KV_ON_WORKER_LOSS."""
+
+    #: they cannot go on, and it cannot come back
+    ABORT = "abort"
+    #: they go on without it
+    CONTINUE = "continue"
+    #: they wait for it, or for another process in its place
+    WAIT = "wait"
+
+
+@dataclass(frozen=True)
+class RolePolicy:
+    """Policy for the members of one role. Times are in seconds.
+
+    Attributes:
+        count: how many there are.
+        on_loss: what becomes of the others if one is lost.
+        return_seconds: how long a lost one is awaited, under WAIT.
+        start_seconds: how long, from the first member's coming, for one that has not come.
+        reconnect_seconds: how long one may take to connect again; 0: the end of its connection is its own.
+        heartbeat_timeout_seconds: how long it may say nothing; infinite if it sends no heartbeats.
+        hold_seconds: how long a loss is held for others at the same time, so that they are told together.
+    """
+
+    count: int
+    on_loss: LossPolicy = LossPolicy.ABORT
+    return_seconds: float = NEVER
+    start_seconds: float = NEVER
+    reconnect_seconds: float = 0.0
+    heartbeat_timeout_seconds: float = NEVER
+    hold_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """Roles of a job, and their policies.
+
+    Attributes:
+        roles: its members.
+        return_seconds: how long others wait, once all workers have left or are lost, for a process in place of a lost
+            one; and for all members after a restart of the service.
+    """
+
+    roles: Mapping[MemberRole, RolePolicy]
+    return_seconds: float = 30.0
+
+    @property
+    def counts(self) -> dict[MemberRole, int]:
+        """Return how many members there are of each role."""
+        return {role: policy.count for role, policy in self.roles.items()}
+
+
+#: How long the death of a rank, or its giving up, is held for what went wrong at the same time.
+RANK_HOLD_SECONDS = 0.25
+#: How long a worker or a server may take to connect again.
+RECONNECT_GRACE_SECONDS = 1.0
+
+
+def rank_job(size: int) -> JobSpec:
+    """Specify a job of ranks: each has one connection, whose end is its own, and does not come back."""
+    return JobSpec(MappingProxyType({"rank": RolePolicy(size, hold_seconds=RANK_HOLD_SECONDS)}))
+
+
+def parameter_server_job(
+    num_workers: int,
+    num_servers: int,
+    *,
+    policy: LossPolicy = LossPolicy.ABORT,
+    servers_return: bool = False,
+    heartbeat_timeout_seconds: float = 20.0,
+    return_seconds: float = 30.0,
+    start_seconds: float = 30.0,
+    deadline_seconds: float = 600.0,
+) -> JobSpec:
+    """Specify a job of workers, under a policy for their losses, and servers, which return where they have snapshots.
+
+    Times are of `RolePolicy`; ``start_seconds`` and ``return_seconds`` of servers, ``deadline_seconds`` of workers.
+    """
+    workers = RolePolicy(
+        num_workers,
+        policy,
+        start_seconds=deadline_seconds,
+        reconnect_seconds=RECONNECT_GRACE_SECONDS,
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
+    )
+    servers = RolePolicy(
+        num_servers,
+        LossPolicy.WAIT if servers_return else LossPolicy.ABORT,
+        return_seconds,
+        start_seconds,
+        RECONNECT_GRACE_SECONDS,
+        heartbeat_timeout_seconds,
+    )
+    return JobSpec(MappingProxyType({"worker": workers, "server": servers}), return_seconds)
+
+
+class MemberState(Enum):
+    """State of a member."""
+
+    #: has not come yet
+    ABSENT = auto()
+    #: connected, or may connect again
+    PRESENT = auto()
+    LOST = auto()
+    LEFT = auto()
+    #: has said that it cannot go on: its end is no loss
+    ABORTED = auto()
+
+
+@dataclass(slots=True)
+class Member:
+    """Place in the job, and the process that has it.
+
+    Attributes:
+        owner: its connection, None where there is none.
+        heard_at: when something was heard of it last.
+        until: when something follows from its silence, whatever state it is in.
+        loss: what others hear of it, in state LOST.
+        lost_at: since when it is.
+        replacement: another process that has come for the place.
+        is_missed: it has not come to this service yet, and others believe that it is lost.
+    """
+
+    role: MemberRole
+    number: int
+    policy: RolePolicy
+    state: MemberState = MemberState.ABSENT
+    owner: ConnectionId | None = None
+    host: str = ""
+    machine: str = ""
+    address: str = ""
+    incarnation: int = 0
+    is_recovery: bool = False
+    heard_at: float = -NEVER
+    until: float = NEVER
+    loss: MemberLost | None = None
+    lost_at: float = 0.0
+    replacement: tuple[ConnectionId, RegisterMember] | None = None
+    is_missed: bool = False
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.role} {self.number}"
+
+    @property
+    def server_info(self) -> ServerInfo:
+        """Describe a server for workers."""
+        return ServerInfo(self.number, self.address, self.incarnation, self.host)
+
+    @property
+    def left_event(self) -> MemberLeft:
+        """Make the event of its departure."""
+        return MemberLeft(self.role, self.number, self.host)
+
+    @property
+    def return_event(self) -> MemberReturned:
+        """Make the event of its return."""
+        return MemberReturned(self.role, self.number, self.host, self.incarnation, self.address)
+
+    @property
+    def loss_reason(self) -> str:
+        """Return how its loss was noticed."""
+        return "" if self.loss is None else self.loss.reason
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether it is lost, and its place stays empty."""
+        if self.loss is None or self.policy.on_loss is LossPolicy.CONTINUE:
+            return False
+        return not self.loss.will_return
+
+    @property
+    def is_needed(self) -> bool:
+        """Return whether others cannot go on without it now."""
+        is_optional = self.state is MemberState.LOST and self.policy.on_loss is LossPolicy.CONTINUE
+        return self.state is not MemberState.LEFT and not is_optional

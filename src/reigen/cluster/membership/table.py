@@ -1,0 +1,730 @@
+"""Membership table of a job, as its service keeps it: messages go in, replies to connections come out.
+
+No I/O, no clock. The messages and events stand in `reigen.cluster.membership.messages`; in which the roles differ, in
+`reigen.cluster.membership.members`. Ranks have one connection each and do not come back, so of what follows only A, C,
+E, J and K are theirs.
+
+The protocol
+------------
+A. *Numbers.* A member says its number where it was given one (its rank, its task number), and gets it; else the lowest
+   that nobody has had, in the order of arrival. What makes no sense is refused.
+B. *Start.* When all servers have come for the first time, every member that is there is told where they are, and every
+   one that comes later at once. A process that is lost (C) before that is forgotten, as if it had not come. Servers
+   that do not come, and later workers, end the job when the time for it is over. No time counts for anything in which
+   the service itself did not run: what others said meanwhile is still to be read.
+C. *Loss.* A connection that ends without Leave or Abort may be made again within its role's time for that, if there is
+   any; then the member counts as lost, and at once if another process comes for its number. A member that says nothing
+   for the heartbeat's timeout counts as lost, too. All are told (`MemberLost`).
+D. *Return.* A lost member that says something is there again, the same process; another process that registers for the
+   number of a lost one takes its place (``is_recovery``) and goes on with barriers where the others are. All are told:
+   `MemberReturned`. One that was away says whom it holds for lost (`RegisterMember.lost`), and hears
+   which of them have returned. But where a loss is final (a rank, a worker under abort, a server that is not started
+   again, or not in time) it is refused. While the process that has the number is connected, and may be dead without
+   anybody's knowing, another that comes for it waits for a sign of life, or the end, of the first.
+E. *Leaving.* All are told of a member that leaves (`MemberLeft`). It is not waited for any more, nor does it come back.
+F. *Barriers.* A barrier is done for the n-th time when every worker has entered it n times, but those that have left or
+   are lost and not awaited. If one of them gives it up before, it is broken for that time, and all are told so that
+   are there, or come to it later: nobody passes a barrier at which another has failed. Entering again is answered
+   again.
+G. *End.* When all workers have left, the job is over with exit code 0; when all have left or are lost, and nobody came
+   in their place, with another one (under continue: if none has left): `WORKERS_LOST_EXIT_CODE` if it was a worker
+   that was lost first, else 1. All are told (`JobEnded`), and whoever comes later is refused.
+   After a restart (H) that waits for those who have not come back: they are to be told, too.
+H. *Restart of the service.* Members connect again and say what they were told before (`RegisterMember.is_known`): their
+   numbers, the epoch, and which workers have left; how often they have entered which barriers, and how these ended. A
+   server that is started again, too, says what its snapshots tell (`RegisterMember.saved`). That is all there is to
+   know. Who has not come ``return_seconds`` after the first of them counts as lost, and barriers are not given up
+   before. Processes that are not known then take places of lost ones: that one comes for the first time, nobody can
+   tell. (That one does not, its launcher can: `RegisterMember.is_restart`.)
+   Where there may be members that know the job, unknown processes wait for the first of those, until
+   ``known_first_until``: they would be taken for the first ones of a new job. They do not wait when unknown ones have
+   come for all places: nobody is left who knows. One that was told no number waits until it is clear which are free.
+I. *Other jobs.* A job has a number: it follows from its secret, where a launcher made that for it alone; else its first
+   service chose it. Of the latter kind, a service to which a known process comes first goes on with that one's job;
+   one to which an unknown process comes first, that need not wait (H), has a new job, whatever was saved of earlier
+   ones. Processes of any other job are refused. Where a job goes on, and servers cannot return, an unknown server is
+   refused, too: what it comes for is a new job on the same port and with the same secret, while processes of the old
+   one still run.
+J. *Epochs.* Every change of who is there has a number, one more than the one before it, and everybody is told the
+   latest with what it hears. A service that is started again goes on behind the latest of which a member has heard.
+K. *Attribution.* What goes wrong at one time is held for a moment, and told in the order of cause and effect
+   (`reigen.cluster.membership.attribution`). A connection that ends because its host is *silent* (the kernel got no
+   answer in time) stands for all members of that host. Only the first abort is told: it ends everybody's waiting, and
+   those that come later follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import structs
+
+from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
+from reigen.cluster.membership.abort_message import AbortMessage
+from reigen.cluster.membership.attribution import HeldEvents
+from reigen.cluster.membership.barriers import MAX_BARRIERS, BarrierTable
+from reigen.cluster.membership.members import (
+    NEVER,
+    ConnectionId,
+    JobSpec,
+    LossPolicy,
+    Member,
+    MemberState,
+    rank_job,
+)
+from reigen.cluster.membership.messages import (
+    MAX_BARRIER_NAME_BYTES,
+    EnterBarrier,
+    JobEnded,
+    LeaveJob,
+    MemberAborted,
+    MemberAssigned,
+    MemberLost,
+    MemberMessage,
+    MemberRefused,
+    MemberRole,
+    MembershipEvent,
+    MembershipNews,
+    MembershipReply,
+    RegisterMember,
+    ServerList,
+    StatusQuery,
+    StatusReply,
+    format_members,
+)
+
+#: How late a `tick` may come before others get their time anew.
+_LATE_SECONDS = 1.0
+MAX_GROUPS = 4096
+MAX_SIZE = 1 << 16
+MAX_NAME_BYTES = 512
+MAX_REASON_BYTES = 4096
+#: Events in one message.
+_MAX_EVENTS = 256
+
+OutgoingReplies = list[tuple[ConnectionId, MembershipReply]]
+
+
+class MembershipTable:
+    """Members of one job. An owner names a connection; times are of any steady clock, in seconds.
+
+    Args:
+        spec: what the job was started with.
+        job: its number, if it is a new one, or the only one with its secret; not 0.
+        known_first_until: until when those who know the job may come first (H).
+
+    Attributes:
+        job: its number.
+        epoch: counts changes of who is there.
+        stop: the job is over; None while it is not.
+    """
+
+    def __init__(self, spec: JobSpec, job: int = 1, known_first_until: float = -NEVER) -> None:
+        self.spec, self.job, self.epoch = spec, job, 0
+        self._known_first_until = known_first_until
+        #: unknown processes that wait for others (H), in the order of arrival
+        self._waiting: dict[ConnectionId, RegisterMember] = {}
+        self.stop: JobEnded | None = None
+        self._members: dict[tuple[MemberRole, int], Member] = {
+            (role, number): Member(role, number, policy)
+            for role, policy in spec.roles.items()
+            for number in range(policy.count)
+        }
+        self._member_of: dict[ConnectionId, Member] = {}
+        #: other connections of processes that have made several
+        self._duplicate_connections: dict[ConnectionId, Member] = {}
+        #: somebody has been here (B); all servers have (B); some member had been told its number before (H)
+        self._is_begun = self._is_open = self._is_restarted = False
+        #: and all servers had come by then (I)
+        self._goes_on = False
+        self._barriers = BarrierTable()
+        #: incarnations of processes to which this service, and none before it, has given their places
+        self._assigned: set[int] = set()
+        #: since all workers have left or are lost, some of them awaited: until when
+        self._awaited_until = NEVER
+        self._held = HeldEvents(self._members.values())
+        #: the one that is told (K)
+        self._abort: MemberAborted | None = None
+        self._now = -NEVER
+        self._due = NEVER
+        self._replies: OutgoingReplies = []
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def handle(self, owner: ConnectionId, message: MemberMessage, now: float) -> OutgoingReplies:
+        """Handle a connection's message; returns replies, to be sent in this order.
+
+        A connection that is sent `MemberRefused` is to be closed then.
+        """
+        self._advance(now)
+        if isinstance(message, RegisterMember):
+            self._register(owner, message)
+        elif self.stop is None:
+            if owner in self._duplicate_connections:
+                self._switch_connection(owner)
+            if owner in self._member_of:
+                self._receive(owner, message)
+        return self._finish()
+
+    def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
+        """Handle the end of a connection; ``silent``: its host is not heard of any more."""
+        self._advance(now)
+        for member in self._members.values():
+            if member.replacement is not None and member.replacement[0] == owner:
+                member.replacement = None
+        self._duplicate_connections.pop(owner, None)
+        self._waiting.pop(owner, None)
+        gone = self._member_of.pop(owner, None)
+        if gone is not None:
+            gone.owner = None
+            others = reversed(self._duplicate_connections.items())
+            spare = next((other for other, member in others if member is gone), None)
+            if spare is not None and self.stop is None:
+                self._switch_connection(spare)
+            elif self.stop is None and gone.state is MemberState.PRESENT:
+                self._lose_connection(gone, silent=silent)
+        return self._finish()
+
+    def tick(self, now: float) -> OutgoingReplies:
+        """Handle the passing of time, behind all that has come meanwhile; returns replies."""
+        self._advance(now)
+        self._expire(now)
+        return self._finish()
+
+    def due(self) -> float | None:
+        """Return the time at which to call `tick`; None: an event must come first."""
+        return None if self._due == NEVER else self._due
+
+    def flush(self) -> OutgoingReplies:
+        """Return the events that are held: the service ends."""
+        self._announce(*self._held.release())
+        return self._finish()
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no member has a connection."""
+        return not self._member_of
+
+    # -- registering --------------------------------------------------------------------------------------------------
+
+    def _register(self, owner: ConnectionId, message: RegisterMember) -> None:
+        """Steps A, D, H, I."""
+        if message.is_known and not self._is_begun:
+            self.job = message.job
+        if message.is_known and message.job == self.job:
+            self.epoch = max(self.epoch, message.epoch)
+        if problem := self._problem(owner, message):
+            self._refuse(owner, problem)
+        elif message.is_known:
+            self._admit(owner, message)
+        else:
+            self._waiting[owner] = message
+
+    def _must_wait(self, message: RegisterMember) -> bool:
+        """Step H: whether those who know the job may still come, or whose place a process may have is not clear."""
+        if not self._is_begun and self._now < self._known_first_until:
+            return len(self._waiting) + 1 < len(self._members)
+        if message.number >= 0 or not self._is_restarted:
+            return False
+        mine = self._of_role(message.role)
+        num_absent = sum(member.state is MemberState.ABSENT for member in mine)
+        num_others = sum(one.role == message.role and one.number < 0 for one in self._waiting.values())
+        return num_others + 1 < num_absent and all(member.state is not MemberState.LOST for member in mine)
+
+    def _admit_waiting(self) -> None:
+        """Step H: admit processes that need not wait any more, servers first: they may know the job."""
+        for owner in sorted(self._waiting, key=lambda one: not self._waiting[one].saved):
+            message = self._waiting.pop(owner)
+            if self._must_wait(message):
+                self._waiting[owner] = message
+            else:
+                self._admit(owner, message)
+
+    def _admit(self, owner: ConnectionId, message: RegisterMember) -> None:
+        member = self._choose(message)
+        if member is None:
+            num = self.spec.roles[message.role].count
+            self._refuse(owner, f"all {num} {message.role}(s) of this job are there already")
+            return
+        if message.is_known and message.incarnation not in self._assigned:
+            self._take_history(message.left, goes_on=message.is_open)
+        if not self._is_open:  # else the snapshots are of this service's time
+            for saved in (one for one in message.saved if one.job == self.job):
+                self._take_history(saved.left, goes_on=True)
+        if member.is_final and not member.incarnation:
+            self._refuse(owner, f"{member.name} was given up: {member.loss_reason}")
+        elif member.state is MemberState.ABSENT or (message.is_known and not member.incarnation):
+            recovers = message.is_recovery if message.is_known else self._is_restarted or message.is_restart
+            self._assign_place(owner, member, message, is_recovery=recovers)
+        elif member.incarnation == message.incarnation:
+            self._connect_again(owner, member, message)
+        elif message.is_known:
+            self._refuse(owner, f"another process has become {member.name}")
+        else:
+            self._replace(owner, member, message)
+        if self._member_of.get(owner) is member:
+            self._correct(owner, message)
+            for one in message.barriers if member.role == "worker" else ():
+                self._enter_barrier(owner, one)
+
+    def _correct(self, owner: ConnectionId, message: RegisterMember) -> None:
+        """Step D: tell a member that was away who has returned meanwhile, or will have."""
+        for key in message.lost:
+            believed = self._members.get(key)
+            if believed is not None and believed.state is MemberState.PRESENT:
+                self._send_news([owner], [believed.return_event])
+            elif believed is not None:
+                believed.is_missed = believed.state is MemberState.ABSENT
+
+    def _problem(self, owner: ConnectionId, message: RegisterMember) -> str:
+        """Return why a process cannot be in the job; empty if it can."""
+        role, counts = message.role, self.spec.counts
+        if self.stop is not None:
+            return f"the job is over: {self.stop.reason}"
+        if max(len(name.encode(errors="replace")) for name in (message.host, message.machine)) > MAX_NAME_BYTES:
+            return f"a name is longer than {MAX_NAME_BYTES} bytes"
+        if message.is_known and message.job != self.job:
+            return "the scheduler that it has found serves another job, on the same port and with the same secret"
+        if (
+            owner in self._member_of
+            or owner in self._duplicate_connections
+            or owner in self._waiting
+            or any(member.replacement and member.replacement[0] == owner for member in self._members.values())
+        ):
+            return "this connection has registered before"
+        if message.counts != counts:
+            variables = "" if role == "rank" else " (DMLC_NUM_WORKER, DMLC_NUM_SERVER)"
+            expected = " and ".join(f"{number} {each}(s)" for each, number in message.counts.items())
+            return f"it expects {expected}, but this job has {' and '.join(map(str, counts.values()))}{variables}"
+        if role not in counts or message.number >= counts[role]:
+            return f"there is no {role} {message.number} among {counts.get(role, 0)}"
+        is_lasting = self.spec.roles[role].on_loss is LossPolicy.ABORT
+        if self._goes_on and not message.is_known and role == "server" and is_lasting:
+            return (
+                "this scheduler goes on with a job that has its servers, since a process of it came first, and servers "
+                "without snapshots cannot be replaced. For a new job, end the processes of the old one "
+                f"({', '.join(sorted(f'{one.name} on host {one.host}' for one in self._member_of.values()))}), or take "
+                "another DMLC_PS_ROOT_PORT"
+            )
+        return ""
+
+    def _choose(self, message: RegisterMember) -> Member | None:
+        """Return the place that a process asks for, or gets; None: all are taken."""
+        if message.number >= 0:
+            return self._members[message.role, message.number]
+        mine = self._of_role(message.role)
+        free = [member for member in mine if member.state is MemberState.ABSENT]
+        free += [member for member in mine if member.state is MemberState.LOST]
+        free += [member for member in mine if member.state is MemberState.PRESENT and member.owner is None]
+        return free[0] if free else None
+
+    def _take_history(self, left: tuple[int, ...], *, goes_on: bool) -> None:
+        """Step H: a member knows of the time before this service, or its snapshots do."""
+        self._goes_on = self._goes_on or goes_on
+        if not self._is_restarted:
+            self._is_restarted = True
+            for member in self._members.values():
+                if member.state is MemberState.ABSENT:
+                    member.until = self._now + self.spec.return_seconds
+        for number in left:
+            gone = self._members.get(("rank" if "rank" in self.spec.roles else "worker", number))
+            if gone is not None and gone.state is MemberState.ABSENT:
+                gone.state, gone.until = MemberState.LEFT, NEVER
+
+    def _replace(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
+        """Handle another process that comes for a place that is, or was, taken."""
+        if member.state is MemberState.LEFT:
+            self._refuse(owner, f"{member.name} has left this job before; it cannot come back")
+        elif member.owner is not None and member.state is MemberState.PRESENT:
+            if member.replacement is not None or member.policy.heartbeat_timeout_seconds == NEVER:
+                self._refuse(owner, f"{member.name} is there already, on host {member.host}")
+            else:
+                member.replacement = owner, message
+        else:
+            member.replacement = owner, message
+            self._lose(member, "its process ended")
+
+    def _assign_place(self, owner: ConnectionId, member: Member, message: RegisterMember, *, is_recovery: bool) -> None:
+        """Give a process its place."""
+        is_news = member.state is MemberState.LOST or member.is_missed or (is_recovery and not message.is_known)
+        member.is_missed = False
+        if member.state is MemberState.LOST:
+            self._announce(*self._held.release())  # comes before the return
+        if member.owner is not None:  # a process that is silent; whatever it says now, it is too late
+            self._member_of.pop(member.owner)
+            self._refuse(member.owner, f"another process has become {member.name}")
+        member.state, member.loss, member.is_recovery = MemberState.PRESENT, None, is_recovery
+        member.incarnation = message.incarnation
+        self.epoch += 1
+        self._duplicate_connections = {
+            other: each for other, each in self._duplicate_connections.items() if each is not member
+        }
+        if not message.is_known:
+            self._assigned.add(message.incarnation)
+        barriers = () if message.is_known or not is_recovery else self._barriers.over()
+        self._place(owner, member, message, barriers)
+        if is_news:
+            self._announce(member.return_event)
+        self._send_state(owner)
+
+    def _connect_again(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
+        """Take a new connection of the process that has the place."""
+        if member.is_final:
+            self._refuse(owner, f"it was given up: {member.loss_reason}")
+            return
+        if member.owner is not None:
+            self._duplicate_connections[member.owner] = self._member_of.pop(member.owner)
+        self._place(owner, member, message)
+        self._revive(member)
+        self._send_state(owner)
+
+    def _switch_connection(self, owner: ConnectionId) -> None:
+        """Take another connection of a process for the one that it uses: messages on two came disordered."""
+        member = self._duplicate_connections.pop(owner)
+        if member.owner is not None:
+            self._duplicate_connections[member.owner] = self._member_of.pop(member.owner)
+        member.owner = owner
+        self._member_of[owner] = member
+        self._assign(owner, member)  # so that it says again what it waits for
+        self._send_state(owner)
+
+    def _place(
+        self, owner: ConnectionId, member: Member, message: RegisterMember, barriers: tuple[tuple[str, int], ...] = ()
+    ) -> None:
+        member.owner, member.host, member.address = owner, message.host, message.address
+        member.machine, member.heard_at = message.machine, self._now
+        member.until = (
+            NEVER if member.state is MemberState.LEFT else self._now + member.policy.heartbeat_timeout_seconds
+        )
+        self._member_of[owner] = member
+        if not self._is_begun:  # step B: the others have so much time
+            self._is_begun = True
+            for other in self._members.values():
+                if other.state is MemberState.ABSENT and not self._is_restarted:
+                    other.until = self._now + other.policy.start_seconds
+        self._assign(owner, member, barriers)
+
+    def _assign(self, owner: ConnectionId, member: Member, barriers: tuple[tuple[str, int], ...] = ()) -> None:
+        self._reply(owner, MemberAssigned(member.number, member.is_recovery, self.job, self.epoch, barriers))
+
+    def _send_state(self, newcomer: ConnectionId) -> None:
+        """Step B: send the list of servers to one member, or all; and past events to one."""
+        servers = self._of_role("server")
+        receivers = [newcomer] if self._is_open else []
+        if not self._is_open and all(server.incarnation for server in servers):
+            self._is_open, receivers = True, list(self._member_of)
+        for owner in receivers if servers else ():
+            self._reply(owner, ServerList(tuple(server.server_info for server in servers)))
+        together: dict[MemberLost | None, list[Member]] = {}
+        for member in self._lost():
+            together.setdefault(member.loss, []).append(member)
+        past: list[MembershipEvent | None] = []
+        for loss, (first, *others) in together.items():  # but those that have returned
+            assert loss is not None
+            numbers = tuple(sorted(other.number for other in others))
+            past.append(structs.replace(loss, number=first.number, incarnation=first.incarnation, others=numbers))
+        past.append(self._abort)
+        past += [one.left_event for one in self._members.values() if one.state is MemberState.LEFT]
+        self._send_news([newcomer], [event for event in past if event is not None and event not in self._held])
+
+    # -- signs of life, and their absence -----------------------------------------------------------------------------
+
+    def _receive(self, owner: ConnectionId, message: MemberMessage) -> None:
+        member = self._member_of[owner]
+        if member.is_final:
+            self._refuse(owner, f"it was given up: {member.loss_reason}")
+            return
+        self._revive(member)
+        if isinstance(message, LeaveJob) and member.state is MemberState.PRESENT:
+            member.state, member.until = MemberState.LEFT, NEVER
+            self._announce(*self._held.add(member.left_event))
+        elif isinstance(message, AbortMessage) and member.role == "rank" and member.state is MemberState.PRESENT:
+            member.state = MemberState.ABORTED
+            if self._abort is None:
+                self._abort = MemberAborted(member.role, member.number, member.host, _truncate_abort(message))
+                self._announce(*self._held.add(self._abort, self._now + member.policy.hold_seconds))
+        elif isinstance(message, EnterBarrier) and member.role == "worker":
+            self._enter_barrier(owner, message)
+        elif isinstance(message, StatusQuery):
+            members, since = self._members.values(), self._now - message.seconds
+            silent = [m for m in members if m.state is MemberState.PRESENT and m.heard_at < since]
+            num_lost = sum(m.state is MemberState.LOST for m in members)
+            self._reply(owner, StatusReply(*self.absent(), message.seconds, len(silent) + num_lost))
+
+    def _revive(self, member: Member) -> None:
+        """Take a sign of life of the process that has the place."""
+        member.heard_at = self._now
+        if member.replacement is not None:
+            claimant, member.replacement = member.replacement[0], None
+            self._refuse(claimant, f"{member.name} is there already, on host {member.host}")
+        if member.state is MemberState.LOST:
+            self._announce(*self._held.release())
+            member.state, member.loss = MemberState.PRESENT, None
+            self._announce(member.return_event)
+        if member.state is MemberState.PRESENT:
+            member.until = self._now + member.policy.heartbeat_timeout_seconds
+
+    def _lose_connection(self, member: Member, *, silent: bool) -> None:
+        """Steps C, K: the connection of a member has ended."""
+        if member.policy.reconnect_seconds and member.replacement is None:
+            member.until = self._now + member.policy.reconnect_seconds
+            return
+        is_host = silent and member.policy.hold_seconds > 0
+        for each in list(self._held.of_host(member.machine)) if is_host else [member]:
+            if each.state is MemberState.PRESENT:
+                self._lose(each, "its host is silent" if is_host else "its process ended", is_silent=is_host)
+
+    def _lose(self, member: Member, reason: str, *, is_silent: bool = False) -> None:
+        """Steps B, C, D: the process that has the place is gone, or as good as."""
+        claimant, member.replacement = member.replacement, None
+        if member.state is MemberState.PRESENT and not self._is_open and not self._is_restarted:
+            self._forget(member)
+        elif member.state is not MemberState.LOST:
+            member.state, member.lost_at = MemberState.LOST, self._now
+            self._report_loss(member, reason, is_awaited=True, is_silent=is_silent)
+        if claimant is not None and member.is_final:
+            self._refuse(claimant[0], f"{member.loss}; this job does not go on without it")
+        elif claimant is not None:
+            owner, message = claimant
+            self._assign_place(
+                owner, member, message, is_recovery=member.state is MemberState.LOST or message.is_restart
+            )
+
+    def _report_loss(self, member: Member, reason: str, *, is_awaited: bool, is_silent: bool = False) -> None:
+        policy, will_return = member.policy, is_awaited and member.policy.on_loss is LossPolicy.WAIT
+        member.until = self._now + policy.return_seconds if will_return else NEVER
+        member.loss = MemberLost(
+            member.role, member.number, member.host, reason, will_return, member.incarnation, is_silent=is_silent
+        )
+        self._announce(*self._held.add_loss(member, member.loss, self._now))
+
+    def _forget(self, member: Member) -> None:
+        """Step B: as if it had not come."""
+        if member.owner is not None:
+            self._member_of.pop(member.owner)
+            self._refuse(member.owner, "nothing was heard of it")
+        if member.role == "worker":
+            self._barriers.forget(member.number)
+        member.state, member.owner, member.incarnation = MemberState.ABSENT, None, 0
+        member.until = self._now + member.policy.start_seconds
+
+    def _expire(self, now: float) -> None:
+        """Handle times that are over."""
+        if self.stop is None and self._awaited_until <= now:
+            reason = "all workers have left or are lost, and nobody came in their place"
+            self._end(JobEnded(WORKERS_LOST_EXIT_CODE, reason))
+        for member in list(self._members.values()):
+            if self.stop is not None or member.until > now:
+                continue
+            if member.state is MemberState.PRESENT and member.owner is None:
+                self._lose(member, "its process ended")
+            elif member.state is MemberState.PRESENT:
+                self._lose(member, f"nothing was heard of it for {member.policy.heartbeat_timeout_seconds:g} s")
+            elif member.state is MemberState.LOST:
+                reason = f"nobody came in its place within {member.policy.return_seconds:g} s"
+                self._report_loss(member, reason, is_awaited=False)
+            elif self._is_restarted:
+                self._lose(member, f"it did not come back within {self.spec.return_seconds:g} s")
+            else:
+                self._give_up_waiting()
+
+    def _give_up_waiting(self) -> None:
+        """Step B: the time for the start is over."""
+        workers, servers = self.absent()
+        reason = (
+            f"{format_members(workers=workers, servers=servers)} did not come in time: after the first process, "
+            f"servers are waited for {self.spec.roles['server'].start_seconds:g} s (REIGEN_START_TIMEOUT), workers "
+            f"{self.spec.roles['worker'].start_seconds:g} s (REIGEN_DEADLINE)"
+        )
+        self._end(JobEnded(1, reason, is_late=True, workers=workers))
+
+    # -- barriers -----------------------------------------------------------------------------------------------------
+
+    def _enter_barrier(self, owner: ConnectionId, message: EnterBarrier) -> None:
+        """Step F."""
+        name = message.name
+        if len(name.encode(errors="replace")) > MAX_BARRIER_NAME_BYTES or not self._barriers.accepts(name):
+            self._refuse(
+                owner, f"more than {MAX_BARRIERS} barriers, or a name of more than {MAX_BARRIER_NAME_BYTES} bytes"
+            )
+        else:
+            self._barriers.hear(self._member_of[owner].number, message, self._needed())
+
+    def _needed(self) -> list[int]:
+        return [member.number for member in self._of_role("worker") if member.is_needed]
+
+    def _of_role(self, role: MemberRole) -> list[Member]:
+        return [member for member in self._members.values() if member.role == role]
+
+    def _complete(self) -> None:
+        """Answer at barriers that are over now: all have come, or one has given up."""
+        all_known = not self._is_restarted or all(
+            one.state is not MemberState.ABSENT for one in self._of_role("worker")
+        )
+        for number, outcome in self._barriers.complete(self._needed(), all_known=all_known):
+            owner = self._members["worker", number].owner
+            if owner is not None:
+                self._reply(owner, outcome)
+
+    def absent(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Workers and servers that have not come yet, or are lost."""
+        states = {MemberState.ABSENT, MemberState.LOST}
+        workers, servers = (
+            tuple(member.number for member in self._of_role(role) if member.state in states) for role in self.spec.roles
+        )
+        return workers, servers
+
+    # -- news of all ---------------------------------------------------------------------------------------------------
+
+    def _lost(self) -> list[Member]:
+        """Members that are lost; the first of them is the reason for others."""
+        return sorted((one for one in self._members.values() if one.loss is not None), key=lambda one: one.lost_at)
+
+    def _announce(self, *events: MembershipEvent) -> None:
+        """Step J."""
+        self.epoch += len(events)
+        self._send_news(list(self._member_of), events)
+
+    def _send_news(self, owners: list[ConnectionId], events: Sequence[MembershipEvent]) -> None:
+        for start in range(0, len(events), _MAX_EVENTS):
+            news = MembershipNews(tuple(events[start : start + _MAX_EVENTS]), self.epoch)
+            self._replies += [(owner, news) for owner in owners]
+
+    def _refuse(self, owner: ConnectionId, reason: str) -> None:
+        self._reply(owner, MemberRefused(reason))
+
+    def _reply(self, owner: ConnectionId, answer: MembershipReply) -> None:
+        self._replies.append((owner, answer))
+
+    # -- time, and what follows for all -------------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> None:
+        if now > self._due + _LATE_SECONDS:  # this process did not run
+            lost_seconds = now - self._due
+            self._awaited_until += lost_seconds
+            self._known_first_until += lost_seconds
+            for member in self._members.values():
+                member.until += lost_seconds
+                if member.owner is not None:
+                    member.heard_at = now
+                    fresh = now + member.policy.heartbeat_timeout_seconds
+                    member.until = max(member.until, fresh) if member.state is MemberState.PRESENT else member.until
+        self._now = now
+
+    def _finish(self) -> OutgoingReplies:
+        """Draw the consequences for all; returns replies."""
+        if self._waiting and self.stop is None:
+            self._admit_waiting()
+        self._announce(*self._held.release(self._now))
+        if self.stop is None and "worker" in self.spec.roles:
+            self._complete()
+            self._check_end()
+        times = [self._held.until, self._awaited_until, *(member.until for member in self._members.values())]
+        if self._waiting and not self._is_begun:
+            times.append(self._known_first_until)
+        self._due = NEVER if self.stop is not None else min(times)
+        said, self._replies = self._replies, []
+        return said
+
+    def _check_end(self) -> None:
+        """Step G."""
+        states = {member.state for member in self._of_role("worker")}
+        policy, lost = self.spec.roles["worker"].on_loss, self._lost()
+        final = any(member.is_final for member in lost)
+        is_unheard = self._is_restarted and any(member.state is MemberState.ABSENT for member in self._members.values())
+        if states - {MemberState.LEFT, MemberState.LOST} or is_unheard:  # servers that come back are to hear of it, too
+            self._awaited_until = NEVER
+        elif final or (MemberState.LEFT not in states and policy is LossPolicy.CONTINUE):
+            exit_code = WORKERS_LOST_EXIT_CODE if lost[0].role == "worker" else 1
+            self._end(JobEnded(exit_code, "; ".join(str(member.loss) for member in lost)))
+        elif states == {MemberState.LEFT}:
+            self._end(JobEnded(0, "all workers have left"))
+        elif policy is LossPolicy.CONTINUE:
+            self._end(JobEnded(0, "all workers have left, but for those that were lost"))
+        else:
+            self._awaited_until = min(self._awaited_until, self._now + self.spec.return_seconds)
+
+    def _end(self, stop: JobEnded) -> None:
+        self._announce(stop)
+        self.stop = stop
+        for member in self._members.values():
+            if member.replacement is not None:
+                self._refuse(member.replacement[0], f"the job is over: {stop.reason}")
+                member.replacement = None
+        while self._waiting:
+            self._refuse(self._waiting.popitem()[0], f"the job is over: {stop.reason}")
+
+    def validate(self) -> None:
+        """Assert what must hold between two events."""
+        for owner, member in self._member_of.items():
+            assert member.owner == owner
+            assert self._members[member.role, member.number] is member
+        for member in self._members.values():
+            assert member.owner is None or self._member_of[member.owner] is member
+            assert (member.state is MemberState.LOST) == (member.loss is not None)
+            assert member.replacement is None or (member.state is MemberState.PRESENT and member.owner is not None)
+            assert member.state is not MemberState.ABSENT or member.owner is None
+        assert not self._replies
+        assert not self._duplicate_connections.keys() & self._member_of.keys()
+
+
+class GroupTable:
+    """Jobs of ranks by the names under which they meet, each with a table of its own."""
+
+    def __init__(self) -> None:
+        self._tables: dict[str, MembershipTable] = {}
+        self._table_of: dict[ConnectionId, MembershipTable] = {}
+
+    def handle(self, owner: ConnectionId, message: MemberMessage, now: float) -> OutgoingReplies:
+        """Handle a connection's message; see `MembershipTable.handle`."""
+        table = self._table_of.get(owner)
+        if table is None:
+            if not isinstance(message, RegisterMember):
+                return []
+            if problem := self._problem(message):
+                return [(owner, MemberRefused(problem))]
+            table = self._tables.get(message.group)
+            if table is None:
+                if len(self._tables) >= MAX_GROUPS:  # the oldest one that no rank is in any more makes space
+                    del self._tables[next(name for name, one in self._tables.items() if one.is_empty)]
+                table = self._tables[message.group] = MembershipTable(rank_job(message.counts["rank"]))
+            self._table_of[owner] = table
+        return table.handle(owner, message, now)
+
+    def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
+        """Handle the end of a connection; see `MembershipTable.ended`."""
+        table = self._table_of.pop(owner, None)
+        return [] if table is None else table.ended(owner, now, silent=silent)
+
+    def due(self) -> float | None:
+        """Return the time at which to call `tick`; None: an event must come first."""
+        return min((due for table in self._tables.values() if (due := table.due()) is not None), default=None)
+
+    def tick(self, now: float) -> OutgoingReplies:
+        """Handle the passing of time; returns replies."""
+        return [reply for table in self._tables.values() if table.due() is not None for reply in table.tick(now)]
+
+    def flush(self) -> OutgoingReplies:
+        """Return the events that are held: the service ends."""
+        return [reply for table in self._tables.values() for reply in table.flush()]
+
+    def validate(self) -> None:
+        """Assert what must hold between two events."""
+        for table in self._tables.values():
+            table.validate()
+
+    def _problem(self, message: RegisterMember) -> str:
+        size = message.counts.get("rank", 0)
+        if len(message.group.encode(errors="replace")) > MAX_NAME_BYTES:
+            return f"a name is longer than {MAX_NAME_BYTES} bytes"
+        if set(message.counts) != {"rank"} or not 0 <= message.number < size <= MAX_SIZE:
+            return f"there is no {message.role} {message.number} among {size}"
+        if message.group not in self._tables and len(self._tables) >= MAX_GROUPS:
+            full = not any(table.is_empty for table in self._tables.values())
+            return f"there are {MAX_GROUPS} jobs already" if full else ""
+        return ""
+
+
+def _truncate_abort(abort: AbortMessage) -> AbortMessage:
+    reason = abort.reason.encode(errors="replace")[:MAX_REASON_BYTES].decode(errors="ignore")
+    return structs.replace(abort, reason=reason, kind=abort.kind[:64], ranks=abort.ranks[:MAX_SIZE])
