@@ -22,6 +22,7 @@ from reigen.cluster.membership.rendezvous import RendezvousClient, split_address
 from reigen.config import load_config
 from reigen.errors import ReigenError
 from reigen.net.bulk_connection import BulkConnection
+from reigen.net.event_loop import wait_ready
 from reigen.net.interfaces import choose_address, local_addresses
 from reigen.net.tls import TlsContext
 
@@ -199,13 +200,11 @@ class _PeerMeasurement:
         return place
 
     def _until(self, is_done: Callable[[], bool], events: int) -> None:
-        poll = select.poll()
-        poll.register(self._link.fileno(), events)
         while not is_done():
             remaining = self._deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError(f"the measurement did not end within {_PAIR_SECONDS:g} s")
-            poll.poll(remaining * 1000)
+            wait_ready(self._link, remaining, events)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ two hosts. A launcher's local ranks are not used, since it may count otherwise.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from reigen.cluster.local_peers import process_namespace_id
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError, DeadlineError, PeerLostError, format_ranks
+from reigen.net.event_loop import wait_ready
 
 #: Seconds between looks whether rank 0 still lives.
 _SLICE_SECONDS = 0.2
@@ -197,9 +197,7 @@ def _has_process_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(0))  # also where its end has not been waited for
+        return wait_ready(fd)  # also where its end has not been waited for
     finally:
         os.close(fd)
 

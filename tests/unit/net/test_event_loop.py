@@ -69,6 +69,17 @@ def test_both_directions_are_told_apart_and_may_change(loop, pair):
     assert calls[3:] == ["room"]
 
 
+def test_who_has_room_and_nothing_to_read_is_called_for_that_alone(loop, pair):
+    one, _ = pair
+    calls = []
+    loop.watch(one, lambda: calls.append("read"))
+    loop.wait(0.0)
+    assert calls == []
+    loop.watch(one, lambda: calls.append("read"), lambda: calls.append("write"))
+    loop.wait(60.0)
+    assert calls == ["write"]
+
+
 def test_the_end_of_a_connection_is_both(loop, pair):
     one, other = pair
     calls = []

@@ -142,8 +142,8 @@ class MembershipClient:
         """Return when there is news, or after the time given."""
         if self.fileno() < 0:
             time.sleep(timeout_seconds)  # nothing more will be known
-            return
-        wait_ready(self._connection, timeout_seconds)
+        else:
+            wait_ready(self._connection, timeout_seconds)
 
     def close(self) -> None:
         """Close the connection: for the others this rank has died, unless it said something before. Repeatable.
