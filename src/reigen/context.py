@@ -57,7 +57,7 @@ MakeOutput = Callable[[tuple[int, ...]], HostOrDeviceArray]
 
 
 class CollectiveOptions(TypedDict, total=False):
-    """What every collective takes.
+    """Arguments that every collective takes.
 
     Attributes:
         name: what the tensor is called on every rank; None: its number among the unnamed operations.
@@ -322,7 +322,7 @@ class Context:
     def exchange(
         self, payload: bytes, *, root_rank: int | None = None, name: str | None = None, process_set: int = 0
     ) -> Handle:
-        """Tell all ranks a few bytes by control messages, which nobody in between can change, repeat or exchange.
+        """Send all ranks a few bytes by control messages, which cannot be changed, repeated or exchanged on their way.
 
         `CollectiveResult.payloads` has what each rank said. ``root_rank``, if any, is the same on all. The caller waits
         next.
@@ -334,7 +334,7 @@ class Context:
         return self._submit(operation, TensorTableEntry(), blocking=True)
 
     def join(self, *, blocking: bool = False) -> Handle:
-        """This rank has no more data: done when all ranks have said so; `CollectiveResult.value` is the last of them.
+        """Declare that this rank has no more data: done when all have; `CollectiveResult.value` is the last one.
 
         Until then it takes part, with neutral elements, in the allreduces of those that have not joined. Their other
         collectives are refused (JoinedError). Unnamed operations are counted anew afterwards, since the others went on.
@@ -346,7 +346,7 @@ class Context:
 
     @property
     def device(self) -> DeviceBackend | None:
-        """What moves memory of devices, as far as it takes it; everything else is staged through the host."""
+        """Backend for memory of devices, as far as it takes it; everything else is staged through the host."""
         return self._engine.device
 
     # -- process sets -------------------------------------------------------------------------------------------------
@@ -371,7 +371,7 @@ class Context:
         return self._submit(operation, TensorTableEntry(), blocking=True).wait().value
 
     def remove_process_set(self, process_set: int) -> None:
-        """Undo `add_process_set`. Collective over all ranks; waits. What is outstanding in the set fails.
+        """Undo `add_process_set`. Collective over all ranks; waits. Outstanding operations of the set fail.
 
         Raises:
             ArgumentError: it is the set of all ranks, or there is none of this number.
@@ -429,7 +429,7 @@ class Context:
     # -- for who watches ----------------------------------------------------------------------------------------------
 
     def observe(self, observer: EngineObserver | None) -> None:
-        """Tell ``observer`` what this rank's engine does, from now on; None ends it."""
+        """Report this rank's engine's work to ``observer``, from now on; None ends it."""
         self._engine.observe(observer)
 
     def post(self, topic: Topic, data: bytes) -> None:
@@ -444,15 +444,15 @@ class Context:
 
     @property
     def is_operational(self) -> bool:
-        """Whether collectives still go anywhere; False once the job is over."""
+        """Return whether collectives are still possible; False once the job is over."""
         return self._engine.is_operational
 
     def give_up(self, error: BaseException) -> None:
-        """This rank cannot go on, and nobody without it: the job is over for all of them; see `Engine.give_up`."""
+        """End the job for all ranks: this one cannot go on, and no other without it; see `Engine.give_up`."""
         self._engine.give_up(error)
 
     def close(self) -> None:
-        """Leave the job. What is outstanding here fails; ranks that wait for this one get PeerLostError."""
+        """Leave the job. Outstanding operations fail here; ranks that wait for this one get PeerLostError."""
         try:
             self.timeline.close()
         finally:
@@ -487,7 +487,7 @@ class Context:
         return structs.replace(operation, name=named)
 
     def next_name(self, kind: str, process_set: int) -> str:
-        """What an unnamed operation is called. Who submits it later, in another order, takes its name now."""
+        """Return the name of an unnamed operation. A caller that submits it later takes its name now."""
         return f"{kind}{UNNAMED}{self.num_joins}.{next(self._numbers[process_set])}"
 
     def _named(self, name: str | None, kind: str, process_set: int) -> str:
@@ -582,7 +582,7 @@ def _register_fork_hook() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a job. Never raises."""
+    """Return whether this process is in a job. Never raises."""
     return _current is not None
 
 

@@ -1,4 +1,4 @@
-"""What a framework must give so that everything in :mod:`reigen.api` works for its tensors."""
+"""Interface that a framework implements so that everything in :mod:`reigen.api` works for its tensors."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class DeviceTensorAdapter(Protocol[Tensor]):
         """The device; None: the tensor is in host memory, or in that of a device which is not for lending."""
 
     def lend(self, tensor: Tensor) -> tuple[DeviceArray, bool]:
-        """The contents, ready behind what the calling thread has enqueued, and whether that is the tensor's memory.
+        """Return the contents, ready behind the calling thread's work, and whether they are the tensor's memory.
 
         If not (other layout), it is a private copy on the device.
         """
 
     def receive(self, array: DeviceArray) -> Tensor:
-        """What owns the array; what the calling thread enqueues from now on finds the contents complete."""
+        """Return the owner of the array; the calling thread's later work finds the contents complete."""
 
     def copy(self, tensor: Tensor, contents: Tensor) -> None:
         """Copy ``contents`` (of the same shape) into the tensor, whatever its layout."""
@@ -51,7 +51,7 @@ class TensorAdapter(ABC, Generic[Tensor]):
 
     @abstractmethod
     def as_tensor(self, value: Any, *, writable: bool = False) -> Tensor:
-        """What a user passed as a tensor, as a tensor; ``writable``: it is to receive the result.
+        """Return a user's argument as a tensor; ``writable``: it is to receive the result.
 
         Raises:
             UnsupportedTypeError: it is none.
@@ -92,7 +92,7 @@ class TensorAdapter(ABC, Generic[Tensor]):
         """Called after the tensor's memory was changed behind the framework's back, through ``array``."""
 
     def needs_gradient(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the framework wants to `differentiate` a collective of these tensors, as a user gave them.
+        """Return whether to `differentiate` a collective of these tensors, as a user gave them.
 
         By default it does not, ever.
         """

@@ -1,4 +1,4 @@
-"""What Horovod's scripts ask about how it was built: the answers for what Reigen is.
+"""Answers to Horovod's questions about its build, for Reigen.
 
 There is no Gloo in Reigen, and MPI may carry data and start jobs, but controls none. Scripts do not ask for the
 libraries' sake, though, but to choose a path: with MPI, to avoid a second ``init()``, to start by ``mpirun``, or to

@@ -36,7 +36,7 @@ Implementation = Callable[..., Any]
 
 
 class Form(NamedTuple):
-    """How a function hands out its result: written into the tensor or not, by a handle or when it is there."""
+    """Form of a function: its result is written into the tensor or not, given by a handle or when it is there."""
 
     in_place: bool = False
     is_async: bool = False
@@ -98,7 +98,7 @@ def parse_op(op: int) -> ReduceOp:
 
 
 class Collectives(Generic[Tensor]):
-    """The collectives for one framework. What is no tensor is refused with UnsupportedTypeError.
+    """Collectives of one framework. A value that is no tensor is refused with UnsupportedTypeError.
 
     Args:
         adapter: how the framework's tensors look as arrays.
@@ -290,7 +290,7 @@ class DifferentiableCall:
         return self._forward(tensors)
 
     def run(self, collective: Collective, tensors: Sequence[Any], argument: Any) -> list[Any]:
-        """See `GradientCall.run`."""
+        """Implement `GradientCall.run`."""
         name, process_set = self.gradient_name, self.process_set
         return DifferentiableCall(self._collectives, collective, self._grouped, argument, name, process_set).apply(
             tensors

@@ -9,13 +9,13 @@ from reigen.errors import ArgumentError
 
 
 class MpiCommunicator(Protocol):
-    """What is needed of an mpi4py communicator."""
+    """Methods that are used of an mpi4py communicator."""
 
     def Get_size(self) -> int:  # noqa: N802 - mpi4py's name
-        """How many processes it holds."""
+        """Return the number of its processes."""
 
     def allgather(self, sendobj: Any) -> list[Any]:
-        """Everybody's object, in the communicator's order."""
+        """Return the objects of all processes, in the communicator's order."""
 
 
 def translate_ranks(comm: MpiCommunicator, rank: int) -> list[int]:
@@ -29,7 +29,7 @@ def translate_ranks(comm: MpiCommunicator, rank: int) -> list[int]:
 
 
 def is_communicator(value: object) -> TypeGuard[MpiCommunicator]:
-    """Whether it looks like an mpi4py communicator."""
+    """Return whether it looks like an mpi4py communicator."""
     return hasattr(value, "Get_size") and hasattr(value, "allgather")
 
 

@@ -1,4 +1,4 @@
-"""How gradients travel, as far as no framework needs to know: in which element type, or as which codes."""
+"""Compression of gradients for all frameworks: the element type, or the codec, in which they travel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class CodecCompression:
 
 
 def parse_compression(compression: object, names: str) -> CastCompression | CodecCompression:
-    """What a user means.
+    """Parse a user's argument.
 
     Args:
         compression: a `CastCompression`, a codec, or what :func:`~reigen.compression.from_params` makes a codec of.

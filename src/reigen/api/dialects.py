@@ -1,4 +1,4 @@
-"""What users of the frameworks expect of the functions' signatures: Horovod's for each of them.
+"""Signatures of each framework's functions: Horovod's for that framework.
 
 They are here, and not beside the adapters, so that stubs can be written where a framework is not installed.
 """

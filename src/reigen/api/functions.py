@@ -21,7 +21,7 @@ from reigen.api.process_sets import ProcessSet, global_process_set, process_set_
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What users of a framework expect of the functions' signatures.
+    """Signatures of a framework's functions, as its users expect them.
 
     Attributes:
         tensor: its tensors' type, as text.
@@ -57,7 +57,7 @@ class FunctionSpec:
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """Name of the function."""
         prefix = "grouped_" if self.grouped else ""
         return prefix + self.collective.name + "_async" * self.form.is_async + "_" * self.form.in_place
 
@@ -78,7 +78,7 @@ class FunctionSpec:
 
     @property
     def returns(self) -> str:
-        """The type of what it returns."""
+        """Type of its result."""
         tensor = self.dialect.tensor
         result = f"list[{tensor}]" if self.grouped else tensor
         if self.collective.returns_splits:
@@ -92,7 +92,7 @@ class FunctionSpec:
 
     @property
     def doc(self) -> str:
-        """Its docstring."""
+        """Docstring of the function."""
         collective, form = self.collective, self.form
         single = f":func:`{collective.name}`"
         written = (
@@ -202,12 +202,12 @@ def _make(_run, _resolve, _defaults):
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank of the set has come here. What is outstanding need not be complete."""
+    """Return when every rank of the set has come here. Outstanding operations need not be complete."""
     context.current().barrier(process_set=process_set_number(process_set), blocking=True).wait()
 
 
 def join(device: int = -1) -> int:
-    """This rank has no more data: wait until all ranks have said so.
+    """Wait until all ranks have called this: this one has no more data.
 
     Until then it takes part in the others' allreduces, as if with tensors of zeros (ones for Product, and so on), while
     an average still divides by the number of all ranks. Any other collective of theirs raises an error there.

@@ -1,4 +1,4 @@
-"""What scripts import from Horovod's inner modules (``horovod.common.util`` and its neighbours) besides collectives."""
+"""Names, besides collectives, that scripts import from Horovod's inner modules (``horovod.common.util`` ...)."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def make_missing_getattr(module: str, what: str, names: Sequence[str]) -> Callab
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether there is a front end for a framework (``torch``, ``mxnet``), and the framework is installed."""
+    """Return whether there is a front end for a framework (``torch``, ``mxnet``), and the framework is installed."""
     del verbose
     module = _FRAMEWORKS.get(ext_base_name)
     return module is not None and find_spec(module) is not None
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
-    """Nothing to check: there is no compiled extension.
+    """Accept: there is no compiled extension to check.
 
     Raises:
         ImportError: there is no front end for this framework.
@@ -93,7 +93,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether a number of ranks is 1, 2, 4, 8 ..."""
+    """Return whether a number of ranks is 1, 2, 4, 8 ..."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
@@ -111,7 +111,7 @@ def split_list(items: Sequence[T], num_parts: int) -> list[Sequence[T]]:
 
 
 def is_iterable(value: object) -> bool:
-    """Whether ``iter(value)`` works."""
+    """Return whether ``iter(value)`` works."""
     try:
         iter(value)  # type: ignore[call-overload]  # that is the question
     except TypeError:
@@ -120,7 +120,7 @@ def is_iterable(value: object) -> bool:
 
 
 def is_version_greater_equal_than(version: str, target: str) -> bool:
-    """Whether ``version`` (``1.2.3``, with or without more behind it) is at least ``target`` (``1.2.3``).
+    """Return whether ``version`` (``1.2.3``, with or without more behind it) is at least ``target`` (``1.2.3``).
 
     Raises:
         ValueError: one of them has not three numbers.

@@ -87,12 +87,12 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a job."""
+    """Return whether this process is in a job."""
     return context.is_initialized()
 
 
 def rank() -> int:
-    """This process's number in the job. Raises NotInitializedError before ``init()``, as all below do."""
+    """Return this process's number in the job. Raises NotInitializedError before ``init()``, as all below do."""
     return context.current().rank
 
 
@@ -102,7 +102,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its host."""
+    """Return this process's number on its host."""
     return context.current().local_rank
 
 
@@ -112,7 +112,7 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This host's number among the hosts that have this local rank."""
+    """Return this host's number among the hosts that have this local rank."""
     return context.current().cross_rank
 
 
@@ -122,12 +122,12 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of ranks."""
+    """Return whether all hosts have the same number of ranks."""
     return len({len(ranks) for ranks in context.current().hosts}) == 1
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record on all ranks what the collectives take time for, into one file of rank 0's host (docs/timeline.md).
+    """Record a timeline of the collectives of all ranks, into one file of rank 0's host (docs/timeline.md).
 
     Rank 0 decides, and tells the others; other ranks may call it too, which does nothing. HOROVOD_TIMELINE need not be
     set. A file that exists is replaced. A second call with the same file does nothing.

@@ -1,4 +1,4 @@
-"""NumPy arrays as tensors, and the adapter of whatever tensor somebody passes."""
+"""NumPy arrays as tensors, and the adapter of any framework's tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NumpyAdapter(TensorAdapter[Array]):
     """A :class:`~reigen.api.adapter.TensorAdapter` for NumPy arrays, seen as themselves."""
 
     def as_tensor(self, value: Any, *, writable: bool = False) -> Array:
-        """See `TensorAdapter.as_tensor`."""
+        """Implement `TensorAdapter.as_tensor`."""
         if not writable:
             return np.asarray(value)
         if not isinstance(value, np.ndarray):
@@ -27,7 +27,7 @@ class NumpyAdapter(TensorAdapter[Array]):
         return value
 
     def dtype(self, tensor: Array) -> DType:
-        """See `TensorAdapter.dtype`."""
+        """Implement `TensorAdapter.dtype`."""
         found = _DTYPE_BY_STORAGE.get(tensor.dtype)
         if found is None:
             supported = ", ".join(sorted(each.name for each in _DTYPE_BY_STORAGE.values()))
@@ -35,23 +35,23 @@ class NumpyAdapter(TensorAdapter[Array]):
         return found
 
     def array(self, tensor: Array) -> tuple[Array, bool]:
-        """See `TensorAdapter.array`."""
+        """Implement `TensorAdapter.array`."""
         if tensor.flags.c_contiguous:
             return tensor, True
         contiguous = np.ascontiguousarray(tensor).reshape(tensor.shape)
         return contiguous, False
 
     def wrap(self, array: Array, like: Array | None) -> Array:
-        """See `TensorAdapter.wrap`."""
+        """Implement `TensorAdapter.wrap`."""
         return array
 
     def write(self, tensor: Array, array: Array) -> None:
-        """See `TensorAdapter.write`."""
+        """Implement `TensorAdapter.write`."""
         tensor[...] = array
 
 
 def get_adapter(value: object) -> TensorAdapter[Any]:
-    """The adapter of the framework that ``value`` is a tensor of; NumPy's for what is none's.
+    """Return the adapter of the framework that ``value`` is a tensor of; NumPy's for everything else.
 
     No framework is imported for it: whoever has a tensor of one has imported that.
     """

@@ -110,7 +110,7 @@ def allgather_object(context: Context, obj: object, name: str | None, process_se
 
 
 def _describe(context: Context, data: bytes) -> bytes:
-    """Step a: what the others are told of some bytes; of them, only these have this description."""
+    """Description of some bytes for the other ranks (step a); no other bytes have it."""
     return _SIZE.pack(len(data)) + (blake2b(data, digest_size=_DIGEST_BYTES).digest() if context.has_network else b"")
 
 

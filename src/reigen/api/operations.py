@@ -52,7 +52,7 @@ class Parameter:
 
     @property
     def is_required(self) -> bool:
-        """Whether there is no default."""
+        """Return whether there is no default."""
         return self.default is _REQUIRED
 
 
@@ -123,7 +123,7 @@ class Collective:
 
 
 def as_group(tensors: Iterable[Any]) -> list[Any]:
-    """What a user passed as a group, as a list.
+    """Return a user's group as a list.
 
     Raises:
         ArgumentError: it cannot be one.

@@ -42,7 +42,7 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """Its number in the job; None before it is registered, after it was removed, and after ``shutdown()``."""
+        """Number in the job; None before it is registered, after it was removed, and after ``shutdown()``."""
         return None if self._context() is None else self._number
 
     @property
@@ -51,11 +51,11 @@ class ProcessSet:
         return None if self._ranks is None else list(self._ranks)
 
     def size(self) -> int | None:
-        """How many ranks it has; None while it is not registered."""
+        """Return the number of its ranks; None while it is not registered."""
         return None if self._context() is None else len(self.ranks or ())
 
     def rank(self) -> int | None:
-        """This process's number among its ranks; None while it is not registered.
+        """Return this process's number among its ranks; None while it is not registered.
 
         Raises:
             ArgumentError: this process is not one of them.
@@ -70,7 +70,7 @@ class ProcessSet:
         return ranks.index(job.rank)
 
     def included(self) -> bool | None:
-        """Whether this process is one of its ranks; None while it is not registered."""
+        """Return whether this process is one of its ranks; None while it is not registered."""
         job, ranks = self._context(), self.ranks
         return None if job is None or ranks is None else job.rank in ranks
 

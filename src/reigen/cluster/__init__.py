@@ -1,1 +1,1 @@
-"""Who takes part: how this process was started, its place in the job, where the others are."""
+"""Cluster of a job: how this process was started, its place in the job, where the others are."""

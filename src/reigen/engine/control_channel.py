@@ -81,7 +81,7 @@ class ControlChannel:
         self._listeners[topic] = listener
 
     def close(self) -> None:
-        """Nobody listens any more: listeners know the engine, which has this."""
+        """Forget the listeners: they know the engine, which has this."""
         self._listeners.clear()
 
     def send(self, messages: Sequence[Report | Announcement]) -> None:
@@ -128,11 +128,11 @@ class ControlChannel:
             self._transport.flush()
 
     def pending(self) -> bool:
-        """Whether `receive` would give something, or a note has come."""
+        """Return whether `receive` would give something, or a note has come."""
         return bool(self.unread) or self._transport.pending()
 
     def receive(self) -> list[tuple[int, Sequence[Any]]]:
-        """What has come, reports or announcements, with its senders; notes among it are handed over at once.
+        """Return reports or announcements that have come, with their senders; notes are handed over at once.
 
         Raises:
             msgspec.DecodeError: something else than messages has come.
@@ -151,7 +151,7 @@ class ControlChannel:
         return found
 
     def peek(self, topic: Topic) -> list[Report | Announcement]:
-        """What has come, while it cannot be dealt with: `receive` will give it once more.
+        """Return what has come while it cannot be processed: `receive` will give it once more.
 
         Notes on ``topic`` are handed over at once, and later once more.
         """

@@ -102,7 +102,7 @@ _INTERNAL_KINDS = (OperationKind.FREE,)
 
 
 class _PendingTensor(msgspec.Struct):
-    """A name that some ranks have told of."""
+    """Name that some ranks have reported."""
 
     since: float
     process_set: int
@@ -165,7 +165,7 @@ class Coordinator:
         self._closed = False
 
     def hear(self, rank: int, reports: Iterable[Report], now: float) -> None:
-        """Take in what a rank says (steps B, E, G, K). What follows from it is announced by the next `announce`."""
+        """Take in a rank's message (steps B, E, G, K). Its consequences are announced by the next `announce`."""
         for report in reports:
             if self._closed:
                 return
@@ -193,7 +193,7 @@ class Coordinator:
                 self._close(RankShutdown(rank))
 
     def announce(self, now: float) -> list[Announcement]:
-        """Steps C to F: what all ranks, this one too, are to be told next."""
+        """Return the next announcements to all ranks, this one too: steps C to F."""
         if not self._closed:
             if self._ready or len(self._cache) > self._capacity:
                 self._flush()
@@ -205,7 +205,7 @@ class Coordinator:
         return said
 
     def next_expiry(self) -> float | None:
-        """When `announce` should be called at the latest, on the clock of ``now``; 0 where it has something to say."""
+        """Return when to call `announce` at the latest, on the clock of ``now``; 0 for at once."""
         if self._ready or self._said:
             return 0.0
         for entry in self._table.values():
@@ -218,7 +218,7 @@ class Coordinator:
         return dict(self._sets)
 
     def waits(self) -> list[PendingCollective]:
-        """Everything that waits for ranks and that ranks wait for, oldest first."""
+        """Return everything that waits for ranks and that ranks wait for, oldest first."""
         found = []
         for name, entry in self._table.items():
             first = next(iter(entry.operations.values()))
@@ -237,7 +237,7 @@ class Coordinator:
         return None
 
     def stop(self, error: DeadlineError) -> None:
-        """Step H: the job ends. What was ready is not begun any more."""
+        """End the job (step H). Operations that were ready are not begun any more."""
         if not self._closed:
             self._ready.clear()
             self._close(JobAbort(error.reason, error.tensor or "", error.ranks, tuple(sorted(error.details.items()))))
@@ -248,7 +248,7 @@ class Coordinator:
         self._said.append(last)
 
     def _take(self, rank: int, operation: Operation, now: float) -> None:
-        """Steps A, I, K, L: what a rank says in full."""
+        """Take in a rank's full report: steps A, I, K, L."""
         if operation.process_set not in self._sets:
             self._refuse_removed(operation.name, operation.process_set, [rank])
             return
@@ -286,7 +286,7 @@ class Coordinator:
         )
 
     def _complete(self, name: str, entry: _PendingTensor) -> None:
-        """Step B: every rank has told of the name."""
+        """Complete a name that every rank has reported (step B)."""
         submitted = tuple(sorted(entry.operations))
         first = entry.operations[submitted[0]]
         ranks = self._sets[entry.process_set]
@@ -339,7 +339,7 @@ class Coordinator:
         return number
 
     def _remove_set(self, number: int) -> None:
-        """Step I: what is ready in it is announced before; what waits is refused; what is cached is forgotten."""
+        """Remove a process set (step I): announce ready operations, refuse waiting ones, forget cached ones."""
         self._flush()
         for name, entry in list(self._table.items()):
             if entry.process_set == number:
@@ -350,7 +350,7 @@ class Coordinator:
         self.abandon_set(number)
 
     def abandon_set(self, number: int) -> None:
-        """There is no such process set any more, or it could not be made."""
+        """Refuse an operation of a process set that does not exist any more, or could not be made."""
         self._sets.pop(number, None)
 
     def _refuse_removed(self, name: str, number: int, submitted: Sequence[int]) -> None:
@@ -385,7 +385,7 @@ class Coordinator:
         self._cache[response.slot] = _CacheEntry(response, operations)
 
     def _flush(self) -> None:
-        """Steps C and E: announce what is ready, then what leaves the cache."""
+        """Announce ready names, then those that leave the cache: steps C and E."""
         if self._ready:
             ready, self._ready = self._ready, []
             if len(ready) == 1:

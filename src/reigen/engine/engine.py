@@ -113,7 +113,7 @@ class Engine:
             device.failure = self._failure
 
     def start(self, cpu: int | None = None) -> None:
-        """Start the engine's thread. A job of one rank does without: whoever submits completes.
+        """Start the engine's thread. A job of one rank does without: the submitting thread completes.
 
         Args:
             cpu: number of the processor to bind it to, None to leave that to the kernel.
@@ -183,7 +183,7 @@ class Engine:
 
     @property
     def is_operational(self) -> bool:
-        """Whether collectives and notes still go anywhere: no rank was lost, none has left."""
+        """Return whether collectives and notes are still possible: no rank was lost or has left."""
         return self._outstanding.is_operational
 
     @property
@@ -192,11 +192,11 @@ class Engine:
         return len(self._channel.notes) + self._transport.backlog
 
     def observe(self, observer: EngineObserver | None) -> None:
-        """From now on tell ``observer``, and nobody else; None ends it."""
+        """Report to ``observer`` alone from now on; None ends it."""
         self._observer = observer
 
     def enable_stall_check(self, check_seconds: float, shutdown_seconds: float, pids: Mapping[int, int]) -> None:
-        """From now on collectives that wait too long are told of; before `start`.
+        """Report collectives that wait too long from now on; before `start`.
 
         Args:
             check_seconds: how long a collective may wait before rank 0 warns of it.
@@ -214,7 +214,7 @@ class Engine:
         self.listen(Topic.STACKS, self._stalls.heard)
 
     def wait_for(self, handle: Handle) -> None:
-        """Return when the handle is done; drive if nobody does."""
+        """Return when the handle is done; drive the engine if no other thread does."""
         observer = self._observer
         if observer is not None:
             observer.waiting(handle.name)
@@ -234,7 +234,7 @@ class Engine:
                 observer.waited(handle.name)
 
     def _hand_over(self, handle: Handle) -> None:
-        """Give up ``_driver`` after having driven for ``handle``; the engine's thread looks after what there is."""
+        """Give up ``_driver`` after having driven for ``handle``; the engine's thread looks after the rest."""
         coordinator, waits_for_others, will_look = self._coordinator, False, False
         try:
             broken = self._outstanding.broken
@@ -253,7 +253,7 @@ class Engine:
                 self._transport.wake(WaitingThread.ENGINE)
 
     def give_up(self, error: BaseException) -> None:
-        """All ranks, this one too, get this error for what is outstanding and what comes: this one cannot go on."""
+        """Fail outstanding and later operations of all ranks, this one too, with this error: this rank cannot go on."""
         known = interruption_error(error, self._backend.rank)
         self._watch.abort(known)  # seen here, too, by whoever drives
         with self._driver:
@@ -261,7 +261,7 @@ class Engine:
                 self._give_up(known)
 
     def close(self) -> None:
-        """Leave the job: fail what is outstanding, tell the others, end the thread. Idempotent.
+        """Leave the job: fail outstanding operations, inform the others, end the thread. Idempotent.
 
         A thread that is in the middle of a collective gets a moment to finish; then it is told to give up.
         """
@@ -308,7 +308,7 @@ class Engine:
                 self._transport.sleep(token, WaitingThread.ENGINE, nap)
 
     def _idle(self) -> bool:
-        """Nobody waits, and no device is at work for anybody: no deaths and deadlines have to be looked at."""
+        """Return whether no thread waits and no device is at work: deaths and deadlines need no look then."""
         device = self.device
         return not (self._outstanding.handles or self._channel.notes or (device is not None and device.has_pending))
 
@@ -337,7 +337,7 @@ class Engine:
                 raise
 
     def _step(self, token: int) -> Sequence[Announcement] | None:
-        """Take in what has come and say what there is to say; what is to be carried out, None when nothing has come."""
+        """Take in messages, send those that are due; return the batches to execute, None without any message."""
         received: Sequence[tuple[int, Sequence[Any]]] = ()
         if token != self._heard_token or self._channel.unread:  # else nobody has rung since it was read last
             self._heard_token = token
@@ -373,7 +373,7 @@ class Engine:
             self._controller.submit(operation)
 
     def _report(self) -> None:
-        """Tell the coordinator what the participant has to say."""
+        """Send the coordinator this rank's reports."""
         reports, self._controller.outgoing = self._controller.outgoing, []
         if self._coordinator is not None:
             self._coordinator.hear(self._backend.rank, reports, time.monotonic())
@@ -518,7 +518,7 @@ class Engine:
         self._transport.wake_readers()
 
     def _look_for_stalls(self, stalls: StallMonitor, coordinator: Coordinator, now: float) -> DeadlineError | None:
-        """The error with which the job is to end, if it is; all have been told then."""
+        """Return the error with which the job is to end, if it is; all ranks have it then."""
         error = stalls.look(now)
         if error is not None:
             coordinator.stop(error)
@@ -528,7 +528,7 @@ class Engine:
         return error
 
     def _rest(self, token: int, who: WaitingThread) -> None:
-        """Nothing to do: sleep."""
+        """Sleep: there is nothing to do."""
         self._transport.set_wake_target(who)
         self._transport.sleep(token, who, self._sleep_until_event(CHECK_SECONDS))
         self._transport.set_wake_target(WaitingThread.NOBODY)
@@ -550,7 +550,7 @@ class Engine:
         return self._watch.failure(range(self._backend.size))
 
     def _check_peers(self) -> None:
-        """Nobody said anything: is somebody gone, or the coordinator stuck?"""
+        """Look whether a rank is gone or the coordinator is stuck, after a silence."""
         error = self._failure()
         if self._transport.pending():
             return  # who is gone may have answered just before
@@ -579,7 +579,7 @@ class Engine:
         self._watch.abort(error)
 
     def _fail_all(self, error: CollectiveError | None) -> None:
-        """Nothing that is outstanding will be done, for this reason or because this rank has left."""
+        """Fail everything that is outstanding, for this reason or because this rank has left."""
         self._channel.notes.clear()
         if (observer := self._observer) is not None:
             for name in list(self._outstanding.handles):

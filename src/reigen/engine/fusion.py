@@ -1,4 +1,4 @@
-"""Which announced operations travel together. Pure."""
+"""Fusion: groups of announced operations that travel together. Pure."""
 
 from __future__ import annotations
 

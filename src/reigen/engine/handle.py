@@ -1,4 +1,4 @@
-"""What a caller holds while a collective is under way."""
+"""Handle of a collective that is under way."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TensorTableEntry(msgspec.Struct, eq=False):
 
 
 class HandleWaiter(Protocol):
-    """What completes handles. `reigen.engine.engine.Engine` does."""
+    """Interface of `reigen.engine.engine.Engine`, which completes handles."""
 
     def wait_for(self, handle: Handle) -> None:
         """Return when the handle is complete."""
@@ -138,7 +138,7 @@ class Handle(msgspec.Struct, Generic[Result], eq=False):
         return deliver(outcome)  # type: ignore[no-any-return]
 
     def then(self, change: Callable[[Result], Other]) -> Handle[Other]:
-        """Return this handle with ``change`` applied to its result when somebody waits for it; for who submitted it."""
+        """Return this handle with ``change`` applied to its result when it is waited for; for its submitter."""
         deliver = self._deliver
         assert deliver is not _handed_out, "the result has been taken"
         self._deliver = change if deliver is None else lambda outcome: change(deliver(outcome))  # type: ignore[assignment]

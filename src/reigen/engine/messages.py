@@ -1,4 +1,4 @@
-"""What ranks and coordinator say to each other. Small msgspec structures, written as arrays."""
+"""Messages between ranks and coordinator. Small msgspec structures, written as arrays."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from reigen.types import DTYPES, ReduceOp
 
 
 class OperationKind(IntEnum):
-    """What is to be done. The first seven numbers are Horovod's."""
+    """Kind of an operation. The first seven numbers are Horovod's."""
 
     ALLREDUCE = 0
     ALLGATHER = 1
@@ -36,7 +36,7 @@ UNNAMED = ".noname."
 
 
 class Operation(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank asks for under a name.
+    """Request of one rank under a name.
 
     Attributes:
         kind: which collective.
@@ -96,7 +96,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Response(msgspec.Struct, frozen=True, array_like=True):
-    """What the ranks agreed on for a name.
+    """Agreement of the ranks on an operation of a name.
 
     Attributes:
         name: the operation's.
@@ -133,7 +133,7 @@ class Response(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """This rank has the tensor ready, and this is what it wants.
+    """Report that this rank has the tensor ready, with its operation.
 
     Attributes:
         operation: what it wants.
@@ -145,11 +145,11 @@ class SubmitRequest(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class ShutdownRequest(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """This rank shuts down; it takes part in nothing more."""
+    """Report that this rank shuts down; it takes part in nothing more."""
 
 
 class Topic(IntEnum):
-    """What a `Note` is about: who listens to it."""
+    """Topic of a `Note`: it decides which listener gets it."""
 
     TIMELINE = 1
     STACKS = 2
@@ -192,7 +192,7 @@ class ResponseList(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class ErrorCause(IntEnum):
-    """Why a submission is refused."""
+    """Reason for which a submission is refused."""
 
     MISMATCH = 0  #: the ranks disagree
     LATE = 1  #: a deadline passed
@@ -293,7 +293,7 @@ def pack_batches(announcements: Sequence[Report | Announcement]) -> Sequence[int
 
 
 def unpack_batches(integers: Sequence[int]) -> list[Announcement]:
-    """What `pack_batches` packed.
+    """Return the batches that `pack_batches` packed.
 
     Raises:
         msgspec.DecodeError: it is something else.

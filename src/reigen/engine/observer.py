@@ -1,4 +1,4 @@
-"""Who is told what the engine does, as it does it: a timeline, metrics."""
+"""Observers of the engine's work, as it goes on: a timeline, metrics."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from reigen.engine.messages import Operation, Response
 
 
 class EngineObserver(Protocol):
-    """Methods are called on the thread that does what they tell of, and must take microseconds and raise nothing.
+    """Observer, called on the thread that does the work; methods must take microseconds and raise nothing.
 
     An operation is `submitted`, and then either `failed` or part of a batch that is `began` and `ended`. A rank that
     has joined sees only the latter, for operations of others in which it stands in.
@@ -20,11 +20,11 @@ class EngineObserver(Protocol):
         ...
 
     def waited(self, name: str) -> None:
-        """It has its result, or an error. The same thread."""
+        """Record that an operation has its result, or an error. The same thread."""
         ...
 
     def submitted(self, operation: Operation) -> None:
-        """This rank has handed it in; from now on it waits for the others. Any thread."""
+        """Record that this rank has submitted an operation; from now on it waits for the others. Any thread."""
         ...
 
     def began(self, batch: Sequence[tuple[Operation, Response]]) -> None:

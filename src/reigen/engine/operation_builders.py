@@ -1,4 +1,4 @@
-"""What a caller asks for, checked and put as an `Operation`. Pure; wrong arguments raise on this rank alone."""
+"""Builders of `Operation`: a caller's arguments, checked. Pure; wrong arguments raise on this rank alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SET_SUFFIX = re.compile(r" \(process set \d+\)$")
 
 
 class ReductionSpec(NamedTuple):
-    """How a reduction treats its elements: ``postscale * op(prescale * x)``."""
+    """Arithmetic of a reduction: ``postscale * op(prescale * x)``."""
 
     op: ReduceOp
     prescale: float
@@ -49,7 +49,7 @@ def build_operation(
     name: str | None,
     device: str,
 ) -> Operation:
-    """Return what a builder makes, named, if it has a name. The same object again for the same call: training repeats.
+    """Return a builder's operation, named, if it has a name. The same object again for the same call: training repeats.
 
     Raises:
         ArgumentError, UnsupportedTypeError, UnsupportedError: there is no such operation, or no such name.
@@ -143,7 +143,7 @@ def build_allocation(nbytes: int, process_set: int, *, shared: bool) -> Operatio
 
 @dataclass(frozen=True, slots=True)
 class OwnerReduction:
-    """How registered memory is reduced to its owners.
+    """Division of registered memory that is reduced to its owners.
 
     Attributes:
         region: in which the array lies; others read their owners' parts in its ``owned``.
@@ -212,7 +212,7 @@ def resolve_splits(shape: tuple[int, ...], splits: Sequence[int] | None, size: i
 
 
 def region_offset(region: MemoryRegion, array: HostOrDeviceArray) -> int:
-    """Where an array that lies in a region begins, as an `Operation` tells it."""
+    """Return where in its region an array begins, as an `Operation` holds it."""
     if isinstance(array, DeviceArray):
         raise ArgumentError("registered memory is the host's, this array lies in a device's")
     begin = array.ctypes.data - region.array.ctypes.data

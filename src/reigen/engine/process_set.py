@@ -1,4 +1,4 @@
-"""Who carries out a batch, and the sizes of its parts: for host memory and for that of devices."""
+"""Backends of a process set, for host memory and for that of devices, and the sizes of its parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProcessSetGroup:
     device: DeviceBackend | None = None
 
     def close(self, *, keep_backend: bool = False) -> None:
-        """Release what the backends hold; with ``keep_backend``, what the backend for devices holds."""
+        """Release the backends; with ``keep_backend``, the backend for devices alone."""
         if self.device is not None:
             self.device.close()
         if self.backend is not None and not keep_backend:
@@ -57,7 +57,7 @@ def get_reduction(dtype: str, op: ReduceOp, count: int, prescale: float, postsca
 
 
 def split_rows(num_rows: int, size: int) -> list[int]:
-    """How reduce_scatter divides rows: the first ``num_rows % size`` ranks get one more."""
+    """Divide rows as reduce_scatter does: the first ``num_rows % size`` ranks get one more."""
     return [num_rows // size + (rank < num_rows % size) for rank in range(size)]
 
 

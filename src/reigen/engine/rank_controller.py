@@ -1,4 +1,4 @@
-"""Every rank's side of negotiation; the protocol is told in `reigen.engine.coordinator`."""
+"""Every rank's side of negotiation; the protocol stands in `reigen.engine.coordinator`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ERRORS: dict[ErrorCause, type[CollectiveError]] = {
 
 
 class ExecuteBatch(msgspec.Struct, frozen=True):
-    """Instruction: carry these out together, now; in what this rank did not submit, with neutral elements."""
+    """Instruction: execute these together, now; where this rank did not submit, with neutral elements."""
 
     batch: tuple[tuple[Operation, Response], ...]
 
@@ -54,7 +54,7 @@ class _CachedResponse(msgspec.Struct, frozen=True):
 
 
 class _PendingRequest(msgspec.Struct):
-    """A submission that has not been answered; ``slot`` if it was told by that number."""
+    """Submission that has not been answered; ``slot`` if it was reported by that number."""
 
     operation: Operation
     slot: int
@@ -118,7 +118,7 @@ class RankController:
         return self._hear_rare(announcement)
 
     def _hear_rare(self, announcement: Announcement) -> list[Instruction]:
-        """Take in what is not heard for every collective."""
+        """Take in messages that do not come with every collective."""
         match announcement:
             case ErrorResponse(name, cause, reason, submitted, at_fault, details):
                 if self.rank not in submitted:
@@ -150,7 +150,7 @@ class RankController:
         return list(failed)
 
     def leave(self) -> None:
-        """Step G: say goodbye. The caller fails what is pending."""
+        """Return the report that this rank leaves (step G). The caller fails pending submissions."""
         self.outgoing.append(ShutdownRequest())
 
     def abandon_set(self, number: int) -> None:
@@ -158,7 +158,7 @@ class RankController:
         self._sets.discard(number)
 
     def _resolve(self, item: Response) -> tuple[Operation, Response]:
-        """What this rank submitted (or stands in for) and what was agreed; remembers a new response."""
+        """Return this rank's submission (or its stand-in) and the agreement; remember a new response."""
         waiting = self.pending.pop(item.name, None)
         if waiting is None:
             assert item.template is not None, f"{item.name} was announced to rank {self.rank}, which did not submit it"

@@ -1,4 +1,4 @@
-"""What became ready, as announcements of bounded size. Pure."""
+"""Response batches: ready operations as announcements of bounded size. Pure."""
 
 from __future__ import annotations
 

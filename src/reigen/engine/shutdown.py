@@ -34,13 +34,13 @@ _POLL_SECONDS = 0.002
 
 
 class Submitter(HandleWaiter, Protocol):
-    """What takes operations. `reigen.engine.engine.Engine` does."""
+    """Interface of `reigen.engine.engine.Engine`, which takes operations."""
 
     device: DeviceBackend | None
 
     @property
     def is_operational(self) -> bool:
-        """Whether operations can still be completed."""
+        """Return whether operations can still be completed."""
         ...
 
     def submit(self, operation: Operation, handle: Handle, blocking: bool) -> None:
@@ -75,7 +75,7 @@ def wait_for_devices(engine: Submitter, teams: Mapping[int, ProcessSetGroup]) ->
 
 
 class PeerExitGrace:
-    """Before anybody here is let down for the first time, ranks that are lost get a moment to end.
+    """Give ranks that are lost a moment to end before the first error is raised here.
 
     Args:
         watch: knows whether they have.
@@ -87,14 +87,14 @@ class PeerExitGrace:
         self._lock, self._is_over = threading.Lock(), False
 
     def give(self, error: PeerLostError) -> None:
-        """Somebody is about to hear this error. Any thread."""
+        """Prepare for an error that is about to be raised. Any thread."""
         with self._lock:
             if not self._is_over:
                 self._watch.linger(error.ranks, lambda: self._outstanding.closed)
                 self._is_over = True
 
     def give_if_outstanding(self, error: CollectiveError) -> None:
-        """Whoever waits for an operation, if anybody does, is about to hear it."""
+        """Prepare for an error that is about to be raised in the thread that waits for an operation, if one does."""
         if isinstance(error, PeerLostError) and self._outstanding.handles:
             self.give(error)
 
@@ -112,7 +112,7 @@ def clear_frames(error: BaseException) -> None:
 
 
 def interruption_error(error: BaseException, rank: int) -> CollectiveError:
-    """What all ranks are told when something went wrong on one in the middle of an operation."""
+    """Report to all ranks that one has failed in the middle of an operation."""
     clear_frames(error)
     if isinstance(error, CollectiveError):
         return error.anew()  # without the frames, which hold the engine that will keep it

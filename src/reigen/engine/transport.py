@@ -1,4 +1,4 @@
-"""How control messages travel between the engines of a job."""
+"""Transport of control messages between the engines of a job."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ class ControlTransport(Protocol):
         ...
 
     def send_integers(self, integers: Sequence[int]) -> None:
-        """Send integers below 2**32, in order with all messages. Whom they need not wake, `wake_readers` does."""
+        """Send integers below 2**32, in order with all messages; `wake_readers` wakes ranks that they need not."""
         ...
 
     def flush(self) -> None:
-        """Send what was kept back."""
+        """Send everything that was kept back."""
         ...
 
     def wake_readers(self) -> None:
-        """Wake ranks that have not read everything, as `set_wake_target` and `sleep` do before somebody leaves."""
+        """Wake ranks that have not read everything, as `set_wake_target` and `sleep` do before a rank leaves."""
         ...
 
     def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
-        """What has come, messages and integers, with its senders."""
+        """Return messages and integers that have come, with their senders."""
         ...
 
     def pending(self) -> bool:
-        """Whether `receive` would give something."""
+        """Return whether `receive` would give something."""
         ...
 
     def token(self) -> int:
@@ -87,14 +87,14 @@ class ControlTransport(Protocol):
 
 
 class PeerMonitor(Protocol):
-    """Who is asked about the other ranks, and told of this one.
+    """Membership of the job as the engine sees it: the other ranks, and this one.
 
     `reigen.cluster.local_peers.LocalPeers` is one, for jobs on one host,
     `reigen.cluster.membership.failure_detector.FailureDetector` the other.
     """
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Why waiting for these ranks is in vain, or None."""
+        """Return why waiting for these ranks is in vain, or None."""
         ...
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
@@ -114,19 +114,19 @@ class SingleRankTransport:
     carries_integers = False
 
     def send(self, message: bytes) -> None:
-        """Nobody listens."""
+        """Do nothing: no other rank listens."""
 
     def send_integers(self, integers: Sequence[int]) -> None:
-        """Nobody listens."""
+        """Do nothing: no other rank listens."""
 
     def flush(self) -> None:
-        """Nothing was kept back."""
+        """Do nothing: no message is kept back."""
 
     def wake_readers(self) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no rank sleeps."""
 
     def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
-        """Nobody speaks."""
+        """Return no messages: there is no other rank."""
         return []
 
     def pending(self) -> bool:
@@ -134,35 +134,35 @@ class SingleRankTransport:
         return False
 
     def token(self) -> int:
-        """Nothing ever happens."""
+        """Return 0: no event ever comes."""
         return 0
 
     def look(self, token: int, times: int) -> bool:
-        """Nothing ever happens."""
+        """Return False: no event ever comes."""
         return False
 
     def sleep(self, token: int, who: WaitingThread, timeout_seconds: float) -> None:
-        """There is nothing to wait for: a rank that is alone completes what it submits."""
+        """Do not wait: a rank that is alone completes its operations when it submits them."""
 
     def set_wake_target(self, who: WaitingThread) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no rank sleeps."""
 
     def release_to_engine(self, urgent: bool) -> bool:
-        """Nothing will come."""
+        """Return False: no message will come."""
         return False
 
     def wake(self, who: WaitingThread) -> None:
-        """Nobody sleeps."""
+        """Do nothing: no rank sleeps."""
 
     def clear_wakeup(self) -> None:
-        """Nobody waits."""
+        """Do nothing: no rank waits."""
 
     def failure(self, needed: Sequence[int]) -> CollectiveError | None:
-        """Nobody can be lost."""
+        """Return None: there is no other rank to lose."""
         return None
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
-        """Nobody leaves."""
+        """Return no ranks: none leaves."""
 
     def abort(self, error: CollectiveError) -> None:
-        """Nobody waits."""
+        """Do nothing: no rank waits."""

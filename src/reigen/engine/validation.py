@@ -28,7 +28,7 @@ _PROCESS_SET_KINDS = (OperationKind.ADD_SET, OperationKind.REMOVE_SET)
 
 @dataclass(frozen=True, slots=True)
 class _Check:
-    """What must be equal among operations of some kinds, what is wrong otherwise, and how to show it."""
+    """Rule of validation: what must be equal among operations of some kinds, the error otherwise, and its text."""
 
     kinds: tuple[OperationKind, ...]
     value: Callable[[Operation], object]
@@ -109,7 +109,7 @@ _GLOBAL_KINDS = (OperationKind.JOIN, *_PROCESS_SET_KINDS)
 
 
 def validate_operation(operation: Operation, rank: int, team: Sequence[int]) -> str | None:
-    """What makes no sense in an operation of ``rank`` whatever the others say; None where all is well.
+    """Return the error in an operation of ``rank`` by itself; None where there is none.
 
     What a front end submits has been checked there; this is for what it has overlooked, so that no rank fails in the
     middle of a collective.
@@ -185,7 +185,7 @@ def _show_member(show: Callable[[Operation], str], index: int) -> Callable[[Oper
 
 
 def build_response(operations: Mapping[int, Operation], slot: int) -> Response:
-    """What operations that agree come to."""
+    """Return the agreement of operations that fit each other."""
     ordered = [operations[rank] for rank in sorted(operations)]
     first = ordered[0]
     if first.members:

@@ -48,16 +48,30 @@ def grouped_allreduce_(
     op: int | None = None,
 ) -> list[NDArray]: ...
 def allgather(
-    tensor: NDArray, name: str | None = None, priority: int = 0, process_set: ProcessSet = ...
+    tensor: NDArray,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = ...,
 ) -> NDArray: ...
 def grouped_allgather(
-    tensors: Sequence[NDArray], name: str | None = None, priority: int = 0, process_set: ProcessSet = ...
+    tensors: Sequence[NDArray],
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = ...,
 ) -> list[NDArray]: ...
 def broadcast(
-    tensor: NDArray, root_rank: int, name: str | None = None, priority: int = 0, process_set: ProcessSet = ...
+    tensor: NDArray,
+    root_rank: int,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = ...,
 ) -> NDArray: ...
 def broadcast_(
-    tensor: NDArray, root_rank: int, name: str | None = None, priority: int = 0, process_set: ProcessSet = ...
+    tensor: NDArray,
+    root_rank: int,
+    name: str | None = None,
+    priority: int = 0,
+    process_set: ProcessSet = ...,
 ) -> NDArray: ...
 def alltoall(
     tensor: NDArray,

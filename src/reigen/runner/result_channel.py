@@ -1,4 +1,4 @@
-"""What the processes of one `reigen.run` say to the caller.
+"""Channel from the processes of one `reigen.run` to the caller.
 
 One pair of sockets (SOCK_SEQPACKET): the caller holds one end, the launcher and all ranks inherit the other. It has no
 name, so nobody else can reach it. Messages stay whole and arrive in the order in which they were sent, whoever sent
@@ -58,7 +58,7 @@ class RankExited(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unk
 
 
 class LauncherFinished(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Nothing of the job is left; ``signum`` is the signal that stopped the launcher, or None."""
+    """Report that nothing of the job is left; ``signum`` is the signal that stopped the launcher, or None."""
 
     signum: int | None
 

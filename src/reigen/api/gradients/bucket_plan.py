@@ -1,4 +1,4 @@
-"""Which gradient lies where: the pure plan of buckets in registered memory.
+"""Bucket plan: where each gradient lies in registered memory. Pure.
 
 A bucket is a run of bytes that is reduced in one piece. Its gradients share one element type, and come in the order in
 which backward is expected to produce them, so that a bucket is complete as early as possible. The sums do not depend on
@@ -32,7 +32,7 @@ FIRST_BUCKET_DIVISOR = 4
 
 @dataclass(frozen=True, slots=True)
 class ParameterSpec:
-    """What a plan needs to know of one parameter.
+    """Facts of one parameter that a plan needs.
 
     Attributes:
         numel: number of elements.
@@ -52,7 +52,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True)
 class GradientSlice:
-    """Where the gradient of one parameter lies: ``offset`` and ``nbytes`` in bytes, within the whole region."""
+    """Place of one parameter's gradient: ``offset`` and ``nbytes`` in bytes, within the whole region."""
 
     parameter: int
     offset: int

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _CompressedBucket:
-    """One bucket: its gradients, this rank's codes of them, everybody's, and what this rank's lack."""
+    """One bucket: its gradients, this rank's codes of them, those of all ranks, and this rank's residual."""
 
     array: NDArray[Any]
     codes: NDArray[np.uint8]
@@ -61,7 +61,7 @@ class CompressedBuckets:
         return self._team.gather(bucket.codes, part, bucket.gathered, blocking=blocking)
 
     def receive(self, number: int) -> None:
-        """All codes have come: the bucket becomes what the ranks have agreed on."""
+        """Decode the codes of all ranks into the bucket."""
         bucket, how = self._buckets[number], self._team.how
         factor = how.prescale * how.postscale
         if how.op is ReduceOp.AVERAGE:

@@ -1,4 +1,4 @@
-"""What the ranks must agree on, once, before gradients can lie at the same place in all of them."""
+"""Agreement of the ranks, once, that lets gradients lie at the same place in all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanProposal:
-    """What one rank knows at the end of its first pass.
+    """Knowledge of one rank at the end of its first pass.
 
     Attributes:
         description: one line per parameter, and the options that must be the same everywhere.
@@ -33,7 +33,7 @@ class PlanProposal:
 
 @dataclass(frozen=True)
 class PlanAgreement:
-    """What all go by: the first rank's order, and for every parameter the largest ``sparse_dims`` that any rank saw."""
+    """Merge the ranks' knowledge: the first rank's order, and each parameter's largest ``sparse_dims`` of any rank."""
 
     order: tuple[int, ...]
     sparse_dims: tuple[int, ...]

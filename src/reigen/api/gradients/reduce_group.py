@@ -1,4 +1,4 @@
-"""The ranks that reduce the same gradients: what an optimizer's logic says to the engine, whatever the framework."""
+"""Group of ranks that reduce the same gradients: an optimizer's way to the engine, for all frameworks."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class ReduceGroup:
         check_first_step(self.context, tensors, names, self.name, self._number)
 
     def give_up(self, error: BaseException) -> None:
-        """This rank has failed where the others wait for it: they get an error that names it, at once."""
+        """Fail where the others wait for this rank: they get an error that names it, at once."""
         self.context.give_up(error)
 
     def free(self, region: MemoryRegion) -> None:

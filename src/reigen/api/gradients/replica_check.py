@@ -40,7 +40,7 @@ Fingerprints = NDArray[np.int64]
 
 
 def fingerprint(data: NDArray[np.uint8]) -> int:
-    """A signed 64-bit number that differs if the bytes do (see the module for what it can miss)."""
+    """Return a signed 64-bit number that differs if the bytes do (the module says which changes it can miss)."""
     whole = data.size - data.size % _ROW_BYTES
     words = data[:whole].view(np.uint64).reshape(-1, _WORDS_PER_ROW)
     digest = hashlib.blake2b(data.size.to_bytes(8, "little"), digest_size=8)
@@ -51,7 +51,7 @@ def fingerprint(data: NDArray[np.uint8]) -> int:
 
 
 class ReplicaCheckSchedule:
-    """Which steps are compared: every n-th since the ranks last began to count alike.
+    """Counter of the steps to compare: every n-th since the ranks last began to count alike.
 
     Ranks that go on while others have joined take more steps, so all count anew after each join.
     """
@@ -75,7 +75,7 @@ class ReplicaCheckSchedule:
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where ranks differ.
+    """Difference between ranks.
 
     Attributes:
         tensor: number of the first tensor that is not the same everywhere.

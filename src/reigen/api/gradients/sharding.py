@@ -48,7 +48,7 @@ _SNAP_DIVISOR = 32
 
 
 class ShardGranularity(enum.Enum):
-    """What one owner has to update together, for the sake of the optimizer's arithmetic."""
+    """Unit that one owner has to update as a whole, for the sake of the optimizer's arithmetic."""
 
     ELEMENTS = "elements"
     PARAMETERS = "whole parameters"
@@ -64,13 +64,13 @@ class ParameterRange:
 
     @property
     def numel(self) -> int:
-        """How many there are."""
+        """Return their number."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class ShardAssignment:
-    """Who owns what of a plan's buckets.
+    """Owners of the parts of a plan's buckets.
 
     Attributes:
         counts: for each bucket, how many of its elements every owner has, in the order in which they lie. Gaps between
@@ -123,7 +123,7 @@ def assign_shards(
 
 
 def _cut_elements(bucket: Bucket, num_owners: int, alignment_bytes: int) -> list[int]:
-    """Where the slices of the second and all further owners begin, in bytes from the bucket's beginning."""
+    """Return where the slices of all owners but the first begin, in bytes from the bucket's beginning."""
     cuts: list[int] = []
     near = bucket.nbytes // num_owners // _SNAP_DIVISOR
     for owner in range(1, num_owners):
@@ -151,7 +151,7 @@ def _cut_parameters(bucket: Bucket, loads: Sequence[int]) -> list[int]:
 
 
 def _parameter_bounds(bucket: Bucket, position: int) -> tuple[int, int]:
-    """Where the parameter that lies at this position begins, and where the next one does."""
+    """Return where the parameter at this position begins, and where the next one does."""
     starts = [place.offset for place in bucket.places if place.nbytes]
     begin = max((start for start in starts if start <= position), default=bucket.offset)
     return begin, min((start for start in starts if start > position), default=bucket.offset + bucket.nbytes)
@@ -159,7 +159,7 @@ def _parameter_bounds(bucket: Bucket, position: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class UpdateProgress:
-    """How far the owners' updates have come when a rank was lost.
+    """Progress of the owners' updates when a rank was lost.
 
     Attributes:
         step: the number of the update, from 1.
@@ -179,7 +179,7 @@ class UpdateProgress:
         return self.step - 1 if max(self.begun) < self.step else None
 
     def describe(self) -> str:
-        """What an error says of it."""
+        """Format it for an error."""
         if self.weights is not None:
             return f"the weights are whole: those after update {self.weights}"
         done = [owner for owner, ended in enumerate(self.ended) if ended >= self.step]

@@ -1,4 +1,4 @@
-"""Which gradients have come and what is to be done about it: the optimizer's logic as a pure state machine.
+"""Tracker of gradients: the optimizer's logic as a pure state machine.
 
 Parameters and buckets are numbers. The executor (in the framework's package) tells what happened and does what the
 answer says; the machine holds no tensor, no memory and no handle.
@@ -28,7 +28,7 @@ from reigen.errors import ArgumentError, StepOrderError
 
 @dataclass(frozen=True, slots=True)
 class GradientAction:
-    """What to do with a gradient that came: ``collect`` it into its bucket; then ``submit`` these buckets, if any."""
+    """Instructions for a gradient that came: ``collect`` it into its bucket; then ``submit`` these buckets, if any."""
 
     collect: bool
     submit: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class GradientAction:
 
 @dataclass(frozen=True, slots=True)
 class FinishAction:
-    """What is left to do at the end of a pass.
+    """Instructions for the end of a pass.
 
     Attributes:
         missing: parameters of the plan whose gradients were not collected, in bucket order.
@@ -81,7 +81,7 @@ class GradientTracker:
 
     @property
     def outstanding(self) -> bool:
-        """Whether complete gradients wait for ``finish()``: touching them now would corrupt or lose them."""
+        """Return whether complete gradients wait for ``finish()``: touching them now would corrupt or lose them."""
         return bool(self.order)
 
     @property
@@ -137,7 +137,7 @@ class GradientTracker:
         self._forget_buckets()
 
     def finish(self) -> FinishAction:
-        """The pass ends: what is still to be contributed and submitted. Call :meth:`reset` once that is done.
+        """End the pass; return its last contributions and submissions. Call :meth:`reset` once these are done.
 
         Raises:
             StepOrderError: there is no plan yet; the executor must adopt one first.

@@ -175,13 +175,13 @@ class ShmBackend:
         return self._reads_directly
 
     def uses_cross_memory(self, nbytes: int) -> bool:
-        """Whether ordinary arrays of so many bytes are read where they are."""
+        """Return whether ordinary arrays of so many bytes are read where they are."""
         return self._reads_directly and nbytes >= self._direct_bytes
 
     # -- allreduce ----------------------------------------------------------------------------------------------------
 
     def allreduce(self, buffers: Sequence[ReduceBuffer], reduction: Reduction, deadline: float) -> None:
-        """See `Backend.allreduce`."""
+        """Implement `Backend.allreduce`."""
         reducer = self._reducer
         if reducer is None or reducer.reduction is not reduction:
             reducer = self._reducer = BlockReducer(reduction)
@@ -252,7 +252,7 @@ class ShmBackend:
     def reduce_to_owners(
         self, buffer: ReduceBuffer, counts: Sequence[int], reduction: Reduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_to_owners`. Each rank reads a part of every copy, and writes it in its own."""
+        """Implement `Backend.reduce_to_owners`. Each rank reads a part of every copy, and writes it in its own."""
         reducer, storage = BlockReducer(reduction), reduction.dtype.storage
         copies = self.copies(buffer.offset, buffer.target.nbytes, storage)
         low, high = sum(counts[: self.rank]), sum(counts[: self.rank + 1])
@@ -346,7 +346,7 @@ class ShmBackend:
     def reduce_scatter(
         self, source: Array, counts: Sequence[int], target: Array, reduction: Reduction, deadline: float
     ) -> None:
-        """See `Backend.reduce_scatter`."""
+        """Implement `Backend.reduce_scatter`."""
         reducer, storage = BlockReducer(reduction), reduction.dtype.storage
         part = max(1, SLOT_BYTES // storage.itemsize // self.size)
         starts = list(itertools.accumulate(counts, initial=0))
@@ -366,7 +366,7 @@ class ShmBackend:
         self.rounds(-(-max(counts, default=0) // part), fill, collect, deadline)
 
     def allgather(self, source: Array, counts: Sequence[int], target: Array, deadline: float) -> None:
-        """See `Backend.allgather`."""
+        """Implement `Backend.allgather`."""
         chunk = SLOT_BYTES // target.itemsize
         starts = list(itertools.accumulate(counts, initial=0))
 
@@ -382,7 +382,7 @@ class ShmBackend:
         self.rounds(-(-max(counts, default=0) // chunk), fill, collect, deadline)
 
     def broadcast(self, source: Array | None, target: Array, root: int, deadline: float) -> None:
-        """See `Backend.broadcast`."""
+        """Implement `Backend.broadcast`."""
         chunk = SLOT_BYTES // target.itemsize
 
         def fill(index: int, slot: NDArray[np.uint8]) -> None:
@@ -400,7 +400,7 @@ class ShmBackend:
         self.rounds(-(-target.size // chunk), fill, collect, deadline)
 
     def alltoall(self, source: Array, counts: Sequence[Sequence[int]], target: Array, deadline: float) -> None:
-        """See `Backend.alltoall`."""
+        """Implement `Backend.alltoall`."""
         part = max(1, SLOT_BYTES // target.itemsize // self.size)
         sent = list(itertools.accumulate(counts[self.rank], initial=0))
         received = [row[self.rank] for row in counts]
@@ -421,13 +421,13 @@ class ShmBackend:
         self.rounds(-(-max(map(max, counts), default=0) // part), fill, collect, deadline)
 
     def barrier(self, deadline: float) -> None:
-        """See `Backend.barrier`."""
+        """Implement `Backend.barrier`."""
         self.rounds(1, lambda *_: None, lambda *_: None, deadline)
 
     def exchange(
         self, data: NDArray[np.uint8], collect: Callable[[int, Sequence[NDArray[np.uint8]]], None], deadline: float
     ) -> None:
-        """Show ``data``, at most a slot, to everybody; ``collect(0, everybody's slots)``."""
+        """Show ``data``, at most a slot, to all ranks; ``collect(0, the slots of all)``."""
 
         def fill(_: int, slot: NDArray[np.uint8]) -> None:
             slot[: data.size] = data
@@ -443,7 +443,7 @@ class ShmBackend:
         *,
         waits_last: bool = True,
     ) -> None:
-        """``count`` times: ``fill(i, own slot)``, wait for all, ``collect(i, everybody's slots)``.
+        """Repeat ``count`` times: ``fill(i, own slot)``, wait for all, ``collect(i, the slots of all)``.
 
         A rank to which the others' slots are nothing need not wait in the last round (``waits_last``), if the next
         operation is rounds in which it does: it is one slot ahead then, as by (a).
@@ -469,7 +469,7 @@ class ShmBackend:
             self.lacking(members)
 
     def _idle(self) -> bool:
-        """Do what the caller has to do besides; whether there is such a thing."""
+        """Run the caller's progress callback; return whether there is one."""
         if self.progress_hook is None:
             return False
         poll = select.poll()
@@ -485,7 +485,7 @@ class ShmBackend:
     # -- registered memory --------------------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate`. A freed range of at most twice the size is used again before the segments grow."""
+        """Implement `Backend.allocate`. A freed range of up to twice the size is used before the segments grow."""
         offset = _best_fit(nbytes, {offset: mapped.arrays[0].size for offset, mapped in self._free.items()})
         if offset is not None:
             mapped = self._free.pop(offset)
@@ -498,7 +498,7 @@ class ShmBackend:
         return MemoryRegion(offset, nbytes, mapped.arrays[self.rank][:nbytes], tuple(a[:nbytes] for a in mapped.arrays))
 
     def allocate_shared(self, nbytes: int, deadline: float) -> MemoryRegion:
-        """See `Backend.allocate_shared`. It lies in rank 0's segment, and is cleared by rank 0 when used again."""
+        """Implement `Backend.allocate_shared`: in rank 0's segment; rank 0 clears it when it is used again."""
         offset = _best_fit(nbytes, {offset: array.size for offset, array in self._free_shared.items()})
         if offset is not None:
             array = self._free_shared.pop(offset)
@@ -545,7 +545,7 @@ class ShmBackend:
         return offsets
 
     def _check_room(self, nbytes: int, what: str, deadline: float) -> None:
-        """Before anybody takes any: is there room for what all members together need? Some may need nothing.
+        """Check, before any is taken, that there is room for the needs of all members together; some may be 0.
 
         Raises:
             SharedMemoryError: on every rank, when one sees too little.
@@ -581,14 +581,14 @@ class ShmBackend:
         return told
 
     def free(self, offset: int) -> None:
-        """See `Backend.free`."""
+        """Implement `Backend.free`."""
         if offset in self._shared:
             self._free_shared[offset] = self._shared.pop(offset)
         else:
             self._free[offset] = self._regions.pop(offset)
 
     def undo(self, region: MemoryRegion) -> None:
-        """Take back the last allocation, which nobody has used. Every rank calls it: nothing else came in between."""
+        """Take back the last allocation, which is unused. Every rank calls it: nothing else came in between."""
         if self._grown_from < 0:
             self.free(region.offset)
             return
@@ -600,7 +600,7 @@ class ShmBackend:
     # -- some of the ranks --------------------------------------------------------------------------------------------
 
     def split(self, ranks: Sequence[int], deadline: float) -> ShmBackend | NullBackend | None:
-        """See `Backend.split`. The members' counters and slots lie behind each other in their segments."""
+        """Implement `Backend.split`. The members' counters and slots lie behind each other in their segments."""
         if len(ranks) == 1:
             return NullBackend() if self.rank in ranks else None
         member = self.rank in ranks
@@ -628,11 +628,11 @@ class ShmBackend:
     # -- ends ---------------------------------------------------------------------------------------------------------
 
     def abort(self, error: CollectiveError) -> None:
-        """See `Backend.abort`."""
+        """Implement `Backend.abort`."""
         self._local_peers.abort(error)
 
     def close(self) -> None:
-        """See `Backend.close`."""
+        """Implement `Backend.close`."""
         for regions in (self._regions, self._free, self._shared, self._free_shared):
             regions.clear()
         self._slots.clear()

@@ -32,12 +32,12 @@ _EXIT_GRACE_SECONDS = 1.0
 
 
 def encode_addresses(source: BufferList, target: BufferList) -> NDArray[np.uint8]:
-    """What a rank shows the others: the addresses of its sources, then of its targets, as bytes."""
+    """Return the addresses of a rank's sources, then of its targets, as bytes, for the others."""
     return np.array([source.addresses(), target.addresses()], np.uint64).view(np.uint8).reshape(-1)
 
 
 def own_ranges(array: BufferList) -> list[process_memory.AddressRange]:
-    """Where the pieces of an array lie in this process."""
+    """Return the addresses of the pieces of an array in this process."""
     return [(piece.__array_interface__["data"][0], piece.nbytes) for _, piece in array.pieces(0, array.size)]
 
 

@@ -27,7 +27,7 @@ _BEHIND = 0x80000000
 
 
 def _ignore_missing(_: Sequence[int]) -> None:
-    """Nobody wants to know who is missing."""
+    """Ignore ranks that are missing."""
 
 
 def _no_progress() -> bool:
@@ -98,7 +98,7 @@ class SequenceBarrier:
                 self._sleep(word, step, deadline)
 
     def close(self) -> None:
-        """Tell nobody any more: whoever owns this is told by its own methods, and would keep itself alive."""
+        """Report no longer: the owner of this is called by its own methods, and would keep itself alive."""
         self._lacking, self._idle = _ignore_missing, _no_progress
 
     def _sleep(self, word: FutexWord, step: int, deadline: float) -> None:

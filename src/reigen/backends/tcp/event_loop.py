@@ -95,7 +95,7 @@ class TcpEventLoop:
         meanwhile: ProgressHook | None,
         ranks: AbstractSet[int],
     ) -> TcpEventLoop:
-        """To be used in a ``with`` statement: what is posted there is of one operation.
+        """Return a context in which everything that is posted belongs to one operation.
 
         Args:
             deadline: until when it must be over.
@@ -353,6 +353,6 @@ class TcpEventLoop:
         self._lanes.clear()
 
     def close_descriptors(self) -> None:
-        """See `reigen.net.fork_safety`."""
+        """Implement `reigen.net.fork_safety`."""
         for lane in self._lanes.values():
             lane.link.close()

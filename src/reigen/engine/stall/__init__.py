@@ -1,1 +1,1 @@
-"""Stalls: collectives that wait long for ranks, and what is reported."""
+"""Stalls: collectives that wait long for ranks, and their reports."""

@@ -1,4 +1,4 @@
-"""When a collective that waits is a stall, and what is done about it: a state machine without clock or I/O.
+"""Stall inspector, which decides when a waiting collective is a stall: pure, without clock or I/O.
 
 A. A collective that has waited for ``check_seconds`` is a stall. The inspector wants to know where its missing ranks
    are, and those for which they wait in turn (`QueryRanks`). It waits for their answers for two seconds.
@@ -63,7 +63,7 @@ class PendingCollective:
 
     @property
     def key(self) -> tuple[str, bool, float]:
-        """What tells it from one of the same name before or after."""
+        """Key that differs from that of an earlier or later wait of the same name."""
         return self.name, self.is_running, self.since
 
 
@@ -178,7 +178,7 @@ class _RankQuery:
         return len(self.answers) == len(self.ranks) or now >= self.until
 
     def finds_all_blocked(self, waits: Sequence[PendingCollective]) -> bool:
-        """Whether no rank can go on, given all that waits now."""
+        """Return whether no rank can go on, given all that waits now."""
         if self.waits != tuple(waits):
             return False  # something was submitted, or begun, since
         ready = {wait.name: wait.ready for wait in waits}
@@ -191,7 +191,7 @@ class _RankQuery:
 
 
 class StallInspector:
-    """What rank 0 knows of stalls.
+    """Stalls as rank 0 knows them.
 
     Args:
         check_seconds: from when on a wait is a stall.
@@ -224,11 +224,11 @@ class StallInspector:
 
     @property
     def next_look(self) -> float:
-        """When `look` wants to be called; until then it need not be. After a warning always, to see when it is over."""
+        """Return when to call `look`; not needed before. After a warning always, to see when it is over."""
         return 0.0 if self._warned else self._next_look
 
     def due(self, oldest: float | None) -> float:
-        """When `look` has something to do, at the latest, if nothing happens; ``oldest``: since when anything waits."""
+        """Return when to call `look` at the latest, if no event comes; ``oldest``: since when anything waits."""
         if self._warned or self._inquiry is not None:
             return self._next_look
         first = min(self._check, _DEADLOCK_SECONDS) if self._ranks else self._check
@@ -243,7 +243,7 @@ class StallInspector:
                 self._next_look = 0.0
 
     def look(self, waits: Sequence[PendingCollective], now: float) -> list[StallAction]:
-        """What is to be done, given all that waits now."""
+        """Return the instructions, given all that waits now."""
         said: list[StallAction] = []
         self._next_look = now + self._pace
         keys = {wait.key for wait in waits}
@@ -286,7 +286,7 @@ class StallInspector:
         return QueryRanks(self._num_inquiries, ranks)
 
     def _may_be_deadlock(self, waits: Sequence[PendingCollective], now: float) -> bool:
-        """Whether all ranks are to be asked (step F)."""
+        """Return whether to ask all ranks (step F)."""
         if not (waits and self._ranks) or not set(self._ranks) <= {rank for wait in waits for rank in wait.ready}:
             self._suspicion, self._not_before, self._num_blocked = _DEADLOCK_SECONDS, 0.0, 0
             return False
@@ -331,7 +331,7 @@ class StallInspector:
 
 
 class CoordinatorAction(Enum):
-    """What to do about a coordinator that may not be there."""
+    """Decision about a coordinator that may not be there."""
 
     ASK = auto()
     WARN = auto()
@@ -339,7 +339,7 @@ class CoordinatorAction(Enum):
 
 
 class CoordinatorMonitor:
-    """What rank 1 knows of rank 0 (step E). The arguments are those of `StallInspector`."""
+    """Rank 0 as rank 1 knows it (step E). The arguments are those of `StallInspector`."""
 
     def __init__(self, check_seconds: float, shutdown_seconds: float) -> None:
         self._shutdown = shutdown_seconds or math.inf
@@ -350,13 +350,13 @@ class CoordinatorMonitor:
         self._times = 0
 
     def answered(self, now: float) -> bool:
-        """Rank 0 has answered; whether it was told of as silent before."""
+        """Take in rank 0's answer; return whether it was reported silent before."""
         was_silent = self._times > 0
         self._asked, self._times, self._next = None, 0, now + self._check
         return was_silent
 
     def look(self, since: float, now: float) -> CoordinatorAction | None:
-        """What is to be done, with something waiting here since ``since``; to be called ten times a second."""
+        """Return the instructions, with something waiting here since ``since``; called ten times a second."""
         if self._asked is not None:
             if now < self._asked + ANSWER_TIMEOUT_SECONDS:
                 return None

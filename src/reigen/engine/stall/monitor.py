@@ -67,11 +67,11 @@ class _RunningResumed(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class _Ping(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Is rank 0 there?"""
+    """Question whether rank 0 is there."""
 
 
 class _Pong(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """It is."""
+    """Answer that rank 0 is there."""
 
 
 _Message = _StackRequest | _StackReply | _RunningStalled | _RunningResumed | _Ping | _Pong
@@ -129,7 +129,7 @@ class StallMonitor:
         self.is_told = False
 
     def due(self) -> float:
-        """When `look` has something to do, at the latest, if nothing happens."""
+        """Return when `look` has something to do, at the latest, if no event comes."""
         coordinator = self._seat.coordinator
         if coordinator is None:
             return math.inf
@@ -192,7 +192,7 @@ class StallMonitor:
                     _log.warning("Stall over: rank 0 answers.")
 
     def lacking(self, operation: Operation, since: float, ready: tuple[int, ...], missing: tuple[int, ...]) -> None:
-        """This rank waits in the middle of a collective for ``missing``, as ``ready`` do; called every now and then."""
+        """Take in that this rank, as ``ready``, waits for ``missing`` in a collective; called now and then."""
         self.is_told = True
         kind = operation.kind.name.lower()
         self._running = f"{kind} {operation.name}, for whose data {name_ranks(missing)} did not come yet"
@@ -210,7 +210,7 @@ class StallMonitor:
             )
 
     def went_on(self) -> None:
-        """The collective of which `lacking` was told is over."""
+        """Take in that the collective that was given to `lacking` is over."""
         self._running, self.is_told = "", False
         if self._told is None:
             return

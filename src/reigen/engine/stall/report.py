@@ -63,7 +63,7 @@ def stall_error(stall: Stall, states: Mapping[int, str]) -> DeadlineError:
 
 
 def format_resolved(waits: Sequence[PendingCollective], now: float) -> str:
-    """That a stall is over."""
+    """Format the report that a stall is over."""
     groups: dict[tuple[str, bool], list[PendingCollective]] = {}
     for wait in waits:
         groups.setdefault((wait.kind, wait.is_running), []).append(wait)
@@ -76,7 +76,7 @@ def format_resolved(waits: Sequence[PendingCollective], now: float) -> str:
 
 
 def format_coordinator_silence(name: str, seconds: float, states: Mapping[int, str]) -> str:
-    """That rank 0 does not answer, told by another rank that has waited in ``name`` for so long."""
+    """Format the report, of another rank that has waited in ``name`` for so long, that rank 0 does not answer."""
     return (
         f"Stall: {_format_no_answer(0, states)}\n  {name} has waited for {seconds:.3g} s. Rank 0 "
         f"coordinates: until it goes "
@@ -121,7 +121,7 @@ def _format_cycle(stall: Stall) -> list[str]:
 
 
 def _format_rank(rank: int, stall: Stall, states: Mapping[int, str]) -> list[str]:
-    """Where a rank is, in lines."""
+    """Format where a rank is, in lines."""
     answer = stall.answers.get(rank)
     if answer is None:
         return [_format_no_answer(rank, states)]
@@ -148,7 +148,7 @@ def _format_frame(place: StackFrame) -> str:
 
 
 def _format_pending_of(rank: int, answer: StackSample, stall: Stall) -> list[str]:
-    """What a rank that is missing waits for itself."""
+    """Format the wait of a rank that is itself missing."""
     lines = []
     waits = {wait.name: wait for wait in (*stall.others, *stall.waits)}
     if answer.running:

@@ -1,4 +1,4 @@
-"""Where a rank is: what its threads do, as Python tells it, and what its process does, as the kernel tells it.
+"""Sampler of a rank's position: its threads' stacks by Python, its process's state by the kernel.
 
 Another thread's stack is read through ``sys._current_frames()``: that needs nothing of the thread, which may compute,
 sleep, or wait for a lock, but it needs the interpreter's lock. A rank in native code that does not give up the lock,
@@ -54,7 +54,7 @@ class StackFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StackSample(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank tells of itself.
+    """Sample of a rank's own threads.
 
     Attributes:
         pid: its process id.
@@ -79,7 +79,7 @@ class StackSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 def sample_stack(thread: int, waiting: CodeType, outstanding: Iterable[str], running: str) -> StackSample:
-    """This process, now.
+    """Sample this process.
 
     Args:
         thread: ident of the thread that trains; the main thread if that has ended.
@@ -156,7 +156,7 @@ _STATES = {
 
 
 def process_state(pid: int) -> str:
-    """What the kernel knows of a process of this host that does not answer, as the end of a sentence, or nothing."""
+    """Describe by the kernel a process of this host that does not answer, as the end of a sentence, or nothing."""
     process = Path("/proc") / str(pid)
     try:
         status = (process / "status").read_text()
