@@ -9,6 +9,7 @@ follow.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 
 import msgspec
@@ -53,17 +54,20 @@ class HeldEvents:
 
     def release(self, now: float = NEVER) -> list[MembershipEvent]:
         """Return the events that are due, in order."""
-        followers = (member for machine in self._losses for member in self.of_host(machine))
-        all_are_lost = bool(self._losses) and not any(member.state is MemberState.PRESENT for member in followers)
-        if now < self.until and not all_are_lost:
+        if self.until == NEVER:
             return []
+        if now < self.until:
+            present = {member.machine for member in self._members if member.state is MemberState.PRESENT}
+            if not self._losses or not present.isdisjoint(self._losses):
+                return []
+        sizes = Counter(member.machine for member in self._members if member.state is not MemberState.ABSENT)
         released: list[MembershipEvent] = []
         for machine, losses in self._losses.items():
             first, *others = (loss for _, loss in losses)
             loss = msgspec.structs.replace(
                 first,
                 others=tuple(sorted(other.number for other in others)),
-                is_whole_host=1 < len(losses) == len(list(self.of_host(machine))),
+                is_whole_host=1 < len(losses) == sizes[machine],
                 is_silent=first.is_silent or any(other.is_silent for other in others),
             )
             for member, _ in losses:

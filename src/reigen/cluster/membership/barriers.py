@@ -18,7 +18,7 @@ class _Barrier:
     Attributes:
         entered: how often each worker has.
         num_over: how often all have, or one has given up.
-        broken: what is outcomes of those that were given up, as long as somebody may come to them.
+        broken: outcomes of those that were given up, as long as a worker may come to them.
         waiting: by worker: for which of its times it waits for an answer; no empty ones.
     """
 
@@ -42,9 +42,12 @@ class BarrierTable:
         self._changed: set[str] = set()
         self._needed: frozenset[int] = frozenset()
 
-    def accepts(self, name: str) -> bool:
-        """Return whether the table has a place for a name."""
-        return name in self._barriers or len(self._barriers) < MAX_BARRIERS
+    def accepts(self, worker: int, name: str) -> bool:
+        """Return whether the table has a place for a name, and for one more entry of a worker."""
+        one = self._barriers.get(name)
+        if one is None:
+            return len(self._barriers) < MAX_BARRIERS
+        return len(one.waiting.get(worker, ())) < MAX_BARRIERS
 
     def hear(self, worker: int, message: EnterBarrier, needed: Collection[int]) -> None:
         """A worker enters, gives up, or says again how one ended. Answers come from the next `complete`, or a later."""

@@ -19,7 +19,7 @@ f. A member that goes in good order sends Leave, and hears of it as News. A rank
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -28,6 +28,9 @@ from reigen.errors import CollectiveError, DeadlineError, PeerLostError
 from reigen.net.codec import MessageCodec
 
 MemberRole = Literal["rank", "worker", "server"]
+
+#: Number in members' messages: what a liar says can be counted on, and still be sent.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
 #: The largest is a value of the rendezvous, a key and a few numbers.
 MAX_MESSAGE_BYTES = (1 << 20) + 1024
@@ -169,7 +172,7 @@ class EnterBarrier(msgspec.Struct, tag=21, array_like=True, frozen=True, forbid_
     """
 
     name: str
-    sequence: int
+    sequence: Count
     is_abandoned: bool = False
     is_over: bool = False
 
@@ -182,7 +185,7 @@ class SavedJob(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fiel
         left: workers that had left it in good order.
     """
 
-    job: int
+    job: Count
     left: tuple[int, ...] = ()
 
 
@@ -212,13 +215,13 @@ class RegisterMember(msgspec.Struct, tag=20, array_like=True, frozen=True, forbi
     role: MemberRole
     number: int
     host: str
-    incarnation: int
-    counts: dict[MemberRole, int]
+    incarnation: Count
+    counts: dict[MemberRole, Count]
     address: str = ""
     group: str = ""
     machine: str = ""
-    job: int = 0
-    epoch: int = 0
+    job: Count = 0
+    epoch: Count = 0
     is_recovery: bool = False
     left: tuple[int, ...] = ()
     lost: tuple[tuple[MemberRole, int], ...] = ()

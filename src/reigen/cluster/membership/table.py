@@ -201,6 +201,11 @@ class MembershipTable:
         return self._finish()
 
     @property
+    def is_begun(self) -> bool:
+        """Return whether a process has got a place."""
+        return self._is_begun
+
+    @property
     def is_empty(self) -> bool:
         """Return whether no member has a connection."""
         return not self._member_of
@@ -211,11 +216,10 @@ class MembershipTable:
         """Steps A, D, H, I."""
         if message.is_known and not self._is_begun:
             self.job = message.job
-        if message.is_known and message.job == self.job:
-            self.epoch = max(self.epoch, message.epoch)
         if problem := self._problem(owner, message):
             self._refuse(owner, problem)
         elif message.is_known:
+            self.epoch = max(self.epoch, message.epoch)
             self._admit(owner, message)
         else:
             self._waiting[owner] = message
@@ -269,19 +273,20 @@ class MembershipTable:
 
     def _correct(self, owner: ConnectionId, message: RegisterMember) -> None:
         """Step D: tell a member that was away who has returned meanwhile, or will have."""
-        for key in message.lost:
-            believed = self._members.get(key)
-            if believed is not None and believed.state is MemberState.PRESENT:
-                self._send_news([owner], [believed.return_event])
-            elif believed is not None:
-                believed.is_missed = believed.state is MemberState.ABSENT
+        believed = [self._members[key] for key in dict.fromkeys(message.lost) if key in self._members]
+        for member in believed:
+            member.is_missed |= member.state is MemberState.ABSENT
+        self._send_news([owner], [one.return_event for one in believed if one.state is MemberState.PRESENT])
 
     def _problem(self, owner: ConnectionId, message: RegisterMember) -> str:
         """Return why a process cannot be in the job; empty if it can."""
         role, counts = message.role, self.spec.counts
         if self.stop is not None:
             return f"the job is over: {self.stop.reason}"
-        if max(len(name.encode(errors="replace")) for name in (message.host, message.machine)) > MAX_NAME_BYTES:
+        if (
+            max(len(name.encode(errors="replace")) for name in (message.host, message.machine, message.address))
+            > MAX_NAME_BYTES
+        ):
             return f"a name is longer than {MAX_NAME_BYTES} bytes"
         if message.is_known and message.job != self.job:
             return "the scheduler that it has found serves another job, on the same port and with the same secret"
@@ -335,6 +340,8 @@ class MembershipTable:
         """Handle another process that comes for a place that is, or was, taken."""
         if member.state is MemberState.LEFT:
             self._refuse(owner, f"{member.name} has left this job before; it cannot come back")
+        elif member.state is MemberState.ABORTED:
+            self._refuse(owner, f"{member.name} has given up before; it cannot come back")
         elif member.owner is not None and member.state is MemberState.PRESENT:
             if member.replacement is not None or member.policy.heartbeat_timeout_seconds == NEVER:
                 self._refuse(owner, f"{member.name} is there already, on host {member.host}")
@@ -356,9 +363,7 @@ class MembershipTable:
         member.state, member.loss, member.is_recovery = MemberState.PRESENT, None, is_recovery
         member.incarnation = message.incarnation
         self.epoch += 1
-        self._duplicate_connections = {
-            other: each for other, each in self._duplicate_connections.items() if each is not member
-        }
+        self._forget_duplicates(member)
         if not message.is_known:
             self._assigned.add(message.incarnation)
         barriers = () if message.is_known or not is_recovery else self._barriers.over()
@@ -366,6 +371,10 @@ class MembershipTable:
         if is_news:
             self._announce(member.return_event)
         self._send_state(owner)
+
+    def _forget_duplicates(self, member: Member) -> None:
+        others = self._duplicate_connections.items()
+        self._duplicate_connections = {owner: each for owner, each in others if each is not member}
 
     def _connect_again(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
         """Take a new connection of the process that has the place."""
@@ -505,6 +514,7 @@ class MembershipTable:
             self._refuse(member.owner, "nothing was heard of it")
         if member.role == "worker":
             self._barriers.forget(member.number)
+        self._forget_duplicates(member)
         member.state, member.owner, member.incarnation = MemberState.ABSENT, None, 0
         member.until = self._now + member.policy.start_seconds
 
@@ -542,13 +552,13 @@ class MembershipTable:
 
     def _enter_barrier(self, owner: ConnectionId, message: EnterBarrier) -> None:
         """Step F."""
-        name = message.name
-        if len(name.encode(errors="replace")) > MAX_BARRIER_NAME_BYTES or not self._barriers.accepts(name):
+        name, number = message.name, self._member_of[owner].number
+        if len(name.encode(errors="replace")) > MAX_BARRIER_NAME_BYTES or not self._barriers.accepts(number, name):
             self._refuse(
                 owner, f"more than {MAX_BARRIERS} barriers, or a name of more than {MAX_BARRIER_NAME_BYTES} bytes"
             )
         else:
-            self._barriers.hear(self._member_of[owner].number, message, self._needed())
+            self._barriers.hear(number, message, self._needed())
 
     def _needed(self) -> list[int]:
         return [member.number for member in self._of_role("worker") if member.is_needed]
@@ -568,10 +578,8 @@ class MembershipTable:
 
     def absent(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Workers and servers that have not come yet, or are lost."""
-        states = {MemberState.ABSENT, MemberState.LOST}
-        workers, servers = (
-            tuple(member.number for member in self._of_role(role) if member.state in states) for role in self.spec.roles
-        )
+        some = [one for one in self._members.values() if one.state in {MemberState.ABSENT, MemberState.LOST}]
+        workers, servers = (tuple(one.number for one in some if one.role == role) for role in ("worker", "server"))
         return workers, servers
 
     # -- news of all ---------------------------------------------------------------------------------------------------
@@ -689,7 +697,11 @@ class GroupTable:
                     del self._tables[next(name for name, one in self._tables.items() if one.is_empty)]
                 table = self._tables[message.group] = MembershipTable(rank_job(message.counts["rank"]))
             self._table_of[owner] = table
-        return table.handle(owner, message, now)
+        replies = table.handle(owner, message, now)
+        if not table.is_begun:  # the process was refused: it makes no job
+            self._tables = {name: one for name, one in self._tables.items() if one is not table}
+            del self._table_of[owner]
+        return replies
 
     def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
         """Handle the end of a connection; see `MembershipTable.ended`."""
@@ -717,8 +729,10 @@ class GroupTable:
         size = message.counts.get("rank", 0)
         if len(message.group.encode(errors="replace")) > MAX_NAME_BYTES:
             return f"a name is longer than {MAX_NAME_BYTES} bytes"
-        if set(message.counts) != {"rank"} or not 0 <= message.number < size <= MAX_SIZE:
+        if set(message.counts) != {"rank"} or message.role != "rank" or not 0 <= message.number < size <= MAX_SIZE:
             return f"there is no {message.role} {message.number} among {size}"
+        if message.is_known or message.left or message.lost or message.saved or message.barriers:
+            return "ranks do not come back"
         if message.group not in self._tables and len(self._tables) >= MAX_GROUPS:
             full = not any(table.is_empty for table in self._tables.values())
             return f"there are {MAX_GROUPS} jobs already" if full else ""

@@ -60,7 +60,7 @@ class JobView:
         is_assigned: the service has given this process its number.
         job: the number of the job; 0 before that.
         epoch: the latest of which it has heard.
-        has_left: it has messages, or will say, that it goes in good order.
+        has_left: it has said, or will say, that it goes in good order.
         failure: why there is nothing more to hope for, None while there is.
         servers: where they are, by number; empty until all have come.
         lost: what is lost now, and how that was noticed.
@@ -84,8 +84,8 @@ class JobView:
         self._abort: CollectiveError | None = None
         self.events: list[MembershipEvent] = []
         self._entered: Counter[str] = Counter()
-        #: barriers at which this process waits, with what is messages of them to a service that was started anew; how
-        #: those ended that are over; and by name what is messages of the last one at which it does not wait any more
+        #: barriers at which this process waits, with the messages of them for a service that was started anew; outcomes
+        #: of those that are over; and by name the message of the last one at which it does not wait any more
         self._waiting: dict[BarrierEntry, EnterBarrier] = {}
         self._outcomes: dict[BarrierEntry, BarrierOver] = {}
         self._passed: dict[str, EnterBarrier] = {}
@@ -253,7 +253,7 @@ class JobView:
         """Return why waiting for the ranks ``needed`` will never succeed, or None while it may.
 
         Ranks that died without a word are the cause of what the others did then, so they are named first, and those
-        that were lost first before others. Then comes what a rank messages that gave up; ranks that left; the service.
+        that were lost first before others. Then comes the abort of a rank; ranks that left; the service.
         """
         wanted = set(needed)
         for loss in dict.fromkeys(self.lost.values()):
