@@ -123,3 +123,19 @@ def test_the_only_rank_shares_its_error_with_all():
     assert alone.find_shared(0) is None
     alone.feed(0, ERROR, 0.0)
     assert alone.find_shared(0) == 0
+
+
+@pytest.mark.parametrize("later", [OTHER, [b"line"] * 1200])
+@pytest.mark.parametrize("is_named_elsewhere", [False, True])
+def test_repeats_are_named_though_the_rank_that_showed_the_error_goes_on(errors, later, is_named_elsewhere):
+    errors.feed(0, ERROR, 0.0)
+    assert [errors.feed(rank, ERROR, 0.1) for rank in (1, 2)] == [[], []]
+    end(errors, 1, 2)
+    assert errors.settle(0.2) == []
+    assert errors.feed(0, later, 0.3) == later
+    assert errors.wait_seconds(0.3) == HOLD_SECONDS - 0.3
+    if is_named_elsewhere:
+        assert errors.take_sharing(1) == [2]
+    assert errors.take_repeats(HOLD_SECONDS) == ([] if is_named_elsewhere else [(0, [1, 2])])
+    assert errors.take_repeats(float("inf")) == []
+    assert errors.wait_seconds(9.0) is None

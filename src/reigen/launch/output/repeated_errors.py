@@ -49,6 +49,8 @@ class RepeatedErrors:
         self._num_ranks = num_ranks
         #: The last traceback of each rank.
         self._latest: dict[int, _Traceback] = {}
+        #: Tracebacks with repeats; their ranks may have printed others since.
+        self._repeated: list[_Traceback] = []
 
     def feed(self, rank: int, lines: list[bytes], now: float) -> list[bytes]:
         """Take complete lines of a rank; return those to show now."""
@@ -91,21 +93,24 @@ class RepeatedErrors:
             if current.has_ended and is_whole and is_covered:
                 current.is_repeat = True
                 original.repeats.append(current.rank)
+                if original not in self._repeated:
+                    self._repeated.append(original)
             elif now >= _held_until(current) or (current.has_ended and original.has_ended):
                 shown.append((current.rank, _release(current)))
         return shown
 
     def take_repeats(self, now: float) -> list[tuple[int, list[int]]]:
         """Return ranks whose traceback was shown, with those that ended with the same one and are to be named now."""
-        due = [each for each in self._latest.values() if each.repeats and now >= each.began + HOLD_SECONDS]
+        due = [each for each in self._repeated if each.repeats and now >= each.began + HOLD_SECONDS]
         taken = [(each.rank, sorted(each.repeats)) for each in due]
         for each in due:
             each.repeats = []
+        self._repeated = [each for each in self._repeated if each.repeats]
         return taken
 
     def wait_seconds(self, now: float) -> float | None:
         """Return the seconds until the next `settle` and `take_repeats` if nothing is printed; None: no limit."""
-        notes = [each.began + HOLD_SECONDS for each in self._latest.values() if each.repeats]
+        notes = [each.began + HOLD_SECONDS for each in self._repeated if each.repeats]
         ends = [*map(_held_until, self._held), *notes]
         return max(0.0, min(ends) - now) if ends else None
 
@@ -124,7 +129,7 @@ class RepeatedErrors:
             return []
         original = current.original or current
         same = [each for each in self._latest.values() if original in (each, each.original)]
-        for each in same:
+        for each in (original, *same):
             each.repeats = []
         return sorted(each.rank for each in same if each.rank != rank)
 
