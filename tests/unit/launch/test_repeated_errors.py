@@ -139,3 +139,11 @@ def test_repeats_are_named_though_the_rank_that_showed_the_error_goes_on(errors,
     assert errors.take_repeats(HOLD_SECONDS) == ([] if is_named_elsewhere else [(0, [1, 2])])
     assert errors.take_repeats(float("inf")) == []
     assert errors.wait_seconds(9.0) is None
+
+
+def test_an_error_that_is_only_the_first_of_a_chain_is_shown(errors):
+    errors.feed(0, CHAIN, 0.0)
+    assert errors.feed(1, ERROR, 0.1) == []
+    end(errors, 0, 1)
+    assert errors.settle(0.2) == [(1, ERROR)]
+    assert errors.take_repeats(float("inf")) == []

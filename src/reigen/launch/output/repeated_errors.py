@@ -90,6 +90,8 @@ class RepeatedErrors:
             assert original is not None, "it would be shown"
             is_whole = not current.lines[-1].startswith(b" ") and not current.lines[-1].endswith(_BEGIN)
             is_covered = len(original.lines) >= len(current.lines) and _agree(current, original)
+            after = len(current.lines) + 1
+            is_covered = is_covered and original.lines[after : after + 1] not in _CHAIN
             if current.has_ended and is_whole and is_covered:
                 current.is_repeat = True
                 original.repeats.append(current.rank)
