@@ -1,11 +1,13 @@
 """What ranks print becomes what the launcher prints. Terminals are judged by a small one of our own."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from reigen.launch.output.line_prefix import MAX_LINE_BYTES, LineSplitter, LogSink, TerminalSink, visible_text
 from reigen.launch.output.nonblocking_writer import NonblockingWriter
+from reigen.launch.output.output_mux import OutputMux
 
 OUT, ERR = 0, 1
 
@@ -208,3 +210,41 @@ def test_hours_of_progress_in_a_pipe_do_not_pile_up_and_are_written_once():
     (zero,) = streams(LogSink(prefix=False), (0, OUT))
     steps = [b"\r%5d of 100000" % step for step in range(20_000)]
     assert b"".join(map(zero.feed, steps)) == b"".join(steps)
+
+
+@pytest.mark.parametrize("style", [b"\r%d%%", b"%d%%\r"])
+def test_messages_of_the_launcher_do_not_tear_progress(glass, terminal, style):
+    (zero,) = streams(terminal, (0, ERR))
+    glass.write(terminal.say(b"reigen run: 1\n") + zero.feed(style % 10))
+    glass.write(terminal.say(b"reigen run: 2\n"))
+    assert glass.rows == ["reigen run: 1", "reigen run: 2", "[0] 10%"]
+    glass.write(zero.feed(b"\rdone\n") + terminal.say(b"reigen run: 3\n"))
+    assert glass.rows == ["reigen run: 1", "reigen run: 2", "[0] done", "reigen run: 3", ""]
+
+
+@pytest.mark.parametrize("style", [b"\r%d%%", b"%d%%\r"])
+def test_messages_of_the_launcher_do_not_tear_progress_in_a_pipe(glass, style):
+    log = LogSink(prefix=True)
+    (zero,) = streams(log, (0, ERR))
+    glass.write(log.say(b"reigen run: 1\n") + zero.feed(style % 10))
+    glass.write(log.say(b"reigen run: 2\n") + log.say(b"reigen run: 3\n"))
+    assert glass.rows == ["reigen run: 1", "[0] 10%", "reigen run: 2", "reigen run: 3", ""]
+    glass.write(zero.feed(style % 20))
+    assert glass.rows[4:] == ["[0] 20%"]
+
+
+def test_an_empty_message_of_the_launcher_writes_nothing(terminal):
+    for screen in (LogSink(prefix=True), terminal):
+        (zero,) = streams(screen, (0, ERR))
+        zero.feed(b"\r10%")
+        assert screen.say(b"") == b""
+
+
+def test_the_multiplexer_ends_a_progress_line_before_a_message(monkeypatch):
+    writer = NonblockingWriter(2, LogSink(prefix=True))
+    monkeypatch.setattr("reigen.launch.output.output_mux.open_std_writers", lambda **_: [writer, writer])
+    options = SimpleNamespace(num_ranks=1, servers=None, prefix=True, timestamps=False, output_directory=None)
+    mux = OutputMux(options, None, list, None)
+    mux.printed(0, ERR, b"\r10%")
+    mux.say(b"reigen run: message\n")
+    assert writer.pending.endswith(b"10%\nreigen run: message\n")

@@ -36,6 +36,9 @@ class LineSink(Protocol):
             rest: its unfinished line so far.
         """
 
+    def say(self, message: bytes) -> bytes:
+        """Return the bytes to write for whole lines of the launcher's own."""
+
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
         """Return the part of an unfinished line that still matters when it has been shown."""
 
@@ -116,6 +119,13 @@ class LogSink:
             self._num_written[source] = len(drawn)
         return out
 
+    def say(self, message: bytes) -> bytes:
+        """Return the message, on a line of its own."""
+        if not message or self._drawn_source is None:
+            return message
+        self._drawn_source = None
+        return b"\n" + message
+
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
         """Return all of it but the part that is written and overwritten."""
         begin = rest.rstrip(b"\r").rfind(b"\r")
@@ -159,6 +169,10 @@ class TerminalSink:
         if self._drawn and (lines or self._drawn != before):
             out.append(b"\r" + self._drawn + b"\x1b[K")
         return b"".join(out)
+
+    def say(self, message: bytes) -> bytes:
+        """Draw the message above the unfinished line."""
+        return _ERASE + message + self._drawn if self._drawn and message else message
 
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
         """Return the visible part, and a carriage return if the next character overwrites it."""

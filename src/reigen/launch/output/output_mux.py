@@ -110,7 +110,8 @@ class OutputMux:
 
     def say(self, message: bytes) -> None:
         """Write a message of the launcher's own to stderr."""
-        self._writers[STDERR].put(message)
+        writer = self._writers[STDERR]
+        writer.put(writer.screen.say(message))
 
     def _put(self, source: tuple[int, int], data: bytes) -> None:
         writer = self._streams[source].writer
