@@ -113,10 +113,11 @@ def format_failure(
         if failure.num_restarts or number in names:
             in_vain = f"it was started again {_format_restarts(failure)}, and has failed again"
             block.append(b"  " + (_describe_restarts(name, failure) if number in names else in_vain).encode())
-    if failure.num_stopped:
-        stopped = "rank was" if failure.num_stopped == 1 else "ranks were"
+    num_stopped = max(0, failure.num_stopped - len(sharing))
+    if num_stopped:
+        stopped = "rank was" if num_stopped == 1 else "ranks were"
         other = "" if number in names else "other "
-        block.append(f"  {failure.num_stopped} {other}{stopped} stopped because of it".encode())
+        block.append(f"  {num_stopped} {other}{stopped} stopped because of it".encode())
     return b"\n".join(block) + b"\n"
 
 

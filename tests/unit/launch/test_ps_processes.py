@@ -200,3 +200,13 @@ def test_a_host_that_was_lost_with_everything_on_it():
         "reigen run: host h2 was lost, with ranks 1, 2 and server 0: unplugged",
         "  1 other rank was stopped because of it",
     ]
+
+
+@pytest.mark.parametrize(
+    ("sharing", "stopped"),
+    [([], ["2 other ranks were"]), ([1], ["1 other rank was"]), ([1, 2], []), ([1, 2, 3], [])],
+)
+def test_ranks_that_ended_with_the_same_error_do_not_count_as_stopped(sharing, stopped):
+    finish = FinishJob(1, JobFailure(0, 1, 2), None)
+    lines = format_exit_report(finish, [b"error"], ProcessLocations(), sharing=sharing).decode().splitlines()
+    assert [line for line in lines if "stopped" in line] == [f"  {each} stopped because of it" for each in stopped]
