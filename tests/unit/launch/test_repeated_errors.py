@@ -147,3 +147,38 @@ def test_an_error_that_is_only_the_first_of_a_chain_is_shown(errors):
     end(errors, 0, 1)
     assert errors.settle(0.2) == [(1, ERROR)]
     assert errors.take_repeats(float("inf")) == []
+
+
+def test_each_held_line_is_compared_only_once(errors):
+    num_compared = 0
+
+    class Line(bytes):
+        __hash__ = bytes.__hash__
+
+        def __eq__(self, other):
+            nonlocal num_compared
+            num_compared += 1
+            return bytes(self) == bytes(other)
+
+    lines = [b"    frame %d" % number for number in range(900)]
+    errors.feed(0, [BEGIN, *lines], 0.0)
+    errors.feed(1, [BEGIN], 0.1)
+    for line in lines:
+        assert errors.feed(1, [Line(line)], 0.1) == []
+        assert errors.settle(0.1) == []
+    assert num_compared < 10 * len(lines)
+    assert errors.feed(1, [b"another"], 0.1) == []
+    assert errors.feed(0, [b"line"], 0.1) == [b"line"]
+    assert errors.feed(1, [b"more"], 0.1) == [BEGIN, *lines, b"another", b"more"]
+
+
+def test_lines_are_compared_from_the_beginning_with_another_original(errors):
+    errors.feed(0, [*ERROR, b"a", b"b"], 0.0)
+    errors.feed(1, [*ERROR, b"a", b"c"], 0.0)
+    assert errors.feed(2, [*ERROR, b"a"], 0.1) == [], "as rank 0"
+    assert errors.feed(2, [b"c"], 0.1) == [], "as rank 1"
+    assert errors.feed(2, [b"d"], 0.1) == []
+    assert errors.feed(1, [b"e"], 0.1) == [b"e"]
+    end(errors, 2)
+    assert errors.settle(0.2) == [], "rank 1 may be late"
+    assert errors.settle(HOLD_SECONDS + 1) == [(2, [*ERROR, b"a", b"c", b"d"])]

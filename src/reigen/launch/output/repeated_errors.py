@@ -31,6 +31,7 @@ class _Traceback:
         has_ended: the rank's stderr is closed.
         repeats: ranks that ended with the same one, and are not named yet.
         is_repeat: this one is dropped.
+        num_agreed: lines that are known to agree with the original's.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class _Traceback:
     has_ended: bool = False
     is_repeat: bool = False
     repeats: list[int] = field(default_factory=list)
+    num_agreed: int = 1
 
 
 class RepeatedErrors:
@@ -71,10 +73,10 @@ class RepeatedErrors:
             current.lines.append(line)
             if current.original is None:
                 shown.append(line)
-            elif not _agree(current, current.original):
+            elif not _still_agrees(current, current.original):
                 other = self._find_original(current)
                 shown += [] if other else _release(current)
-                current.original = other
+                current.original, current.num_agreed = other, 1
         return shown
 
     def end(self, rank: int) -> None:
@@ -89,7 +91,7 @@ class RepeatedErrors:
             original = current.original
             assert original is not None, "it would be shown"
             is_whole = not current.lines[-1].startswith(b" ") and not current.lines[-1].endswith(_BEGIN)
-            is_covered = len(original.lines) >= len(current.lines) and _agree(current, original)
+            is_covered = len(original.lines) >= len(current.lines) and _still_agrees(current, original)
             after = len(current.lines) + 1
             is_covered = is_covered and original.lines[after : after + 1] not in _CHAIN
             if current.has_ended and is_whole and is_covered:
@@ -149,6 +151,14 @@ class RepeatedErrors:
 def _agree(one: _Traceback, other: _Traceback) -> bool:
     """Return whether one may be the beginning of the other. A progress bar may be in the first line."""
     return all(a == b for a, b in zip(one.lines[1:], other.lines[1:], strict=False))
+
+
+def _still_agrees(current: _Traceback, original: _Traceback) -> bool:
+    """Return whether it may still repeat its original; compares only lines that are new."""
+    begin, end = current.num_agreed, min(len(current.lines), len(original.lines))
+    is_same = current.lines[begin:end] == original.lines[begin:end]
+    current.num_agreed = max(begin, end) if is_same else begin
+    return is_same
 
 
 def _held_until(current: _Traceback) -> float:
