@@ -248,3 +248,12 @@ def test_the_multiplexer_ends_a_progress_line_before_a_message(monkeypatch):
     mux.printed(0, ERR, b"\r10%")
     mux.say(b"reigen run: message\n")
     assert writer.pending.endswith(b"10%\nreigen run: message\n")
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"])
+def test_progress_with_a_return_at_its_end_is_not_written_again_below_another_line(end):
+    zero, one = streams(LogSink(prefix=True), (0, ERR), (1, ERR))
+    assert zero.feed(b"50%\r") == b"[0] 50%"
+    assert one.feed(b"hello\n") == b"\n[1] hello\n"
+    assert zero.feed(end) == b""
+    assert zero.feed(b"\r\n") == b"\r\n", "nothing of it was written"

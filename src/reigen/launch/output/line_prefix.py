@@ -107,7 +107,8 @@ class LogSink:
             out = _redraw(head, texts.pop(0)[self._num_written[source] :])
         elif self._drawn_source is not None:
             out = b"\n"
-        if self._drawn_source != source and lines and lines[0] and self._num_written.get(source, 0) == len(lines[0]):
+        first = lines[0].rstrip(b"\r") if lines else b""
+        if self._drawn_source != source and first and self._num_written.get(source, 0) == len(first):
             del texts[0]  # a line of another rank has ended it
         if lines:
             self._num_written.pop(source, None)
