@@ -64,7 +64,7 @@ class ControlChannel:
         self._listeners: dict[Topic, NoteListener] = {}
         #: the beginnings of messages that come in pieces, by sender
         self._pieces: dict[int, bytearray] = {}
-        #: what `read_ahead` has seen and `receive` has yet to give
+        #: what `peek` has seen and `receive` has yet to give
         self.unread: list[tuple[int, bytes | Sequence[int]]] = []
 
     def post(self, note: Note) -> None:

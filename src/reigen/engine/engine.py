@@ -158,7 +158,8 @@ class Engine:
             raise
         if self._thread is None:
             self.wait_for(handle)
-        elif not blocking and len(self._outstanding.inbox) == 1:  # who takes what lies before this takes this, too
+        elif not blocking and not self._outstanding.is_rung:  # a driver that is about to look takes this, too
+            self._outstanding.is_rung = True
             self._transport.wake(WaitingThread.ANY)
 
     def post(self, topic: Topic, data: bytes) -> None:
@@ -342,6 +343,7 @@ class Engine:
         if token != self._heard_token or self._channel.unread:  # else nobody has rung since it was read last
             self._heard_token = token
             received = self._channel.receive()
+        self._outstanding.is_rung = False  # before the look: submissions behind it wake anew
         if self._outstanding.inbox:
             self._take_submissions()
         coordinator = self._coordinator

@@ -36,7 +36,7 @@ class FramedConnection:
 
     Args:
         connection: a non-blocking stream socket, or one with TLS, behind whose handshake nothing has been read.
-        session: what the handshake made. Both come from `Stream.detach`.
+        session: what the handshake made. Both come from `Connection.detach`.
         header_bytes: length of a header.
         buffer_bytes: how much is read ahead.
 

@@ -720,3 +720,33 @@ def test_a_process_that_it_does_not_know_is_a_replacement() -> None:
     job.come("s0", known=True)
     assert job.come("w1'")["w0"] == [MemberReturned("worker", 1, "h1", 2)]
     assert isinstance(job.come("w1", known=True)["w1"][0], MemberRefused)
+
+
+def test_members_that_were_lost_for_another_are_corrected_once_in_one_message() -> None:
+    table = MembershipTable(WAIT, JOB)
+    for owner in ("w0", "w1", "s0"):
+        table.handle(owner, register(owner, WAIT), 0.0)
+    table.ended("w0", 1.0)
+    again = structs.replace(register("w0", WAIT, known=True), lost=(("worker", 1), ("server", 0)) * 1000)
+    news = [reply for _, reply in table.handle("w0 again", again, 1.5) if isinstance(reply, MembershipNews)]
+    assert [[(event.role, event.number) for event in one.events] for one in news] == [[("worker", 1), ("server", 0)]]
+
+
+def test_a_forgotten_process_has_no_place_by_another_connection() -> None:
+    terms = parameter_server_job(2, 1, heartbeat_timeout_seconds=20.0)
+    table = MembershipTable(terms, JOB)
+    table.handle("w0", register("w0", terms), 0.0)
+    table.handle("w0 again", register("w0", terms), 0.1)
+    table.tick(20.2)  # before all servers are there
+    assert table.handle("w0", LeaveJob(), 20.3) == []
+    table.validate()
+
+
+def test_entries_of_one_worker_at_one_barrier_are_bounded() -> None:
+    table = MembershipTable(TERMS, JOB)
+    for owner in ("w0", "w1", "s0"):
+        table.handle(owner, register(owner), 0.0)
+    replies = [table.handle("w0", EnterBarrier("b", i + 1), 1.0) for i in range(MAX_BARRIERS + 1)]
+    assert replies[:-1] == [[]] * MAX_BARRIERS
+    [(_, refusal)] = replies[-1]
+    assert isinstance(refusal, MemberRefused)

@@ -10,6 +10,7 @@ from reigen.cluster.membership import table as module
 from reigen.cluster.membership.abort_message import AbortMessage
 from reigen.cluster.membership.members import RANK_HOLD_SECONDS, JobSpec, LossPolicy, RolePolicy
 from reigen.cluster.membership.messages import (
+    MEMBER_CODEC,
     LeaveJob,
     MemberAborted,
     MemberAssigned,
@@ -19,9 +20,12 @@ from reigen.cluster.membership.messages import (
     MemberReturned,
     MembershipNews,
     RegisterMember,
+    SavedJob,
+    StatusQuery,
 )
 from reigen.cluster.membership.table import GroupTable, MembershipTable
 from reigen.cluster.membership.view import JobView
+from reigen.errors import WireError
 
 GROUP = "0"
 
@@ -49,6 +53,56 @@ class Rooms(GroupTable):
 
     def flush(self):
         return plain(super().flush())
+
+
+def test_what_a_liar_says_ends_no_service_and_can_be_sent():
+    table = GroupTable()
+    table.handle(0, register(GROUP, 0, 3, "h", "m"), 0.0)
+    [(_, reply)] = table.handle(0, StatusQuery(1.0), 0.1)
+    assert (reply.workers, reply.servers) == ((), ())
+    liar = MEMBER_CODEC.encode(structs.replace(register(GROUP, 1, 3, "h", "m"), epoch=(1 << 64) - 1))
+    with pytest.raises(WireError, match="Expected `int`"):
+        MEMBER_CODEC.decode(liar)
+    strange = [{"job": 5}, {"left": (2,)}, {"lost": (("rank", 0),)}, {"saved": (SavedJob(5),)}, {"role": "worker"}]
+    for i, words in enumerate(strange):
+        liar = structs.replace(register(GROUP, 1, 3, "h", "m"), **words)
+        [(owner, refusal)] = table.handle(f"liar {i}", liar, 0.2)
+        assert (owner, type(refusal)) == (f"liar {i}", MemberRefused), words
+    [(_, place), *_] = table.handle(2, register(GROUP, 2, 3, "h", "m"), 0.3)
+    assert isinstance(place, MemberAssigned)
+
+
+def test_a_process_that_is_refused_makes_no_job():
+    table = GroupTable()
+    for i in range(3):
+        long_name = structs.replace(register(f"group {i}", 0, 1 << 16, "h", "m"), address="a" * 600)
+        [(_, refusal)] = table.handle(i, long_name, 0.0)
+        assert isinstance(refusal, MemberRefused)
+    assert not table._tables
+    [(_, place), *_] = table.handle("a", register("group 0", 0, 2, "h", "m"), 0.0)
+    assert isinstance(place, MemberAssigned)
+
+
+def test_another_process_for_a_rank_that_gave_up_is_refused_and_the_rank_is_not_lost():
+    table = Rooms()
+    for rank in range(3):
+        table.handle(rank, register(GROUP, rank, 3, "h", f"m{rank}"), 0.0)
+    table.handle(1, AbortMessage("CollectiveError", (1,), "boom"), 0.1)
+    assert all(isinstance(event, MemberAborted) for _, news in table.tick(0.6) for event in news.events)
+    [(owner, refusal)] = table.handle("x", register(GROUP, 1, 3, "h", "m1", incarnation=99), 1.0)
+    assert (owner, refusal) == ("x", MemberRefused("rank 1 has given up before; it cannot come back"))
+    assert table.tick(5.0) == []
+
+
+def test_hosts_that_die_at_one_time_are_each_told_as_a_whole():
+    table, hosts, size = Rooms(), 50, 400
+    for rank in range(size):
+        table.handle(rank, register(GROUP, rank, size + 1, f"h{rank % hosts}", f"m{rank % hosts}"), 0.0)
+    table.handle(size, register(GROUP, size, size + 1, "other", "other"), 0.0)
+    told = [reply for rank in range(size) for reply in table.ended(rank, 1.0)] + table.tick(2.0)
+    events = [event for owner, news in told if owner == size for event in news.events]
+    assert len(events) == hosts
+    assert all(event.is_whole_host and len(event.numbers) == size // hosts for event in events)
 
 
 def assigned(rank):

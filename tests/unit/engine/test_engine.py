@@ -108,6 +108,26 @@ def test_of_submissions_in_a_row_the_first_wakes_the_engine() -> None:
     assert between(2, act) == [[1, 1, 1, 1]] * 2
 
 
+def test_a_blocking_submission_that_was_interrupted_keeps_no_later_one_waiting() -> None:
+    def act(job: Context) -> int:
+        engine, arrays = job._engine, [np.ones(3, np.float32) for _ in range(2)]
+        woken: list[int] = []
+        with pytest.MonkeyPatch.context() as patch:
+            wake, submit = engine._transport.wake, engine.submit
+            patch.setattr(engine._transport, "wake", lambda who: (woken.append(who), wake(who)))
+            with engine._driver:  # nobody takes what is handed in
+                woken.clear()
+                patch.setattr(engine, "submit", lambda operation, handle, _: submit(operation, handle, True))
+                handles = [job.allreduce(arrays[0], arrays[0], FLOAT, name="interrupted")]
+                patch.setattr(engine, "submit", submit)
+                handles.append(job.allreduce(arrays[1], arrays[1], FLOAT, name="later"))
+                found = len(woken)
+            until(lambda: all(handle.poll() for handle in handles))
+        return found
+
+    assert between(2, act) == [1, 1]
+
+
 def test_an_expired_name_is_refused_in_time_although_rank_zero_had_been_driving() -> None:
     def attempt(seconds: float) -> None:
         def act(job: Context) -> tuple[str, tuple[int, ...]]:

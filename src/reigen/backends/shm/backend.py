@@ -103,7 +103,7 @@ class ShmBackend:
         neighbours: the ranks.
         part: `shm_backend_bytes` of every rank's segment.
         looks: how often to look for the others before sleeping; 0 with more ranks than cores.
-        direct_bytes: from which size on ordinary arrays are read directly, after `try_direct`.
+        direct_bytes: from which size on ordinary arrays are read directly, after `try_cross_memory`.
     """
 
     name = "shm"
@@ -151,7 +151,7 @@ class ShmBackend:
         self._small_views: dict[tuple[int, int, str], list[Array]] = {}
         self._reads_directly = False
         self._direct_bytes = direct_bytes
-        #: reads the other ranks' memory, if `try_direct` has found that it may
+        #: reads the other ranks' memory, if `try_cross_memory` has found that it may
         self.reader = CrossMemoryReader(neighbours)
 
     def try_cross_memory(self, deadline: float) -> bool:

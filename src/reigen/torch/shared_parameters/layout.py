@@ -55,7 +55,7 @@ class SharedLayout:
         self._progress = self._reserve(self._num_owners * SHARD_ALIGNMENT_BYTES)
         self._given_up = self._reserve(1)
         self._marks = self._reserve(len(self._pieces))
-        # In the order of the gradients: pieces that lie behind each other there do so here, too (`shared_runs`).
+        # In the order of the gradients: pieces that lie behind each other there do so here, too (`runs`).
         order = [*dict.fromkeys(itertools.chain((piece.parameter for piece in self._pieces), range(len(parameters))))]
         self._weights = {index: self._reserve(parameters[index].nbytes) for index in order}
         self._states: list[dict[str, list[int]]] = [{} for _ in parameters]
