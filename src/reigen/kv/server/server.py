@@ -307,12 +307,12 @@ class KVServer:
             return
         except MemoryError as error:
             reason = (
-                f"has not enough memory ({str(error) or 'MemoryError'}). Give it more (its host, ulimit -v, its control "
-                "group), or use more servers, on other hosts"
+                f"has not enough memory ({str(error) or 'MemoryError'}). Give it more (its host, ulimit -v, its "
+                "control group), or use more servers, on other hosts"
             )
             self._break_off(client, error, reason)
             return
-        except Exception as error:  # the store may be half changed; the other stores are not
+        except Exception as error:  # noqa: BLE001 - the store may be half changed; the other stores are not
             _log.exception("a message of worker %d has met a bug of this server", client.worker)
             reason = f"has a bug: {type(error).__name__}: {error}. Its log has the traceback; please report it"
             self._break_off(client, error, reason)
