@@ -207,6 +207,29 @@ def test_where_a_server_has_no_memory_at_all_every_worker_is_told_at_once(monkey
         assert "server 0 on host here has not enough memory (Unable to allocate 390. KiB)" in str(result)
 
 
+def test_a_bug_that_a_message_meets_breaks_its_store_off_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = RequestHandler.place
+
+    def place(handler: RequestHandler, header: Any) -> Any:
+        if header.body_bytes > 1 << 16:
+            raise IndexError("index 9 is out of bounds")
+        return original(handler, header)
+
+    monkeypatch.setattr(RequestHandler, "place", place)
+
+    def work(store: DistStore) -> None:
+        store.init("w", np.zeros(100_000, np.float32))
+
+    with job(2, 1, kv_shared_memory=False) as made:
+        results = made.run(work)
+    for result in results:
+        assert type(result) is CollectiveError, results
+        assert "server 0 on host here has a bug: IndexError: index 9 is out of bounds" in str(result)
+    assert "Traceback" in caplog.text
+
+
 def test_connections_that_lead_to_nothing_are_made_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     num_hellos = 0
 

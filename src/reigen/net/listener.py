@@ -37,6 +37,7 @@ MAX_UNREAD_BYTES = 8 << 20
 _BACKLOG = 1024
 #: The pause behind a connection that could not be accepted, because no descriptors are left.
 _PAUSE_SECONDS = 0.05
+_EXHAUSTED_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: What the kernel says of a connection whose peer's host does not answer.
 SILENCE_ERRNOS = frozenset(
     {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN, errno.ENONET}
@@ -96,6 +97,8 @@ class Listener:
         #: deadline of each pending connection, and what closes it; the oldest first
         self._pending: dict[Connection, tuple[float, Callback]] = {}
         self._timer: Timer | None = None
+        #: the last attempt to accept found no descriptors left; that is logged once
+        self._is_exhausted = False
         self._address = join_address(*listening.getsockname()[:2])
         self._listen()
         close_in_children(self)
@@ -132,8 +135,14 @@ class Listener:
             connection = self._options.accept(self._listening.accept()[0])
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptors left: those who do not prove themselves give theirs back
-            _log.warning("a connection could not be accepted: %s", error)
+        except OSError as error:
+            if error.errno not in _EXHAUSTED_ERRNOS:  # the connection has ended in the queue
+                _log.debug("a connection could not be accepted: %s", error)
+                return
+            # no descriptors left: those who do not prove themselves give theirs back
+            if not self._is_exhausted:
+                _log.warning("a connection could not be accepted: %s", error)
+            self._is_exhausted = True
             oldest = next((each for each in self._pending if not each.is_authenticated), None)
             if oldest is not None:
                 self._drop(oldest, "took the last descriptor of this process")
@@ -141,6 +150,7 @@ class Listener:
                 self._loop.unwatch(self._listening)
                 self._loop.call_at(time.monotonic() + _PAUSE_SECONDS, self._listen)
             return
+        self._is_exhausted = False
         self._add(connection, partial(self._close, connection))
         self._loop.watch(connection, partial(self._advance, connection))
 
@@ -177,10 +187,12 @@ class Listener:
         self._timer = self._loop.call_at(min(deadlines), self._drop_late) if deadlines else None
 
     def _drop(self, connection: Connection, why: str) -> None:
+        if (pending := self._pending.pop(connection, None)) is None:
+            return  # dropping another one has ended it, too
         self.refuse(why)
         what = "said anything" if connection.is_authenticated else "proven to know the secret"
         _log.info("a connection to %s has ended, and nobody there has %s: %s", self._address, what, why)
-        self._pending.pop(connection)[1]()
+        pending[1]()
 
     def _close(self, connection: Connection) -> None:
         self._loop.unwatch(connection)
@@ -252,8 +264,9 @@ class MessageListener:
         return not self._is_ending
 
     def send(self, client: Connection, message: bytes) -> None:
-        """Queue a message; it is lost where the connection has ended meanwhile."""
-        if client in self._clients:
+        """Queue a message; it is lost where the connection has ended, or is about to as its end does not read."""
+        # beyond the bound nothing is added, and the next `_flush` ends the connection: not here, amid the owner's sends
+        if client in self._clients and client.num_unsent_bytes <= MAX_UNREAD_BYTES:
             client.post(message)
             self._watch(client)
 

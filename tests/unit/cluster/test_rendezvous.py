@@ -10,6 +10,7 @@ import pytest
 
 from reigen.cluster.membership.control_service import (
     MAX_KEYS,
+    REQUEST_CODEC,
     ControlService,
     GetValue,
     PutValue,
@@ -276,6 +277,25 @@ def test_an_authenticated_client_that_sends_nonsense_is_closed(server):
         stream.receive(deadline)
     stream.close()
     still_works(server)
+
+
+def test_a_message_that_meets_a_bug_costs_its_connection_only(server, monkeypatch, caplog):
+    original = RendezvousStore.handle
+
+    def handle(store, owner, message):
+        if isinstance(message, PutValue) and message.key == "bug":
+            raise IndexError("index 9 is out of bounds")
+        return original(store, owner, message)
+
+    monkeypatch.setattr(RendezvousStore, "handle", handle)
+    stream, deadline = authenticated(server)
+    stream.send(REQUEST_CODEC.encode(PutValue(1, "bug", b"")), deadline)
+    with pytest.raises(ConnectionError):
+        stream.receive(deadline)
+    stream.close()
+    still_works(server)
+    assert "IndexError: index 9 is out of bounds" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 def test_an_authenticated_client_that_announces_too_much_is_closed(server):

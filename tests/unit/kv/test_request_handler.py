@@ -279,3 +279,15 @@ def test_all_that_is_no_request_of_a_worker_ends_the_connection():
         )
     finally:
         scene.close()
+
+
+def test_rows_whose_difference_overflows_are_not_ascending():
+    scene = Scene()
+    try:
+        body = np.array([2**63 - 1, -2], np.int64).tobytes() + bytes(16)
+        header = MessageHeader(MessageKind.ROW_PUSH, 7, ROWS, 0, 1, body_bytes=len(body))
+        with pytest.raises(WireError, match="not ascending"):
+            scene.handler.arrived(scene.connections[1], header, _bytes(body).copy())
+        scene.check()
+    finally:
+        scene.close()

@@ -84,12 +84,12 @@ def test_where_nobody_must_speak_silence_is_no_fault():
 class Exhausted(socket.socket):
     """A listening socket of a process that has no descriptors left, so many times."""
 
-    num_failures = 0
+    num_failures, errno = 0, errno.EMFILE
 
     def accept(self):
         if self.num_failures:
             self.num_failures -= 1
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise OSError(self.errno, os.strerror(self.errno))
         return super().accept()
 
 
@@ -194,3 +194,83 @@ def test_where_descriptors_are_used_up_strangers_give_theirs_and_nobody_spins():
         listening.until(lambda: listening.connections)
         assert time.monotonic() - before >= 2 * 0.05
         assert "descriptor" in listening.listener.last_refusal
+
+
+def test_no_descriptors_left_is_logged_once_until_a_connection_is_accepted(caplog):
+    with ExitStack() as stack:
+        listening = Listening(stack)
+        for num_episodes in (1, 2):
+            listening.socket.num_failures = 3
+            listening.client()
+            listening.until(lambda n=num_episodes: len(listening.connections) == n)
+            warnings = [each for each in caplog.records if "could not be accepted" in each.getMessage()]
+            assert len(warnings) == num_episodes
+
+
+def test_a_connection_that_has_ended_in_the_queue_costs_nobody_else_theirs(caplog):
+    with ExitStack() as stack:
+        listening = Listening(stack)
+        stranger = listening.stranger()
+        listening.until(lambda: listening.listener._pending)
+        listening.socket.num_failures, listening.socket.errno = 1, errno.ECONNABORTED
+        listening.client()
+        listening.until(lambda: listening.connections)
+        assert not ended(stranger)
+        assert listening.listener.num_refused == 0
+        assert "could not be accepted" not in caplog.text
+
+
+def test_a_pending_connection_whose_end_ends_another_is_no_error():
+    def attempt(seconds):
+        with ExitStack() as stack:
+            listening = Listening(stack, handshake_seconds=seconds)
+            dropped = []
+
+            def take(connection):
+                stack.callback(connection.close)
+                listening.connections.append(connection)
+
+                def drop():
+                    dropped.append(connection)
+                    for each in listening.connections:
+                        listening.listener.confirm(each)
+
+                return drop
+
+            listening.listener._on_authenticated = take
+            for _ in range(2):
+                listening.client()
+            listening.until(lambda: len(listening.connections) == 2)
+            time.sleep(seconds)  # both are late
+            listening.until(lambda: dropped)
+            assert dropped == listening.connections[:1]
+
+    patiently(attempt, 0.2)
+
+
+def test_a_burst_of_requests_makes_no_heap_of_replies(monkeypatch):
+    monkeypatch.setattr("reigen.net.listener.MAX_UNREAD_BYTES", 1 << 12)
+    unsent, gone = [], []
+
+    def reply(client, said):
+        for _ in range(100):
+            listener.send(client, bytes(1 << 12))
+            unsent.append(client.num_unsent_bytes)
+
+    listener = MessageListener(
+        SECRET, ("127.0.0.1", 0), Identity(ProcessRole.RANK, 0), 1 << 12, reply,
+        lambda client, silent: gone.append(client),
+    )  # fmt: skip
+    with closing(listener):
+        thread = threading.Thread(target=lambda: all(iter(lambda: listener.turn(None), False)))
+        thread.start()
+        try:
+            with guest(listener) as client:
+                client.send(b"much", time.monotonic() + 60)
+                with pytest.raises(ConnectionError):
+                    all(iter(lambda: client.receive(time.monotonic() + 60), b""))
+        finally:
+            listener.end()
+            thread.join(60)
+    assert max(unsent) <= 3 << 12
+    assert len(gone) == 1

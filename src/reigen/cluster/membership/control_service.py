@@ -20,6 +20,7 @@ unauthenticated. A connection that breaks a rule is closed; no other connection 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -38,7 +39,7 @@ from reigen.cluster.membership.messages import (
     RegisterMember,
 )
 from reigen.cluster.membership.table import GroupTable, MembershipTable
-from reigen.errors import ArgumentError
+from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
 from reigen.net.connection import Connection
@@ -95,6 +96,7 @@ _ALL_REPLIES_CODEC: MessageCodec[StoreReply | MembershipReply] = MessageCodec(
     StoreReply | MembershipReply, MAX_MESSAGE_BYTES
 )
 
+_log = logging.getLogger(__name__)
 _LAUNCHER = Identity(ProcessRole.LAUNCHER, 0)
 
 
@@ -251,6 +253,15 @@ class ControlService:
         self._listener.flush_and_close_all()
 
     def _receive(self, client: Connection, payload: bytes) -> None:
+        try:
+            self._handle(client, payload)
+        except (AuthenticationError, WireError):
+            raise
+        except Exception as error:
+            _log.exception("a message of %s has met a bug of this service", client.peer)
+            raise WireError(f"a message that this service fails to handle: {error}") from error
+
+    def _handle(self, client: Connection, payload: bytes) -> None:
         message = REQUEST_CODEC.decode(payload)
         if client.peer.role is ProcessRole.AGENT:
             self._heard_at[client.peer.rank] = time.monotonic()

@@ -297,6 +297,7 @@ class KVServer:
 
     def _receive(self, client: _ClientConnection) -> None:
         if client not in self._connections:
+            self._busy.discard(client)
             return
         try:
             (self._busy.add if client.line.receive() else self._busy.discard)(client)
@@ -305,7 +306,16 @@ class KVServer:
             self._lose(client, ConnectionAbortedError("to go on without shared memory") if is_unread else error)
             return
         except MemoryError as error:
-            self._out_of_memory(client, error)
+            reason = (
+                f"has not enough memory ({str(error) or 'MemoryError'}). Give it more (its host, ulimit -v, its "
+                "control group), or use more servers, on other hosts"
+            )
+            self._break_off(client, error, reason)
+            return
+        except Exception as error:  # noqa: BLE001 - the store may be half changed; the other stores are not
+            _log.exception("a message of worker %d has met a bug of this server", client.worker)
+            reason = f"has a bug: {type(error).__name__}: {error}. Its log has the traceback; please report it"
+            self._break_off(client, error, reason)
             return
         client.heard_at = time.monotonic()
         if self._limits_senders and client.connection is not None:
@@ -362,15 +372,11 @@ class KVServer:
         _log.warning("%s", reason)
         return True
 
-    def _out_of_memory(self, client: _ClientConnection, error: MemoryError) -> None:
-        """Break a store off, on all workers, since there is no memory for a message."""
+    def _break_off(self, client: _ClientConnection, error: Exception, reason: str) -> None:
+        """Break the store of a connection off, on all workers, and drop the connection."""
         if client.connection is not None:
-            reason = (
-                f"server {self._member.number} on host {self._member.host} has not enough memory "
-                f"({str(error) or 'MemoryError'}). Give it more (its host, ulimit -v, its control group), or use more "
-                "servers, on other hosts"
-            )
-            self._stores[client.connection.store].break_off(RemoteError("CollectiveError", reason))
+            text = f"server {self._member.number} on host {self._member.host} {reason}"
+            self._stores[client.connection.store].break_off(RemoteError("CollectiveError", text))
             self._flush(client)
         self._lose(client, error)
 
