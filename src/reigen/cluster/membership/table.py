@@ -117,6 +117,7 @@ class MembershipTable:
         job: its number.
         epoch: counts changes of who is there.
         stop: the job is over; None while it is not.
+        is_begun: a process has got a place.
     """
 
     def __init__(self, spec: JobSpec, job: int = 1, known_first_until: float = -NEVER) -> None:
@@ -134,7 +135,7 @@ class MembershipTable:
         #: other connections of processes that have made several
         self._duplicate_connections: dict[ConnectionId, Member] = {}
         #: somebody has been here (B); all servers have (B); some member had been told its number before (H)
-        self._is_begun = self._is_open = self._is_restarted = False
+        self.is_begun = self._is_open = self._is_restarted = False
         #: and all servers had come by then (I)
         self._goes_on = False
         self._barriers = BarrierTable()
@@ -201,11 +202,6 @@ class MembershipTable:
         return self._finish()
 
     @property
-    def is_begun(self) -> bool:
-        """Return whether a process has got a place."""
-        return self._is_begun
-
-    @property
     def is_empty(self) -> bool:
         """Return whether no member has a connection."""
         return not self._member_of
@@ -214,7 +210,7 @@ class MembershipTable:
 
     def _register(self, owner: ConnectionId, message: RegisterMember) -> None:
         """Steps A, D, H, I."""
-        if message.is_known and not self._is_begun:
+        if message.is_known and not self.is_begun:
             self.job = message.job
         if problem := self._problem(owner, message):
             self._refuse(owner, problem)
@@ -226,7 +222,7 @@ class MembershipTable:
 
     def _must_wait(self, message: RegisterMember) -> bool:
         """Step H: whether those who know the job may still come, or whose place a process may have is not clear."""
-        if not self._is_begun and self._now < self._known_first_until:
+        if not self.is_begun and self._now < self._known_first_until:
             return len(self._waiting) + 1 < len(self._members)
         if message.number >= 0 or not self._is_restarted:
             return False
@@ -363,7 +359,8 @@ class MembershipTable:
         member.state, member.loss, member.is_recovery = MemberState.PRESENT, None, is_recovery
         member.incarnation = message.incarnation
         self.epoch += 1
-        self._forget_duplicates(member)
+        others = self._duplicate_connections.items()
+        self._duplicate_connections = {other: each for other, each in others if each is not member}
         if not message.is_known:
             self._assigned.add(message.incarnation)
         barriers = () if message.is_known or not is_recovery else self._barriers.over()
@@ -371,10 +368,6 @@ class MembershipTable:
         if is_news:
             self._announce(member.return_event)
         self._send_state(owner)
-
-    def _forget_duplicates(self, member: Member) -> None:
-        others = self._duplicate_connections.items()
-        self._duplicate_connections = {owner: each for owner, each in others if each is not member}
 
     def _connect_again(self, owner: ConnectionId, member: Member, message: RegisterMember) -> None:
         """Take a new connection of the process that has the place."""
@@ -406,8 +399,8 @@ class MembershipTable:
             NEVER if member.state is MemberState.LEFT else self._now + member.policy.heartbeat_timeout_seconds
         )
         self._member_of[owner] = member
-        if not self._is_begun:  # step B: the others have so much time
-            self._is_begun = True
+        if not self.is_begun:  # step B: the others have so much time
+            self.is_begun = True
             for other in self._members.values():
                 if other.state is MemberState.ABSENT and not self._is_restarted:
                     other.until = self._now + other.policy.start_seconds
@@ -514,7 +507,8 @@ class MembershipTable:
             self._refuse(member.owner, "nothing was heard of it")
         if member.role == "worker":
             self._barriers.forget(member.number)
-        self._forget_duplicates(member)
+        others = self._duplicate_connections.items()
+        self._duplicate_connections = {other: each for other, each in others if each is not member}
         member.state, member.owner, member.incarnation = MemberState.ABSENT, None, 0
         member.until = self._now + member.policy.start_seconds
 
@@ -628,7 +622,7 @@ class MembershipTable:
             self._complete()
             self._check_end()
         times = [self._held.until, self._awaited_until, *(member.until for member in self._members.values())]
-        if self._waiting and not self._is_begun:
+        if self._waiting and not self.is_begun:
             times.append(self._known_first_until)
         self._due = NEVER if self.stop is not None else min(times)
         said, self._replies = self._replies, []
