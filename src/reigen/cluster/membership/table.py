@@ -359,8 +359,7 @@ class MembershipTable:
         member.state, member.loss, member.is_recovery = MemberState.PRESENT, None, is_recovery
         member.incarnation = message.incarnation
         self.epoch += 1
-        others = self._duplicate_connections.items()
-        self._duplicate_connections = {other: each for other, each in others if each is not member}
+        _drop_connections(self._duplicate_connections, member)
         if not message.is_known:
             self._assigned.add(message.incarnation)
         barriers = () if message.is_known or not is_recovery else self._barriers.over()
@@ -507,8 +506,7 @@ class MembershipTable:
             self._refuse(member.owner, "nothing was heard of it")
         if member.role == "worker":
             self._barriers.forget(member.number)
-        others = self._duplicate_connections.items()
-        self._duplicate_connections = {other: each for other, each in others if each is not member}
+        _drop_connections(self._duplicate_connections, member)
         member.state, member.owner, member.incarnation = MemberState.ABSENT, None, 0
         member.until = self._now + member.policy.start_seconds
 
@@ -679,22 +677,19 @@ class GroupTable:
 
     def handle(self, owner: ConnectionId, message: MemberMessage, now: float) -> OutgoingReplies:
         """Handle a connection's message; see `MembershipTable.handle`."""
-        table = self._table_of.get(owner)
-        if table is None:
-            if not isinstance(message, RegisterMember):
-                return []
-            if problem := self._problem(message):
-                return [(owner, MemberRefused(problem))]
-            table = self._tables.get(message.group)
-            if table is None:
-                if len(self._tables) >= MAX_GROUPS:  # the oldest one that no rank is in any more makes space
-                    del self._tables[next(name for name, one in self._tables.items() if one.is_empty)]
-                table = self._tables[message.group] = MembershipTable(rank_job(message.counts["rank"]))
-            self._table_of[owner] = table
+        if (table := self._table_of.get(owner)) is not None:
+            return table.handle(owner, message, now)
+        if not isinstance(message, RegisterMember):
+            return []
+        if problem := self._problem(message):
+            return [(owner, MemberRefused(problem))]
+        table = self._tables.get(message.group) or MembershipTable(rank_job(message.counts["rank"]))
         replies = table.handle(owner, message, now)
-        if not table.is_begun:  # the process was refused: it makes no job
-            self._tables = {name: one for name, one in self._tables.items() if one is not table}
-            del self._table_of[owner]
+        if table.is_begun:  # else the process was refused: it makes no job
+            if message.group not in self._tables and len(self._tables) >= MAX_GROUPS:
+                # the oldest one that no rank is in any more makes space
+                del self._tables[next(name for name, one in self._tables.items() if one.is_empty)]
+            self._tables[message.group] = self._table_of[owner] = table
         return replies
 
     def ended(self, owner: ConnectionId, now: float, *, silent: bool = False) -> OutgoingReplies:
@@ -731,6 +726,11 @@ class GroupTable:
             full = not any(table.is_empty for table in self._tables.values())
             return f"there are {MAX_GROUPS} jobs already" if full else ""
         return ""
+
+
+def _drop_connections(connections: dict[ConnectionId, Member], member: Member) -> None:
+    for owner in [owner for owner, each in connections.items() if each is member]:
+        del connections[owner]
 
 
 def _truncate_abort(abort: AbortMessage) -> AbortMessage:

@@ -148,16 +148,17 @@ class RepeatedErrors:
         return next((each for each in recent if _agree(current, each)), None)
 
 
-def _agree(one: _Traceback, other: _Traceback) -> bool:
-    """Return whether one may be the beginning of the other. A progress bar may be in the first line."""
-    return all(a == b for a, b in zip(one.lines[1:], other.lines[1:], strict=False))
+def _agree(one: _Traceback, other: _Traceback, begin: int = 1) -> bool:
+    """Return whether one may be the beginning of the other, from a line on. A progress bar may be in the first line."""
+    end = min(len(one.lines), len(other.lines))
+    return one.lines[begin:end] == other.lines[begin:end]
 
 
 def _still_agrees(current: _Traceback, original: _Traceback) -> bool:
     """Return whether it may still repeat its original; compares only lines that are new."""
-    begin, end = current.num_agreed, min(len(current.lines), len(original.lines))
-    is_same = current.lines[begin:end] == original.lines[begin:end]
-    current.num_agreed = max(begin, end) if is_same else begin
+    is_same = _agree(current, original, current.num_agreed)
+    if is_same:
+        current.num_agreed = max(current.num_agreed, min(len(current.lines), len(original.lines)))
     return is_same
 
 
