@@ -18,7 +18,8 @@ import pytest
 
 from reigen import context
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError
-from reigen.net.shm_ring import ShmTransport, WaitingThread
+from reigen.net.doorbells import WaitingThread
+from reigen.net.shm_ring import ShmTransport
 from reigen.testing import LeakCheck, RankError, RankPool, run_ranks
 from reigen.types import DTYPES, ReduceOp
 from tests.patience import patiently

@@ -26,7 +26,8 @@ from reigen.engine.messages import (
 )
 from reigen.engine.transport import ControlTransport
 from reigen.errors import CollectiveError, DeadlineError
-from reigen.net.shm_ring import MAX_MESSAGE_BYTES, WaitingThread
+from reigen.net.doorbells import WaitingThread
+from reigen.net.shm_ring import MAX_MESSAGE_BYTES
 
 #: A sleep while something is outstanding: deaths and deadlines are looked at this often.
 CHECK_SECONDS = 0.1

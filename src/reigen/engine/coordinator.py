@@ -54,6 +54,12 @@ N. *Integers.* Cache hits and announcements of nothing but cached responses trav
    carries them: between the ranks of one host. They lie in the order of all else that the sender says, so nothing above
    changes. They need not wake their readers at once: whoever wrote them wakes those that have not read them when it
    sleeps or stops driving; see `reigen.net.shm_ring`.
+O. *Eager.* On one host a rank that waits for a small allreduce that is cached, and has nothing else outstanding, puts
+   its data into shared memory along with the cache hit. When rank 0 comes to the same one itself, in the same way, and
+   finds the others' there, its answer is one number, and everybody reads everybody's data: this stands for the
+   `ResponseList` of that slot and its execution. In any other case rank 0 takes what was submitted so as a cache hit.
+   Since rank 0 alone decides which of the two happens, all ranks do the same. A rank reads the answer before messages
+   that came behind it, and rank 0 the submission before those of its sender.
 """
 
 from __future__ import annotations
@@ -191,6 +197,13 @@ class Coordinator:
             elif isinstance(report, ShutdownRequest):
                 self._flush()
                 self._close(RankShutdown(rank))
+
+    def may_answer_eagerly(self, slot: int) -> bool:
+        """Return whether rank 0 may answer this slot eagerly, if all ranks want it (step O)."""
+        if self._closed or slot not in self._cache:
+            return False
+        self._cache.move_to_end(slot)
+        return True
 
     def announce(self, now: float) -> list[Announcement]:
         """Return the next announcements to all ranks, this one too: steps C to F."""

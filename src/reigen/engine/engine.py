@@ -28,6 +28,7 @@ from reigen.backends.base import Backend, ProgressHook
 from reigen.backends.device import DeviceBackend
 from reigen.engine.control_channel import BACKLOG_RETRY_SECONDS, CHECK_SECONDS, ControlChannel, NoteListener
 from reigen.engine.coordinator import Coordinator
+from reigen.engine.eager import EagerAllreduce
 from reigen.engine.execution import execute, execute_allreduce, make_neutral_buffers
 from reigen.engine.handle import CollectiveResult, Handle
 from reigen.engine.messages import (
@@ -48,8 +49,9 @@ from reigen.engine.stall.monitor import MonitoredRank, StallMonitor
 from reigen.engine.tensor_queue import SHUTDOWN_MESSAGE, TensorQueue
 from reigen.engine.transport import ControlTransport, PeerMonitor
 from reigen.errors import CollectiveError, DeadlineError, DeviceError, PeerLostError, SharedMemoryError
+from reigen.net.doorbells import WaitingThread
 from reigen.net.futex import SpinLimit
-from reigen.net.shm_ring import WaitingThread
+from reigen.net.shm_ring import ShmTransport
 
 _log = logging.getLogger(__name__)
 
@@ -96,6 +98,19 @@ class Engine:
         self._driver = threading.Lock()
         #: every operation of this rank that is not complete
         self._outstanding = TensorQueue()
+        self._eager = (
+            EagerAllreduce(
+                backend.rank,
+                transport.eager,
+                self._controller,
+                coordinator,
+                self._outstanding,
+                self._spin,
+                deadline_seconds + _GRACE_SECONDS,
+            )
+            if isinstance(transport, ShmTransport)
+            else None
+        )
         self._exit_grace = PeerExitGrace(watch, self._outstanding)
         #: looks for stalls, if somebody should
         self._stalls: StallMonitor | None = None
@@ -151,6 +166,8 @@ class Engine:
             ArgumentError: a join is outstanding.
             CollectiveError: a rank was lost, or the engine is shut down.
         """
+        if blocking and self._eager is not None and self._observer is None and self._submit_eagerly(operation, handle):
+            return
         try:
             self._outstanding.add(operation, handle, self._observer)
         except PeerLostError as error:
@@ -161,6 +178,18 @@ class Engine:
         elif not blocking and not self._outstanding.is_rung:  # a driver that is about to look takes this, too
             self._outstanding.is_rung = True
             self._transport.wake(WaitingThread.ANY)
+
+    def _submit_eagerly(self, operation: Operation, handle: Handle) -> bool:
+        """Submit a blocking call's operation eagerly, if possible; the handle may be done then."""
+        if not self._driver.acquire(blocking=False):
+            return False
+        try:
+            return self._eager.submit(operation, handle)  # type: ignore[union-attr]  # asked by the caller
+        except BaseException as error:  # an interrupt: the others may have this rank's part, or not
+            self._give_up(error)
+            raise
+        finally:
+            self._driver.release()
 
     def post(self, topic: Topic, data: bytes) -> None:
         """Send a note: rank 0's go to all others, theirs to rank 0. Any thread; never waits.
@@ -247,7 +276,7 @@ class Engine:
                 will_look = len(self._process_set_groups) == 1 and self._transport.release_to_engine(waits_for_others)
         finally:
             if not will_look:
-                self._transport.set_wake_target(WaitingThread.ENGINE)
+                self._transport.set_wake_target(WaitingThread.PARKED)
             self._driver.release()
             reads = not will_look and (waits_for_others or bool(self._channel.unread) or self._transport.pending())
             if self._outstanding.is_operational and (reads or not self._idle()):
@@ -301,7 +330,7 @@ class Engine:
                     return
                 self._drive(WaitingThread.ENGINE, None)
                 token = self._transport.token()
-                self._transport.set_wake_target(WaitingThread.ENGINE)
+                self._transport.set_wake_target(WaitingThread.PARKED)
                 if self._outstanding.is_operational and (not self._idle() or self._channel.pending()):
                     continue
                 nap = self._sleep_until_event(IDLE_SECONDS)
@@ -318,6 +347,7 @@ class Engine:
     def _drive(self, who: WaitingThread, handle: Handle | None) -> None:
         """Work until ``handle`` is done or, without one, until nothing is outstanding. The caller holds ``_driver``."""
         self._transport.set_wake_target(WaitingThread.NOBODY)
+        self._heard_token = -1  # of what is submitted eagerly, parked threads do not hear
         try:
             while self._outstanding.is_operational:
                 token = self._transport.token()
@@ -343,6 +373,8 @@ class Engine:
         if token != self._heard_token or self._channel.unread:  # else nobody has rung since it was read last
             self._heard_token = token
             received = self._channel.receive()
+            if self._eager is not None:
+                self._eager.finish()
         self._outstanding.is_rung = False  # before the look: submissions behind it wake anew
         if self._outstanding.inbox:
             self._take_submissions()

@@ -47,7 +47,9 @@ class FailOperation:
 Instruction = ExecuteBatch | FailOperation
 
 
-class _CachedResponse(msgspec.Struct, frozen=True):
+class CachedResponse(msgspec.Struct, frozen=True):
+    """A response that may be asked for by its number, and this rank's operation."""
+
     slot: int
     operation: Operation
     response: Response
@@ -71,9 +73,9 @@ class RankController:
         self.outgoing: list[Report] = []
         #: why nothing works any more, once it does not
         self.broken: CollectiveError | None = None
-        #: name -> entry and slot -> entry hold the same entries
-        self._by_name: dict[str, _CachedResponse] = {}
-        self._by_slot: dict[int, _CachedResponse] = {}
+        #: responses by name, and by slot; both hold the same entries
+        self.cached: dict[str, CachedResponse] = {}
+        self._by_slot: dict[int, CachedResponse] = {}
         #: process sets of which this rank is a member
         self._sets = {0}
 
@@ -89,13 +91,21 @@ class RankController:
             raise self.broken.of(name)
         if name in self.pending:
             raise DuplicateNameError(name)
-        cached = self._by_name.get(name)
+        cached = self.cached.get(name)
         if cached is not None and cached.operation == operation:
             self.pending[name] = _PendingRequest(operation, cached.slot)
             self.outgoing.append(cached.slot)
         else:
             self.pending[name] = _PendingRequest(operation, -1)
             self.outgoing.append(SubmitRequest(operation))
+
+    def submitted_eagerly(self, cached: CachedResponse) -> None:
+        """Step O: the coordinator knows, or will, that this rank is ready; nothing else is pending."""
+        self.pending[cached.operation.name] = _PendingRequest(cached.operation, cached.slot)
+
+    def answered_eagerly(self, name: str) -> None:
+        """Step O: it is being carried out."""
+        del self.pending[name]
 
     def hear(self, announcement: Announcement) -> list[Instruction]:
         """Take in an announcement; returns what to do, in order."""
@@ -169,10 +179,10 @@ class RankController:
         elif operation.kind is OperationKind.REMOVE_SET:
             self._sets.discard(operation.shape[0])
         if item.slot >= 0:
-            old = self._by_name.get(item.name)
+            old = self.cached.get(item.name)
             if old is not None:
                 del self._by_slot[old.slot]
-            self._by_name[item.name] = self._by_slot[item.slot] = _CachedResponse(item.slot, operation, item)
+            self.cached[item.name] = self._by_slot[item.slot] = CachedResponse(item.slot, operation, item)
         return operation, item
 
     def _forget(self, slot: int) -> None:
@@ -181,7 +191,7 @@ class RankController:
         if entry is None:
             return
         name = entry.operation.name
-        del self._by_name[name]
+        del self.cached[name]
         waiting = self.pending.get(name)
         if waiting is not None and waiting.slot == slot:
             waiting.slot = -1
@@ -189,9 +199,9 @@ class RankController:
 
     def validate_state(self) -> None:
         """Check the invariants; for tests."""
-        assert {e.slot for e in self._by_name.values()} == set(self._by_slot)
-        assert all(e.operation.name == name for name, e in self._by_name.items())
-        assert all(e.operation.process_set in self._sets for e in self._by_name.values())
+        assert {e.slot for e in self.cached.values()} == set(self._by_slot)
+        assert all(e.operation.name == name for name, e in self.cached.items())
+        assert all(e.operation.process_set in self._sets for e in self.cached.values())
         assert all(w.slot < 0 or w.slot in self._by_slot for w in self.pending.values())
         assert self.broken is None or not (self.pending or self.outgoing)
 

@@ -74,6 +74,21 @@ class TensorQueue:
                 observer.submitted(operation)
             self.inbox.append(operation)
 
+    def add_alone(self, name: str, handle: Handle) -> bool:
+        """Hand in an operation that the caller, who drives, carries out himself; False if anything is outstanding."""
+        with self._mutex:
+            if self.handles or not self.is_operational:
+                return False
+            self.handles[name] = handle
+        return True
+
+    def finish_alone(self, name: str, handle: Handle, result: CollectiveResult) -> None:
+        """Complete an operation of `add_alone`; wake threads that wait."""
+        del self.handles[name]
+        handle.complete(result)
+        if self._num_waiters:
+            self._notify()
+
     def finish(self, results: Iterable[tuple[str, CollectiveResult | CollectiveError]]) -> None:
         """Complete these operations; wake who waits for them. A name is free again before its handle is done."""
         for name, result in results:
@@ -82,8 +97,11 @@ class TensorQueue:
             if handle is not None:
                 handle.complete(result)
         if self._num_waiters:
-            with self._completed:
-                self._completed.notify_all()
+            self._notify()
+
+    def _notify(self) -> None:
+        with self._completed:
+            self._completed.notify_all()
 
     def fail_all(self, error: CollectiveError) -> None:
         """All that is outstanding is over, taken or not."""

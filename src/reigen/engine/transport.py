@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from reigen.errors import CollectiveError
-from reigen.net.shm_ring import WaitingThread
+from reigen.net.doorbells import WaitingThread
 
 
 class ControlTransport(Protocol):

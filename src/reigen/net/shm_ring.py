@@ -19,6 +19,12 @@ D. Integers lie in the ring like messages, with a mark at their length. A rank w
    engine's thread of every reader that has not come to the end of the ring. It does so whatever the sleeper says: a
    reader that was just about to say "sleep on" has not read, and its thread, which has slept since before, is woken; a
    thread that is awake looks at the rings before it sleeps, by B.
+E. What is submitted by eager slots (`reigen.net.shm_eager`), and the answer to it, ring the doorbell like messages, but
+   not that of a parked thread: one that has nothing outstanding. On rank 0 it would learn nothing that it could use
+   before its next submission, and a rank that waits for an answer is not parked, or looks at the slots. Who is parked
+   no more, looks at them first (`set_wake_target`, with a fence as under *Sleep*). What rank 0 has not read when its
+   writer sleeps or leaves counts as in D. Within `receive` submissions come first: what was in the rings before a rank
+   submitted so is nothing that could change its meaning, since it had nothing outstanding then; what came later could.
 
 The memory-ordering argument stands in `reigen.net.futex`.
 """
@@ -26,17 +32,17 @@ The memory-ordering argument stands in `reigen.net.futex`.
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from collections import deque
 from collections.abc import Sequence
-from enum import IntFlag
 
 import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import CollectiveError
+from reigen.net.doorbells import ENGINE_SLEEPS_ON, SLEEPS_ON, Doorbells, WaitingThread
 from reigen.net.futex import FutexWord, memory_fences
+from reigen.net.shm_eager import EagerSlots, eager_slots_bytes
 
 RING_BYTES = 1 << 18
 #: The largest message. Longer ones are the sender's bug: it splits what it has to say.
@@ -48,9 +54,6 @@ _READ = 3 * _LINE  # one line per writer
 _WORD = struct.Struct("=I")
 #: Bit of the length that tells integers from a message.
 _INTEGERS = 1 << 31
-#: Bit of a sleeper whom integers need not wake; what the word is then.
-_SLEEPS_ON = 4
-_ENGINE_SLEEPS_ON = 5
 
 
 @functools.lru_cache(maxsize=64)
@@ -59,18 +62,9 @@ def _integers_format(num: int) -> struct.Struct:
     return struct.Struct(f"={num + 1}I")
 
 
-class WaitingThread(IntFlag):
-    """Thread that sleeps on a rank's doorbell; the bits of its futex."""
-
-    NOBODY = 0
-    ENGINE = 1
-    CALLER = 2
-    ANY = 3
-
-
 def shm_transport_bytes(num_ranks: int) -> int:
-    """Size of one rank's part of the segment: words, then the ring."""
-    return _READ + num_ranks * _LINE + RING_BYTES
+    """Size of one rank's part of the segment: words, then the ring, then eager slots."""
+    return _READ + num_ranks * _LINE + RING_BYTES + eager_slots_bytes(num_ranks)
 
 
 class ShmTransport:
@@ -88,7 +82,6 @@ class ShmTransport:
     ) -> None:
         n = len(memories)
         self._publish, self._fence = memory_fences()
-        self._rank = rank
         # Of a rank's ring: the bytes, and how far it is written. Cursors count bytes modulo 2**32.
         start = _READ + n * _LINE
         rings = [(memory[start : start + RING_BYTES].data, FutexWord(memory, _WRITTEN).cell) for memory in memories]
@@ -99,12 +92,16 @@ class ShmTransport:
         self.backlog = 0
         #: how far each reader has come in our ring: the reader writes it
         self._progress = [FutexWord(memories[r], _READ + rank * _LINE).cell for r in readers]
-        self._doorbells = [(FutexWord(memories[r], _DOORBELL), FutexWord(memories[r], _SLEEPER).cell) for r in readers]
+        bells = [(FutexWord(memory, _DOORBELL), FutexWord(memory, _SLEEPER)) for memory in memories]
+        self._doorbells = Doorbells(rank, bells, readers)
         self._inboxes = [(w, *rings[w], FutexWord(memories[rank], _READ + w * _LINE).cell) for w in writers]
-        self._doorbell, self._sleeper = FutexWord(memories[rank], _DOORBELL), FutexWord(memories[rank], _SLEEPER)
-        self._num_ranks = n
-        #: numbers of this rank's rings; next() is atomic, since any of its threads may ring
-        self._rings = itertools.count(1)
+        self._doorbell, self._sleeper = bells[rank]
+        #: how far each writer's ring is written, and read here
+        self._unread = [(written, place) for _, _, written, place in self._inboxes]
+        parts = [memory[start + RING_BYTES :] for memory in memories]
+        #: for small collectives that bring their data with them
+        self.eager = EagerSlots(parts, rank, self._doorbells, self._unread)
+        self._is_hub = rank == 0
 
     #: a doorbell in shared memory is no descriptor
     descriptor = -1
@@ -129,10 +126,10 @@ class ShmTransport:
         begin = cursor % RING_BYTES
         if self._frames or begin + nbytes > RING_BYTES or self._used() + nbytes > RING_BYTES:
             self._frames.append(words.pack(_INTEGERS | 4 * num, *integers))
-            self._fill_ring(_SLEEPS_ON)
+            self._fill_ring(SLEEPS_ON)
         else:
             words.pack_into(self._ring, begin, _INTEGERS | 4 * num, *integers)
-            self._ring_readers(cursor + nbytes, _SLEEPS_ON)
+            self._ring_readers(cursor + nbytes, SLEEPS_ON)
 
     def flush(self) -> None:
         """Move waiting messages into the ring, as far as there is room."""
@@ -162,26 +159,18 @@ class ShmTransport:
             self._ring_readers(cursor, undisturbed)
 
     def _ring_readers(self, cursor: int, undisturbed: int) -> None:
-        """Publish what lies before ``cursor``; wake readers, but none whose sleeper has a bit of ``undisturbed``."""
+        """Publish what lies before ``cursor``; ring."""
         self._cursor = cursor = cursor & 0xFFFFFFFF
         self._publish()
         self._written[0] = cursor
-        self._publish()
-        value = (next(self._rings) * self._num_ranks + self._rank + 1) & 0xFFFFFFFF
-        for doorbell, _ in self._doorbells:
-            doorbell.cell[0] = value
-        with self._fence:
-            pass
-        for doorbell, sleeper in self._doorbells:
-            who = sleeper[0]
-            if who and not who & undisturbed:
-                doorbell.wake(who)
+        self._doorbells.ring(undisturbed)
 
     def wake_readers(self) -> None:
         """Step D: wake the engine's threads of the readers that have not read everything."""
-        for place, (doorbell, _) in zip(self._progress, self._doorbells, strict=True):
-            if place[0] != self._cursor:
-                doorbell.wake(WaitingThread.ENGINE)
+        submitted = not self._is_hub and self.eager.is_unread
+        for reader, place in enumerate(self._progress):
+            if submitted or place[0] != self._cursor:
+                self._doorbells.ring_engine(reader)
 
     def receive(self) -> list[tuple[int, bytes | Sequence[int]]]:
         """Return all messages that have come, with their senders, in each sender's order."""
@@ -208,7 +197,7 @@ class ShmTransport:
                 begin = following
             self._publish()
             place[0] = end
-        return found
+        return self.eager.take() + found if self._is_hub else found
 
     def token(self) -> int:
         """The doorbell as it stands: read it *before* looking whether there is work."""
@@ -216,10 +205,10 @@ class ShmTransport:
 
     def pending(self) -> bool:
         """Return whether a message waits to be received."""
-        for _, _, written, place in self._inboxes:  # noqa: SIM110  a generator is as many calls again
+        for written, place in self._unread:
             if place[0] != written[0]:
                 return True
-        return False
+        return self.eager.pending
 
     def look(self, token: int, times: int) -> bool:
         """Look so often at the doorbell; return whether it was rung since ``token`` was read."""
@@ -238,8 +227,10 @@ class ShmTransport:
     def set_wake_target(self, who: WaitingThread) -> None:
         """From now on rings wake ``who``. Who stops driving calls this first, so it is time for step D."""
         self._sleeper.cell[0] = who  # as the int that it is: the operators of IntFlag take a microsecond
+        with self._fence:  # before whoever is parked no more looks at the eager slots
+            pass
         for place in self._progress if who else ():
-            if place[0] != self._cursor:
+            if place[0] != self._cursor or not self._is_hub:
                 self.wake_readers()
                 break
 
@@ -247,7 +238,7 @@ class ShmTransport:
         """From now on messages wake the engine's thread, and integers do not (step D), unless it is ``urgent``."""
         if urgent:
             return False
-        self._sleeper.cell[0] = _ENGINE_SLEEPS_ON
+        self._sleeper.cell[0] = ENGINE_SLEEPS_ON
         for place in self._progress:
             if place[0] != self._cursor:
                 self.wake_readers()
@@ -256,8 +247,7 @@ class ShmTransport:
 
     def wake(self, who: WaitingThread) -> None:
         """Wake a thread of this rank that sleeps as ``who``. Any thread may call this."""
-        self._doorbell.cell[0] = (next(self._rings) * self._num_ranks + self._rank + 1) & 0xFFFFFFFF
-        self._doorbell.wake(who)
+        self._doorbells.ring_own(who)
 
     def clear_wakeup(self) -> None:
         """Do nothing: there is no descriptor."""

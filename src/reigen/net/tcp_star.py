@@ -22,7 +22,8 @@ import select
 from collections.abc import Mapping, Sequence
 
 from reigen.net.connection import Connection
-from reigen.net.shm_ring import MAX_MESSAGE_BYTES, WaitingThread
+from reigen.net.doorbells import WaitingThread
+from reigen.net.shm_ring import MAX_MESSAGE_BYTES
 from reigen.net.timerfd import TimerFd
 
 #: For how long the engine's thread lets messages lie for a caller who may come back.
@@ -148,7 +149,7 @@ class TcpStarTransport:
         if self._wakes_engine_soon:
             self._wakes_engine_soon = False
             self._engine_timer.stop()
-        wakes = who is WaitingThread.ENGINE
+        wakes = who in {WaitingThread.ENGINE, WaitingThread.PARKED}
         if wakes != self._wakes_engine:
             self._wakes_engine = wakes
             self._wake_epolls[WaitingThread.ENGINE].modify(self._epoll.fileno(), select.EPOLLIN if wakes else 0)

@@ -42,6 +42,8 @@ class Plan:
     stops: int | None
     #: what is said travels through memory, as between the ranks of one host
     encoded: bool
+    #: ranks mostly wait for one operation before they submit the next, as in a script of blocking calls
+    blocking: bool
     #: how likely each kind of event is
     weights: tuple[int, ...]
 
@@ -53,7 +55,8 @@ def make_plan(rng: random.Random) -> Plan:
     simple = rng.random() < 0.65
     #: the same again and again: what is cached is used, forgotten while somebody uses it, and said in full again
     steady = not simple and rng.random() < 0.4
-    programs = _simple_programs(rng, size) if simple else _Author(rng, size, steady).write()
+    blocking = rng.random() < (0.3 if simple else 0.4)
+    programs = _simple_programs(rng, size, blocking) if simple else _Author(rng, size, steady).write()
     where = (rng.randrange(size), rng.randrange(5 if simple else 15))
     if fault == "late" and size > 1:
         for program in programs:  # some ranks lack some submissions
@@ -61,7 +64,7 @@ def make_plan(rng: random.Random) -> Plan:
                 del program[rng.randrange(len(program)) :]
     return Plan(
         size=size,
-        capacity=rng.choice((1, 2, 3) if steady else (0, 1, 2, 4, 1024, 1024)),
+        capacity=rng.choice((1, 2, 3) if steady else (2, 3, 1024) if blocking else (0, 1, 2, 4, 1024, 1024)),
         threshold_bytes=rng.choice((0, 40, 1 << 20)),
         fuse_groups=rng.random() < 0.8,
         deadline_seconds=5.0 if fault == "late" else FOREVER,
@@ -69,7 +72,8 @@ def make_plan(rng: random.Random) -> Plan:
         leaves=where if fault == "leave" else None,
         dies=where if fault == "die" else None,
         stops=where[1] if fault == "stop" else None,
-        encoded=rng.random() < 0.2,
+        encoded=blocking or rng.random() < 0.2,
+        blocking=blocking,
         weights=(9, 9, 1, 9, 3) if steady else (*(rng.choice((1, 1, 3, 9)) for _ in range(4)), rng.choice((0, 1, 3))),
     )
 
@@ -77,17 +81,24 @@ def make_plan(rng: random.Random) -> Plan:
 # -- programs ---------------------------------------------------------------------------------------------------------
 
 
-def _simple_programs(rng: random.Random, size: int) -> Programs:
-    """Steps that use the same names again, in an order of its own on each rank; now and then something new."""
+def _simple_programs(rng: random.Random, size: int, blocking: bool) -> Programs:
+    """Steps that use the same names again, in an order of its own on each rank; now and then something new.
+
+    Where ranks wait for each it is the same order, but now and then: then one rank waits while another does not.
+    """
     names = [f"t{i}" for i in range(rng.randrange(1, 5))]
-    kinds = rng.choice((_KINDS, (OperationKind.ALLREDUCE,)))
+    kinds = (OperationKind.ALLREDUCE,) if blocking else rng.choice((_KINDS, (OperationKind.ALLREDUCE,)))
     tensors = {name: _Tensor(rng, name, tuple(range(size)), kinds) for name in names}
     programs: Programs = [[] for _ in range(size)]
-    for _ in range(rng.randrange(1, 5)):
+    for _ in range(rng.randrange(4, 16) if blocking else rng.randrange(1, 5)):
         for tensor in tensors.values():
-            tensor.change()
+            if not blocking or rng.random() < 0.1:
+                tensor.change()
+        order = rng.sample(names, len(names))
         for rank, program in enumerate(programs):
-            program.extend((tensors[name].operations[rank], 0) for name in rng.sample(names, len(names)))
+            if not blocking or rng.random() < 0.05:
+                order = rng.sample(names, len(names))
+            program.extend((tensors[name].operations[rank], 0) for name in order)
     return programs
 
 

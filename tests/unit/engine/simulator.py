@@ -34,8 +34,9 @@ from reigen.engine.messages import (
     ResponseList,
     SubmitRequest,
 )
-from reigen.engine.rank_controller import ExecuteBatch, FailOperation, RankController
+from reigen.engine.rank_controller import CachedResponse, ExecuteBatch, FailOperation, RankController
 from reigen.errors import CollectiveError, DeadlineError, DuplicateNameError, JoinedError, MismatchError, PeerLostError
+from reigen.net.shm_eager import EAGER_BYTES
 from reigen.net.shm_ring import ShmTransport, shm_transport_bytes
 from reigen.types import DTYPES
 from tests.unit.engine.schedules import FOREVER, Item, can_be_stood_in_for, make_plan, same_request
@@ -82,6 +83,9 @@ class Rank:
     since: dict[str, float] = field(default_factory=dict)
     executed: list[Where] = field(default_factory=list)
     gone: str = ""
+    #: how often it has submitted eagerly, and what it did last
+    num_eager: int = 0
+    eager: CachedResponse | None = None
     #: what was outstanding when this rank learned that another is gone; None before
     lost: dict[str, Submission] | None = None
 
@@ -106,12 +110,12 @@ class Batch:
     own: list[set[int]] = field(default_factory=list)
 
 
-def shm_channels(size: int) -> list[ControlChannel]:
+def shm_transports(size: int) -> list[ShmTransport]:
     """The ends of all ranks, which keep what is sent until it is received."""
     parts = [np.zeros(shm_transport_bytes(size), np.uint8) for _ in range(size)]
     others = list(range(1, size))
     peers = [others] + [[0]] * len(others)
-    return [ControlChannel(ShmTransport(parts, r, peers[r], peers[r]), hears_reports=r == 0) for r in range(size)]
+    return [ShmTransport(parts, r, peers[r], peers[r]) for r in range(size)]
 
 
 class Simulation:
@@ -126,9 +130,14 @@ class Simulation:
         )
         self.ranks = [Rank(RankController(r), deque(p)) for r, p in enumerate(plan.programs)]
         #: where what is said travels through memory, as between the ranks of one host
-        self.channels = shm_channels(plan.size) if plan.encoded else []
+        self.transports = shm_transports(plan.size) if plan.encoded else []
+        self.channels = [ControlChannel(t, hears_reports=r == 0) for r, t in enumerate(self.transports)]
+        #: what each rank had put into its slot when rank 0 answered, by the number of the answer
+        self.eager_answers: list[list[int]] = []
         self.num_announced = 0
         self.stopped = False
+        #: how often nothing has happened, one after the other
+        self.idle = 0
         self.batches: dict[Where, Batch] = {}
         #: batches of each announcement
         self.runs: dict[int, list[Where]] = {}
@@ -164,15 +173,14 @@ class Simulation:
         """Play the schedule to its end and check what has come of it."""
         actions = [a for a, w in zip(self._actions(), self.plan.weights, strict=True) for _ in range(w)]
         size, pick = self.plan.size, self.rng.random
-        idle = 0
-        while idle < 2:
+        while self.idle < 2:
             for _ in range(12 * size):
                 rank = int(pick() * size)
                 actions[int(pick() * len(actions))](rank)
             # then everything that is under way arrives, rank by rank: the schedule has an end
-            idle = idle + 1 if not self._sweep() else 0
-            if idle and self._pass_time():
-                idle = 0
+            self.idle = self.idle + 1 if not self._sweep() else 0
+            if self.idle and self._pass_time():
+                self.idle = 0
         self._check_end()
 
     def _actions(self) -> tuple[Any, ...]:
@@ -205,17 +213,15 @@ class Simulation:
             return self._leave(rank)
         if self.plan.dies == (rank, state.num_submitted):
             return self._die(rank)
-        if not state.program:
+        if not state.program or self._waits(state):
             return False
-        if state.blocked is not None:
-            frees = state.program[0][0].kind is OperationKind.FREE  # which is done while a rank waits, too
-            if not (frees and state.waits_for_join):
-                return False
         submission = self._next(rank)
         if submission is None:  # its process set was never made
             state.program.popleft()
             return True
         operation = submission.operation
+        if rank == 0 and self._looks_for_others(operation):
+            return False
         if operation.name in state.open:
             if self.rng.random() < 0.05:
                 self._submit_twice(state, operation)
@@ -225,13 +231,33 @@ class Simulation:
         if state.participant.broken is not None:
             self._submit_to_broken(state, operation)
             return True
-        state.participant.submit(operation)
-        self._submitted(rank, submission)
-        self._note("rank %d submits %s", rank, operation)
+        if not self._submit_eagerly(rank, submission):
+            state.participant.submit(operation)
+            self._submitted(rank, submission)
+            self._note("rank %d submits %s", rank, operation)
         state.participant.validate_state()
         if self.plan.deadline_seconds < FOREVER and self.rng.random() < 0.3:
             self.now += self.rng.random() * 2
         return True
+
+    def _waits(self, state: Rank) -> bool:
+        """Whether a rank waits for what it has submitted, before it goes on."""
+        if self.plan.blocking and state.open and not self.idle and self.rng.random() < 0.95:
+            return True  # where ranks wait for different operations one has to go on, when all else is done
+        if state.blocked is None:
+            return False
+        frees = state.program[0][0].kind is OperationKind.FREE  # which is done while a rank waits, too
+        return not (frees and state.waits_for_join)
+
+    def _looks_for_others(self, operation: Operation) -> bool:
+        """Whether rank 0 looks for what others submit eagerly, and has not found it yet."""
+        if not self.plan.blocking or self.idle or self.rng.random() < 0.1:
+            return False
+        cached = self.ranks[0].participant.cached.get(operation.name)
+        eager = self.transports[0].eager
+        return cached is not None and any(
+            words[1] == eager._taken[r] or words[0] != cached.slot for r, words in eager._others
+        )
 
     def _next(self, rank: int) -> Submission | None:
         """What the program says next, in the coordinator's words; None if it is about a set that there is not."""
@@ -269,6 +295,46 @@ class Simulation:
         about = 0 if operation.kind in _SETS else submission.number
         epoch = 0 if operation.name == "free" else submission.epoch  # which waits for those who have joined, too
         self.submissions[rank][about, epoch, operation.name].append(submission)
+
+    def _submit_eagerly(self, rank: int, submission: Submission) -> bool:
+        """Submit as a blocking call does, where it may; rank 0 carries it out if all others are there."""
+        state, operation = self.ranks[rank], submission.operation
+        cached = state.participant.cached.get(operation.name)
+        may = self.transports and not (state.open or state.down or state.participant.outgoing)
+        if not may or cached is None or cached.operation != operation or self.rng.random() < 0.05:
+            return False
+        if operation.kind is not OperationKind.ALLREDUCE or operation.members or operation.process_set:
+            return False
+        transport, slot = self.transports[rank], cached.slot
+        state.num_eager += 1
+        own = transport.eager.slots[transport.eager.count & 1][rank]
+        assert own.size == EAGER_BYTES
+        own[:8].view(np.int64)[0] = state.num_eager
+        if rank:
+            self._submitted(rank, submission)
+            self._note("rank %d submits eagerly %d: %s", rank, slot, operation)
+            assert not transport.eager.submit(slot, 0)
+            state.participant.submitted_eagerly(cached)
+            state.eager = cached
+            return True
+        if self._silent() or not self.coordinator.may_answer_eagerly(slot) or not transport.eager.answer(slot, 0):
+            return False
+        self._submitted(rank, submission)
+        self._note("answered eagerly is %d", slot)
+        where = -1 - len(self.eager_answers), 0
+        self.eager_answers.append([other.num_eager for other in self.ranks])
+        self.batches[where] = Batch(self.sets[0], (operation.name,))
+        state.participant.submitted_eagerly(cached)
+        self._execute_eagerly(rank, cached)
+        return True
+
+    def _execute_eagerly(self, rank: int, cached: CachedResponse) -> None:
+        """Read all slots, after an answer."""
+        state, eager = self.ranks[rank], self.transports[rank].eager
+        found = [int(slot[:8].view(np.int64)[0]) for slot in eager.slots[(eager.count - 1) & 1]]
+        assert found == self.eager_answers[eager.count - 1], "a slot holds something else than was submitted"
+        state.participant.answered_eagerly(cached.operation.name)
+        self._execute(rank, (-eager.count, 0), ExecuteBatch(((cached.operation, cached.response),)))
 
     def send(self, rank: int) -> bool:
         """What a rank has to say gets on its way."""
@@ -324,6 +390,10 @@ class Simulation:
                 for heard in cast("Sequence[Announcement]", announcements):
                     state.down.append((state.num_heard, heard))
                     state.num_heard += 1
+            if state.eager is not None and state.lost is None and self.transports[rank].eager.take_answer():
+                self._note("rank %d reads an eager answer", rank)
+                self._execute_eagerly(rank, state.eager)
+                return True
         if not state.down:
             return self._notice(state)
         number, announcement = state.down.popleft()

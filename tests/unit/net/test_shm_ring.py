@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from reigen.errors import CollectiveError
+from reigen.net.doorbells import WaitingThread
 from reigen.net.futex import FutexWord
-from reigen.net.shm_ring import MAX_MESSAGE_BYTES, RING_BYTES, ShmTransport, WaitingThread, shm_transport_bytes
+from reigen.net.shm_ring import MAX_MESSAGE_BYTES, RING_BYTES, ShmTransport, shm_transport_bytes
 from reigen.net.shm_segment import ShmSegment
 from reigen.testing import run_threads
 

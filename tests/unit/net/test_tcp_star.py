@@ -15,7 +15,8 @@ import pytest
 from reigen.errors import AuthenticationError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import Connection, open_connection
-from reigen.net.shm_ring import MAX_MESSAGE_BYTES, WaitingThread
+from reigen.net.doorbells import WaitingThread
+from reigen.net.shm_ring import MAX_MESSAGE_BYTES
 from reigen.net.tcp_star import TcpStarTransport
 from tests.accepting import accept_connection
 
