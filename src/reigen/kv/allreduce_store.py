@@ -47,7 +47,7 @@ class _PushRound:
         return self.is_over or all(handle.poll() for handle in self._handles)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        call_when_all_done(self._handles, callback)
+        call_when_all_done([handle.add_done_callback for handle in self._handles], callback)
 
 
 class AllreduceStore(LocalStore):

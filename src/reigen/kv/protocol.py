@@ -167,7 +167,7 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request: the id of the request that this is, or answers; 0 for none.
-        key: its id (`reigen.kv.keys`), as an unsigned number.
+        key: its id (`reigen.kv.values`), as an unsigned number.
         shard: index of the shard in its key; of a batch, how many keys it is about.
         round: of pushes, as above.
         dtype: of the body's elements, by `DTYPE_NUMBERS`.

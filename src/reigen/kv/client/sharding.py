@@ -84,7 +84,7 @@ class ShardPlacer:
         """Place a key, or place it anew.
 
         Args:
-            key_id: see `kv.keys.key_id`.
+            key_id: see `reigen.kv.values.key_id`.
             num_elements: of the whole value; may be 0.
             itemsize: bytes of an element.
             row_length: elements of a row of a row-sparse key; 1 for a dense one.

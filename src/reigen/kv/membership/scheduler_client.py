@@ -1,5 +1,8 @@
 """Membership of a worker or a server: its connection to the scheduler, kept by a small thread.
 
+A job has one scheduler, which knows who is there and carries no data, servers, and workers. Workers connect to the
+servers; servers do not connect to each other, nor workers.
+
 The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
 gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
 REIGEN_PEER_TIMEOUT. `cluster.membership.messages` states the protocol.
@@ -17,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from reigen.cluster.host_discovery import host_identity
@@ -65,8 +69,61 @@ _TOLERANCE_SECONDS = 1.0
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
+class EventFeed:
+    """Events of a job for one of those who hear of them.
+
+    Args:
+        lock: guards this and all other feeds.
+    """
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self._lock = lock
+        self._events: list[MembershipEvent] = []
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, events: Sequence[MembershipEvent]) -> None:
+        """Add events; by whoever holds the lock."""
+        if events:
+            self._events += events
+            os.eventfd_write(self._bell, 1)
+
+    def take(self) -> list[MembershipEvent]:
+        """Return the events since the last call. Does not wait."""
+        with self._lock:
+            with contextlib.suppress(OSError):  # nothing was written, or it is closed
+                os.eventfd_read(self._bell)
+            events, self._events = self._events, []
+            return events
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there are events; -1 after `close`."""
+        return self._bell
+
+    def close(self) -> None:
+        """Hear of nothing any more. May be called twice."""
+        with self._lock:
+            self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+
 class SchedulerClient:
-    """Membership by a connection to the scheduler, made by `join`; implements `JobMembership`."""
+    """Membership of a worker or a server in its job. Any thread may use it.
+
+    Attributes:
+        role: ``worker`` or ``server``.
+        number: which one: a worker's rank, a server's number.
+        job: its number, not 0: the same for all schedulers that it has.
+        is_recovery: this process takes the place of one that was lost.
+        num_workers, num_servers: how many the job was started with.
+        incarnation: of this process, never 0.
+        secret: the job's 32 bytes.
+        tls: encrypts all connections; None: nothing is encrypted.
+        host: what people call this machine.
+    """
 
     def __init__(self, settings: ProcessConfig, address: str, deadline: float, find_saved: SavedJobFinder) -> None:
         config = settings.config
@@ -91,7 +148,7 @@ class SchedulerClient:
         #: when this process goes though no scheduler has heard that it leaves
         self._gone_at = math.inf
         self._outbox: deque[MemberMessage] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._feeds: list[EventFeed] = []
         self._loop = EventLoop()
         self._connection: Connection | None = None
         #: the scheduler has answered the registration on this connection
@@ -105,7 +162,7 @@ class SchedulerClient:
     def join(
         cls,
         settings: ProcessConfig,
-        listener_address: str | None,
+        listener_address: str,
         deadline: float,
         find_saved: SavedJobFinder = lambda secret: (),
     ) -> SchedulerClient:
@@ -113,7 +170,7 @@ class SchedulerClient:
 
         Args:
             settings: what this process is.
-            listener_address: where a server listens for workers, ``host:port``; None for a worker.
+            listener_address: where a server listens for workers, ``host:port``; empty for a worker.
             deadline: on the clock of ``time.monotonic()``.
             find_saved: given the job's secret, returns the jobs of which this server finds snapshots on its disk.
 
@@ -123,7 +180,7 @@ class SchedulerClient:
             AuthenticationError: the scheduler has another secret.
             DeadlineError: there was no scheduler by the deadline.
         """
-        member = cls(settings, listener_address or "", deadline, find_saved)
+        member = cls(settings, listener_address, deadline, find_saved)
         view = member._view
         member._thread.start()
         try:
@@ -138,7 +195,12 @@ class SchedulerClient:
         return member
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
-        """Return all servers by number, waited for."""
+        """Return all servers by number, as they are to be found now; waits until all have come for the first time.
+
+        Raises:
+            DeadlineError: not all came by the deadline, on the clock of ``time.monotonic()``; names them.
+            PeerLostError: the job is over, or the scheduler has gone.
+        """
         with self._changed:
             servers = self._view.servers
             self._await(lambda: bool(servers), deadline)
@@ -161,7 +223,15 @@ class SchedulerClient:
         )
 
     def barrier(self, name: str, deadline: float) -> None:
-        """Wait for all workers."""
+        """Wait until every worker that is still in the job has entered the barrier of this name as often as this one.
+
+        It ends alike for all: where one of them does not want to wait any more, nobody passes.
+
+        Raises:
+            DeadlineError: not all came by this worker's deadline, or another's; ``ranks`` are those. Or the scheduler
+                does not answer: only then others may have passed.
+            PeerLostError: a worker was lost (and the policy is not to go on without it), or the job is over.
+        """
         with self._changed:
             view = self._view
             entry = view.enter(name)
@@ -185,20 +255,19 @@ class SchedulerClient:
                 ranks=outcome.missing,
             )
 
-    def events(self) -> list[MembershipEvent]:
-        """Return the events since the last call."""
+    def feed(self) -> EventFeed:
+        """Return a feed of the events from now on, with those before of which nobody has heard."""
         with self._changed:
-            with contextlib.suppress(OSError):  # nothing was written, or it is closed
-                os.eventfd_read(self._bell)
-            events, self._view.events = self._view.events, []
-            return events
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while there are events."""
-        return self._bell
+            feed = EventFeed(self._changed)
+            self._feeds.append(feed)
+            self._ring()
+            return feed
 
     def num_dead_nodes(self, timeout: float) -> int:
-        """Count workers and servers that are lost, or silent."""
+        """Count workers and servers that are lost now, or were not heard of for ``timeout`` seconds.
+
+        Where the scheduler does not answer: those of whose loss was heard.
+        """
         with self._changed:
             view = self._view
             patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
@@ -206,14 +275,14 @@ class SchedulerClient:
             return len(view.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
-        """Leave in good order."""
+        """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""
         with self._changed:
             if not self._view.has_left:
                 self._view.has_left = True
                 self._post(LeaveJob())
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection: without `leave` before it, this node is lost for the others. Repeatable."""
         with self._changed:
             if self._is_closing:
                 return
@@ -231,9 +300,8 @@ class SchedulerClient:
         self._loop.close()
         if self._connection is not None:
             self._connection.close()
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        for feed in self._feeds:
+            feed.close_descriptors()
 
     # -- callers, who hold the lock -----------------------------------------------------------------------------------
 
@@ -410,11 +478,13 @@ class SchedulerClient:
                 self._ring()
 
     def _ring(self) -> None:
-        """Wake the threads that wait for a change."""
+        """Wake the threads that wait for a change, and pass events on."""
         self._changed.notify_all()
-        if self._view.events:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._bell, 1)
+        self._feeds = [feed for feed in self._feeds if feed.fileno() >= 0]
+        if self._feeds:
+            events, self._view.events = self._view.events, []
+            for feed in self._feeds:
+                feed.put(events)
 
 
 def _flush(connection: Connection) -> bool:

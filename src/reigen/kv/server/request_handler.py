@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ReigenError, WireError
-from reigen.kv.consistency.events import RoundRecovered, WorkerResumed, WorkerReturned
+from reigen.kv.consistency.state_machine import RoundRecovered, WorkerResumed, WorkerReturned
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     CONTROL_KINDS,
@@ -17,20 +17,17 @@ from reigen.kv.protocol import (
     DECLARE_CODEC,
     MAX_CONTROL_BYTES,
     PUSH_KINDS,
-    KeySpec,
     MessageFlag,
     MessageHeader,
     MessageKind,
-    ShardRange,
     pack_counts,
     unpack_counts,
 )
 from reigen.kv.server.batching import MAX_BATCH_BODY_BYTES, BatchHandler
 from reigen.kv.server.reduction import PushData
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest
-from reigen.kv.server.shard import AnswerDone, AnswerStates, RestoreStates, Shard
+from reigen.kv.server.shard import AnswerDone, AnswerStates, RestoreStates, Shard, shard_bytes
 from reigen.kv.server.store import ServerStore
-from reigen.types import dtype_named
 
 # As plain numbers: each request is compared with them, and enumerations are slow.
 _ENCODED, _BATCH, _UNKNOWN = map(int, (MessageFlag.ENCODED, MessageFlag.BATCH, MessageFlag.UNKNOWN))
@@ -164,7 +161,7 @@ class RequestHandler:
         shard_id = header.key, header.shard
         planned = store.planned.get(shard_id)
         if planned is not None:
-            if len(body) != (num_bytes := _shard_bytes(*planned)):  # before there is memory for it
+            if len(body) != (num_bytes := shard_bytes(*planned)):  # before there is memory for it
                 raise WireError(f"{len(body)} bytes for the first value of a shard of {num_bytes}")
             shard = store.make_shard(header.key, *planned)
             shard.write(body)
@@ -258,14 +255,10 @@ class RequestHandler:
             return MAX_BATCH_BODY_BYTES
         if shard is None:
             planned = self.store.planned.get((header.key, header.shard))
-            return max(0 if planned is None else _shard_bytes(*planned), _MOST_LOST_BYTES)
+            return max(0 if planned is None else shard_bytes(*planned), _MOST_LOST_BYTES)
         if header.kind in {MessageKind.ROW_PUSH, MessageKind.ROW_PULL}:
             return shard.num_bytes + 8 * shard.num_rows
         if header.kind == MessageKind.PUT_STATES:
             return 16 * max(8, shard.dtype.itemsize) * shard.length + MAX_CONTROL_BYTES
         codec = self.store.settings.codec
         return max(shard.num_bytes, 0 if codec is None else codec.max_bytes(shard.length))
-
-
-def _shard_bytes(spec: KeySpec, place: ShardRange) -> int:
-    return place.num_elements * dtype_named(spec.dtype).itemsize

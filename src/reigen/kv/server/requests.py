@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from reigen.errors import ReigenError, WireError
 from reigen.kv.connection import KVConnection
-from reigen.kv.consistency.events import ConsistencyEvent, PullRequested, PushReceived, RequestToken
+from reigen.kv.consistency.state_machine import ConsistencyEvent, PullRequested, PushReceived, RequestToken
 from reigen.kv.protocol import (
     INLINE_BYTES,
     PUSH_KINDS,
@@ -34,7 +34,6 @@ _PUSHPULL, _DONE, _VALUE, _ERROR = map(
     int, (MessageKind.PUSHPULL, MessageKind.DONE, MessageKind.VALUE, MessageKind.ERROR)
 )
 _IN_MEMORY, _ANSWER_IN_MEMORY = int(MessageFlag.IN_MEMORY), int(MessageFlag.ANSWER_IN_MEMORY)
-_ENCODE_ANSWER = int(MessageFlag.ENCODE_ANSWER)
 
 
 @dataclass(eq=False, slots=True)
@@ -65,11 +64,6 @@ class WorkerRequest:
     batch: WorkerRequest | None = None
     num_unreleased_parts: int = 0
     is_answered: bool = False
-
-    @property
-    def accepts_encoded(self) -> bool:
-        """Return whether the answer may be encoded."""
-        return bool(self.header.flags & _ENCODE_ANSWER)
 
     def events(self) -> list[ConsistencyEvent]:
         """Return the push, the pull, or both, for the engine of its shard."""
@@ -137,7 +131,6 @@ class WorkerConnection:
 
     @property
     def worker(self) -> int:
-        """The worker's number."""
         return self.hello.number
 
     def unanswered(self) -> Iterator[WorkerRequest]:
