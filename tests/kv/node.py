@@ -29,7 +29,7 @@ def main() -> int:
     settings = read_process_config(os.environ, config)
     try:
         address = join_address(choose_listen_host(settings)[0], os.getpid()) if settings.role == "server" else ""
-        member = SchedulerClient.join(settings, address, time.monotonic() + config.start_timeout_seconds)
+        member = SchedulerClient(settings, address, time.monotonic() + config.start_timeout_seconds)
     except ReigenError as error:
         say(told(error))
         return 1

@@ -90,7 +90,7 @@ def _register_fork_handler() -> None:
 
 
 def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
-    """Return a store of this process's job. The first one joins it; `leave_job`, or the end of the process, leaves it.
+    """Return a store of this process's job. The first one joins it; the end of the process leaves it.
 
     Raises:
         ArgumentError: ``knobs`` has one that `reigen.config.Config` has not.
@@ -111,20 +111,12 @@ def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) 
         return _session.store(kind, staleness, config, begun + config.start_timeout_seconds)
 
 
-def leave_job() -> None:
-    """Leave the job now and not at the end of the process: close all its stores. Does nothing without any."""
-    _end_session(after_error=False)
-
-
 def _at_exit() -> None:
-    # a script that ends with an exception before it has closed its stores: the others are to learn that
-    _end_session(after_error=getattr(sys, "last_value", None) is not None)
-
-
-def _end_session(*, after_error: bool) -> None:
+    """Close all stores and leave the job."""
     global _session  # see above
     with _lock:
         session, _session = _session, None
     if session is not None:
-        atexit.unregister(_at_exit)
-        session.leave(in_good_order=not after_error or session.has_closed_all_stores)
+        # a script that ends with an exception before it has closed its stores: the others are to learn that
+        is_error = getattr(sys, "last_value", None) is not None
+        session.leave(in_good_order=not is_error or session.has_closed_all_stores)

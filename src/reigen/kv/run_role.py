@@ -30,7 +30,7 @@ def join_as_worker(environ: Mapping[str, str], knobs: Mapping[str, object]) -> S
     Raises:
         ConfigError: the environment does not say what this process is, or contradicts itself.
         SystemExit: of a server or a scheduler, when the job is over, or if it cannot serve.
-        AuthenticationError, DeadlineError: see `SchedulerClient.join`.
+        AuthenticationError, DeadlineError: see `SchedulerClient`.
     """
     try:
         settings = read_process_config(environ, load_config(environ, knobs))
@@ -119,7 +119,6 @@ def _join_job(
     environ: Mapping[str, str],
     find_saved: SavedJobFinder = lambda secret: (),
 ) -> SchedulerClient:
-    until = time.monotonic() + settings.config.start_timeout_seconds
-    member = SchedulerClient.join(settings, address, until, find_saved)
+    member = SchedulerClient(settings, address, time.monotonic() + settings.config.start_timeout_seconds, find_saved)
     configure_logging(dataclasses.replace(settings, number=member.number), environ)
     return member

@@ -48,23 +48,19 @@ def key_id(key: KeyLike) -> int:
         (7, '0xffffffffffffffff', '0xca26ba05dbd3d273')
     """
     if isinstance(key, str):
-        return int.from_bytes(blake2b(_encode_key(key), digest_size=8).digest(), "big")
+        try:
+            data = key.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError(f"the key {key!r:.80} is not valid Unicode") from None
+        if len(data) > MAX_KEY_BYTES:
+            raise ArgumentError(f"the key {key[:40]!r}... has {len(data)} bytes; at most {MAX_KEY_BYTES} are allowed")
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
     if isinstance(key, bool) or not hasattr(key, "__index__"):
         raise ArgumentError(f"a key is an int or a str, not {type(key).__name__} ({key!r:.80})")
     number = operator.index(key)
     if not -_NUM_IDS // 2 <= number < _NUM_IDS:
         raise ArgumentError(f"the key {number} is not between -2**63 and 2**64 - 1")
     return number % _NUM_IDS
-
-
-def _encode_key(key: str) -> bytes:
-    try:
-        data = key.encode()
-    except UnicodeEncodeError:
-        raise ArgumentError(f"the key {key!r:.80} is not valid Unicode") from None
-    if len(data) > MAX_KEY_BYTES:
-        raise ArgumentError(f"the key {key[:40]!r}... has {len(data)} bytes; at most {MAX_KEY_BYTES} are allowed")
-    return data
 
 
 @dataclass
@@ -167,11 +163,7 @@ def _from_torch_sparse(tensor: Any) -> RowSparse:
 
 
 def tensor_spec(value: Any) -> TensorSpec:
-    """Return the spec of a tensor of `as_value`.
-
-    Raises:
-        UnsupportedTypeError: its element type cannot be communicated.
-    """
+    """Return the spec of a tensor of `as_value`; UnsupportedTypeError if its element type cannot be communicated."""
     if isinstance(value, RowSparse):
         return TensorSpec(get_adapter(value.values).dtype(value.values), value.shape, ROW_SPARSE)
     return TensorSpec(get_adapter(value).dtype(value), tuple(value.shape), DENSE)
@@ -279,11 +271,7 @@ def group_by_key(
 
 
 def check_key_type(keys: Iterable[Key], kind: type | None = None) -> type | None:
-    """Return the one type that all keys of a store have; ``kind`` is the one of the keys before.
-
-    Raises:
-        ArgumentError: they are mixed.
-    """
+    """Return the one type of a store's keys, of which ``kind`` is that of earlier ones; ArgumentError if it is not."""
     for key in keys:
         if kind is not type(key) and kind is not None:
             raise ArgumentError(

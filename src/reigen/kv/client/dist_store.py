@@ -137,10 +137,10 @@ class DistStore(KVStore):
         return self._member.num_dead_nodes(float(timeout))
 
     def leave(self) -> None:
-        """Leave; see `KVStore.leave`.
+        """Leave, behind what was begun.
 
-        What was begun comes first. Where that takes long, it may wait for others that wait for this worker, since they
-        have pushed other keys: they hear of it then.
+        Where that takes long, it may wait for others that wait for this worker, since they have pushed other keys: they
+        hear of it then.
         """
         with self.one_deadline():
             if not self.has_left:

@@ -61,7 +61,7 @@ class KeyInitializer:
         """Create keys, or take part in what others have created. Returns when they can be used.
 
         Args:
-            entries: the keys; their shards are noted there.
+            entries: where the shards are noted.
             values: (rank 0) by key id, the first values, flat.
             keep: called when the keys are there; from then on servers hear of them after a reconnection.
 
@@ -110,8 +110,7 @@ class KeyInitializer:
     def _place(self, entry: KeyState) -> tuple[ShardRange, ...]:
         spec = entry.spec
         row_length = spec.row_length if spec.stype == ROW_SPARSE else 1
-        shards, _ = self._placer.place(entry.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
-        return shards
+        return self._placer.place(entry.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
 
     def _at_home(
         self, entries: Sequence[KeyState], placed: Mapping[int, tuple[ShardRange, ...]], *, is_initialised: bool = False

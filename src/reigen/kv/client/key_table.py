@@ -125,7 +125,7 @@ class RequestFactory:
                 flags = 0 if codec is None else _ENCODED
                 request = self._request(kind, operation, entry, place, priority, round_number, out, flags)
                 if codec is None:
-                    request.body, request.block = self._worker.bodies.copy(part)
+                    request.body, request.block = self._worker.arena.copy(part)
                 else:
                     self._encode(request, codec, entry, place, part)
                 # one by one: servers begin with the first while the next is copied
@@ -144,7 +144,7 @@ class RequestFactory:
                 request = self._request(MessageKind.ROW_PUSH, operation, entry, place, priority, round_number)
                 numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
                 parts = numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8)
-                request.body, request.block = self._worker.bodies.copy(*parts)
+                request.body, request.block = self._worker.arena.copy(*parts)
                 requests.append(request)
             self._worker.submit(requests, entry.order)
         except BaseException:
@@ -153,13 +153,10 @@ class RequestFactory:
 
     def pull(self, operation: KVOperation, entry: KeyState, into: Array, priority: int) -> None:
         """Pull all elements into flat memory."""
-        round_number = entry.last_round()
-        requests = [
-            self._request(
-                MessageKind.PULL, operation, entry, place, priority, round_number, into[place.begin : place.end]
-            )
-            for place in entry.places
-        ]
+        requests, round_number = [], entry.last_round()
+        for place in entry.places:
+            out = into[place.begin : place.end]
+            requests.append(self._request(MessageKind.PULL, operation, entry, place, priority, round_number, out))
         self._worker.submit(requests, entry.order)
 
     def pull_rows(self, operation: KVOperation, entry: KeyState, wanted: Array, into: Array, priority: int) -> None:
@@ -181,7 +178,7 @@ class RequestFactory:
     ) -> ClientRequest:
         """Return a request that gives a shard bytes: INIT and PUT_STATES."""
         request = self._request(kind, operation, entry, place)
-        request.body, request.block = self._worker.bodies.copy(body)
+        request.body, request.block = self._worker.arena.copy(body)
         return request
 
     def _request(
@@ -214,7 +211,7 @@ class RequestFactory:
             codec.encode(part, entry.residuals[place.index], codes)
             request.body = bytes(codes)
         else:
-            request.body, request.block = self._worker.bodies.take(nbytes)
+            request.body, request.block = self._worker.arena.take(nbytes)
             codec.encode(part, entry.residuals[place.index], request.body)
 
 
@@ -258,10 +255,8 @@ class BatchBuilder:
     def add(self, entry: KeyState, elements: Array | None, out: Array | None) -> None:
         """Add a key that has not come before, all of its elements.
 
-        Args:
-            entry: the key.
-            elements: that are pushed, flat; they stay as they are until `end`. None: PULL.
-            out: flat memory that receives what is stored. None: PUSH.
+        ``elements``, flat, are pushed and stay as they are until `end`; None: PULL. ``out``, flat, receives what is
+        stored; None: PUSH.
         """
         array = out if elements is None else elements
         assert array is not None
@@ -318,7 +313,7 @@ class BatchBuilder:
             )
             about = np.array([[entry.id for entry in group.entries], numbers], np.uint64).reshape(-1).view(np.uint8)
             parts = [about, *(each.view(np.uint8) for each in group.elements)]
-            batch.body, batch.block = self._worker.bodies.copy(*parts)
+            batch.body, batch.block = self._worker.arena.copy(*parts)
             self._worker.submit([batch], *(entry.order for entry in group.entries))
         except BaseException:
             for entry in group.entries if is_push else ():

@@ -102,11 +102,9 @@ class ServerConnection:
     """Connection to a server. One thread at a time may use it.
 
     Args:
-        peer: the server.
-        member: the worker's place in the job.
-        config: the knobs.
+        peer: see below.
+        member, config, store: as of `reigen.kv.client.worker.KVWorker`.
         hello: the worker's first message.
-        store: number of the store in the job.
         owner: gets what comes.
 
     Attributes:
@@ -142,7 +140,6 @@ class ServerConnection:
         #: the server reads this process's arena
         self._is_read = False
         self._num_requests = 0
-        self._was_ready = False
         #: the id of a RESUME that is not answered, and when it was sent
         self._resuming = 0
         self._resume_sent_at = 0.0
@@ -177,7 +174,6 @@ class ServerConnection:
 
     @property
     def is_connecting(self) -> bool:
-        """Return whether an attempt to connect is under way."""
         return self._attempt is not None
 
     @property
@@ -192,8 +188,7 @@ class ServerConnection:
     def connect(self) -> None:
         """Begin to connect, if it is time; without success, `lost_since` stays. `receive` goes on with it.
 
-        Raises:
-            AuthenticationError: the server does not know the secret.
+        Raises AuthenticationError if the server does not know the secret.
         """
         now = time.monotonic()
         if self._line is not None:
@@ -332,11 +327,7 @@ class ServerConnection:
             pass
 
     def resend(self, now: float) -> float | None:
-        """Send again, or ask about, what nothing was heard of for too long.
-
-        Returns:
-            When to call this again; None: not at all for what is asked now.
-        """
+        """Send again, or ask about, what nothing was heard of for too long; returns when to call this again."""
         patience = self._resend_seconds
         if patience is None:
             return None
@@ -419,7 +410,7 @@ class ServerConnection:
     def _welcomed(self, hello: KVHello) -> None:
         if hello.number != self.peer.number:
             raise WireError(f"{self.peer.address} is server {hello.number}, not server {self.peer.number}")
-        self.incarnation = hello.incarnation
+        is_first, self.incarnation = not self.incarnation, hello.incarnation
         own = self._own_hello
         if not own.machine or not self._reads_memory:
             self._arena, reason = None, "switched off here" if not own.machine else "this process cannot map it"
@@ -428,7 +419,7 @@ class ServerConnection:
         self._is_read = bool(own.machine and hello.machine)
         _log.info("connected to %s at %s; its memory is %s here: %s", self.name, self.peer.address,
                   "read" if self._arena is not None else "not read", reason)  # fmt: skip
-        if not self._was_ready:
+        if is_first:
             self._begin()
             return
         if hello.is_empty:
@@ -453,7 +444,7 @@ class ServerConnection:
         self._begin()
 
     def _begin(self) -> None:
-        self._was_ready = self.is_ready = True
+        self.is_ready = True
         for request in self.outstanding.values():
             self._send(request, again=bool(request.sent_at or request.num_reminders))
 

@@ -21,8 +21,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from msgspec import structs
-
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned
 from reigen.cluster.membership.rendezvous import split_address
@@ -42,7 +40,7 @@ from reigen.kv.protocol import (
     ServerNotice,
     StoreCommand,
 )
-from reigen.kv.shm_arena import BodyAllocator, ShmArena
+from reigen.kv.shm_arena import ShmArena
 from reigen.net.fork_safety import close_in_children
 
 _log = logging.getLogger(__name__)
@@ -169,7 +167,7 @@ class KVWorker:
             from now on.
 
     Attributes:
-        bodies: memory for what requests send.
+        arena: memory for what requests send.
         deadlines: of the store's calls.
 
     Raises:
@@ -200,7 +198,7 @@ class KVWorker:
         self._num_unsent_bytes = self._num_announced_bytes = 0
         #: requests that are held back (see the module), in order, by their identity
         self._held: dict[int, Sequence[ClientRequest]] = {}
-        self.bodies = BodyAllocator(ShmArena(f"reigen-kv-worker-{member.number}"))
+        self.arena = ShmArena(f"reigen-kv-worker-{member.number}")
         #: of the scheduler; and, besides the connections, what a turn waits for
         self._events = member.feed()
         self._others: dict[int, IOLock | EventFeed] = {each.fileno(): each for each in (self._driving, self._events)}
@@ -379,7 +377,7 @@ class KVWorker:
             for connection in self._servers:
                 connection.close()
             self._servers.clear()
-            self.bodies.arena.close()
+            self.arena.close()
             self._events.close()
         self._driving.close()
         self._counts = lambda _: ()  # the store's, which has this worker
@@ -398,7 +396,7 @@ class KVWorker:
 
     def over(self, request: ClientRequest) -> None:
         if request.block is not None:
-            self.bodies.arena.free(request.block)
+            self.arena.free(request.block)
             request.block = None
         request.note()
         self._release(request.header.kind, request.leave())
@@ -435,8 +433,7 @@ class KVWorker:
         machine, host = host_identity(config.host_id or "")
         hello = KVHello(member.number, member.incarnation, host, staleness=staleness)
         if config.kv_shared_memory:
-            segment = self.bodies.arena.segment
-            hello = structs.replace(hello, machine=machine, pid=os.getpid(), fd=segment.fd, inode=segment.inode)
+            hello = self.arena.announced(hello, machine)
         for peer in member.servers(start_until):
             self._servers.append(ServerConnection(peer, member, config, hello, store, self))
         with self._driving:

@@ -271,7 +271,7 @@ class ConsistencyEngine:
     """Rounds of one shard.
 
     Args:
-        num_workers: how many there are; they are numbered from 0.
+        num_workers: they are numbered from 0.
         staleness: 0 is synchronous, `math.inf` asynchronous; see (B) to (D).
 
     Attributes:
@@ -391,15 +391,11 @@ class ConsistencyEngine:
             return [RepeatAcknowledgement(worker, round, token)]
         held = self._held[worker]
         if not 1 <= round <= self._done[worker] + MAX_ROUNDS_AHEAD:
-            return [
-                FailRequest(token, f"worker {worker} pushed round {round}, but is in round {self._done[worker] + 1}")
-            ]
+            reason = f"worker {worker} pushed round {round}, but is in round {self._done[worker] + 1}"
+            return [FailRequest(token, reason)]
         if self._presence[worker] is WorkerPresence.LEFT and round not in held:
-            return [
-                FailRequest(
-                    token, f"worker {worker} has left after round {self._done[worker]}; it must return to push again"
-                )
-            ]
+            reason = f"worker {worker} has left after round {self._done[worker]}; it must return to push again"
+            return [FailRequest(token, reason)]
         instructions: ConsistencyInstructions = []
         if round in held:
             self._orphans.discard(held[round])
@@ -421,9 +417,8 @@ class ConsistencyEngine:
         if self._failure is not None:
             return FailRequest(token, *self._failure)
         if self._presence[worker] in (WorkerPresence.MISSED, WorkerPresence.AWAITED):
-            return FailRequest(
-                token, f"worker {worker} was given up as lost; it must return before it goes on", (worker,)
-            )
+            reason = f"worker {worker} was given up as lost; it must return before it goes on"
+            return FailRequest(token, reason, (worker,))
         return None
 
     def _leave(self, worker: int) -> ConsistencyInstructions:
@@ -461,11 +456,10 @@ class ConsistencyEngine:
             return []
         reason = f"worker {worker} was lost in round {self._done[worker] + 1}"
         self._failure = (reason, (worker,))
-        tokens = [token for held in self._held for token in held.values()]
+        tokens = [token for held in self._held for token in held.values()] + [pull.token for pull in self._pulls]
         instructions: ConsistencyInstructions = [
             DropRequest(token) if token in self._orphans else FailRequest(token, reason, (worker,)) for token in tokens
         ]
-        instructions += [FailRequest(pull.token, reason, (worker,)) for pull in self._pulls]
         for held in self._held:
             held.clear()
         self._pulls.clear()
@@ -496,9 +490,8 @@ class ConsistencyEngine:
     def _skip(self, worker: int, over: int) -> ConsistencyInstructions:
         """Count rounds up to ``over`` as over for a worker that comes back; its pushes for them count (G)."""
         instructions: ConsistencyInstructions = []
-        for round in sorted(self._held[worker]):
-            if round <= over:
-                instructions += self._apply(worker, round)
+        for round in sorted(each for each in self._held[worker] if each <= over):
+            instructions += self._apply(worker, round)
         self._done[worker] = max(self._done[worker], over)
         return instructions
 
@@ -510,9 +503,8 @@ class ConsistencyEngine:
             instructions.append(RoundsForgotten(self._done[worker] + 1, round, None if together else worker))
             for each in range(self.num_workers) if together else (worker,):
                 self._done[each] = round
-                for over in sorted(self._held[each]):
-                    if over <= round:
-                        instructions.append(self._end(each, over, repeated=True))
+                ended = sorted(over for over in self._held[each] if over <= round)
+                instructions += [self._end(each, over, repeated=True) for over in ended]
         self._away.discard(worker)
         if worker in self._remembered:
             self._remembered.discard(worker)
@@ -563,10 +555,8 @@ class ConsistencyEngine:
         workers = tuple([worker for worker, held in enumerate(self._held) if round in held])
         lost = 0
         if len(workers) < self.num_workers:
-            lost = sum(
-                presence is WorkerPresence.MISSED and worker not in workers
-                for worker, presence in enumerate(self._presence)
-            )
+            missed = {worker for worker, one in enumerate(self._presence) if one is WorkerPresence.MISSED}
+            lost = len(missed.difference(workers))
         tokens = tuple([self._held[worker][round] for worker in workers])
         scale = (len(workers) + lost) / len(workers)
         self._done = [round] * self.num_workers
@@ -648,10 +638,10 @@ class ConsistencyEngine:
 
     def _named(self, workers: Iterable[int], what: str) -> tuple[tuple[int, ...], str]:
         ordered = tuple(sorted(workers))
-        awaited = [worker for worker in ordered if self._presence[worker] is WorkerPresence.AWAITED]
-        reason = f"{what} worker(s) {_format_workers(ordered)}"
+        awaited = [str(worker) for worker in ordered if self._presence[worker] is WorkerPresence.AWAITED]
+        reason = f"{what} worker(s) {', '.join(map(str, ordered))}"
         if awaited:
-            reason += f"; worker(s) {_format_workers(awaited)} were lost, and nobody has come in their place"
+            reason += f"; worker(s) {', '.join(awaited)} were lost, and nobody has come in their place"
         return ordered, reason
 
     def validate(self) -> None:
@@ -673,7 +663,3 @@ class ConsistencyEngine:
         lost = {WorkerPresence.MISSED, WorkerPresence.AWAITED}
         assert not any(self._presence[pull.worker] in lost or self._may_read(pull) for pull in self._pulls)
         assert all(wait.workers for wait in self.waits()), "whatever waits, waits for somebody"
-
-
-def _format_workers(workers: Iterable[int]) -> str:
-    return ", ".join(map(str, workers))

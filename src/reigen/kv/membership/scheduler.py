@@ -47,8 +47,7 @@ class Scheduler(ControlService):
 
     Args:
         settings: of the job, with the role ``scheduler``.
-        left_fd: a descriptor to which the numbers of workers that leave in good order are written, a line each; -1:
-            none.
+        left_fd: to which the numbers of workers that leave in good order are written, a line each; -1: nowhere.
 
     Raises:
         ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken.
@@ -77,7 +76,7 @@ class Scheduler(ControlService):
         #: whether somebody has come; and when to look who has not
         self._has_begun = False
         self._alarm: float | None = time.monotonic() + config.deadline_seconds
-        address = discovery.scheduler_address(settings)
+        address = discovery.scheduler_host(settings), settings.scheduler[1]
         try:
             super().__init__(
                 secret,

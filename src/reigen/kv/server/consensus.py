@@ -33,11 +33,7 @@ class ConsensusStore(Protocol):
         """Return whether a shard that is here, of that key or of any, has been pushed."""
 
     def use(self, optimizer: Optimizer) -> None:
-        """Update stored values by an optimizer.
-
-        Raises:
-            ReigenError: it cannot do so.
-        """
+        """Update stored values by an optimizer; raises ReigenError if it cannot do so."""
 
 
 @dataclass

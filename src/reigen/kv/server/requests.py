@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ReigenError, WireError
+from reigen.files import Buffer
 from reigen.kv.connection import KVConnection
 from reigen.kv.consistency.state_machine import ConsistencyEvent, PullRequested, PushReceived, RequestToken
 from reigen.kv.protocol import (
@@ -146,30 +147,21 @@ class WorkerConnection:
         return request in self.open_requests or request in self._sending
 
     def body_of(self, header: MessageHeader, received: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return a request's body: received bytes, or a part of the worker's arena.
-
-        Raises:
-            WireError: it is not where the header says.
-        """
+        """Return a request's body: received bytes, or a part of the worker's arena; WireError if it is not there."""
         if not header.flags & _IN_MEMORY:
             return received
         if self.peer is None:
             raise WireError(f"{self.line.name}: a body in memory that is not shared")
         return self.peer.view(header.offset, header.memory_bytes)
 
-    def send(self, header: MessageHeader, body: bytes | bytearray | memoryview = b"", priority: int = 0) -> None:
+    def send(self, header: MessageHeader, body: Buffer = b"", priority: int = 0) -> None:
         """Queue a message, if the connection is still there."""
         if self.is_open:
             self.line.send(header, memoryview(body), priority=priority)
             self.must_flush = True
 
     def answer(
-        self,
-        request: WorkerRequest,
-        kind: int = _DONE,
-        body: bytes | bytearray | memoryview = b"",
-        flags: int = 0,
-        dtype: int = 0,
+        self, request: WorkerRequest, kind: int = _DONE, body: Buffer = b"", flags: int = 0, dtype: int = 0
     ) -> None:
         """Answer a request with bytes that do not change. Of several answers only the first is sent."""
         if self._finish(request):

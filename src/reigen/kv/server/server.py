@@ -79,11 +79,6 @@ class _ClientConnection:
         #: when something came last
         self.heard_at = 0.0
 
-    def is_of(self, connection: WorkerConnection) -> bool:
-        """Return whether this is of the same worker, in the same store."""
-        known = self.connection
-        return known is not None and (known.worker, known.store) == (connection.worker, connection.store)
-
     def notify(self, store: int, notice: ServerNotice) -> None:
         """Queue a NOTICE."""
         body = NOTICE_CODEC.encode(notice)
@@ -205,11 +200,7 @@ class KVServer:
             self._arena.close()
 
     def handle_hello(self, client: _ClientConnection, header: MessageHeader, body: memoryview) -> None:
-        """Take in the first message of a worker.
-
-        Raises:
-            WireError: it is no HELLO.
-        """
+        """Take in the first message of a worker; raises WireError if it is no HELLO."""
         if header.kind != MessageKind.HELLO:
             raise WireError(f"{client.line.name}: the first message is a {MessageKind(header.kind).name}, not HELLO")
         hello = HELLO_CODEC.decode(bytes(body))
@@ -238,9 +229,11 @@ class KVServer:
         _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
                   header.store, reason)  # fmt: skip
         connection = WorkerConnection(hello, header.store, client.line, self._context.memory, peer)
-        for other in [one for one in self._connections if one.is_of(connection)]:
-            self._drop(other)  # its end has not been noticed yet
-        client.connection, client.handler = connection, self._handlers[header.store]
+        for other in list(self._connections):
+            if other.worker == hello.number and other.connection is not None and other.connection.store == header.store:
+                self._drop(other)  # its end has not been noticed yet
+        client.connection = connection
+        client.handler = self._handlers.setdefault(header.store, RequestHandler(store))
         self._listener.confirm(client.accepted)
         store.connected(connection)
         welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
@@ -454,24 +447,17 @@ class KVServer:
 
     def _store(self, number: int, staleness: float) -> ServerStore:
         if number not in self._stores:
-            self._add_store(ServerStore(number, staleness, self._context))
+            self._stores[number] = ServerStore(number, staleness, self._context)
             for event in self._lost.values():
                 self._stores[number].lost(event.number, event.host, event.reason)
         return self._stores[number]
-
-    def _add_store(self, store: ServerStore) -> None:
-        self._stores[store.number] = store
-        self._handlers[store.number] = RequestHandler(store)
 
     def _hello(self, store: ServerStore, *, shares: bool) -> KVHello:
         staleness = None if math.isinf(store.staleness) else int(store.staleness)
         is_empty = not store.shards and store.number not in self._restored
         member = self._member
-        about = (member.number, member.incarnation, member.host)
-        if not shares or self._arena is None:
-            return KVHello(*about, is_empty=is_empty, staleness=staleness)
-        segment = self._arena.segment
-        return KVHello(*about, self.machine, os.getpid(), segment.fd, segment.inode, is_empty, staleness)
+        hello = KVHello(member.number, member.incarnation, member.host, is_empty=is_empty, staleness=staleness)
+        return self._arena.announced(hello, self.machine) if shares and self._arena is not None else hello
 
     def _restore(self, snapshots: SnapshotDirectory) -> None:
         """Take the place of the process that this server was before, if there was one."""
@@ -479,7 +465,7 @@ class KVServer:
             for number, facts, shards in snapshots.load():
                 store = ServerStore(number, math.inf if facts.staleness is None else facts.staleness, self._context)
                 store.restore(facts, shards)
-                self._add_store(store)
+                self._stores[number] = store
                 self._restored.add(number)
                 _log.info("store %d is restored from a snapshot: %d shards", number, len(store.shards))
         except (ReigenError, OSError):

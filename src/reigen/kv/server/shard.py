@@ -65,14 +65,11 @@ class WaitingBatch(Protocol):
         """Wait no more: yield the requests for single keys, in the order of their coming, with their elements."""
 
 
-class AnswerDone(NamedTuple):
-    """Answer a request with DONE, when what comes before it is done, and saved where that has to be."""
+class AnswerRequest(NamedTuple):
+    """Answer a request, when what comes before it is done, and saved where that has to be.
 
-    token: RequestToken
-
-
-class AnswerStates(NamedTuple):
-    """Answer a request with the states that the optimizer keeps of the shard."""
+    GET_STATES is answered with the states that the optimizer keeps of the shard, all others by DONE.
+    """
 
     token: RequestToken
 
@@ -104,7 +101,7 @@ def shard_bytes(spec: KeySpec, place: ShardRange) -> int:
     return place.num_elements * dtype_named(spec.dtype).itemsize
 
 
-ShardInstruction = ConsistencyInstruction | ConsistencyState | AnswerDone | AnswerStates | RestoreStates
+ShardInstruction = ConsistencyInstruction | ConsistencyState | AnswerRequest | RestoreStates
 
 
 @dataclass(eq=False)
@@ -190,11 +187,7 @@ class Shard:
         self.is_dirty = True
 
     def use(self, optimizer: Optimizer | None) -> None:
-        """Update by ``optimizer``, if any, or go on with other numbers of it.
-
-        Raises:
-            ConfigError: the optimizer keeps other states than the one before.
-        """
+        """Update by ``optimizer``, if any; raises ConfigError if it keeps other states than the one before."""
         if optimizer is None or not self.dtype.is_floating:
             return  # other types may be stored, too; a push of them is an error
         if self.slot is None:

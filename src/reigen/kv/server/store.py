@@ -60,8 +60,7 @@ from reigen.kv.server.key_declarations import KeyDeclarations
 from reigen.kv.server.reduction import PushData
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest, request_of
 from reigen.kv.server.shard import (
-    AnswerDone,
-    AnswerStates,
+    AnswerRequest,
     RestoreStates,
     Shard,
     ShardId,
@@ -86,10 +85,9 @@ class ServerContext:
     """Parts that all stores of a server share.
 
     Attributes:
-        memory: where values are.
         buffers: where bodies are received.
         workers: the threads that compute.
-        snapshots: where snapshots are kept; None: nowhere.
+        snapshots: where they are kept; None: nowhere.
         saves_always: a snapshot is taken before every acknowledgement.
         policy: what a lost worker leads to.
         deadline_seconds: how long a request may wait for others.
@@ -513,11 +511,7 @@ class ServerStore:
                 self.break_off(RemoteError.of(CollectiveError(f"server could not save a snapshot: {error}")))
 
     def restore(self, facts: StoreSnapshot, shards: Iterable[LoadedShard]) -> None:
-        """Take over a snapshot, before anything else happens.
-
-        Raises:
-            ReigenError: it makes no sense.
-        """
+        """Take over a snapshot, before anything else happens; raises ReigenError if it makes no sense."""
         self.left = set(facts.left)
         reason = "it was lost before this server was restarted"
         self.losses = {worker: _describe_loss(worker, "unknown", reason) for worker in facts.missed}
@@ -584,14 +578,12 @@ def _fail(store: ServerStore, shard: Shard, what: FailRequest) -> None:
     request.connection.refuse(request, store.problem_of(shard, what))
 
 
-def _answer_done(store: ServerStore, shard: Shard, what: AnswerDone) -> None:
+def _answer_request(store: ServerStore, shard: Shard, what: AnswerRequest) -> None:
     request = request_of(what.token)
-    request.connection.answer(request)
-
-
-def _answer_states(store: ServerStore, shard: Shard, what: AnswerStates) -> None:
-    request = request_of(what.token)
-    request.connection.answer(request, MessageKind.VALUE, shard.pack_states(store.settings.optimizer))
+    if request.header.kind == MessageKind.GET_STATES:
+        request.connection.answer(request, MessageKind.VALUE, shard.pack_states(store.settings.optimizer))
+    else:
+        request.connection.answer(request)
 
 
 def _restore_states(store: ServerStore, shard: Shard, what: RestoreStates) -> None:
@@ -642,7 +634,6 @@ _CARRIED_OUT_BY: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
     DropRequest: _drop,
     RoundsForgotten: _report_forgotten,
     RoundRecovered: lambda store, shard, what: None,  # the answer to RESUME, which has been read
-    AnswerDone: _answer_done,
-    AnswerStates: _answer_states,
+    AnswerRequest: _answer_request,
     RestoreStates: _restore_states,
 }
