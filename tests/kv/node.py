@@ -18,7 +18,7 @@ from reigen.config import Config, load_config
 from reigen.errors import CollectiveError, ReigenError
 from reigen.kv.membership.discovery import choose_listen_host
 from reigen.kv.membership.environment import read_process_config
-from reigen.kv.membership.scheduler_client import SchedulerClient
+from reigen.kv.membership.scheduler_client import EventFeed, SchedulerClient
 from reigen.net.listener import join_address
 
 DEADLINE_SECONDS = 30.0
@@ -28,22 +28,23 @@ def main() -> int:
     config = load_config(os.environ)
     settings = read_process_config(os.environ, config)
     try:
-        address = join_address(choose_listen_host(settings)[0], os.getpid()) if settings.role == "server" else None
-        member = SchedulerClient.join(settings, address, time.monotonic() + config.start_timeout_seconds)
+        address = join_address(choose_listen_host(settings)[0], os.getpid()) if settings.role == "server" else ""
+        member = SchedulerClient(settings, address, time.monotonic() + config.start_timeout_seconds)
     except ReigenError as error:
         say(told(error))
         return 1
     say({"joined": member.number, "recovers": member.is_recovery, "secret": hash(member.secret)})
+    feed = member.feed()
     for line in sys.stdin:
         try:
-            say(answer(member, config, *line.split()))
+            say(answer(member, feed, config, *line.split()))
         except ReigenError as error:
             say(told(error))
     member.close()
     return 0
 
 
-def answer(member: SchedulerClient, config: Config, what: str, *arguments: str) -> Any:
+def answer(member: SchedulerClient, feed: EventFeed, config: Config, what: str, *arguments: str) -> Any:
     now = time.monotonic()
     if what == "servers":
         seconds = float(os.environ.get("SERVERS_SECONDS", config.start_timeout_seconds))
@@ -53,12 +54,12 @@ def answer(member: SchedulerClient, config: Config, what: str, *arguments: str) 
         member.barrier(arguments[0], now + seconds)
         return "done"
     if what == "events":
-        assert select.select([member], [], [], DEADLINE_SECONDS)[0], "nothing happened"
-        return [str(event) for event in member.events()]
+        assert select.select([feed], [], [], DEADLINE_SECONDS)[0], "nothing happened"
+        return [str(event) for event in feed.take()]
     if what == "serve":  # until the job is over
         told: list[str] = []
         while not told or not told[-1].startswith("the job is over"):
-            told += answer(member, config, "events")
+            told += answer(member, feed, config, "events")
         return told
     if what == "leave":
         return member.leave()

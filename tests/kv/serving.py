@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import select
 import socket
 import threading
 import time
-from collections import deque
 
 import numpy as np
 
 from reigen.cluster.membership.messages import JobEnded
 from reigen.config import Config
 from reigen.kv.connection import KVConnection
-from reigen.kv.keys import key_id
+from reigen.kv.membership.scheduler_client import EventFeed
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     DECLARE_CODEC,
@@ -37,6 +35,7 @@ from reigen.kv.protocol import (
 )
 from reigen.kv.server.server import KVServer
 from reigen.kv.shm_arena import PeerShmArena, ShmArena
+from reigen.kv.values import key_id
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import open_connection
 from reigen.net.listener import open_listening_socket
@@ -55,28 +54,19 @@ class FakeMember:
     def __init__(self, number=0, num_workers=2, *, is_recovery=False, incarnation=1, secret=SECRET, job=1):
         self.number, self.num_workers, self.num_servers, self.job = number, num_workers, 1, job
         self.is_recovery, self.incarnation, self.secret = is_recovery, incarnation, secret
-        self._events = deque()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._feed = EventFeed(self._lock)
 
     def tell(self, event):
-        self._events.append(event)
-        os.eventfd_write(self._bell, 1)
+        with self._lock:
+            if self._feed.fileno() >= 0:
+                self._feed.put([event])
 
-    def events(self):
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        told = []
-        while self._events:
-            told.append(self._events.popleft())
-        return told
-
-    def fileno(self):
-        return self._bell
+    def feed(self):
+        return self._feed
 
     def close(self):
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        self._feed.close()
 
 
 class Serving:

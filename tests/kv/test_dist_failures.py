@@ -14,7 +14,7 @@ from reigen.errors import PeerLostError
 from reigen.kv.client.dist_store import DistStore
 from reigen.kv.client.key_init import KeyInitializer
 from reigen.kv.client.sharding import home_server
-from reigen.kv.keys import key_id
+from reigen.kv.values import key_id
 from tests.kv.threaded import SECONDS, Job, job
 
 pytestmark = pytest.mark.slow

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +12,7 @@ from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberRetur
 from reigen.config import Config
 from reigen.errors import DeadlineError
 from reigen.kv.client.dist_store import DistStore
+from reigen.kv.membership.scheduler_client import EventFeed
 from reigen.kv.server.server import KVServer
 from reigen.net.listener import open_listening_socket
 
@@ -33,12 +32,16 @@ class Member:
         self._job, self.job = job, 1
         self.role, self.number, self.incarnation = role, number, incarnation
         self.num_workers, self.num_servers = job.num_workers, job.num_servers
-        self._events: deque[MembershipEvent] = deque()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._lock = threading.Lock()
+        self._feed = EventFeed(self._lock)
 
     def tell(self, event: MembershipEvent) -> None:
-        self._events.append(event)
-        os.eventfd_write(self._bell, 1)
+        with self._lock:
+            if self._feed.fileno() >= 0:
+                self._feed.put([event])
+
+    def feed(self) -> EventFeed:
+        return self._feed
 
     def servers(self, deadline: float) -> Sequence[ServerInfo]:
         return list(self._job.peers)
@@ -49,17 +52,6 @@ class Member:
         except threading.BrokenBarrierError:
             raise DeadlineError(f"barrier {name}") from None
 
-    def events(self) -> list[MembershipEvent]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        told = []
-        while self._events:
-            told.append(self._events.popleft())
-        return told
-
-    def fileno(self) -> int:
-        return self._bell
-
     def num_dead_nodes(self, timeout: float) -> int:
         return 0
 
@@ -67,9 +59,7 @@ class Member:
         pass
 
     def close(self) -> None:
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        self._feed.close()
 
 
 class Job:

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,32 +23,30 @@ from reigen.types import ReduceOp, dtype_named
 _INDICES = dtype_named("int64")
 
 
+@dataclass(eq=False)
 class _PushRound:
     """Push of one key on its way."""
 
-    def __init__(
-        self, store: AllreduceStore, key: Key, complete: Callable[[], None], handles: Sequence[Handle]
-    ) -> None:
-        self._store = store
-        self._key = key
-        self.complete = complete
-        self._handles = handles
-        #: the pulls that see this round, and not the next
-        self.then: list[Callable[[], None]] = []
-        self.is_over = False
-        self.error: ReigenError | None = None
+    store: AllreduceStore
+    key: Key
+    complete: Callable[[], None]
+    handles: Sequence[Handle]
+    #: the pulls that see this round, and not the next
+    then: list[Callable[[], None]] = field(default_factory=list)
+    is_over: bool = False
+    error: ReigenError | None = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Finish the push; collectives keep the job's own deadline."""
-        self._store.catch_up(self._key, self)
+        self.store.catch_up(self.key, self)
         if self.error is not None:
             raise self.error.anew()
 
     def done(self) -> bool:
-        return self.is_over or all(handle.poll() for handle in self._handles)
+        return self.is_over or all(handle.poll() for handle in self.handles)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        call_when_all_done(self._handles, callback)
+        call_when_all_done([handle.add_done_callback for handle in self.handles], callback)
 
 
 class AllreduceStore(LocalStore):
@@ -89,12 +88,7 @@ class AllreduceStore(LocalStore):
         super().close()
 
     def catch_up(self, key: Key, until: _PushRound | None = None) -> None:
-        """Complete the rounds of a key that were begun, in order.
-
-        Args:
-            key: which.
-            until: the last of them; None: all, and raise the first error.
-        """
+        """Complete a key's rounds that were begun, in order, up to ``until``; None: all, and raise the first error."""
         waiting = self._begun.get(key)
         if waiting:
             self._check()

@@ -43,16 +43,13 @@ class MessageReceiver(Protocol):
 
 
 class MessageDropper:
-    """Loses some of the messages that arrive, to try out what happens then (PS_DROP_MSG).
+    """Loses some percent of the messages that arrive, to try out what happens then (PS_DROP_MSG).
 
-    Args:
-        percent: how many of a hundred.
-        seed: equal seeds drop the same ones.
+    Equal seeds drop the same ones.
     """
 
     def __init__(self, percent: float, seed: int = 0) -> None:
-        self._percent = percent
-        self._random = random.Random(seed)
+        self._percent, self._random = percent, random.Random(seed)
 
     def next(self, header: MessageHeader) -> bool:
         """Return whether the message with this header is lost."""
@@ -66,10 +63,9 @@ class KVConnection:
 
     Args:
         connection, session: as of `reigen.net.framing.FramedConnection`.
-        receiver: gets what arrives.
+        receiver: gets what arrives, unless ``drops`` loses it on purpose.
         name: of the other end, for logs.
-        drops: loses messages on purpose.
-        log_messages: log every message (PS_VERBOSE=2).
+        log_messages: every one (PS_VERBOSE=2).
     """
 
     def __init__(
@@ -127,13 +123,10 @@ class KVConnection:
         """Queue a message; `advance_sends` sends it.
 
         Args:
-            header: with ``body_bytes``, the length of ``body``.
+            header: with ``body_bytes``, the length of ``body``: WireError if it is another.
             body: contiguous bytes, if any; must stay as they are until they have been sent.
             priority: higher ones overtake lower ones; messages of one priority stay in order.
             on_sent: called when the kernel has all of it. Never called if the line ends before.
-
-        Raises:
-            WireError: the header announces another length.
         """
         body = memoryview(body)
         if header.body_bytes != body.nbytes:
@@ -144,15 +137,14 @@ class KVConnection:
         self._num_queued += 1
 
     def advance_sends(self) -> None:
-        """Send as much as the kernel takes now.
-
-        Raises:
-            ConnectionError: the peer has gone.
-        """
+        """Send as much as the kernel takes now; raises ConnectionError if the peer has gone."""
         framed, waiting = self._framed, self._waiting
         while True:
             while waiting and framed.num_posted_bytes - framed.num_sent_bytes < SEND_AHEAD_BYTES:
-                self._hand_on(heapq.heappop(waiting))
+                _, _, header, body, on_sent = heapq.heappop(waiting)
+                framed.post(header.pack(), body, is_sealed=header.kind in CONTROL_KINDS and body.nbytes > 0)
+                if on_sent is not None:
+                    self._on_sent.append((framed.num_posted_bytes, on_sent))
             is_all = framed.flush()
             while self._on_sent and self._on_sent[0][0] <= framed.num_sent_bytes:
                 self._on_sent.popleft()[1]()
@@ -191,12 +183,6 @@ class KVConnection:
         self._waiting.clear()
         self._on_sent.clear()
         self._header, self._body = None, _NOTHING
-
-    def _hand_on(self, message: tuple[int, int, MessageHeader, memoryview, Callable[[], None] | None]) -> None:
-        _, _, header, body, on_sent = message
-        self._framed.post(header.pack(), body, is_sealed=header.kind in CONTROL_KINDS and body.nbytes > 0)
-        if on_sent is not None:
-            self._on_sent.append((self._framed.num_posted_bytes, on_sent))
 
     def _arrived(self, header: MessageHeader, body: memoryview) -> None:
         if self._log_messages:

@@ -7,93 +7,20 @@ import contextlib
 import functools
 import math
 import os
-import select
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
-from reigen.cluster.membership.messages import MemberRole, MembershipEvent, ServerInfo
 from reigen.config import VARIABLES, Config, load_config
 from reigen.errors import ArgumentError, ReigenError
 from reigen.kv.client.dist_store import DistStore
-from reigen.kv.membership.job_membership import JobMembership
+from reigen.kv.membership.scheduler_client import SchedulerClient
 from reigen.kv.run_role import join_as_worker
 from reigen.resources.stdio import occupy_standard_descriptors
 
-if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
-    from reigen.net.tls import TlsContext
-
 #: Their numbers have 16 bits on the wire.
 _MOST_STORES = 1 << 16
-
-
-class SharedMembership:
-    """`JobMembership` that several stores share: each hears of every event.
-
-    Args:
-        member: the real one.
-        others: all of this member's, later this one, too: the one that fetches events passes them on.
-    """
-
-    def __init__(self, member: JobMembership, others: list[SharedMembership]) -> None:
-        self._member = member
-        self._others = others
-        self.role: MemberRole = member.role
-        self.number, self.incarnation, self.job = member.number, member.incarnation, member.job
-        self.num_workers, self.num_servers = member.num_workers, member.num_servers
-        self.is_recovery, self.host = member.is_recovery, member.host
-        self.secret: bytes = member.secret
-        self.tls: TlsContext | None = member.tls
-        self._lock = threading.Lock()
-        self._events: list[MembershipEvent] = []
-        #: readable while others have fetched events for this one
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._either = select.epoll()
-        self._either.register(self._bell, select.EPOLLIN)
-        self._either.register(member.fileno(), select.EPOLLIN)
-
-    def servers(self, deadline: float) -> Sequence[ServerInfo]:
-        return self._member.servers(deadline)
-
-    def barrier(self, name: str, deadline: float) -> None:
-        self._member.barrier(name, deadline)
-
-    def events(self) -> list[MembershipEvent]:
-        new = self._member.events()
-        for each in list(self._others):
-            each.hear(new)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-        with self._lock:
-            events, self._events = self._events, []
-            return events
-
-    def hear(self, events: list[MembershipEvent]) -> None:
-        """Take events that another has fetched."""
-        with self._lock:
-            if events and self._bell >= 0:
-                self._events += events
-                os.eventfd_write(self._bell, 1)
-
-    def fileno(self) -> int:
-        return self._either.fileno()
-
-    def num_dead_nodes(self, timeout: float) -> int:
-        return self._member.num_dead_nodes(timeout)
-
-    def leave(self) -> None:
-        """Do nothing: the process leaves when it ends."""
-
-    def close(self) -> None:
-        """Give up this store's share."""
-        with self._lock:
-            if self._bell >= 0:
-                self._others.remove(self)
-                self._either.close()
-                os.close(self._bell)
-                self._bell = -1
 
 
 class JobSession:
@@ -103,9 +30,8 @@ class JobSession:
         member: its place there; it ends with this.
     """
 
-    def __init__(self, member: JobMembership) -> None:
+    def __init__(self, member: SchedulerClient) -> None:
         self._member = member
-        self._shared: list[SharedMembership] = []
         self._stores: list[DistStore] = []
         self._num_stores = 0
         #: stores that were closed without having said to the servers that this worker leaves
@@ -122,20 +48,13 @@ class JobSession:
         if number >= _MOST_STORES:
             raise ArgumentError(f"a job has at most {_MOST_STORES} stores")
         self._num_stores += 1
-        place = SharedMembership(self._member, self._shared)
-        self._shared.append(place)
 
         def closed(store: DistStore) -> None:
             self._stores.remove(store)
             self._num_abandoned += not store.has_left
-            place.close()
 
         bound = None if math.isinf(staleness) else int(staleness)
-        try:
-            store = DistStore(kind, place, config, number, bound, closed, until)
-        except BaseException:
-            place.close()
-            raise
+        store = DistStore(kind, self._member, config, number, bound, closed, until)
         self._stores.append(store)
         return store
 
@@ -171,7 +90,7 @@ def _register_fork_handler() -> None:
 
 
 def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) -> DistStore:
-    """Return a store of this process's job. The first one joins it; `leave_job`, or the end of the process, leaves it.
+    """Return a store of this process's job. The first one joins it; the end of the process leaves it.
 
     Raises:
         ArgumentError: ``knobs`` has one that `reigen.config.Config` has not.
@@ -192,20 +111,12 @@ def create_dist_store(kind: str, staleness: float, knobs: Mapping[str, object]) 
         return _session.store(kind, staleness, config, begun + config.start_timeout_seconds)
 
 
-def leave_job() -> None:
-    """Leave the job now and not at the end of the process: close all its stores. Does nothing without any."""
-    _end_session(after_error=False)
-
-
 def _at_exit() -> None:
-    # a script that ends with an exception before it has closed its stores: the others are to learn that
-    _end_session(after_error=getattr(sys, "last_value", None) is not None)
-
-
-def _end_session(*, after_error: bool) -> None:
+    """Close all stores and leave the job."""
     global _session  # see above
     with _lock:
         session, _session = _session, None
     if session is not None:
-        atexit.unregister(_at_exit)
-        session.leave(in_good_order=not after_error or session.has_closed_all_stores)
+        # a script that ends with an exception before it has closed its stores: the others are to learn that
+        is_error = getattr(sys, "last_value", None) is not None
+        session.leave(in_good_order=not is_error or session.has_closed_all_stores)

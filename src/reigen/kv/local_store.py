@@ -83,10 +83,8 @@ class LocalStore(KVStore):
 
     def save_optimizer_states(self, fname: str | Path, dump_optimizer: bool = False) -> None:
         self.wait()
-        if self._codec is None or isinstance(self._updater, optim.Updater):
-            states = self._optimizing().get_states(dump_optimizer)
-        else:
-            states = optim.States(())
+        is_optimizing = self._codec is None or isinstance(self._updater, optim.Updater)
+        states = self._optimizing().get_states(dump_optimizer) if is_optimizing else optim.States(())
         residual_files.merge_residuals(states, self._residuals, self._specs).save(fname)
 
     def load_optimizer_states(self, fname: str | Path) -> None:
@@ -100,13 +98,13 @@ class LocalStore(KVStore):
     # -- other workers: there are none --------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Return at once."""
+        """Return at once, as `leave` and `wait` do: nobody else is there, and nothing is pending."""
 
     def leave(self) -> None:
-        """Return at once."""
+        pass
 
     def wait(self) -> None:
-        """Return at once: nothing is pending."""
+        pass
 
     def rounds(self, key: Key) -> int:
         self._known(key)
@@ -172,9 +170,7 @@ class LocalStore(KVStore):
         for device, tensor in enumerate(tensors):
             owner = key, f"device {device}"
             residual = self._residuals.get(owner)
-            if residual is None:
-                residual = self._codec.begin(spec.num_elements, spec.dtype)
-            if residual is not None:
+            if residual is None and (residual := self._codec.begin(spec.num_elements, spec.dtype)) is not None:
                 self._residuals[owner] = residual
             self._codec.encode(flatten_tensor(tensor)[0], residual, codes)
             part = np.empty(spec.num_elements, spec.dtype.storage)

@@ -73,6 +73,7 @@ from reigen.errors import (
     UnsupportedTypeError,
     WireError,
 )
+from reigen.files import Buffer
 from reigen.net.codec import MessageCodec
 from reigen.types import DTYPES
 
@@ -120,32 +121,20 @@ class MessageKind(IntEnum):
 
 
 class MessageFlag(IntFlag):
-    """Flags of a message.
+    """Flags of a message."""
 
-    Attributes:
-        IN_MEMORY: the body lies in the sender's arena.
-        ANSWER_IN_MEMORY: the answer's body may lie in the server's arena.
-        BATCH: (PUSH, PUSHPULL, PULL) this is about several keys.
-        HOME: (DECLARE) the receiver is the key's home server.
-        ENCODED: the body is encoded by the store's gradient compression.
-        ENCODE_ANSWER: (PULL, PUSHPULL) the answer may be.
-        UNKNOWN: (RECEIVED) it was not received: send it again.
-        RESENT: this request was sent before.
-    """
-
-    IN_MEMORY = 1
-    HOME = 2
-    ENCODED = 4
-    ENCODE_ANSWER = 8
-    UNKNOWN = 16
-    RESENT = 32
-    ANSWER_IN_MEMORY = 64
-    BATCH = 128
+    IN_MEMORY = 1  #: the body lies in the sender's arena
+    HOME = 2  #: (DECLARE) the receiver is the key's home server
+    ENCODED = 4  #: the body is encoded by the store's gradient compression
+    ENCODE_ANSWER = 8  #: (PULL, PUSHPULL) the answer may be
+    UNKNOWN = 16  #: (RECEIVED) it was not received: send it again
+    RESENT = 32  #: this request was sent before
+    ANSWER_IN_MEMORY = 64  #: the answer's body may lie in the server's arena
+    BATCH = 128  #: (PUSH, PUSHPULL, PULL) this is about several keys
 
 
 #: The numbers of element types on the wire; 0 for none.
 DTYPE_NUMBERS: Mapping[str, int] = {name: number for number, name in enumerate(sorted(DTYPES), 1)}
-DTYPE_NAMES: Mapping[int, str] = {number: name for name, number in DTYPE_NUMBERS.items()}
 
 # As plain numbers: headers are read for every message, and enumerations are slow.
 #: Kinds whose bodies are control messages, or lists that are bounded like them; these bodies are authenticated.
@@ -167,7 +156,7 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         request: the id of the request that this is, or answers; 0 for none.
-        key: its id (`reigen.kv.keys`), as an unsigned number.
+        key: its id (`reigen.kv.values`), as an unsigned number.
         shard: index of the shard in its key; of a batch, how many keys it is about.
         round: of pushes, as above.
         dtype: of the body's elements, by `DTYPE_NUMBERS`.
@@ -214,18 +203,14 @@ class MessageHeader(msgspec.Struct, frozen=True, gc=False):
         )  # fmt: skip
 
 
-def unpack_header(data: bytes | bytearray | memoryview) -> MessageHeader:
-    """Return the header in 64 bytes.
-
-    Raises:
-        WireError: they are none.
-    """
+def unpack_header(data: Buffer) -> MessageHeader:
+    """Return the header in 64 bytes; raises WireError if they are none."""
     if len(data) != HEADER_BYTES:
         raise WireError(f"a header of {len(data)} bytes where {HEADER_BYTES} are expected")
     (
         kind, flags, dtype, about, store, zero, shard, priority, request, key, round_, body_bytes, offset, memory_bytes,
     ) = _HEADER.unpack(data)  # fmt: skip
-    if kind not in _KINDS or zero or (dtype and dtype not in DTYPE_NAMES):
+    if kind not in _KINDS or zero or dtype > len(DTYPE_NUMBERS):
         raise WireError(f"a message of kind {kind}, flags {flags} and dtype {dtype}, which no end sends")
     if kind in CONTROL_KINDS and body_bytes > MAX_CONTROL_BYTES:
         raise WireError(f"a {MessageKind(kind).name} of {body_bytes} bytes; at most {MAX_CONTROL_BYTES} are allowed")
@@ -241,12 +226,8 @@ def pack_counts(counts: Iterable[tuple[int, int, int]]) -> bytes:
     return np.array(list(counts), _COUNTS).tobytes()
 
 
-def unpack_counts(body: bytes | bytearray | memoryview) -> list[tuple[int, int, int]]:
-    """Return the counts of `pack_counts`.
-
-    Raises:
-        WireError: it is something else.
-    """
+def unpack_counts(body: Buffer) -> list[tuple[int, int, int]]:
+    """Return the counts of `pack_counts`; raises WireError if it is something else."""
     if len(body) % _COUNTS.itemsize:
         raise WireError(f"counts of pushes in {len(body)} bytes, which is no multiple of {_COUNTS.itemsize}")
     return [(int(key), int(shard), int(count)) for key, shard, count in np.frombuffer(body, _COUNTS)]
@@ -287,7 +268,6 @@ class ShardRange(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def num_elements(self) -> int:
-        """Number of its elements."""
         return self.end - self.begin
 
 
@@ -381,17 +361,10 @@ class RemoteError(msgspec.Struct, array_like=True, frozen=True):
 REMOTE_ERRORS: Mapping[str, type[ReigenError]] = {
     kind.__name__: kind
     for kind in (
-        CollectiveError,
-        MismatchError,
-        DeadlineError,
-        PeerLostError,
-        ArgumentError,
-        ConfigError,
-        UnsupportedError,
-        UnsupportedTypeError,
-        SharedMemoryError,
+        CollectiveError, MismatchError, DeadlineError, PeerLostError, ArgumentError, ConfigError, UnsupportedError,
+        UnsupportedTypeError, SharedMemoryError,
     )
-}
+}  # fmt: skip
 
 
 class ServerNotice(msgspec.Struct, array_like=True, frozen=True):

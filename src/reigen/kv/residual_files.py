@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,9 @@ def merge_residuals(states: States, residuals: Residuals, specs: Mapping[Key, Te
     """Optimizer states of whole keys, and residuals, as one."""
     pieces = {piece.key: piece for piece in states.pieces}
     for (key, owner), residual in residuals.items():
-        spec = specs[key]
-        size = spec.num_elements
-        old = pieces.get(key) or Piece(key, size, 0, size, spec.dtype.name, 0, None, {})
-        arrays = {**old.arrays, _PREFIX + owner: residual}
-        pieces[key] = Piece(key, size, 0, size, old.dtype, old.count, old.rate, arrays)
+        size = specs[key].num_elements
+        old = pieces.get(key) or Piece(key, size, 0, size, specs[key].dtype.name, 0, None, {})
+        pieces[key] = replace(old, arrays={**old.arrays, _PREFIX + owner: residual})
     return States(list(pieces.values()), states.optimizer, states.facts)
 
 
@@ -42,7 +41,7 @@ def split_residuals(states: States) -> tuple[States, Residuals]:
             if name.startswith(_PREFIX):
                 residuals[key, name.removeprefix(_PREFIX)] = np.array(array, np.float32)
         if own or whole.count:
-            pieces.append(Piece(key, whole.num_elements, 0, whole.end, whole.dtype, whole.count, whole.rate, own))
+            pieces.append(replace(whole, arrays=own))
     return States(pieces, states.optimizer, states.facts), residuals
 
 

@@ -14,9 +14,9 @@ from reigen.cluster.environ import DEPARTURE_FD_VARIABLE, PREFIXED_VARIABLE
 from reigen.cluster.membership.messages import SavedJob
 from reigen.config import LOG_LEVELS, Config, load_config
 from reigen.errors import ConfigError, ReigenError
-from reigen.kv.membership import scheduler
 from reigen.kv.membership.discovery import choose_listen_host
 from reigen.kv.membership.environment import KVRole, ProcessConfig, read_process_config
+from reigen.kv.membership.scheduler import Scheduler
 from reigen.kv.membership.scheduler_client import SavedJobFinder, SchedulerClient
 
 _log = logging.getLogger(__name__)
@@ -25,14 +25,12 @@ _log = logging.getLogger(__name__)
 def join_as_worker(environ: Mapping[str, str], knobs: Mapping[str, object]) -> SchedulerClient:
     """Join the job as a worker. A server or a scheduler serves instead, and then exits: this does not return.
 
-    Args:
-        environ: environment variables.
-        knobs: by the names of `reigen.config.Config`; they win over ``environ``.
+    ``knobs``, by the names of `reigen.config.Config`, win over ``environ``.
 
     Raises:
         ConfigError: the environment does not say what this process is, or contradicts itself.
         SystemExit: of a server or a scheduler, when the job is over, or if it cannot serve.
-        AuthenticationError, DeadlineError: see `SchedulerClient.join`.
+        AuthenticationError, DeadlineError: see `SchedulerClient`.
     """
     try:
         settings = read_process_config(environ, load_config(environ, knobs))
@@ -48,7 +46,7 @@ def join_as_worker(environ: Mapping[str, str], knobs: Mapping[str, object]) -> S
         except Exception:  # noqa: BLE001  a program that catches it would run on in this process
             _log.critical("this %s has failed", settings.name, exc_info=True)
         raise SystemExit(code)
-    return _join_job(settings, None, environ)
+    return _join_job(settings, "", environ)
 
 
 #: New objects after which Python looks for cycles; requests under way are among them.
@@ -78,7 +76,8 @@ def _run_role(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
     """Serve until the job is over; returns the exit code."""
     try:
         if settings.role == "scheduler":
-            return scheduler.run_scheduler(settings, int(environ.get(DEPARTURE_FD_VARIABLE, -1)))
+            with contextlib.closing(Scheduler(settings, int(environ.get(DEPARTURE_FD_VARIABLE, -1)))) as scheduler:
+                return scheduler.serve()
         return _run_server(settings, environ)
     except (ReigenError, OSError) as error:
         _log.critical("%s", error)
@@ -95,7 +94,6 @@ def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
     with contextlib.closing(listening):
         _log.info("this server listens at %s: %s", address, why)
         directory = settings.config.kv_snapshot_dir
-
         saved: list[SavedJob] = []
 
         def find_saved(secret: bytes) -> tuple[SavedJob, ...]:
@@ -117,12 +115,10 @@ def _run_server(settings: ProcessConfig, environ: Mapping[str, str]) -> int:
 
 def _join_job(
     settings: ProcessConfig,
-    address: str | None,
+    address: str,
     environ: Mapping[str, str],
     find_saved: SavedJobFinder = lambda secret: (),
 ) -> SchedulerClient:
-    member = SchedulerClient.join(
-        settings, address, time.monotonic() + settings.config.start_timeout_seconds, find_saved
-    )
+    member = SchedulerClient(settings, address, time.monotonic() + settings.config.start_timeout_seconds, find_saved)
     configure_logging(dataclasses.replace(settings, number=member.number), environ)
     return member

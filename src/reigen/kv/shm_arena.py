@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from reigen.errors import SharedMemoryError, WireError
@@ -40,11 +41,6 @@ class ArenaBlock:
     offset: int
     array: NDArray[np.uint8]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that were asked for."""
-        return self.array.nbytes
-
 
 class ShmArena:
     """Shared memory of this process that one other end, or several, may read. Any thread may use it.
@@ -55,6 +51,7 @@ class ShmArena:
 
     Attributes:
         segment: what the others open.
+        num_used_bytes: that are allocated now.
     """
 
     def __init__(self, name: str, max_bytes: int = 1 << 46) -> None:
@@ -68,13 +65,8 @@ class ShmArena:
         self._quick: dict[int, list[int]] = {}
         #: free ranges (offset, length), ascending, with no two that touch within a slab
         self._free: list[tuple[int, int]] = []
-        self._num_used_bytes = 0
+        self.num_used_bytes = 0
         self._has_warned = False
-
-    @property
-    def num_used_bytes(self) -> int:
-        """Bytes that are allocated now."""
-        return self._num_used_bytes
 
     def allocate(self, nbytes: int) -> ArenaBlock:
         """Return a block of ``nbytes`` bytes, at least 1, with undefined content.
@@ -86,27 +78,41 @@ class ShmArena:
         with self._lock:
             same = self._quick.get(length)
             offset = same.pop() if same else self._find(length)
-            self._num_used_bytes += length
+            self.num_used_bytes += length
             index = bisect.bisect_right(self._starts, offset) - 1
             begin = offset - self._starts[index]
             return ArenaBlock(offset, self._slabs[index][begin : begin + nbytes])
 
-    def allocate_if_possible(self, nbytes: int) -> ArenaBlock | None:
-        """Return a block as of `allocate`; None, with a warning, where there is no memory for it."""
+    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], ArenaBlock | None]:
+        """Return memory with undefined content, and its block; None, with a warning, where the arena cannot grow."""
         try:
-            return self.allocate(nbytes)
+            block = self.allocate(nbytes)
         except SharedMemoryError as error:
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
             _log.log(level, "%s. What finds no room travels through sockets", str(error))
-            return None
+            return np.empty(nbytes, np.uint8), None
+        return block.array, block
+
+    def copy(self, *parts: NDArray[Any]) -> tuple[NDArray[np.uint8] | bytes, ArenaBlock | None]:
+        """Return the bytes of flat arrays, one behind the other, and the block that they lie in; small ones do not."""
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes < INLINE_BYTES:
+            return b"".join(part.tobytes() for part in parts), None
+        body, block = self.take(nbytes)
+        np.concatenate([part.view(np.uint8) for part in parts], out=body)
+        return body, block
 
     def free(self, block: ArenaBlock) -> None:
         """Take a block back, which is of no use from now on."""
-        length = round_up(block.nbytes, _CACHE_LINE_BYTES)
+        length = round_up(block.array.nbytes, _CACHE_LINE_BYTES)
         with self._lock:
             self._quick.setdefault(length, []).append(block.offset)
-            self._num_used_bytes -= length
+            self.num_used_bytes -= length
+
+    def announced(self, hello: KVHello, machine: str) -> KVHello:
+        """Return a hello that says where this is; ``machine`` is the own one."""
+        return structs.replace(hello, machine=machine, pid=os.getpid(), fd=self.segment.fd, inode=self.segment.inode)
 
     def close(self) -> None:
         """Give up the segment; mapped memory lives on until the last view of it is gone."""
@@ -171,27 +177,6 @@ class ShmArena:
         self._free.append((offset, nbytes))
 
 
-class BodyAllocator:
-    """Memory for bodies: in an arena, but for small ones, and where that cannot grow. Any thread may use it."""
-
-    def __init__(self, arena: ShmArena) -> None:
-        self.arena = arena
-
-    def copy(self, *parts: NDArray[Any]) -> tuple[NDArray[np.uint8] | bytes, ArenaBlock | None]:
-        """Return the bytes of flat arrays, one behind the other, and the block that they lie in; small ones do not."""
-        nbytes = sum(part.nbytes for part in parts)
-        if nbytes < INLINE_BYTES:
-            return b"".join(part.tobytes() for part in parts), None
-        body, block = self.take(nbytes)
-        np.concatenate([part.view(np.uint8) for part in parts], out=body)
-        return body, block
-
-    def take(self, nbytes: int) -> tuple[NDArray[np.uint8], ArenaBlock | None]:
-        """Return memory with undefined content, and the block that it lies in."""
-        block = self.arena.allocate_if_possible(nbytes)
-        return (np.empty(nbytes, np.uint8), None) if block is None else (block.array, block)
-
-
 def explain_mapping_failure(who: str) -> str:
     """Return the consequence where shared memory cannot be mapped, and what to do about it."""
     return f"Values go through sockets instead, which is slower. {_advice(who)}"
@@ -221,11 +206,7 @@ class PeerShmArena:
 
     @classmethod
     def open(cls, hello: KVHello, machine: str) -> tuple[PeerShmArena | None, str]:
-        """Open the arena of the other end; return it, or None, and the reason.
-
-        Args:
-            hello: of the other end.
-            machine: this one (`reigen.cluster.host_discovery.host_identity`).
+        """Open the arena of the other end, which says ``hello``; return it, or None, and the reason.
 
         Raises:
             SharedMemoryError: the other end could make its memory smaller while it is read here, which would end this
@@ -252,12 +233,7 @@ class PeerShmArena:
         return cls(segment), "on this machine"
 
     def view(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
-        """Return the bytes ``[offset, offset + nbytes)`` of the other end's arena, not to be written.
-
-        Raises:
-            WireError: they lie beyond its end.
-            OSError: they cannot be mapped.
-        """
+        """Return bytes of the other end's arena, not to be written; WireError beyond its end, OSError if unmappable."""
         if not nbytes:
             return np.empty(0, np.uint8)
         end = offset + nbytes

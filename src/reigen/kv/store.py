@@ -54,11 +54,9 @@ _PRIORITIES = 2**31
 KeyTensors: TypeAlias = tuple[Key, list[Any]]
 
 
-class UpdateFunction(Protocol):
-    """Function of a local store on a sum: ``updater(key, sum, stored)`` changes ``stored`` in place."""
-
-    def __call__(self, key: Key, value: Any, stored: Any, /) -> None:
-        """Update ``stored``, a tensor of the framework that the key was initialised with."""
+#: Function of a local store on a sum: ``updater(key, sum, stored)`` changes ``stored`` in place, a tensor of the
+#: framework that the key was initialised with.
+UpdateFunction: TypeAlias = Callable[[Key, Any, Any], None]
 
 
 class Pending(Protocol):
@@ -86,6 +84,11 @@ class Pending(Protocol):
 class KVStore(ABC):
     """Store; `reigen.kv.create` makes one. One thread at a time may use it.
 
+    Wherever there is a ``key`` there may be a list. ``value`` and ``out`` are a tensor, or a list with one for each
+    device; for a list of keys, a list of as many of that. Operations of a higher ``priority``, an int of 32 bits,
+    overtake; step (e) of the module says what ``wait`` does. All of them raise ArgumentError where a key was never
+    initialised, a tensor is not like the one that it was initialised with, or the priority is no such int.
+
     Attributes:
         type: the name that it was created by.
         rank: this worker's number.
@@ -112,9 +115,7 @@ class KVStore(ABC):
     def init(self, key: Keys, value: Values) -> None:
         """Create keys. All workers do so; the value of rank 0 counts, shape and dtype must be the same on all.
 
-        Args:
-            key: one or several that do not exist yet.
-            value: a tensor for each. A `RowSparse` makes a key of which single rows can be pushed and pulled.
+        A `RowSparse` value makes a key of which single rows can be pushed and pulled.
 
         Raises:
             ArgumentError: a key exists, or int and str keys are mixed.
@@ -132,33 +133,15 @@ class KVStore(ABC):
         self._specs.update(specs)
 
     def push(self, key: Keys, value: Values, priority: int = 0) -> Pending:
-        """Add values to this round of their keys.
-
-        Args:
-            key: one or several; a key that is there several times gets the sum.
-            value: a tensor, or one for each device, for each key.
-            priority: pushes of a higher one overtake.
-
-        Raises:
-            ArgumentError: a key was never initialised, or a value is not like the one that it was initialised with; or
-                the priority is no int of 32 bits.
-        """
+        """Add values to this round of their keys; one that is there several times gets the sum."""
         return self._push(self._tensors(key, value), _check_priority(priority))
 
     def pull(
         self, key: Keys, out: Values = None, priority: int = 0, ignore_sparse: bool = True, wait: bool = True
     ) -> Pending:
-        """Have ``out`` hold the stored values.
+        """Have ``out``, which there has to be, hold the stored values.
 
-        Args:
-            key: one or several.
-            out: a tensor, or one for each device, for each key.
-            priority: pulls of a higher one overtake.
-            ignore_sparse: `RowSparse` outs are left as they are; otherwise they receive all rows.
-            wait: see the module.
-
-        Raises:
-            ArgumentError: as of `push`, or without ``out``.
+        With ``ignore_sparse``, `RowSparse` outs are left as they are; otherwise they receive all rows.
         """
         if out is None:
             raise ArgumentError("pull() needs out=: the tensor that receives what is stored")
@@ -167,24 +150,14 @@ class KVStore(ABC):
         rows = [(one, each) for one, outs in groups for each in outs if isinstance(each, RowSparse)]
         groups = [(one, [each for each in outs if not isinstance(each, RowSparse)]) for one, outs in groups]
         pending = self._pull([(one, outs) for one, outs in groups if outs], priority, wait)
-        if not ignore_sparse:
-            parts = [pending, *(self._pull_rows(one, [each], None, priority) for one, each in rows)]
-        else:
-            parts = [pending]
-        return self._waited(parts, wait)
+        whole = [] if ignore_sparse else [self._pull_rows(one, [each], None, priority) for one, each in rows]
+        return self._waited([pending, *whole], wait)
 
     def pushpull(self, key: Keys, value: Values, out: Values = None, priority: int = 0, wait: bool = True) -> Pending:
-        """`push` and `pull` in one: have ``out`` hold the values after this round.
-
-        Args:
-            key: one or several.
-            value: what is pushed.
-            out: what receives; None: the values themselves.
-            priority: those of a higher one overtake.
-            wait: see the module.
+        """`push` and `pull` in one: have ``out``, or the values themselves, hold the values after this round.
 
         Raises:
-            ArgumentError: as of `push`; or a value or out is row-sparse.
+            ArgumentError: see the class; or a value or out is row-sparse.
         """
         priority = _check_priority(priority)
         values = self._tensors(key, value)
@@ -207,14 +180,11 @@ class KVStore(ABC):
     def row_sparse_pull(self, key: Keys, out: Values = None, priority: int = 0, row_ids: Any = None) -> None:
         """Have row-sparse ``out`` hold some of the stored rows.
 
-        Args:
-            key: one or several.
-            out: a `RowSparse`, or one for each device, for each key. Their contents are replaced.
-            priority: pulls of a higher one overtake.
-            row_ids: numbers of rows, in any shape and order, repeated or not; or a list of these, one for each out.
+        The contents of ``out``, `RowSparse` tensors, are replaced. ``row_ids`` are numbers of rows, in any shape and
+        order, repeated or not; or a list of these, one for each out.
 
         Raises:
-            ArgumentError: as of `pull`; ``out`` is dense, or a row does not exist.
+            ArgumentError: see the class; ``out`` is dense, or a row does not exist.
         """
         if out is None or row_ids is None:
             raise ArgumentError("row_sparse_pull() needs out= and row_ids=")
@@ -391,11 +361,9 @@ class KVStore(ABC):
     # -- MXNet's private names ----------------------------------------------------------------------------------------
 
     def _barrier(self) -> None:
-        """Call `barrier`."""
         self.barrier()
 
     def _set_updater(self, updater: UpdateFunction) -> None:
-        """Call `set_updater`."""
         self.set_updater(updater)
 
     def _send_command_to_servers(self, head: int, body: str) -> None:
@@ -462,11 +430,7 @@ class KVStore(ABC):
 
 
 def _as_output(key: Key, out: Any) -> Any:
-    """Return what receives a key's value: ``out``; of `pushpull` without one, the value itself.
-
-    Raises:
-        ArgumentError, UnsupportedTypeError: it cannot be written.
-    """
+    """Return what receives a key's value, with errors that say so."""
     try:
         return as_value(out, writable=True)
     except (ArgumentError, UnsupportedTypeError) as error:
@@ -483,11 +447,7 @@ def check_optimizer(optimizer: object) -> None:
 
 
 def _check_priority(priority: object) -> int:
-    """Return a priority as an int; before anything is begun, since half an operation would never end.
-
-    Raises:
-        ArgumentError: it is none, or does not fit into a message.
-    """
+    """Return a priority as an int, before anything is begun: half an operation would never end."""
     try:
         number = index(priority)  # type: ignore[arg-type]
     except TypeError:
@@ -522,26 +482,21 @@ class PendingGroup:
         return all(part.done() for part in self._parts)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        call_when_all_done(self._parts, callback)
+        call_when_all_done([part.add_done_callback for part in self._parts], callback)
 
 
-class _Completable(Protocol):
-    """Anything that tells when it is done, as `Pending` does."""
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call it when done; as of `Pending`."""
-
-
-def call_when_all_done(parts: Sequence[_Completable], callback: Callable[[], None]) -> None:
-    """Call ``callback`` when all are done; at once if there are none."""
-    if not parts:
+def call_when_all_done(
+    add_callbacks: Sequence[Callable[[Callable[[], None]], None]], callback: Callable[[], None]
+) -> None:
+    """Call ``callback`` when all of which these are the ``add_done_callback`` are done; at once if there are none."""
+    if not add_callbacks:
         callback()
         return
-    left = itertools.count(len(parts) - 1, -1)
+    left = itertools.count(len(add_callbacks) - 1, -1)
 
     def one_more() -> None:
         if next(left) == 0:
             callback()
 
-    for part in parts:
-        part.add_done_callback(one_more)
+    for add_callback in add_callbacks:
+        add_callback(one_more)

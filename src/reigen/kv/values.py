@@ -5,7 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from hashlib import blake2b
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -14,17 +15,52 @@ from reigen.api.numpy_adapter import get_adapter
 from reigen.errors import ArgumentError, UnsupportedTypeError
 from reigen.kernels.half_precision import converters
 from reigen.kernels.reduce import BlockReducer, Reduction
-from reigen.kv.keys import key_id
 from reigen.types import DType, ReduceOp
 
 Key = int | str
+#: What a caller may give as a key. NumPy's integers are integers.
+KeyLike = SupportsIndex | str
 #: What needs no look at whether it is one.
 KEY_TYPES = frozenset({int, str})
+#: The longest string key, in UTF-8.
+MAX_KEY_BYTES = 1024
+_NUM_IDS = 1 << 64
 
 DENSE, ROW_SPARSE = "default", "row_sparse"
 
 #: Elements that are added up at a time, so that they stay in the core's cache.
 _BLOCK = 1 << 16
+
+
+def key_id(key: KeyLike) -> int:
+    """Return the number of 64 bits under which servers know a key, the same in every process.
+
+    An integer is its own id; one below 0 has that of its two's complement. A string's is its BLAKE2b hash of 8 bytes
+    (RFC 7693; big endian). The server that keeps the declaration compares the name itself, so that a collision is an
+    error and never a shared value.
+
+    Raises:
+        ArgumentError: neither an int nor a str; an int of more than 64 bits; a str of more than `MAX_KEY_BYTES`, or one
+            that UTF-8 cannot say.
+
+    Example:
+        >>> key_id(7), hex(key_id(-1)), hex(key_id("fc.weight"))
+        (7, '0xffffffffffffffff', '0xca26ba05dbd3d273')
+    """
+    if isinstance(key, str):
+        try:
+            data = key.encode()
+        except UnicodeEncodeError:
+            raise ArgumentError(f"the key {key!r:.80} is not valid Unicode") from None
+        if len(data) > MAX_KEY_BYTES:
+            raise ArgumentError(f"the key {key[:40]!r}... has {len(data)} bytes; at most {MAX_KEY_BYTES} are allowed")
+        return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
+    if isinstance(key, bool) or not hasattr(key, "__index__"):
+        raise ArgumentError(f"a key is an int or a str, not {type(key).__name__} ({key!r:.80})")
+    number = operator.index(key)
+    if not -_NUM_IDS // 2 <= number < _NUM_IDS:
+        raise ArgumentError(f"the key {number} is not between -2**63 and 2**64 - 1")
+    return number % _NUM_IDS
 
 
 @dataclass
@@ -127,11 +163,7 @@ def _from_torch_sparse(tensor: Any) -> RowSparse:
 
 
 def tensor_spec(value: Any) -> TensorSpec:
-    """Return the spec of a tensor of `as_value`.
-
-    Raises:
-        UnsupportedTypeError: its element type cannot be communicated.
-    """
+    """Return the spec of a tensor of `as_value`; UnsupportedTypeError if its element type cannot be communicated."""
     if isinstance(value, RowSparse):
         return TensorSpec(get_adapter(value.values).dtype(value.values), value.shape, ROW_SPARSE)
     return TensorSpec(get_adapter(value).dtype(value), tuple(value.shape), DENSE)
@@ -199,7 +231,7 @@ def sum_duplicate_rows(indices: Array, rows: Array, dtype: DType) -> tuple[Array
 
 
 def as_key(key: object) -> Key:
-    """Return a key as Python's int or str; raises ArgumentError as `reigen.kv.keys.key_id` does."""
+    """Return a key as Python's int or str; raises ArgumentError as `key_id` does."""
     key_id(key)  # type: ignore[arg-type]  # it looks
     return str(key) if isinstance(key, str) else operator.index(key)  # type: ignore[arg-type]
 
@@ -239,11 +271,7 @@ def group_by_key(
 
 
 def check_key_type(keys: Iterable[Key], kind: type | None = None) -> type | None:
-    """Return the one type that all keys of a store have; ``kind`` is the one of the keys before.
-
-    Raises:
-        ArgumentError: they are mixed.
-    """
+    """Return the one type of a store's keys, of which ``kind`` is that of earlier ones; ArgumentError if it is not."""
     for key in keys:
         if kind is not type(key) and kind is not None:
             raise ArgumentError(

@@ -20,12 +20,14 @@ from typing import Any
 import msgspec
 
 from reigen.cluster.membership.members import LossPolicy
-from reigen.kv.consistency.events import (
+from reigen.kv.consistency.state_machine import (
     AcknowledgePush,
     AnswerPull,
     ApplyPush,
     CombineRound,
+    ConsistencyEngine,
     ConsistencyEvent,
+    ConsistencyState,
     DropRequest,
     FailRequest,
     PullRequested,
@@ -40,7 +42,6 @@ from reigen.kv.consistency.events import (
     WorkerResumed,
     WorkerReturned,
 )
-from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
 
 MOST_STEPS = 20_000
 #: Copies of a request that are on their way at once.

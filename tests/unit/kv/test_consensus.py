@@ -1,13 +1,13 @@
 """What all workers say alike: gathered until all have, or until they do not agree."""
 
 from reigen.errors import MismatchError
-from reigen.kv.server.consensus import Consensus
+from reigen.kv.server.consensus import WorkerConsensus
 
 
 def gather(*words, expected=3):
-    agreement = Consensus("the type", lambda word: f"type {word}")
+    agreement = WorkerConsensus("the type", lambda word: f"type {word}")
     for worker, word in words:
-        agreement.say(worker, word)
+        agreement.words[worker] = word
     return agreement, agreement.decide(range(expected))
 
 
@@ -15,7 +15,7 @@ def test_nothing_is_decided_while_somebody_is_missing():
     agreement, decision = gather((0, "a"), (2, "a"))
     assert decision == (None, None)
     assert agreement.missing(range(3)) == (1,)
-    assert Consensus("x").decide(()) == (None, None)
+    assert WorkerConsensus("x").decide(()) == (None, None)
 
 
 def test_all_say_the_same():
@@ -29,7 +29,7 @@ def test_who_says_something_else_is_named_and_may_try_again():
     assert error.ranks == (1,)
     assert error.details == {0: "type a", 1: "type b", 2: "type a"}
     for worker in range(3):
-        agreement.say(worker, "b")
+        agreement.words[worker] = "b"
     assert agreement.decide(range(3)) == ("b", None)
 
 

@@ -8,13 +8,16 @@ import msgspec
 import pytest
 
 from reigen.cluster.membership.members import LossPolicy
-from reigen.kv.consistency.events import (
+from reigen.kv.consistency.state_machine import (
+    MAX_ROUNDS_AHEAD,
     AcknowledgePush,
     AnswerPull,
     ApplyPush,
     CombineRound,
+    ConsistencyEngine,
     ConsistencyEvent,
     ConsistencyInstruction,
+    ConsistencyState,
     DropRequest,
     FailRequest,
     PullRequested,
@@ -26,11 +29,11 @@ from reigen.kv.consistency.events import (
     WorkerDisconnected,
     WorkerLeft,
     WorkerLost,
+    WorkerPresence,
     WorkerReappeared,
     WorkerResumed,
     WorkerReturned,
 )
-from reigen.kv.consistency.state_machine import MAX_ROUNDS_AHEAD, ConsistencyEngine, ConsistencyState, WorkerPresence
 
 ASYNC = math.inf
 ABORT, CONTINUE, WAIT = LossPolicy

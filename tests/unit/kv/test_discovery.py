@@ -13,7 +13,7 @@ from reigen.kv.membership.discovery import (
     SchedulerLocator,
     choose_listen_host,
     expand_interfaces,
-    scheduler_address,
+    scheduler_host,
     scheduler_secret,
 )
 from reigen.kv.membership.environment import ProcessConfig, read_process_config
@@ -50,12 +50,12 @@ def test_a_place_that_is_not_here_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=f"DMLC_NODE_HOST is {host}.*no address of this host"):
         choose_listen_host(settings(DMLC_NODE_HOST=host))
     with pytest.raises(ConfigError, match=f"DMLC_PS_ROOT_URI is {host}.*Start the scheduler on the host that it names"):
-        scheduler_address(settings("scheduler", host))
+        scheduler_host(settings("scheduler", host))
 
 
 def test_a_scheduler_behind_another_address_listens_at_its_own() -> None:
     told = settings("scheduler", "192.0.2.7", DMLC_NODE_HOST="127.0.0.1")
-    assert scheduler_address(told) == ("127.0.0.1", 9091)
+    assert scheduler_host(told) == "127.0.0.1"
 
 
 def test_a_secret_whose_keeper_does_not_answer_is_not_replaced_by_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:

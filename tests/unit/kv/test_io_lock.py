@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from reigen.kv.client.io_lock import IOLock
+from reigen.kv.client.worker import IOLock
 
 SECONDS = 10.0
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reigen.errors import ArgumentError
-from reigen.kv.keys import MAX_KEY_BYTES, key_id
+from reigen.kv.values import MAX_KEY_BYTES, key_id
 
 
 def test_an_integer_is_its_own_id_with_all_its_64_bits() -> None:

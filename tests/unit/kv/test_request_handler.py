@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from reigen.cluster.membership.members import LossPolicy
 from reigen.config import WORKER_LOSS_POLICIES
 from reigen.errors import WireError
-from reigen.kv.keys import key_id
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     CONTROL_KINDS,
@@ -30,6 +29,7 @@ from reigen.kv.server.request_handler import RequestHandler
 from reigen.kv.server.requests import WorkerConnection
 from reigen.kv.server.store import ServerContext, ServerStore
 from reigen.kv.server.thread_pool import ComputeThreads
+from reigen.kv.values import key_id
 from reigen.optim import SGD
 
 pytestmark = pytest.mark.slow

@@ -66,9 +66,7 @@ def member_of(answer: Callable[[MemberMessage], MembershipReply | None]) -> Iter
         thread.start()
         try:
             with closing(
-                SchedulerClient.join(
-                    read_process_config(variables, load_config(variables)), None, time.monotonic() + 40
-                )
+                SchedulerClient(read_process_config(variables, load_config(variables)), "", time.monotonic() + 40)
             ) as member:
                 yield member
         finally:

@@ -8,15 +8,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from reigen.cluster.membership.messages import ServerInfo
+from reigen.config import Config
 from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
-from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
+from reigen.kv.client.server_connection import ServerConnection
 from reigen.kv.connection import KVConnection
 from reigen.kv.protocol import (
     HELLO_CODEC,
@@ -142,10 +144,11 @@ class Bench:
     def __init__(self, *, resend_seconds: float | None = None, machine: str = "") -> None:
         self.server, self.owner = Server(), Owner()
         hello = KVHello(1, 9, "w", machine)
-        options = ServerConnectionOptions(
-            Identity(ProcessRole.RANK, 1, PURPOSE), SECRET, None, hello, 5, resend_seconds, 20.0, 0.0, False
+        member: Any = SimpleNamespace(number=1, secret=SECRET, tls=None)
+        config = Config(kv_resend=resend_seconds is not None, kv_resend_timeout_ms=int(1000 * (resend_seconds or 1)))
+        self.upstream = ServerConnection(
+            ServerInfo(3, self.server.address, 1, "h"), member, config, hello, 5, self.owner
         )
-        self.upstream = ServerConnection(ServerInfo(3, self.server.address, 1, "h"), options, self.owner)
 
     def begin(self, kind: MessageKind = MessageKind.PUSH, **facts: Any) -> ClientRequest:
         operation = KVOperation(None, "a test")  # type: ignore[arg-type]  # nobody waits

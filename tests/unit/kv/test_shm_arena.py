@@ -36,11 +36,11 @@ def test_the_other_end_sees_what_was_written_and_cannot_write(arena, peer):
     blocks = []
     for number, nbytes in enumerate([1, 100_000, 6 << 20, 64, 9 << 20]):  # of several slabs
         block = arena.allocate(nbytes)
-        assert block.nbytes == nbytes
+        assert block.array.nbytes == nbytes
         block.array[:] = number + 1
         blocks.append(block)
     for number, block in enumerate(blocks):
-        view = peer.view(block.offset, block.nbytes)
+        view = peer.view(block.offset, block.array.nbytes)
         assert (view == number + 1).all()
         assert not view.flags.writeable
 
@@ -48,7 +48,7 @@ def test_the_other_end_sees_what_was_written_and_cannot_write(arena, peer):
 def test_views_outlive_the_arena_and_the_mapping(arena, peer):
     block = arena.allocate(1 << 20)
     block.array[:] = 7
-    view = peer.view(block.offset, block.nbytes)
+    view = peer.view(block.offset, block.array.nbytes)
     peer.close()
     arena.close()
     assert (view == 7).all()
@@ -69,7 +69,7 @@ def test_blocks_never_overlap_and_memory_is_used_again(arena):
             block.array[:] = number % 251
             blocks[number] = block
             owner[block.offset] = number
-    assert arena.num_used_bytes == sum(-(-block.nbytes // 64) * 64 for block in blocks.values())
+    assert arena.num_used_bytes == sum(-(-block.array.nbytes // 64) * 64 for block in blocks.values())
     for block in blocks.values():
         arena.free(block)
     size = arena.segment.size
@@ -94,7 +94,7 @@ def test_what_lies_beyond_the_arena_is_refused(arena, peer):
     for offset, nbytes in [(arena.segment.size, 1), (0, arena.segment.size + 1), (1 << 62, 1 << 62)]:
         with pytest.raises(WireError, match="the other end tells of memory up to"):
             peer.view(offset, nbytes)
-    assert len(peer.view(block.offset, block.nbytes)) == 1000
+    assert len(peer.view(block.offset, block.array.nbytes)) == 1000
 
 
 def test_why_memory_is_not_shared(arena):

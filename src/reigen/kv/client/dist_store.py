@@ -19,20 +19,19 @@ from reigen.config import Config
 from reigen.errors import ArgumentError, WireError
 from reigen.kv import residual_files
 from reigen.kv.client import optimizer_states
-from reigen.kv.client.batching import BatchBuilder
 from reigen.kv.client.key_init import KeyInitializer
-from reigen.kv.client.key_table import KeyState, RequestFactory, collect_residuals
+from reigen.kv.client.key_table import BatchBuilder, KeyState, RequestFactory, collect_residuals
 from reigen.kv.client.requests import KVOperation
 from reigen.kv.client.worker import KVWorker
-from reigen.kv.keys import key_id
 from reigen.kv.local_store import copy_to_host, fill_tensor
-from reigen.kv.membership.job_membership import JobMembership
+from reigen.kv.membership.scheduler_client import SchedulerClient
 from reigen.kv.protocol import MessageKind
 from reigen.kv.store import KeyTensors, KVStore, Pending, check_optimizer
 from reigen.kv.values import (
     Key,
     RowSparse,
     flatten_tensor,
+    key_id,
     row_numbers,
     sum_row_sparse,
     sum_tensors,
@@ -42,22 +41,15 @@ from reigen.kv.values import (
 
 
 class DistStore(KVStore):
-    """Store on servers, as one worker sees it.
+    """Store on servers, as one worker sees it; ``on_close`` is called once when it is closed.
 
-    Args:
-        kind: its type.
-        member: this worker's place in the job.
-        config: the knobs.
-        number: of the store in its job: the same for all workers.
-        staleness: rounds that a worker may be ahead of the slowest one; None: any number.
-        on_close: called once when it is closed.
-        start_until: see `reigen.kv.client.worker.KVWorker`.
+    The other arguments are those of `KVStore` and `reigen.kv.client.worker.KVWorker`.
     """
 
     def __init__(
         self,
         kind: str,
-        member: JobMembership,
+        member: SchedulerClient,
         config: Config,
         number: int = 0,
         staleness: int | None = 0,
@@ -69,7 +61,9 @@ class DistStore(KVStore):
         self.staleness = math.inf if staleness is None else staleness
         self._member, self._config, self._number, self._on_close = member, config, number, on_close
         self._keys: dict[Key, KeyState] = {}
-        self._is_closed = self._has_left = False
+        #: this worker has said that it has nothing more to push
+        self.has_left = False
+        self._is_closed = False
         self._optimizer: optim.Optimizer | None = None
         self._worker = KVWorker(member, config, number, staleness, self._counts, start_until)
         self._factory = RequestFactory(self._worker)
@@ -143,26 +137,20 @@ class DistStore(KVStore):
         return self._member.num_dead_nodes(float(timeout))
 
     def leave(self) -> None:
-        """Leave; see `KVStore.leave`.
+        """Leave, behind what was begun.
 
-        What was begun comes first. Where that takes long, it may wait for others that wait for this worker, since they
-        have pushed other keys: they hear of it then.
+        Where that takes long, it may wait for others that wait for this worker, since they have pushed other keys: they
+        hear of it then.
         """
         with self.one_deadline():
-            if self._has_left:
-                self.wait()
-            elif self._worker.linger():
-                self._has_left = True
-                self._worker.goodbye()
-            else:
-                self._has_left = True
+            if not self.has_left:
+                nothing_pending = self._worker.linger()
+                self.has_left = True
+                if nothing_pending:
+                    self._worker.goodbye()
+                    return
                 self._worker.goodbye(None)
-                self.wait()
-
-    @property
-    def has_left(self) -> bool:
-        """Return whether this worker has said that it has nothing more to push."""
-        return self._has_left
+            self.wait()
 
     def rounds(self, key: Key) -> int:
         self._known(key)
@@ -186,18 +174,18 @@ class DistStore(KVStore):
 
     def close(self) -> None:
         """Leave and close the store. The others go on without this worker."""
-        if self._is_closed:
-            return
         try:
-            if not self._worker.has_failed:
+            if not (self._is_closed or self._worker.has_failed):
                 self.leave()
         finally:
-            self._end()
+            self.abandon()
 
     def abandon(self) -> None:
         """Give the store up as a worker that dies does: the others learn that it is lost. May be called twice."""
         if not self._is_closed:
-            self._end()
+            self._is_closed = True
+            self._worker.close()
+            self._on_close(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -206,11 +194,6 @@ class DistStore(KVStore):
             self.close()
         else:
             self.abandon()
-
-    def _end(self) -> None:
-        self._is_closed = True
-        self._worker.close()
-        self._on_close(self)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -293,7 +276,7 @@ class DistStore(KVStore):
     def _check(self, *, pushes: bool = False) -> None:
         if self._is_closed:
             raise ArgumentError("this store was closed")
-        if pushes and self._has_left:
+        if pushes and self.has_left:
             raise ArgumentError("this worker has left: it said that it has no more data, and may only pull")
         self._worker.check()
 

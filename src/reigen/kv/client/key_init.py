@@ -61,7 +61,7 @@ class KeyInitializer:
         """Create keys, or take part in what others have created. Returns when they can be used.
 
         Args:
-            entries: the keys; their shards are noted there.
+            entries: where the shards are noted.
             values: (rank 0) by key id, the first values, flat.
             keep: called when the keys are there; from then on servers hear of them after a reconnection.
 
@@ -91,10 +91,7 @@ class KeyInitializer:
         have forgotten it. Workers that wait there say it once more by themselves; worker 0, which had its answer, says
         everything again until no server has been another process on the way. What is there already stays.
 
-        Args:
-            new: the keys.
-            values: of them.
-            incarnations: of the servers before they first heard of the keys.
+        ``incarnations`` are those of the servers before they first heard of the keys.
         """
         while new:
             try:
@@ -113,50 +110,38 @@ class KeyInitializer:
     def _place(self, entry: KeyState) -> tuple[ShardRange, ...]:
         spec = entry.spec
         row_length = spec.row_length if spec.stype == ROW_SPARSE else 1
-        shards, _ = self._placer.place(entry.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
-        return shards
+        return self._placer.place(entry.id, spec.num_elements, spec.dtype.itemsize, row_length, self.is_whole)
 
     def _at_home(
         self, entries: Sequence[KeyState], placed: Mapping[int, tuple[ShardRange, ...]], *, is_initialised: bool = False
     ) -> list[KeyDeclared]:
         """Declare keys at their home servers; return the answers."""
-        operation = KVOperation(self._worker.wait_for, f"init of {_format_keys(entries)}")
-        requests = [
-            self._declaration(operation, entry, self._home(entry), placed.get(entry.id), is_initialised)
-            for entry in entries
-        ]
+        operation, requests = self._operation(entries), []
+        for entry in entries:
+            body = _encode_declaration(entry, placed.get(entry.id), is_initialised)
+            header = MessageHeader(MessageKind.DECLARE, key=entry.id, flags=int(MessageFlag.HOME))
+            requests.append(ClientRequest(header, self._home(entry), operation, body))
         self._worker.ask(requests)
         return [DECLARED_CODEC.decode(bytes(each.answer or b"")) for each in requests]
 
     def _elsewhere(self, entries: Sequence[KeyState]) -> None:
         """Declare keys at the other servers that hold shards."""
-        operation = KVOperation(self._worker.wait_for, f"init of {_format_keys(entries)}")
-        self._worker.ask(
-            [
-                self._declaration(operation, entry, server, entry.places)
-                for entry in entries
-                for server in sorted({place.server for place in entry.places} - {self._home(entry)})
-            ]
-        )
+        operation, requests = self._operation(entries), []
+        for entry in entries:
+            body = _encode_declaration(entry, entry.places)
+            for server in sorted({place.server for place in entry.places} - {self._home(entry)}):
+                header = MessageHeader(MessageKind.DECLARE, key=entry.id)
+                requests.append(ClientRequest(header, server, operation, body))
+        self._worker.ask(requests)
 
     def _home(self, entry: KeyState) -> int:
         return home_server(entry.id, self._worker.num_servers)
 
-    def _declaration(
-        self,
-        operation: KVOperation,
-        entry: KeyState,
-        server: int,
-        places: tuple[ShardRange, ...] | None,
-        is_initialised: bool = False,
-    ) -> ClientRequest:
-        spec = KeySpec(entry.name, entry.spec.shape, entry.spec.dtype.name, entry.spec.stype, entry.generation)
-        body = DECLARE_CODEC.encode(DeclareKey(spec, places, is_initialised))
-        flags = int(MessageFlag.HOME) if server == self._home(entry) else 0
-        return ClientRequest(MessageHeader(MessageKind.DECLARE, key=entry.id, flags=flags), server, operation, body)
+    def _operation(self, entries: Sequence[KeyState]) -> KVOperation:
+        return KVOperation(self._worker.wait_for, "init", keys=[entry.name for entry in entries])
 
     def _fill(self, entries: Sequence[KeyState], values: Mapping[int, Array]) -> None:
-        operation = KVOperation(self._worker.wait_for, f"init of {_format_keys(entries)}")
+        operation = self._operation(entries)
         for entry in entries:
             for place in entry.places:
                 part = values[entry.id][place.begin : place.end]
@@ -169,11 +154,9 @@ class KeyInitializer:
         for entry in entries:
             for place in entry.places:
                 by_server.setdefault(place.server, []).append((entry.id, place.index, COUNT_UNKNOWN))
+        what = "asking how far this worker had come"
         requests = self._worker.ask_servers(
-            MessageKind.RESUME,
-            "asking how far this worker had come",
-            lambda server: pack_counts(by_server[server]),
-            by_server,
+            MessageKind.RESUME, what, lambda server: pack_counts(by_server[server]), by_server
         )
         known = {entry.id: entry for entry in entries}
         for request in requests:
@@ -184,7 +167,6 @@ class KeyInitializer:
             entry.round = min(entry.done, default=0)
 
 
-def _format_keys(entries: Sequence[KeyState]) -> str:
-    names = [repr(entry.name) for entry in entries[:3]]
-    more = f" and {len(entries) - 3} more" if len(entries) > 3 else ""
-    return f"key {', '.join(names)}{more}" if len(entries) == 1 else f"keys {', '.join(names)}{more}"
+def _encode_declaration(entry: KeyState, places: tuple[ShardRange, ...] | None, is_initialised: bool = False) -> bytes:
+    spec = KeySpec(entry.name, entry.spec.shape, entry.spec.dtype.name, entry.spec.stype, entry.generation)
+    return DECLARE_CODEC.encode(DeclareKey(spec, places, is_initialised))

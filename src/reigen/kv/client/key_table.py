@@ -1,4 +1,7 @@
-"""Keys of a worker, and the requests that pushes and pulls of them consist of: one for each shard."""
+"""Keys of a worker, and the requests that pushes and pulls of them consist of.
+
+There is one for each shard. Small keys of one call travel in one message to each server (`reigen.kv.protocol`, l).
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ import numpy as np
 
 from reigen.api.adapter import Array
 from reigen.compression import Codec, Residual, from_params
-from reigen.kv.client.requests import MAX_PENDING_PUSHES, ClientRequest, KeyOrder, KVOperation
+from reigen.kv.client.requests import MAX_PENDING_PUSHES, BatchRequest, ClientRequest, KeyOrder, KVOperation
 from reigen.kv.client.worker import KVWorker
 from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     INLINE_BYTES,
+    MAX_BATCH_BYTES,
+    MAX_BATCH_KEYS,
     PUSH_KINDS,
     MessageFlag,
     MessageHeader,
@@ -21,10 +26,12 @@ from reigen.kv.protocol import (
     ShardRange,
 )
 from reigen.kv.residual_files import Residuals
-from reigen.kv.values import ROW_SPARSE, Key, TensorSpec
+from reigen.kv.values import DENSE, ROW_SPARSE, Key, TensorSpec
 
 _ROW_NUMBER = np.dtype("<i8")
 _ENCODED, _ENCODE_ANSWER = int(MessageFlag.ENCODED), int(MessageFlag.ENCODE_ANSWER)
+#: Keys of more bytes travel by themselves: for these, one more copy on the server costs as much as a message.
+MAX_BATCHED_KEY_BYTES = 1 << 18
 
 
 @dataclass(eq=False)
@@ -118,7 +125,7 @@ class RequestFactory:
                 flags = 0 if codec is None else _ENCODED
                 request = self._request(kind, operation, entry, place, priority, round_number, out, flags)
                 if codec is None:
-                    request.body, request.block = self._worker.bodies.copy(part)
+                    request.body, request.block = self._worker.arena.copy(part)
                 else:
                     self._encode(request, codec, entry, place, part)
                 # one by one: servers begin with the first while the next is copied
@@ -137,7 +144,7 @@ class RequestFactory:
                 request = self._request(MessageKind.ROW_PUSH, operation, entry, place, priority, round_number)
                 numbers = (indices[low:high] - first).astype(_ROW_NUMBER)
                 parts = numbers.view(np.uint8), rows[low:high].reshape(-1).view(np.uint8)
-                request.body, request.block = self._worker.bodies.copy(*parts)
+                request.body, request.block = self._worker.arena.copy(*parts)
                 requests.append(request)
             self._worker.submit(requests, entry.order)
         except BaseException:
@@ -146,13 +153,10 @@ class RequestFactory:
 
     def pull(self, operation: KVOperation, entry: KeyState, into: Array, priority: int) -> None:
         """Pull all elements into flat memory."""
-        round_number = entry.last_round()
-        requests = [
-            self._request(
-                MessageKind.PULL, operation, entry, place, priority, round_number, into[place.begin : place.end]
-            )
-            for place in entry.places
-        ]
+        requests, round_number = [], entry.last_round()
+        for place in entry.places:
+            out = into[place.begin : place.end]
+            requests.append(self._request(MessageKind.PULL, operation, entry, place, priority, round_number, out))
         self._worker.submit(requests, entry.order)
 
     def pull_rows(self, operation: KVOperation, entry: KeyState, wanted: Array, into: Array, priority: int) -> None:
@@ -174,7 +178,7 @@ class RequestFactory:
     ) -> ClientRequest:
         """Return a request that gives a shard bytes: INIT and PUT_STATES."""
         request = self._request(kind, operation, entry, place)
-        request.body, request.block = self._worker.bodies.copy(body)
+        request.body, request.block = self._worker.arena.copy(body)
         return request
 
     def _request(
@@ -207,7 +211,7 @@ class RequestFactory:
             codec.encode(part, entry.residuals[place.index], codes)
             request.body = bytes(codes)
         else:
-            request.body, request.block = self._worker.bodies.take(nbytes)
+            request.body, request.block = self._worker.arena.take(nbytes)
             codec.encode(part, entry.residuals[place.index], request.body)
 
 
@@ -219,3 +223,99 @@ def collect_residuals(entry: KeyState, owner: str) -> Residuals:
     sizes = [place.num_elements for place in entry.places]
     known = [np.zeros(size, np.float32) if part is None else part for part, size in zip(parts, sizes, strict=True)]
     return {(entry.name, owner): np.concatenate(known)}
+
+
+@dataclass(slots=True, eq=False)
+class _KeyGroup:
+    """Keys that go to one server in one batch."""
+
+    entries: list[KeyState] = field(default_factory=list)
+    elements: list[Array] = field(default_factory=list)
+    outs: list[Array] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class BatchBuilder:
+    """Begins one call for ``num_keys`` keys: small ones in batches, which leave when they are full or with `end`."""
+
+    def __init__(
+        self,
+        factory: RequestFactory,
+        worker: KVWorker,
+        kind: MessageKind,
+        operation: KVOperation,
+        priority: int,
+        num_keys: int,
+    ) -> None:
+        self._factory, self._worker = factory, worker
+        self._kind, self._operation, self._priority = kind, operation, priority
+        self._is_single = num_keys == 1
+        self._groups: dict[tuple[int, str], _KeyGroup] = {}
+
+    def add(self, entry: KeyState, elements: Array | None, out: Array | None) -> None:
+        """Add a key that has not come before, all of its elements.
+
+        ``elements``, flat, are pushed and stay as they are until `end`; None: PULL. ``out``, flat, receives what is
+        stored; None: PUSH.
+        """
+        array = out if elements is None else elements
+        assert array is not None
+        spec, num_bytes = entry.spec, array.nbytes
+        if self._is_single or (
+            num_bytes > MAX_BATCHED_KEY_BYTES
+            or len(entry.places) != 1
+            or spec.stype != DENSE
+            or not entry.order.is_free(self._kind)
+            or (self._factory.codec is not None and spec.dtype.is_floating)
+        ):
+            self._alone(entry, elements, out)
+            return
+        where = entry.places[0].server, spec.dtype.name
+        group = self._groups.get(where)
+        if group is None:
+            group = self._groups[where] = _KeyGroup()
+        elif group.num_bytes + num_bytes > MAX_BATCH_BYTES or len(group.entries) == MAX_BATCH_KEYS:
+            self._send(group)
+            group = self._groups[where] = _KeyGroup()
+        group.entries.append(entry)
+        group.num_bytes += num_bytes
+        if elements is not None:
+            group.elements.append(elements)
+        if out is not None:
+            group.outs.append(out)
+
+    def end(self) -> None:
+        """Send the last batches."""
+        for group in self._groups.values():
+            self._send(group)
+
+    def _alone(self, entry: KeyState, elements: Array | None, out: Array | None) -> None:
+        if elements is not None:
+            self._factory.push(self._operation, entry, elements, self._priority, out)
+        elif out is not None:
+            self._factory.pull(self._operation, entry, out, self._priority)
+
+    def _send(self, group: _KeyGroup) -> None:
+        if len(group.entries) == 1:
+            self._alone(group.entries[0], *(each[0] if each else None for each in (group.elements, group.outs)))
+            return
+        first = group.entries[0]
+        is_push = self._kind in PUSH_KINDS
+        numbers = [entry.next_round() if is_push else entry.last_round() for entry in group.entries]
+        try:
+            header = MessageHeader(
+                self._kind, shard=len(numbers), flags=int(MessageFlag.BATCH),
+                dtype=DTYPE_NUMBERS[first.spec.dtype.name], priority=self._priority,
+            )  # fmt: skip
+            notes = [entry.note for entry in group.entries] if is_push else []
+            batch = BatchRequest(
+                header, first.places[0].server, self._operation, numbers=numbers, notes=notes, outs=group.outs
+            )
+            about = np.array([[entry.id for entry in group.entries], numbers], np.uint64).reshape(-1).view(np.uint8)
+            parts = [about, *(each.view(np.uint8) for each in group.elements)]
+            batch.body, batch.block = self._worker.arena.copy(*parts)
+            self._worker.submit([batch], *(entry.order for entry in group.entries))
+        except BaseException:
+            for entry in group.entries if is_push else ():
+                entry.discard_round()
+            raise

@@ -25,11 +25,9 @@ def collect_states(worker: KVWorker, entries: Iterable[KeyState]) -> States:
     operation = KVOperation(worker.wait_for, "asking for optimizer states")
     asked: list[tuple[KeyState, list[ClientRequest]]] = []
     for entry in entries:
+        headers = [MessageHeader(MessageKind.GET_STATES, key=entry.id, shard=place.index) for place in entry.places]
         requests = [
-            ClientRequest(
-                MessageHeader(MessageKind.GET_STATES, key=entry.id, shard=place.index), place.server, operation
-            )
-            for place in entry.places
+            ClientRequest(header, place.server, operation) for header, place in zip(headers, entry.places, strict=True)
         ]
         worker.submit(requests)
         asked.append((entry, requests))
@@ -39,22 +37,15 @@ def collect_states(worker: KVWorker, entries: Iterable[KeyState]) -> States:
     for entry, requests in asked:
         try:
             of_key = States(()).merged(States.from_bytes(request.answer or b"") for request in requests)
+            size, dtype = entry.spec.num_elements, entry.spec.dtype.name
+            if {(piece.key, piece.num_elements, piece.dtype) for piece in of_key.pieces} - {(entry.name, size, dtype)}:
+                raise ConfigError("they are of something else")
             if of_key.pieces:
-                pieces.append(_merge_shard_states(entry, of_key))
+                pieces.append(of_key.cut(entry.name, 0, size))
         except ConfigError as error:
             raise WireError(f"the states of key {entry.name!r} from the servers make no sense: {error}") from None
         facts.update(of_key.facts)
     return States(pieces, None, facts)
-
-
-def _merge_shard_states(entry: KeyState, states: States) -> Piece:
-    """Put together the states of a key's shards."""
-    size, dtype = entry.spec.num_elements, entry.spec.dtype.name
-    if states.keys != (entry.name,) or {(piece.num_elements, piece.dtype) for piece in states.pieces} != {
-        (size, dtype)
-    }:
-        raise ConfigError("they are of something else")
-    return states.cut(entry.name, 0, size)
 
 
 def restore_states(

@@ -69,9 +69,8 @@ class KVOperation:
     Args:
         wait_for: returns when all of its requests are over, or raises DeadlineError at a time on the clock of
             ``time.monotonic()``; None: at the job's deadline.
-        what: in words, for errors: "push".
+        what: in words, for errors: "push", to which it adds the ``keys``.
         finish: run once by the caller that waits, when all answers are there.
-        keys: that it is about.
 
     Attributes:
         latest: when it has to be over, on the clock of ``time.monotonic()``; None before anybody waited for it.
@@ -102,7 +101,7 @@ class KVOperation:
         """In words, for errors: "push of key 'w'"."""
         if not self._keys:
             return self._what
-        names = ", ".join(map(repr, self._keys[:3])) + (" ..." if len(self._keys) > 3 else "")
+        names = ", ".join(map(repr, self._keys[:3])) + (f" and {len(self._keys) - 3} more" if self._keys[3:] else "")
         return f"{self._what} of key{'' if len(self._keys) == 1 else 's'} {names}"
 
     def wait(self, timeout: float | None = None) -> None:
@@ -175,7 +174,7 @@ class ClientRequest:
 
     @property
     def num_ids(self) -> int:
-        """Number of ids that belong to it, from that of its header on."""
+        """How many ids belong to it, from that of its header on."""
         return 1
 
     @property
@@ -205,10 +204,8 @@ class ClientRequest:
     def message(self, *, is_read: bool, can_read: bool, again: bool) -> tuple[MessageHeader, memoryview | bytes]:
         """Return the header, and the body that follows it on the connection.
 
-        Args:
-            is_read: the server reads this process's arena.
-            can_read: this process reads the server's.
-            again: it was sent before.
+        ``is_read``: the server reads this process's arena; ``can_read``: this process reads the server's; ``again``:
+        it was sent before.
         """
         nbytes, flags = len(self.body), self.header.flags
         if again:

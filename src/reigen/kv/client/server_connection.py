@@ -22,8 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from msgspec import structs
@@ -31,13 +30,16 @@ from msgspec import structs
 from reigen.api.adapter import Array
 from reigen.cluster.membership.messages import ServerInfo
 from reigen.cluster.membership.rendezvous import split_address
+from reigen.config import Config
 from reigen.errors import AuthenticationError, ReigenError, WireError
 from reigen.kv.client.requests import BatchRequest, ByteArray, ClientRequest
 from reigen.kv.connection import KVConnection, MessageDropper
+from reigen.kv.membership.scheduler_client import SchedulerClient
 from reigen.kv.protocol import (
     HELLO_CODEC,
     MAX_CONTROL_BYTES,
     NOTICE_CODEC,
+    PURPOSE,
     REMOTE_ERROR_CODEC,
     KVHello,
     MessageFlag,
@@ -47,11 +49,8 @@ from reigen.kv.protocol import (
     pack_counts,
 )
 from reigen.kv.shm_arena import PeerShmArena, explain_mapping_failure
-from reigen.net.auth import Identity
+from reigen.net.auth import Identity, ProcessRole
 from reigen.net.connection import HANDSHAKE_ENDED_TEXT, Connection, ConnectionOptions
-
-if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
-    from reigen.net.tls import TlsContext
 
 _log = logging.getLogger(__name__)
 
@@ -74,40 +73,10 @@ _DOUBT_SECONDS = 1.0
 _MAX_LATE_BYTES = 1 << 31
 # As plain numbers: headers are looked at for every message, and enumerations are slow.
 _ENCODED, _IN_MEMORY, _UNKNOWN = int(MessageFlag.ENCODED), int(MessageFlag.IN_MEMORY), int(MessageFlag.UNKNOWN)
-_WELCOME, _NOTICE, _VALUE, _ERROR = (
-    int(MessageKind.WELCOME),
-    int(MessageKind.NOTICE),
-    int(MessageKind.VALUE),
-    int(MessageKind.ERROR),
+_WELCOME, _NOTICE, _RECEIVED, _VALUE, _ERROR = map(
+    int, (MessageKind.WELCOME, MessageKind.NOTICE, MessageKind.RECEIVED, MessageKind.VALUE, MessageKind.ERROR)
 )
-_RECEIVED, _ANSWERS = (
-    int(MessageKind.RECEIVED),
-    frozenset(map(int, (MessageKind.DECLARED, MessageKind.DONE, MessageKind.VALUE, MessageKind.ERROR))),
-)
-
-
-@dataclass(frozen=True)
-class ServerConnectionOptions:
-    """Options of a worker's connections to all servers.
-
-    Attributes:
-        identity: of the worker.
-        hello: its first message.
-        resend_seconds: after which a request is sent again; None: never.
-        peer_timeout_seconds: how long the host of a server may be silent.
-        drop_percent: of the messages that arrive, to be lost.
-        log_messages: all of them.
-    """
-
-    identity: Identity
-    secret: bytes
-    tls: TlsContext | None
-    hello: KVHello
-    store: int
-    resend_seconds: float | None
-    peer_timeout_seconds: float
-    drop_percent: float
-    log_messages: bool
+_ANSWERS = frozenset({_VALUE, _ERROR, int(MessageKind.DONE), int(MessageKind.DECLARED)})
 
 
 class ServerConnectionOwner(Protocol):
@@ -133,8 +102,9 @@ class ServerConnection:
     """Connection to a server. One thread at a time may use it.
 
     Args:
-        peer: the server.
-        options: of all connections.
+        peer: see below.
+        member, config, store: as of `reigen.kv.client.worker.KVWorker`.
+        hello: the worker's first message.
         owner: gets what comes.
 
     Attributes:
@@ -147,21 +117,29 @@ class ServerConnection:
         outstanding: what is not answered, by its id, in the order in which it was asked.
     """
 
-    def __init__(self, peer: ServerInfo, options: ServerConnectionOptions, owner: ServerConnectionOwner) -> None:
+    def __init__(
+        self,
+        peer: ServerInfo,
+        member: SchedulerClient,
+        config: Config,
+        hello: KVHello,
+        store: int,
+        owner: ServerConnectionOwner,
+    ) -> None:
         self.peer = peer
         self.is_ready = False
         self.incarnation = 0
         self.lost_since: float | None = time.monotonic()
         self.last_error: Exception | None = None
         self.outstanding: dict[int, ClientRequest] = {}
-        self._options = options
-        self._owner = owner
+        self._member, self._config, self._own_hello, self._store, self._owner = member, config, hello, store, owner
+        #: after how long a request is sent again; None: never
+        self._resend_seconds = config.kv_resend_timeout_ms / 1000 if config.kv_resend else None
         self._line: KVConnection | None = None
         self._arena: PeerShmArena | None = None
         #: the server reads this process's arena
         self._is_read = False
         self._num_requests = 0
-        self._was_ready = False
         #: the id of a RESUME that is not answered, and when it was sent
         self._resuming = 0
         self._resume_sent_at = 0.0
@@ -181,7 +159,7 @@ class ServerConnection:
         self._unread = ""
         #: until when a failed handshake may be that of a server that ended just then
         self._doubt_until = 0.0
-        self._drops = MessageDropper(options.drop_percent, seed=options.identity.rank * 1009 + peer.number)
+        self._drops = MessageDropper(config.kv_drop_percent, seed=member.number * 1009 + peer.number)
 
     @property
     def name(self) -> str:
@@ -196,7 +174,6 @@ class ServerConnection:
 
     @property
     def is_connecting(self) -> bool:
-        """Return whether an attempt to connect is under way."""
         return self._attempt is not None
 
     @property
@@ -211,8 +188,7 @@ class ServerConnection:
     def connect(self) -> None:
         """Begin to connect, if it is time; without success, `lost_since` stays. `receive` goes on with it.
 
-        Raises:
-            AuthenticationError: the server does not know the secret.
+        Raises AuthenticationError if the server does not know the secret.
         """
         now = time.monotonic()
         if self._line is not None:
@@ -223,10 +199,9 @@ class ServerConnection:
             return
         if now < self._retry_at:
             return
-        known = self._options
-        options = ConnectionOptions(
-            known.secret, known.identity, MAX_CONTROL_BYTES, known.tls, known.peer_timeout_seconds, bulk=True
-        )
+        member, me = self._member, Identity(ProcessRole.RANK, self._member.number, PURPOSE)
+        silence = self._config.peer_timeout_seconds
+        options = ConnectionOptions(member.secret, me, MAX_CONTROL_BYTES, member.tls, silence, bulk=True)
         try:
             self._attempt = options.start_connecting(split_address(self.peer.address))
         except OSError as error:
@@ -243,13 +218,11 @@ class ServerConnection:
             self._give_up(error)
             return
         self._attempt, self._doubt_until = None, 0.0
-        options = self._options
-        self._line = KVConnection(
-            connection, session, self, self.name, drops=self._drops, log_messages=options.log_messages
-        )
+        logs = self._config.kv_verbose >= 2
+        self._line = KVConnection(connection, session, self, self.name, drops=self._drops, log_messages=logs)
         self.lost_since, self._made_at, self._is_proven = None, time.monotonic(), False
-        hello = HELLO_CODEC.encode(options.hello)
-        self._line.send(MessageHeader(int(MessageKind.HELLO), store=options.store, body_bytes=len(hello)), hello)
+        hello = HELLO_CODEC.encode(self._own_hello)
+        self._line.send(MessageHeader(int(MessageKind.HELLO), store=self._store, body_bytes=len(hello)), hello)
         self.flush()
 
     def _give_up(self, error: Exception) -> None:
@@ -322,7 +295,7 @@ class ServerConnection:
 
     def submit(self, request: ClientRequest) -> None:
         """Queue a request; `flush` has it leave."""
-        request.header = structs.replace(request.header, request=self._num_requests + 1, store=self._options.store)
+        request.header = structs.replace(request.header, request=self._num_requests + 1, store=self._store)
         self._num_requests += request.num_ids
         self.outstanding[request.header.request] = request
         if self.is_ready:
@@ -341,7 +314,7 @@ class ServerConnection:
             body = np.array(self._copied, "<u8").tobytes()
             self._copied.clear()
             self._num_copied_bytes = 0
-            header = MessageHeader(int(MessageKind.RELEASE), store=self._options.store, body_bytes=len(body))
+            header = MessageHeader(int(MessageKind.RELEASE), store=self._store, body_bytes=len(body))
             self._line.send(header, body, priority=_FIRST)  # before a push that changes what was read
         if self._line.wants_to_send:
             self._guarded(self._line.advance_sends)
@@ -354,12 +327,8 @@ class ServerConnection:
             pass
 
     def resend(self, now: float) -> float | None:
-        """Send again, or ask about, what nothing was heard of for too long.
-
-        Returns:
-            When to call this again; None: not at all for what is asked now.
-        """
-        patience = self._options.resend_seconds
+        """Send again, or ask about, what nothing was heard of for too long; returns when to call this again."""
+        patience = self._resend_seconds
         if patience is None:
             return None
         if self._resuming:
@@ -392,7 +361,7 @@ class ServerConnection:
             return
         header, body = request.message(is_read=self._is_read, can_read=self._arena is not None, again=again)
         request.is_received = False
-        if self._options.resend_seconds is None:
+        if self._resend_seconds is None:
             request.sent_at = time.monotonic()
             self._line.send(header, body, priority=request.header.priority)
             return
@@ -441,8 +410,8 @@ class ServerConnection:
     def _welcomed(self, hello: KVHello) -> None:
         if hello.number != self.peer.number:
             raise WireError(f"{self.peer.address} is server {hello.number}, not server {self.peer.number}")
-        self.incarnation = hello.incarnation
-        own = self._options.hello
+        is_first, self.incarnation = not self.incarnation, hello.incarnation
+        own = self._own_hello
         if not own.machine or not self._reads_memory:
             self._arena, reason = None, "switched off here" if not own.machine else "this process cannot map it"
         else:
@@ -450,7 +419,7 @@ class ServerConnection:
         self._is_read = bool(own.machine and hello.machine)
         _log.info("connected to %s at %s; its memory is %s here: %s", self.name, self.peer.address,
                   "read" if self._arena is not None else "not read", reason)  # fmt: skip
-        if not self._was_ready:
+        if is_first:
             self._begin()
             return
         if hello.is_empty:
@@ -461,9 +430,7 @@ class ServerConnection:
 
     def _ask_where_it_is(self) -> None:
         counts = pack_counts(self._owner.counts(self.peer.number))
-        header = MessageHeader(
-            int(MessageKind.RESUME), self._resuming, store=self._options.store, body_bytes=len(counts)
-        )
+        header = MessageHeader(int(MessageKind.RESUME), self._resuming, store=self._store, body_bytes=len(counts))
         self._resume_sent_at = time.monotonic()
         if self._line is not None:
             self._line.send(header, counts)
@@ -477,7 +444,7 @@ class ServerConnection:
         self._begin()
 
     def _begin(self) -> None:
-        self._was_ready = self.is_ready = True
+        self.is_ready = True
         for request in self.outstanding.values():
             self._send(request, again=bool(request.sent_at or request.num_reminders))
 

@@ -44,12 +44,7 @@ def choose_slice_bytes(
     So the time that a shard takes on the wire is added to every pushpull, however large that is. In shared memory that
     is little, and each shard has a price of its own: its messages have left the caches while values were copied. Where
     processes wait for processors and not for each other, there is nothing to overlap, and the price counts alone.
-
-    Args:
-        asked: the user's choice, if any.
-        server_hosts: addresses at which servers listen.
-        num_processes: workers and servers of the job.
-        num_processors: of this host.
+    ``num_processes`` are workers and servers of the job, ``num_processors`` those of this host.
     """
     if asked is not None:
         return asked, "as set"
@@ -80,24 +75,15 @@ class ShardPlacer:
 
     def place(
         self, key_id: int, num_elements: int, itemsize: int, row_length: int = 1, whole: bool = False
-    ) -> tuple[tuple[ShardRange, ...], str]:
-        """Place a key, or place it anew.
+    ) -> tuple[ShardRange, ...]:
+        """Place a key, or place it anew; returns the shards, which cover the value in order without gaps.
 
-        Args:
-            key_id: see `kv.keys.key_id`.
-            num_elements: of the whole value; may be 0.
-            itemsize: bytes of an element.
-            row_length: elements of a row of a row-sparse key; 1 for a dense one.
-            whole: the key must not be cut (step f).
-
-        Returns:
-            The shards, which cover the value in order without gaps, and the reason for them in words.
+        The value may have no elements; ``row_length`` is 1 for a dense one; a ``whole`` one must not be cut (step f).
         """
         self.forget(key_id)
         order = sorted(range(len(self.loads)), key=lambda server: (self.loads[server], server))
         unit = row_length if row_length > 1 else ALIGNMENT_ELEMENTS
-        spread = num_elements >= self._bound and not whole and len(order) > 1
-        if not spread:
+        if num_elements < self._bound or whole:
             order = order[:1]
         sizes = [num_elements] if whole else self._cut(num_elements, itemsize, unit, len(order))
         shards, begin = [], 0
@@ -105,7 +91,7 @@ class ShardPlacer:
             shards.append(ShardRange(index, begin, begin + size, order[index % len(order)]))
             begin += size
         self.adopt(key_id, shards, itemsize)
-        return tuple(shards), self._reason(num_elements, shards, whole, spread)
+        return tuple(shards)
 
     def adopt(self, key_id: int, shards: Sequence[ShardRange], itemsize: int) -> None:
         """Take into account a key that was placed before, by another process of this rank."""
@@ -129,10 +115,3 @@ class ShardPlacer:
         sizes = [(base + (index < more)) * unit for index in range(num_shards)]
         sizes[-1] -= units * unit - num_elements
         return sizes
-
-    def _reason(self, num_elements: int, shards: Sequence[ShardRange], whole: bool, spread: bool) -> str:
-        if spread:
-            servers = len({shard.server for shard in shards})
-            return f"{num_elements} elements, the bound is {self._bound}: {len(shards)} shard(s) on {servers} server(s)"
-        why = "must not be cut" if whole else "below the bound" if num_elements < self._bound else "the only server"
-        return f"{num_elements} elements on server {shards[0].server} ({why}): {len(shards)} shard(s)"

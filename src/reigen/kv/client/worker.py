@@ -12,6 +12,7 @@ here until then.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import select
@@ -20,20 +21,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from msgspec import structs
-
 from reigen.cluster.host_discovery import host_identity
 from reigen.cluster.membership.messages import JobEnded, MemberLost, MemberReturned
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.config import Config
 from reigen.errors import CollectiveError, DeadlineError, PeerLostError, ReigenError
-from reigen.kv.client.io_lock import IOLock
 from reigen.kv.client.requests import BatchRequest, ClientRequest, KeyOrder, KVOperation
-from reigen.kv.client.server_connection import ServerConnection, ServerConnectionOptions
-from reigen.kv.membership.job_membership import JobMembership
+from reigen.kv.client.server_connection import ServerConnection
+from reigen.kv.membership.scheduler_client import EventFeed, SchedulerClient
 from reigen.kv.protocol import (
     COMMAND_CODEC,
-    PURPOSE,
     PUSH_KINDS,
     READ_KINDS,
     RESULT_CODEC,
@@ -43,8 +40,7 @@ from reigen.kv.protocol import (
     ServerNotice,
     StoreCommand,
 )
-from reigen.kv.shm_arena import BodyAllocator, ShmArena
-from reigen.net.auth import Identity, ProcessRole
+from reigen.kv.shm_arena import ShmArena
 from reigen.net.fork_safety import close_in_children
 
 _log = logging.getLogger(__name__)
@@ -65,6 +61,65 @@ _LINGER_SECONDS = 5.0
 _TOLERANCE_SECONDS = 1.0
 
 
+class IOLock:
+    """Lock with a bell. Its holder waits for `fileno` to be readable, too, and leaves soon when it `is_wanted`.
+
+    The lock is not fair, and a thread that comes back at once may be faster than one that has rung: so those that wait
+    are counted, and the bell is only for a holder that sleeps.
+
+    Attributes:
+        num_releases: how often it was left.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._counting = threading.Lock()
+        self._num_waiting = 0
+        self.num_releases = 0
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            with self._counting:
+                self._num_waiting += 1
+            self.ring()
+            self._lock.acquire()
+            with self._counting:
+                self._num_waiting -= 1
+
+    def try_acquire(self) -> bool:
+        """Come in if the lock is free; return whether it was."""
+        return self._lock.acquire(blocking=False)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether a thread waits to come in."""
+        return self._num_waiting > 0
+
+    def __exit__(self, *_: object) -> None:
+        self.num_releases += 1
+        self._lock.release()
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable after `ring`."""
+        return self._bell
+
+    def ring(self) -> None:
+        """Ask the holder to leave."""
+        os.eventfd_write(self._bell, 1)
+
+    def clear(self) -> None:
+        """Take note of the bell."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def close(self) -> None:
+        """Give up the descriptor. May be called twice."""
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+
 class CallDeadlines:
     """Deadlines of one store's calls, which come one after the other."""
 
@@ -75,13 +130,10 @@ class CallDeadlines:
 
     @contextlib.contextmanager
     def one(self, until: float | None = None) -> Iterator[float]:
-        """Have all waits of a block end together. A block within another is part of that.
+        """Have all waits of a block end together, at the time that is yielded. A block within another is part of that.
 
         Args:
             until: the end, on the clock of ``time.monotonic()``; None: the job's deadline, from now on.
-
-        Yields:
-            The end.
         """
         if self._until is not None:
             yield self._until
@@ -115,7 +167,7 @@ class KVWorker:
             from now on.
 
     Attributes:
-        bodies: memory for what requests send.
+        arena: memory for what requests send.
         deadlines: of the store's calls.
 
     Raises:
@@ -124,7 +176,7 @@ class KVWorker:
 
     def __init__(
         self,
-        member: JobMembership,
+        member: SchedulerClient,
         config: Config,
         store: int,
         staleness: int | None,
@@ -146,9 +198,10 @@ class KVWorker:
         self._num_unsent_bytes = self._num_announced_bytes = 0
         #: requests that are held back (see the module), in order, by their identity
         self._held: dict[int, Sequence[ClientRequest]] = {}
-        self.bodies = BodyAllocator(ShmArena(f"reigen-kv-worker-{member.number}"))
-        #: besides the connections, what a turn waits for
-        self._others: dict[int, IOLock | JobMembership] = {each.fileno(): each for each in (self._driving, member)}
+        self.arena = ShmArena(f"reigen-kv-worker-{member.number}")
+        #: of the scheduler; and, besides the connections, what a turn waits for
+        self._events = member.feed()
+        self._others: dict[int, IOLock | EventFeed] = {each.fileno(): each for each in (self._driving, self._events)}
         self._servers: list[ServerConnection] = []
         #: servers that are lost, and will be started again: the scheduler says if they are not
         self._awaited: set[int] = set()
@@ -173,7 +226,6 @@ class KVWorker:
 
     @property
     def num_servers(self) -> int:
-        """Number of servers."""
         return len(self._servers)
 
     @property
@@ -231,7 +283,6 @@ class KVWorker:
         if self._has_driver:
             return
         with self._driving:
-            self._num_unsent_bytes = 0
             self._flush_all()
         self._leave_to_thread()
 
@@ -273,7 +324,6 @@ class KVWorker:
 
     def attend(self, oldest: KVOperation, is_enough: Callable[[], bool]) -> None:
         with self._driving:
-            self._num_unsent_bytes = 0
             self._flush_all()
         self._drive_until(oldest, lambda: not oldest.num_left or is_enough(), None)
 
@@ -287,10 +337,10 @@ class KVWorker:
         self.check()
 
     def linger(self) -> bool:
-        """Wait a while until nothing is pending any more, and raise the first error that was not reported.
+        """Wait a while until nothing is pending any more; returns whether nothing is.
 
-        Returns:
-            Whether nothing is. What is pending then has left: it counts, although this worker says goodbye now.
+        What is pending then has left: it counts, although this worker says goodbye now. The first error that was not
+        reported is raised.
         """
         with self.deadlines.one() as until:
             try:
@@ -304,8 +354,7 @@ class KVWorker:
     def goodbye(self, patience_seconds: float | None = _GOODBYE_SECONDS) -> None:
         """Tell all servers that this worker has nothing more to push.
 
-        Args:
-            patience_seconds: how long they may take, within the call's deadline; None: until that.
+        They may take ``patience_seconds``, within the call's deadline; None: until that.
         """
         operation = KVOperation(self.wait_for, "saying goodbye to the servers")
         header = MessageHeader(MessageKind.GOODBYE)
@@ -328,7 +377,8 @@ class KVWorker:
             for connection in self._servers:
                 connection.close()
             self._servers.clear()
-            self.bodies.arena.close()
+            self.arena.close()
+            self._events.close()
         self._driving.close()
         self._counts = lambda _: ()  # the store's, which has this worker
 
@@ -346,7 +396,7 @@ class KVWorker:
 
     def over(self, request: ClientRequest) -> None:
         if request.block is not None:
-            self.bodies.arena.free(request.block)
+            self.arena.free(request.block)
             request.block = None
         request.note()
         self._release(request.header.kind, request.leave())
@@ -383,21 +433,9 @@ class KVWorker:
         machine, host = host_identity(config.host_id or "")
         hello = KVHello(member.number, member.incarnation, host, staleness=staleness)
         if config.kv_shared_memory:
-            segment = self.bodies.arena.segment
-            hello = structs.replace(hello, machine=machine, pid=os.getpid(), fd=segment.fd, inode=segment.inode)
-        options = ServerConnectionOptions(
-            Identity(ProcessRole.RANK, member.number, PURPOSE),
-            member.secret,
-            member.tls,
-            hello,
-            store,
-            config.kv_resend_timeout_ms / 1000 if config.kv_resend else None,
-            config.peer_timeout_seconds,
-            config.kv_drop_percent,
-            config.kv_verbose >= 2,
-        )
+            hello = self.arena.announced(hello, machine)
         for peer in member.servers(start_until):
-            self._servers.append(ServerConnection(peer, options, self))
+            self._servers.append(ServerConnection(peer, member, config, hello, store, self))
         with self._driving:
             self._drive("connecting to servers", lambda: all(each.is_ready for each in self._servers), start_until)
         self.check()
@@ -419,14 +457,13 @@ class KVWorker:
     def _announce(self) -> None:
         """Have the servers hear of submitted requests."""
         self._num_announced_bytes += self._num_unsent_bytes
-        self._num_unsent_bytes = 0
-        if self._num_announced_bytes < _TURN_BYTES:
-            self._flush_all()
-            return
-        self._num_announced_bytes = 0
-        self._turn(0.0)
+        self._flush_all()
+        if self._num_announced_bytes >= _TURN_BYTES:
+            self._num_announced_bytes = 0
+            self._turn(0.0)
 
     def _flush_all(self) -> None:
+        self._num_unsent_bytes = 0
         try:
             for connection in self._servers:
                 connection.flush()
@@ -436,11 +473,7 @@ class KVWorker:
     def _drive(self, what: KVOperation | str, is_done: Callable[[], bool], until: float | None) -> bool:
         """Take turns until something is done, by ``until`` (None: the deadline of the job); with the lock.
 
-        Returns:
-            Whether somebody else wants to come in, so that it may not be done.
-
-        Raises:
-            DeadlineError: it is not done in time.
+        Returns whether it is not, since somebody else wants to come in. Raises DeadlineError where it is late.
         """
         self._signal.clear()
         if self._closing.is_set():
@@ -487,8 +520,8 @@ class KVWorker:
             self._fail(error)
         return self._driving.is_wanted
 
-    def _wait_for_any(self, timeout: float) -> list[ServerConnection | IOLock | JobMembership]:
-        poll, ready = select.poll(), dict[int, ServerConnection | IOLock | JobMembership](self._others)
+    def _wait_for_any(self, timeout: float) -> list[ServerConnection | IOLock | EventFeed]:
+        poll, ready = select.poll(), dict[int, ServerConnection | IOLock | EventFeed](self._others)
         for fd in self._others:
             poll.register(fd, select.POLLIN)
         for connection in self._servers:
@@ -518,7 +551,7 @@ class KVWorker:
 
     def _handle_events(self) -> None:
         """Handle events of the scheduler."""
-        for event in self.member.events():
+        for event in self._events.take():
             if isinstance(event, JobEnded):
                 raise event.error()
             if isinstance(event, MemberReturned) and event.role == "server":
@@ -581,8 +614,7 @@ class KVWorker:
         """Fail all that is pending, and whatever comes later."""
         if self._failure is None:
             self._failure = error
-        pending = [request for connection in self._servers for request in connection.outstanding.values()]
-        pending += [request for requests in self._held.values() for request in requests]
+        pending = self._pending()
         self._held.clear()
         for connection in self._servers:
             connection.outstanding.clear()
@@ -592,37 +624,29 @@ class KVWorker:
                 order.held.clear()
             self.over(request)
 
+    def _pending(self) -> list[ClientRequest]:
+        """Return all requests that are not answered: those that have left, and those that are held back."""
+        waiting = [each.outstanding.values() for each in self._servers]
+        return list(itertools.chain(*waiting, *self._held.values()))
+
     def _late(self, what: KVOperation | str, *, is_final: bool) -> DeadlineError:
         """Return the error of what did not happen in time; a final one has the operation's results go nowhere."""
         operation = what if isinstance(what, KVOperation) else None
-        words = operation.what if operation is not None else what
-        held = {one.server for some in self._held.values() for one in some if operation in {None, one.operation}}
-        owing = [
-            each
-            for each in self._servers
-            if not each.is_ready or self._owes(each, operation) or each.peer.number in held
-        ]
-        names = ", ".join(each.name for each in owing) or "servers"
+        late = [request for request in self._pending() if operation in {None, request.operation}]
+        owing = {request.server for request in late}
+        names = [each.name for each in self._servers if not each.is_ready or each.peer.number in owing]
         if is_final:
-            whose = "REIGEN_DEADLINE sets how long to wait"
+            limit = "REIGEN_DEADLINE sets how long to wait"
+        elif operation is None:
+            limit = "REIGEN_START_TIMEOUT sets how long to wait"
         else:
-            whose = (
-                "REIGEN_START_TIMEOUT sets how long to wait" if operation is None else "the caller's timeout is over"
-            )
-        error = DeadlineError(f"{words}: no answer from {names} in time ({whose})")
+            limit = "the caller's timeout is over"
+        words = what if operation is None else operation.what
+        error = DeadlineError(f"{words}: no answer from {', '.join(names) or 'servers'} in time ({limit})")
         if is_final and operation is not None:
-            for connection in owing:
-                for request in connection.outstanding.values():
-                    if request.operation is operation:
-                        request.forget()
-            for requests in self._held.values():
-                for request in requests if requests[0].operation is operation else ():
-                    request.forget()
+            for request in late:
+                request.forget()
             operation.fail(error)
             operation.is_reported = True  # by this error, which whoever waits gets
         self._leave_to_thread()
         return error
-
-    @staticmethod
-    def _owes(connection: ServerConnection, operation: KVOperation | None) -> bool:
-        return any(operation in {None, request.operation} for request in connection.outstanding.values())

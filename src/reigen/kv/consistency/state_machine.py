@@ -1,7 +1,12 @@
 """Engine that decides when pushes are applied, and pulls answered: synchronous, stale (SSP), asynchronous.
 
 One engine per shard, without I/O or clock: an event goes in (`handle`), instructions come out, in the order in which
-the server must carry them out. Its words stand in `reigen.kv.consistency.events`.
+the server must carry them out.
+
+A *token* is the server's own handle on one request of a worker: its connection, and for a push its body. It is any
+hashable object, a new one for each `PushReceived` and `PullRequested`, and ends with exactly one of `AcknowledgePush`,
+`RepeatAcknowledgement`, `AnswerPull`, `FailRequest` and `DropRequest`. The body of a push is used by one `CombineRound`
+or `ApplyPush` before that, or not at all.
 
 The protocol
 ------------
@@ -53,39 +58,170 @@ therefore needs the state of that moment: take `state` when `handle` returns, an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from enum import Enum
 
 import msgspec
 
 from reigen.cluster.membership.members import LossPolicy
-from reigen.kv.consistency.events import (
-    AcknowledgePush,
-    AnswerPull,
-    ApplyPush,
-    CombineRound,
-    ConsistencyEvent,
-    ConsistencyInstructions,
-    DropRequest,
-    FailRequest,
-    PullRequested,
-    PushReceived,
-    RepeatAcknowledgement,
-    RequestExpired,
-    RequestToken,
-    RoundRecovered,
-    RoundsForgotten,
-    WorkerDisconnected,
-    WorkerLeft,
-    WorkerLost,
-    WorkerReappeared,
-    WorkerResumed,
-    WorkerReturned,
-)
 
 #: Rounds that a worker may be ahead of what has been applied for it.
 MAX_ROUNDS_AHEAD = 64
 _RESTARTED = "the server was restarted; it waits to hear from"
+
+
+RequestToken = Hashable
+
+
+class _OfWorker(msgspec.Struct, frozen=True):
+    worker: int
+
+
+class _OfRequest(_OfWorker, frozen=True):
+    round: int
+    token: RequestToken
+
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+class PushReceived(_OfRequest, frozen=True):
+    """Contribution of a worker; ``round`` is the worker's own count of pushes of the shard, from 1."""
+
+
+class PullRequested(_OfRequest, frozen=True):
+    """Request of a worker for the shard's value; ``round`` is how often it has pushed the shard before."""
+
+
+class WorkerLeft(_OfWorker, frozen=True):
+    """End of a worker that has no more data; its pushes before count. It may still pull."""
+
+
+class WorkerDisconnected(_OfWorker, frozen=True):
+    """End of a worker's connection. It may make another, and asks again then for missing answers."""
+
+
+class WorkerLost(_OfWorker, frozen=True):
+    """End of a worker that the scheduler has given up."""
+
+    policy: LossPolicy
+
+
+class WorkerReappeared(_OfWorker, frozen=True):
+    """Return of a lost worker, which was silent, and is the same process as before."""
+
+
+class WorkerReturned(_OfWorker, frozen=True):
+    """Question of a worker where to go on: of another process in place of a lost one, or of one that had left."""
+
+
+class WorkerResumed(_OfWorker, frozen=True):
+    """Message of a worker that has connected again, to a server that may have been restarted.
+
+    ``round`` is the last push of the shard that was acknowledged to it: it sends those that come after it again.
+    """
+
+    round: int
+
+
+class RequestExpired(msgspec.Struct, frozen=True):
+    """End of a request's deadline."""
+
+    token: RequestToken
+
+
+ConsistencyEvent = (
+    PushReceived | PullRequested | WorkerLeft | WorkerDisconnected | WorkerLost | WorkerReappeared | WorkerReturned
+    | WorkerResumed | RequestExpired
+)  # fmt: skip
+
+# -- instructions -----------------------------------------------------------------------------------------------------
+
+
+class CombineRound(msgspec.Struct, frozen=True):
+    """Add up a round, update the value by it, and free the bodies.
+
+    Attributes:
+        workers: those that have contributed, ascending.
+        tokens: their contributions, to be added in this order.
+        scale: factor of the sum; not 1 only where workers that were lost are made up for.
+    """
+
+    round: int
+    workers: tuple[int, ...]
+    tokens: tuple[RequestToken, ...]
+    scale: float
+
+
+class ApplyPush(_OfRequest, frozen=True):
+    """Update the value by one contribution, and free its body."""
+
+
+class AcknowledgePush(_OfRequest, frozen=True):
+    """Tell the worker that its push has been applied."""
+
+
+class RepeatAcknowledgement(_OfRequest, frozen=True):
+    """Free the body of a push that has been applied before, and tell the worker so again."""
+
+
+class AnswerPull(_OfWorker, frozen=True):
+    """Send the value as it is after all instructions before this one."""
+
+    token: RequestToken
+
+
+class FailRequest(msgspec.Struct, frozen=True):
+    """Answer with an error; if it was a push, its body is not used.
+
+    Attributes:
+        reason: in words, without the names of the key and of hosts.
+        workers: who is at fault.
+        late: a deadline is over. Otherwise somebody was lost or, with no ``workers``, the request makes no sense.
+    """
+
+    token: RequestToken
+    reason: str
+    workers: tuple[int, ...] = ()
+    late: bool = False
+
+
+class DropRequest(msgspec.Struct, frozen=True):
+    """Forget a request without a waiting worker, and its body if it still has one."""
+
+    token: RequestToken
+
+
+class RoundRecovered(_OfWorker, frozen=True):
+    """Answer `WorkerReturned` and `WorkerResumed`: so many rounds of the worker are over.
+
+    The next push of a worker that does not know its number is ``round + 1``. One that waits for the acknowledgement of
+    an earlier one sends it again.
+    """
+
+    round: int
+
+
+class RoundsForgotten(msgspec.Struct, frozen=True):
+    """Report updates that were acknowledged and are in no snapshot: the restarted server goes on without them.
+
+    Attributes:
+        first, last: rounds.
+        worker: whose, or None where they are of all.
+    """
+
+    first: int
+    last: int
+    worker: int | None
+
+
+ConsistencyInstruction = (
+    CombineRound | ApplyPush | AcknowledgePush | RepeatAcknowledgement | AnswerPull | FailRequest | DropRequest
+    | RoundRecovered | RoundsForgotten
+)  # fmt: skip
+ConsistencyInstructions = list[ConsistencyInstruction]
+
+# -- the engine -------------------------------------------------------------------------------------------------------
 
 
 class WorkerPresence(Enum):
@@ -135,7 +271,7 @@ class ConsistencyEngine:
     """Rounds of one shard.
 
     Args:
-        num_workers: how many there are; they are numbered from 0.
+        num_workers: they are numbered from 0.
         staleness: 0 is synchronous, `math.inf` asynchronous; see (B) to (D).
 
     Attributes:
@@ -255,15 +391,11 @@ class ConsistencyEngine:
             return [RepeatAcknowledgement(worker, round, token)]
         held = self._held[worker]
         if not 1 <= round <= self._done[worker] + MAX_ROUNDS_AHEAD:
-            return [
-                FailRequest(token, f"worker {worker} pushed round {round}, but is in round {self._done[worker] + 1}")
-            ]
+            reason = f"worker {worker} pushed round {round}, but is in round {self._done[worker] + 1}"
+            return [FailRequest(token, reason)]
         if self._presence[worker] is WorkerPresence.LEFT and round not in held:
-            return [
-                FailRequest(
-                    token, f"worker {worker} has left after round {self._done[worker]}; it must return to push again"
-                )
-            ]
+            reason = f"worker {worker} has left after round {self._done[worker]}; it must return to push again"
+            return [FailRequest(token, reason)]
         instructions: ConsistencyInstructions = []
         if round in held:
             self._orphans.discard(held[round])
@@ -285,9 +417,8 @@ class ConsistencyEngine:
         if self._failure is not None:
             return FailRequest(token, *self._failure)
         if self._presence[worker] in (WorkerPresence.MISSED, WorkerPresence.AWAITED):
-            return FailRequest(
-                token, f"worker {worker} was given up as lost; it must return before it goes on", (worker,)
-            )
+            reason = f"worker {worker} was given up as lost; it must return before it goes on"
+            return FailRequest(token, reason, (worker,))
         return None
 
     def _leave(self, worker: int) -> ConsistencyInstructions:
@@ -325,11 +456,10 @@ class ConsistencyEngine:
             return []
         reason = f"worker {worker} was lost in round {self._done[worker] + 1}"
         self._failure = (reason, (worker,))
-        tokens = [token for held in self._held for token in held.values()]
+        tokens = [token for held in self._held for token in held.values()] + [pull.token for pull in self._pulls]
         instructions: ConsistencyInstructions = [
             DropRequest(token) if token in self._orphans else FailRequest(token, reason, (worker,)) for token in tokens
         ]
-        instructions += [FailRequest(pull.token, reason, (worker,)) for pull in self._pulls]
         for held in self._held:
             held.clear()
         self._pulls.clear()
@@ -360,9 +490,8 @@ class ConsistencyEngine:
     def _skip(self, worker: int, over: int) -> ConsistencyInstructions:
         """Count rounds up to ``over`` as over for a worker that comes back; its pushes for them count (G)."""
         instructions: ConsistencyInstructions = []
-        for round in sorted(self._held[worker]):
-            if round <= over:
-                instructions += self._apply(worker, round)
+        for round in sorted(each for each in self._held[worker] if each <= over):
+            instructions += self._apply(worker, round)
         self._done[worker] = max(self._done[worker], over)
         return instructions
 
@@ -374,9 +503,8 @@ class ConsistencyEngine:
             instructions.append(RoundsForgotten(self._done[worker] + 1, round, None if together else worker))
             for each in range(self.num_workers) if together else (worker,):
                 self._done[each] = round
-                for over in sorted(self._held[each]):
-                    if over <= round:
-                        instructions.append(self._end(each, over, repeated=True))
+                ended = sorted(over for over in self._held[each] if over <= round)
+                instructions += [self._end(each, over, repeated=True) for over in ended]
         self._away.discard(worker)
         if worker in self._remembered:
             self._remembered.discard(worker)
@@ -427,10 +555,8 @@ class ConsistencyEngine:
         workers = tuple([worker for worker, held in enumerate(self._held) if round in held])
         lost = 0
         if len(workers) < self.num_workers:
-            lost = sum(
-                presence is WorkerPresence.MISSED and worker not in workers
-                for worker, presence in enumerate(self._presence)
-            )
+            missed = {worker for worker, one in enumerate(self._presence) if one is WorkerPresence.MISSED}
+            lost = len(missed.difference(workers))
         tokens = tuple([self._held[worker][round] for worker in workers])
         scale = (len(workers) + lost) / len(workers)
         self._done = [round] * self.num_workers
@@ -512,10 +638,10 @@ class ConsistencyEngine:
 
     def _named(self, workers: Iterable[int], what: str) -> tuple[tuple[int, ...], str]:
         ordered = tuple(sorted(workers))
-        awaited = [worker for worker in ordered if self._presence[worker] is WorkerPresence.AWAITED]
-        reason = f"{what} worker(s) {_format_workers(ordered)}"
+        awaited = [str(worker) for worker in ordered if self._presence[worker] is WorkerPresence.AWAITED]
+        reason = f"{what} worker(s) {', '.join(map(str, ordered))}"
         if awaited:
-            reason += f"; worker(s) {_format_workers(awaited)} were lost, and nobody has come in their place"
+            reason += f"; worker(s) {', '.join(awaited)} were lost, and nobody has come in their place"
         return ordered, reason
 
     def validate(self) -> None:
@@ -537,7 +663,3 @@ class ConsistencyEngine:
         lost = {WorkerPresence.MISSED, WorkerPresence.AWAITED}
         assert not any(self._presence[pull.worker] in lost or self._may_read(pull) for pull in self._pulls)
         assert all(wait.workers for wait in self.waits()), "whatever waits, waits for somebody"
-
-
-def _format_workers(workers: Iterable[int]) -> str:
-    return ", ".join(map(str, workers))

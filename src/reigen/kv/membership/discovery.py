@@ -37,9 +37,6 @@ _log = logging.getLogger(__name__)
 class SchedulerLocator:
     """Locator of the job's scheduler for one process.
 
-    Args:
-        settings: what the process is.
-
     Raises:
         ConfigError: the scheduler is on another host, and there is no secret.
     """
@@ -68,7 +65,7 @@ class SchedulerLocator:
         hosts = _resolve(host) or [host]  # whoever connects to the name is told that it means nothing
         if is_local_address(host):  # its name may mean a loopback address here, and another one to everybody else
             with suppress(ConfigError):
-                hosts.append(_bind_host(settings))
+                hosts.append(scheduler_host(settings))
         return [ServiceEndpoint(join_address(one, port), settings.secret) for one in dict.fromkeys(hosts)]
 
     def keep(self, secret: bytes) -> None:
@@ -96,23 +93,12 @@ def choose_listen_host(settings: ProcessConfig) -> tuple[str, str]:
 
 def expand_interfaces(names: Sequence[str]) -> tuple[str, ...]:
     """Names of interfaces; one that there is not stands for those that begin with it, as DMLC_INTERFACE does."""
-    if not names:
-        return ()
-    there = local_addresses()
+    there = local_addresses() if names else {}
     return tuple(
         full
         for name in names
         for full in ([name] if name in there else sorted(one for one in there if one.startswith(name)) or [name])
     )
-
-
-def scheduler_address(settings: ProcessConfig) -> tuple[str, int]:
-    """Return the address at which the scheduler listens.
-
-    Raises:
-        ConfigError: not on this host, as it seems.
-    """
-    return _bind_host(settings), settings.scheduler[1]
 
 
 def scheduler_secret(settings: ProcessConfig) -> tuple[bytes, bool]:
@@ -161,8 +147,12 @@ def publish_scheduler(settings: ProcessConfig, pointer: ServiceEndpoint, until: 
         time.sleep(0.05)
 
 
-def _bind_host(settings: ProcessConfig) -> str:
-    """Return the address on which the scheduler of DMLC_PS_ROOT_URI listens."""
+def scheduler_host(settings: ProcessConfig) -> str:
+    """Return the address on which the scheduler of DMLC_PS_ROOT_URI listens.
+
+    Raises:
+        ConfigError: not on this host, as it seems.
+    """
     host, _ = settings.scheduler
     if settings.role == "scheduler" and settings.node_host is not None:
         return _local_address(settings.node_host, "DMLC_NODE_HOST")

@@ -35,10 +35,8 @@ class ProcessConfig:
     """Configuration of a process in a job with parameter servers.
 
     Attributes:
-        role: what it is.
         number: which one, None where nobody said: then in the order of arrival.
-        num_workers: how many workers the job has.
-        num_servers: how many servers.
+        num_workers, num_servers: how many the job has.
         scheduler: host (name or address) and port.
         secret: the job's 32 bytes; None: the scheduler hands one over on its host. Not shown in ``repr``.
         node_host: name or address by which this host wants to be found (DMLC_NODE_HOST), None for none in particular.
@@ -80,25 +78,18 @@ class ProcessConfig:
 def read_process_config(environ: Mapping[str, str], config: Config, role: KVRole | None = None) -> ProcessConfig:
     """Read the configuration of this process from the environment.
 
-    Args:
-        environ: environment variables.
-        config: the knobs, from the same environment.
-        role: what it is in any case (`reigen server`), whatever the environment says.
+    ``config`` are the knobs, from the same environment; ``role`` is what it is in any case (`reigen server`).
 
     Raises:
         ConfigError: nothing tells of servers; or what does is incomplete or makes no sense: all problems are listed.
     """
-    if any(environ.get(name) for name in _VARIABLES):
-        return _parse_environment(environ, config, role)
-    raise ConfigError(
-        "a store of type dist_* needs servers, and nothing tells of any. Start the job with them: `reigen run -np 4 -s "
-        "2 COMMAND`; or by hand: `reigen scheduler`, `reigen server` and the workers, with "
-        f"{', '.join(_VARIABLES[1:])} set for all of them and DMLC_ROLE for the workers (docs/kv.md). Without servers "
-        "there are the types local, device and ring"
-    )
-
-
-def _parse_environment(environ: Mapping[str, str], config: Config, role: KVRole | None) -> ProcessConfig:
+    if not any(environ.get(name) for name in _VARIABLES):
+        raise ConfigError(
+            "a store of type dist_* needs servers, and nothing tells of any. Start the job with them: `reigen run -np "
+            "4 -s 2 COMMAND`; or by hand: `reigen scheduler`, `reigen server` and the workers, with "
+            f"{', '.join(_VARIABLES[1:])} set for all of them and DMLC_ROLE for the workers (docs/kv.md). Without "
+            "servers there are the types local, device and ring"
+        )
     problems: list[str] = []
     role = role or _parse_role(environ, problems)
     host = environ.get("DMLC_PS_ROOT_URI", "").removeprefix("[").removesuffix("]")
@@ -115,6 +106,9 @@ def _parse_environment(environ: Mapping[str, str], config: Config, role: KVRole 
     if problems:
         raise ConfigError("the variables that say what a process is are not in order:\n  " + "\n  ".join(problems))
     given = JobCredentials.of(environ).secret
+    job = 0
+    if given is not None and RENDEZVOUS_VARIABLE in environ:
+        job = 1 + int.from_bytes(derive_job_secret(given, f"number of kv {port}")[:7], "big")
     return ProcessConfig(
         role,
         which,
@@ -125,14 +119,10 @@ def _parse_environment(environ: Mapping[str, str], config: Config, role: KVRole 
         environ.get("DMLC_NODE_HOST", "").removeprefix("[").removesuffix("]") or None,
         f"DMLC_ROLE is {role}" + (f", {origin} is {number}" if which is not None else ""),
         config,
-        0 if given is None or RENDEZVOUS_VARIABLE not in environ else _job_number(given, port),
+        job,
         environ.get("DMLC_NUM_ATTEMPT", "0") not in {"", "0"},
         bool(environ.get(PORT_IS_HELD_VARIABLE)),
     )
-
-
-def _job_number(secret: bytes, port: int) -> int:
-    return 1 + int.from_bytes(derive_job_secret(secret, f"number of kv {port}")[:7], "big")
 
 
 def _task_number(

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from reigen.cluster.bootstrap.local import LocalBootstrapServer, ServiceEndpoint
 from reigen.cluster.membership.control_service import ControlService
-from reigen.cluster.membership.members import JobSpec, LossPolicy, parameter_server_job
+from reigen.cluster.membership.members import LossPolicy, parameter_server_job
 from reigen.cluster.membership.messages import (
     JobEnded,
     MemberLeft,
@@ -47,8 +47,7 @@ class Scheduler(ControlService):
 
     Args:
         settings: of the job, with the role ``scheduler``.
-        left_fd: a descriptor to which the numbers of workers that leave in good order are written, a line each; -1:
-            none.
+        left_fd: to which the numbers of workers that leave in good order are written, a line each; -1: nowhere.
 
     Raises:
         ConfigError: it cannot listen where the nodes will look for it: this is not that host, or the port is taken.
@@ -62,11 +61,22 @@ class Scheduler(ControlService):
         if patience:
             _log.info("processes that know the job may come first, for up to %g s: %s", patience, why)
         job, known_first_until = settings.job or 1 + secrets.randbits(62), time.monotonic() + patience
-        self._table = MembershipTable(_job_spec(settings), job, known_first_until)
+        beats = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
+        spec = parameter_server_job(
+            settings.num_workers,
+            settings.num_servers,
+            policy=LossPolicy(config.kv_on_worker_loss),
+            servers_return=config.kv_snapshot_dir is not None,
+            heartbeat_timeout_seconds=beats or math.inf,
+            return_seconds=config.start_timeout_seconds,
+            start_seconds=config.start_timeout_seconds,
+            deadline_seconds=config.deadline_seconds,
+        )
+        self._table = MembershipTable(spec, job, known_first_until)
         #: whether somebody has come; and when to look who has not
         self._has_begun = False
         self._alarm: float | None = time.monotonic() + config.deadline_seconds
-        address = discovery.scheduler_address(settings)
+        address = discovery.scheduler_host(settings), settings.scheduler[1]
         try:
             super().__init__(
                 secret,
@@ -87,13 +97,8 @@ class Scheduler(ControlService):
         except BaseException:
             super().close()
             raise
-        _log.info(
-            "scheduler of %d worker(s) and %d server(s) at %s: %s",
-            settings.num_workers,
-            settings.num_servers,
-            self.address,
-            settings.reason,
-        )
+        _log.info("scheduler of %d worker(s) and %d server(s) at %s: %s", settings.num_workers, settings.num_servers,
+                  self.address, settings.reason)  # fmt: skip
 
     def serve(self) -> int:
         """Serve until the job is over; returns the exit code: 0 if all workers left in good order."""
@@ -131,7 +136,6 @@ class Scheduler(ControlService):
         super().close()
 
     def on_register(self, message: RegisterMember) -> None:
-        """Log it."""
         if not self._has_begun:
             self._alarm = time.monotonic() + self._settings.config.start_timeout_seconds
         self._has_begun = True
@@ -149,31 +153,26 @@ class Scheduler(ControlService):
                 _log.log(logging.WARNING if isinstance(event, MemberLost) else logging.INFO, "%s", event)
 
     def on_refusal(self, reason: str) -> None:
-        """Log it."""
         _log.warning("a process was refused: %s", reason)
 
 
 def _explain_port(settings: ProcessConfig, address: str, error: OSError) -> str:
-    problem = os.strerror(error.errno) if error.errno else str(error)
     if settings.port_is_held:
-        return (
-            f"the scheduler cannot listen at {address}: {problem}. The launcher holds this port for "
-            f"processes of its own user; this one is of user {os.geteuid()}"
+        hint = f"The launcher holds this port for processes of its own user; this one is of user {os.geteuid()}"
+    else:
+        hint = (
+            "Is another job's scheduler, or another program, there? DMLC_PS_ROOT_PORT, the same for all processes of a "
+            "job, names another port"
         )
-    return (
-        f"the scheduler cannot listen at {address}: {problem}. Is another job's scheduler, "
-        "or another program, there? DMLC_PS_ROOT_PORT, the same for all processes of a job, names another port"
-    )
+    problem = os.strerror(error.errno) if error.errno else str(error)
+    return f"the scheduler cannot listen at {address}: {problem}. {hint}"
 
 
 def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool) -> tuple[float, str]:
     """Return how long unknown processes wait for those that know the job (`cluster.membership.table`, step H), and why.
 
-    Where a job could not survive the loss of its scheduler and another process, nobody waits.
-
-    Args:
-        settings: of the scheduler.
-        follows: one of the job's processes has kept its secret for this scheduler.
+    Where a job could not survive the loss of its scheduler and another process, nobody waits. ``follows``: one of the
+    job's processes has kept its secret for this scheduler.
     """
     config = settings.config
     # half of what a node waits for its place at most
@@ -187,27 +186,3 @@ def recovery_wait_seconds(settings: ProcessConfig, *, follows: bool) -> tuple[fl
     if config.kv_snapshot_dir is not None or config.kv_on_worker_loss == LossPolicy.WAIT.value:
         return seconds, "this may not be the job's first scheduler, and processes of the job may be replaced"
     return 0.0, "processes of this job cannot be replaced"
-
-
-def _job_spec(settings: ProcessConfig) -> JobSpec:
-    config = settings.config
-    beats = config.kv_heartbeat_seconds and config.kv_heartbeat_timeout_seconds
-    return parameter_server_job(
-        settings.num_workers,
-        settings.num_servers,
-        policy=LossPolicy(config.kv_on_worker_loss),
-        servers_return=config.kv_snapshot_dir is not None,
-        heartbeat_timeout_seconds=beats or math.inf,
-        return_seconds=config.start_timeout_seconds,
-        start_seconds=config.start_timeout_seconds,
-        deadline_seconds=config.deadline_seconds,
-    )
-
-
-def run_scheduler(settings: ProcessConfig, left_fd: int = -1) -> int:
-    """Be the scheduler of a job; returns the exit code. Arguments and errors as of `Scheduler`."""
-    scheduler = Scheduler(settings, left_fd)
-    try:
-        return scheduler.serve()
-    finally:
-        scheduler.close()

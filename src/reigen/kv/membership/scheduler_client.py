@@ -1,5 +1,8 @@
 """Membership of a worker or a server: its connection to the scheduler, kept by a small thread.
 
+A job has one scheduler, which knows who is there and carries no data, servers, and workers. Workers connect to the
+servers; servers do not connect to each other, nor workers.
+
 The thread registers, tells now and then that the process runs, takes in news, and connects again when the scheduler has
 gone: that one may have been started anew, and learns from its nodes who is in the job. For how long it tries is
 REIGEN_PEER_TIMEOUT. `cluster.membership.messages` states the protocol.
@@ -17,27 +20,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from reigen.cluster.host_discovery import host_identity
-from reigen.cluster.membership.messages import (
-    MAX_MESSAGE_BYTES,
-    MEMBER_CODEC,
-    MEMBERSHIP_REPLY_CODEC,
-    EnterBarrier,
-    LeaveJob,
-    MemberAssigned,
-    MemberHeartbeat,
-    MemberMessage,
-    MemberRole,
-    MembershipEvent,
-    RegisterMember,
-    SavedJob,
-    ServerInfo,
-    StatusQuery,
-    StatusReply,
-    format_members,
-)
+from reigen.cluster.membership import messages
 from reigen.cluster.membership.rendezvous import split_address
 from reigen.cluster.membership.view import BarrierEntry, JobView
 from reigen.errors import AuthenticationError, CollectiveError, DeadlineError, PeerLostError, ReigenError, WireError
@@ -49,7 +36,7 @@ from reigen.net.event_loop import EventLoop, wait_ready
 from reigen.net.fork_safety import close_in_children
 
 _log = logging.getLogger(__name__)
-SavedJobFinder = Callable[[bytes], tuple[SavedJob, ...]]
+SavedJobFinder = Callable[[bytes], tuple[messages.SavedJob, ...]]
 
 _AGAIN_SECONDS = 0.1
 #: One attempt to reach the scheduler may take that long.
@@ -65,21 +52,92 @@ _TOLERANCE_SECONDS = 1.0
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 2.0
 
 
-class SchedulerClient:
-    """Membership by a connection to the scheduler, made by `join`; implements `JobMembership`."""
+class EventFeed:
+    """Events of a job for one of those who hear of them.
 
-    def __init__(self, settings: ProcessConfig, address: str, deadline: float, find_saved: SavedJobFinder) -> None:
+    Args:
+        lock: guards this and all other feeds.
+    """
+
+    def __init__(self, lock: AbstractContextManager[object]) -> None:
+        self._lock = lock
+        self._events: list[messages.MembershipEvent] = []
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, events: Sequence[messages.MembershipEvent]) -> None:
+        """Add events; by whoever holds the lock."""
+        if events:
+            self._events += events
+            os.eventfd_write(self._bell, 1)
+
+    def take(self) -> list[messages.MembershipEvent]:
+        """Return the events since the last call. Does not wait."""
+        with self._lock:
+            with contextlib.suppress(OSError):  # nothing was written, or it is closed
+                os.eventfd_read(self._bell)
+            events, self._events = self._events, []
+            return events
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable while there are events; -1 after `close`."""
+        return self._bell
+
+    def close(self) -> None:
+        """Hear of nothing any more. May be called twice."""
+        with self._lock:
+            self.close_descriptors()
+
+    def close_descriptors(self) -> None:
+        if self._bell >= 0:
+            os.close(self._bell)
+            self._bell = -1
+
+
+class SchedulerClient:
+    """Membership of a worker or a server in its job, which has given it its number. Any thread may use it.
+
+    Args:
+        settings: what this process is.
+        address: where a server listens for workers, ``host:port``; empty for a worker.
+        deadline: for joining, on the clock of ``time.monotonic()``.
+        find_saved: given the job's secret, returns the jobs of which this server finds snapshots on its disk.
+
+    Raises:
+        ConfigError: the scheduler refuses: another process has this number, or the job has other numbers of workers and
+            servers; or there is no secret for a job of several hosts.
+        AuthenticationError: the scheduler has another secret.
+        DeadlineError: there was no scheduler by the deadline.
+
+    Attributes:
+        role: ``worker`` or ``server``.
+        number: which one: a worker's rank, a server's number.
+        job: its number, not 0: the same for all schedulers that it has.
+        is_recovery: this process takes the place of one that was lost.
+        num_workers, num_servers: how many the job was started with.
+        incarnation: of this process, never 0.
+        secret: the job's 32 bytes.
+        tls: encrypts all connections; None: nothing is encrypted.
+        host: what people call this machine.
+    """
+
+    def __init__(
+        self,
+        settings: ProcessConfig,
+        address: str,
+        deadline: float,
+        find_saved: SavedJobFinder = lambda secret: (),
+    ) -> None:
         config = settings.config
         self._find_saved = find_saved
-        self.role: MemberRole = "server" if settings.role == "server" else "worker"
+        self.role: messages.MemberRole = "server" if settings.role == "server" else "worker"
         self.num_workers, self.num_servers = settings.num_workers, settings.num_servers
         self.incarnation = 1 + secrets.randbits(62)
         self.secret = b""
         self.tls = settings.create_tls_context()
         self.host = host_identity(config.host_id or "")[1]
         self.number, self.job, self.is_recovery = -1 if settings.number is None else settings.number, 0, False
-        counts: dict[MemberRole, int] = {"worker": settings.num_workers, "server": settings.num_servers}
-        me = RegisterMember(
+        counts: dict[messages.MemberRole, int] = {"worker": settings.num_workers, "server": settings.num_servers}
+        me = messages.RegisterMember(
             self.role, self.number, self.host, self.incarnation, counts, address, is_restart=settings.is_restart
         )
         self._view = JobView(me, is_loss_fatal=config.kv_on_worker_loss == "abort")
@@ -90,8 +148,8 @@ class SchedulerClient:
         self._is_closing = False
         #: when this process goes though no scheduler has heard that it leaves
         self._gone_at = math.inf
-        self._outbox: deque[MemberMessage] = deque()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._outbox: deque[messages.MemberMessage] = deque()
+        self._feeds: list[EventFeed] = []
         self._loop = EventLoop()
         self._connection: Connection | None = None
         #: the scheduler has answered the registration on this connection
@@ -100,45 +158,29 @@ class SchedulerClient:
         self._num_heard = 0
         self._thread = threading.Thread(target=self._run, name="reigen-kv-member", daemon=True)
         close_in_children(self)
+        self._thread.start()
+        try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
 
-    @classmethod
-    def join(
-        cls,
-        settings: ProcessConfig,
-        listener_address: str | None,
-        deadline: float,
-        find_saved: SavedJobFinder = lambda secret: (),
-    ) -> SchedulerClient:
-        """Become a worker or a server of the job; returns once the scheduler has given it its number.
+    def _join(self) -> None:
+        """Wait until the scheduler has given this process its number."""
+        view = self._view
+        with self._changed:
+            self._await(lambda: view.is_assigned, self._deadline + _TOLERANCE_SECONDS)
+            if not view.is_assigned:
+                raise view.failure or self._too_late("it takes no part in the conversation")
+            self.number, self.job, self.is_recovery = view.number, view.job, view.is_recovery
 
-        Args:
-            settings: what this process is.
-            listener_address: where a server listens for workers, ``host:port``; None for a worker.
-            deadline: on the clock of ``time.monotonic()``.
-            find_saved: given the job's secret, returns the jobs of which this server finds snapshots on its disk.
+    def servers(self, deadline: float) -> Sequence[messages.ServerInfo]:
+        """Return all servers by number, as they are to be found now; waits until all have come for the first time.
 
         Raises:
-            ConfigError: the scheduler refuses: another process has this number, or the job has other numbers of workers
-                and servers; or there is no secret for a job of several hosts.
-            AuthenticationError: the scheduler has another secret.
-            DeadlineError: there was no scheduler by the deadline.
+            DeadlineError: not all came by the deadline, on the clock of ``time.monotonic()``; names them.
+            PeerLostError: the job is over, or the scheduler has gone.
         """
-        member = cls(settings, listener_address or "", deadline, find_saved)
-        view = member._view
-        member._thread.start()
-        try:
-            with member._changed:
-                member._await(lambda: view.is_assigned, deadline + _TOLERANCE_SECONDS)
-                if not view.is_assigned:
-                    raise view.failure or member._too_late("it takes no part in the conversation")
-                member.number, member.job, member.is_recovery = view.number, view.job, view.is_recovery
-        except BaseException:
-            member.close()
-            raise
-        return member
-
-    def servers(self, deadline: float) -> Sequence[ServerInfo]:
-        """Return all servers by number, waited for."""
         with self._changed:
             servers = self._view.servers
             self._await(lambda: bool(servers), deadline)
@@ -153,7 +195,7 @@ class SchedulerClient:
         if missing is None:
             raise DeadlineError(f"{self._locator.words} does not say where the servers are, nor who is missing")
         raise DeadlineError(
-            f"{format_members(workers=missing.workers, servers=missing.servers) or 'nobody'} of "
+            f"{messages.format_members(workers=missing.workers, servers=missing.servers) or 'nobody'} of "
             f"{self.num_workers} worker(s) and {self.num_servers} server(s) did not start within "
             f"{self._config.start_timeout_seconds:g} s "
             "(REIGEN_START_TIMEOUT). Were they started, for the same scheduler, and with the same secret?",
@@ -161,11 +203,19 @@ class SchedulerClient:
         )
 
     def barrier(self, name: str, deadline: float) -> None:
-        """Wait for all workers."""
+        """Wait until every worker that is still in the job has entered the barrier of this name as often as this one.
+
+        It ends alike for all: where one of them does not want to wait any more, nobody passes.
+
+        Raises:
+            DeadlineError: not all came by this worker's deadline, or another's; ``ranks`` are those. Or the scheduler
+                does not answer: only then others may have passed.
+            PeerLostError: a worker was lost (and the policy is not to go on without it), or the job is over.
+        """
         with self._changed:
             view = self._view
             entry = view.enter(name)
-            self._post(EnterBarrier(*entry))
+            self._post(messages.EnterBarrier(*entry))
             try:
                 if not self._is_over_at(entry, deadline):
                     self._post(view.give_up(entry))
@@ -178,27 +228,26 @@ class SchedulerClient:
                 f"barrier {name!r}: {self._locator.words} does not answer; whether others have passed it is not known"
             )
         if outcome.is_broken:
-            who = format_members(workers=outcome.missing) or "somebody"
+            who = messages.format_members(workers=outcome.missing) or "somebody"
             raise DeadlineError(
                 f"{who} did not come to barrier {name!r} in time: worker {outcome.worker} waited until its "
                 "REIGEN_DEADLINE, and nobody passes it any more",
                 ranks=outcome.missing,
             )
 
-    def events(self) -> list[MembershipEvent]:
-        """Return the events since the last call."""
+    def feed(self) -> EventFeed:
+        """Return a feed of the events from now on, with those before of which nobody has heard."""
         with self._changed:
-            with contextlib.suppress(OSError):  # nothing was written, or it is closed
-                os.eventfd_read(self._bell)
-            events, self._view.events = self._view.events, []
-            return events
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable while there are events."""
-        return self._bell
+            feed = EventFeed(self._changed)
+            self._feeds.append(feed)
+            self._ring()
+            return feed
 
     def num_dead_nodes(self, timeout: float) -> int:
-        """Count workers and servers that are lost, or silent."""
+        """Count workers and servers that are lost now, or were not heard of for ``timeout`` seconds.
+
+        Where the scheduler does not answer: those of whose loss was heard.
+        """
         with self._changed:
             view = self._view
             patience = min(_ANSWER_SECONDS, self._config.deadline_seconds)
@@ -206,14 +255,14 @@ class SchedulerClient:
             return len(view.lost) if answer is None else answer.num_silent
 
     def leave(self) -> None:
-        """Leave in good order."""
+        """Tell the others that this node goes in good order. The connection stays until `close`. Repeatable."""
         with self._changed:
             if not self._view.has_left:
                 self._view.has_left = True
-                self._post(LeaveJob())
+                self._post(messages.LeaveJob())
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection: without `leave` before it, this node is lost for the others. Repeatable."""
         with self._changed:
             if self._is_closing:
                 return
@@ -231,9 +280,8 @@ class SchedulerClient:
         self._loop.close()
         if self._connection is not None:
             self._connection.close()
-        if self._bell >= 0:
-            os.close(self._bell)
-            self._bell = -1
+        for feed in self._feeds:
+            feed.close_descriptors()
 
     # -- callers, who hold the lock -----------------------------------------------------------------------------------
 
@@ -252,11 +300,11 @@ class SchedulerClient:
         if failure is not None or self._is_closing:
             raise PeerLostError(str(failure or f"this process, {self._view.name}, has left the job"))
 
-    def _ask_status(self, seconds: float, patience_seconds: float) -> StatusReply | None:
+    def _ask_status(self, seconds: float, patience_seconds: float) -> messages.StatusReply | None:
         """Return the scheduler's answer, if it comes within that time."""
         answers = self._view.status
         answers.pop(seconds, None)
-        self._post(StatusQuery(seconds))
+        self._post(messages.StatusQuery(seconds))
         self._await(lambda: seconds in answers, time.monotonic() + patience_seconds)
         return answers.pop(seconds, None)
 
@@ -272,7 +320,7 @@ class SchedulerClient:
             raise PeerLostError(f"barrier {entry[0]!r}: {loss}", ranks=ranks)
         return False
 
-    def _post(self, message: MemberMessage) -> None:
+    def _post(self, message: messages.MemberMessage) -> None:
         self._outbox.append(message)
         self._loop.wake()
 
@@ -358,7 +406,7 @@ class SchedulerClient:
             limit = time.monotonic() + _TRY_SECONDS
             try:
                 address = split_address(pointer.address)
-                connection = open_connection(address, pointer.secret, me, MAX_MESSAGE_BYTES, limit, self.tls)
+                connection = open_connection(address, pointer.secret, me, messages.MAX_MESSAGE_BYTES, limit, self.tls)
             except OSError as error:
                 problem = f"{pointer.address}: {error.strerror or error}"
                 continue
@@ -374,12 +422,12 @@ class SchedulerClient:
         saved = () if self._view.is_assigned else self._find_saved(self.secret)
         with self._changed:
             self._outbox.clear()
-            connection.post(MEMBER_CODEC.encode(self._view.registration(saved)))
+            connection.post(messages.MEMBER_CODEC.encode(self._view.registration(saved)))
         beat, self._is_placed = self._config.kv_heartbeat_seconds, False
         due = time.monotonic() if beat else math.inf
         while not self._is_over:
             if self._is_placed and time.monotonic() >= due:
-                connection.post(MEMBER_CODEC.encode(MemberHeartbeat()))
+                connection.post(messages.MEMBER_CODEC.encode(messages.MemberHeartbeat()))
                 due = time.monotonic() + beat
             flush = None if self._send_outbox(connection) else partial(_flush, connection)
             self._loop.watch(connection, partial(self._read, connection), flush)
@@ -396,25 +444,27 @@ class SchedulerClient:
             self._locator.keep(self.secret)
             with self._changed:
                 while self._outbox:
-                    connection.post(MEMBER_CODEC.encode(self._outbox.popleft()))
+                    connection.post(messages.MEMBER_CODEC.encode(self._outbox.popleft()))
         return _flush(connection)
 
     def _read(self, connection: Connection) -> None:
         """Take in what has come."""
         for payload in connection.read():
-            message = MEMBERSHIP_REPLY_CODEC.decode(payload)
+            message = messages.MEMBERSHIP_REPLY_CODEC.decode(payload)
             self._num_heard += 1
             with self._changed:
                 self._outbox.extendleft(reversed(self._view.take(message)))
-                self._is_placed |= isinstance(message, MemberAssigned)
+                self._is_placed |= isinstance(message, messages.MemberAssigned)
                 self._ring()
 
     def _ring(self) -> None:
-        """Wake the threads that wait for a change."""
+        """Wake the threads that wait for a change, and pass events on."""
         self._changed.notify_all()
-        if self._view.events:
-            with contextlib.suppress(OSError):
-                os.eventfd_write(self._bell, 1)
+        self._feeds = [feed for feed in self._feeds if feed.fileno() >= 0]
+        if self._feeds:
+            events, self._view.events = self._view.events, []
+            for feed in self._feeds:
+                feed.put(events)
 
 
 def _flush(connection: Connection) -> bool:

@@ -1,9 +1,8 @@
 """Batches on a server: small keys of one call come in one message, and are added up as one array where they can be.
 
-A message, a decision and an addition for each small key would cost many times what it takes to add them up. Workers
-that do the same push the same keys together, round after round. So where all shards of a batch are about to do nothing
-but their next round, all workers are there, and nothing else has come, the batch waits as a whole for those of the
-other workers. Then one addition serves all, and one piece of memory has all answers.
+Workers push the same keys together, round after round. Where all shards of a batch are about to do nothing but their
+next round, all workers are there, and nothing else has come, the batch waits as a whole for those of the other workers.
+Then one addition serves all, and one piece of memory has all answers.
 
 Whatever else happens to one of these shards (a push of this key alone, another choice of keys, a worker that is lost,
 leaves, or connects again, a deadline) splits the batches that wait: each key's request reaches its engine as if it had
@@ -141,12 +140,7 @@ class BatchHandler:
         self._layout_version = -1
 
     def take(self, request: WorkerRequest, body: NDArray[np.uint8]) -> None:
-        """Take in a batch; it is answered now or later.
-
-        Raises:
-            WireError: no worker of this version sends that.
-            ArgumentError: there is no such key.
-        """
+        """Take in a batch, which is answered now or later; raises WireError if no worker of this version sends that."""
         header = request.header
         num_keys = header.shard
         if header.flags & ~_OWN_FLAGS or not 1 <= num_keys <= MAX_BATCH_KEYS or len(body) < KEY_HEADER_BYTES * num_keys:

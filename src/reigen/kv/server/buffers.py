@@ -45,8 +45,9 @@ class ValueAllocator:
 
     def new(self, nbytes: int) -> ValueBuffer:
         """Return memory of ``nbytes`` bytes with undefined content."""
-        block = self.arena.allocate_if_possible(nbytes) if self.arena is not None and nbytes else None
-        return ValueBuffer(np.empty(nbytes, np.uint8) if block is None else block.array, block)
+        if self.arena is None or not nbytes:
+            return ValueBuffer(np.empty(nbytes, np.uint8))
+        return ValueBuffer(*self.arena.take(nbytes))
 
     def target(self, value: ValueBuffer) -> ValueBuffer:
         """Return memory for the next content of ``value``: its own, if it has no readers."""
@@ -115,8 +116,7 @@ class ReductionScratch:
         """Return what adds up so many arrays of a type, and multiplies with a factor."""
         if scale != 1.0:
             return BlockReducer(Reduction(dtype, ReduceOp.SUM, num_inputs, postscale=scale))
-        reducer = self._reducers.get((dtype.name, num_inputs))
-        if reducer is None:
-            reducer = BlockReducer(Reduction(dtype, ReduceOp.SUM, num_inputs))
-            self._reducers[dtype.name, num_inputs] = reducer
-        return reducer
+        known = self._reducers.get((dtype.name, num_inputs))
+        if known is None:
+            known = self._reducers[dtype.name, num_inputs] = BlockReducer(Reduction(dtype, ReduceOp.SUM, num_inputs))
+        return known

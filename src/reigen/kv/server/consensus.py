@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 from reigen.errors import CollectiveError, DeadlineError, MismatchError
 from reigen.kv.protocol import KeySpec, RemoteError, ShardRange
 from reigen.kv.server.requests import WorkerRequest
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.optim import Optimizer
-
-_Word = TypeVar("_Word", bound=Hashable)
 
 
 class ConsensusStore(Protocol):
@@ -34,36 +33,32 @@ class ConsensusStore(Protocol):
         """Return whether a shard that is here, of that key or of any, has been pushed."""
 
     def use(self, optimizer: Optimizer) -> None:
-        """Update stored values by an optimizer.
-
-        Raises:
-            ReigenError: it cannot do so.
-        """
+        """Update stored values by an optimizer; raises ReigenError if it cannot do so."""
 
 
 @dataclass
-class Consensus(Generic[_Word]):
-    """Word of all workers on one thing, gathered until all have spoken. Pure.
+class WorkerConsensus:
+    """Word of all workers on one thing, gathered until all have spoken, and their requests, which wait for it.
 
     Attributes:
         what: is decided, for errors.
         describe: a worker's word, for errors.
-        words: of the workers that have spoken since the last decision.
+        words: of the workers that have spoken since the last decision; they may do so again.
+        waiting: the requests, by worker.
+        withdrawn: workers that had spoken when somebody's deadline was over, and have not spoken again.
     """
 
     what: str
-    describe: Callable[[_Word], str] = str
-    words: dict[int, _Word] = field(default_factory=dict)
-
-    def say(self, worker: int, word: _Word) -> None:
-        """Take a worker's word; it may be said again."""
-        self.words[worker] = word
+    describe: Callable[[Any], str] = str
+    words: dict[int, Hashable] = field(default_factory=dict)
+    waiting: dict[int, WorkerRequest] = field(default_factory=dict)
+    withdrawn: set[int] = field(default_factory=set)
 
     def missing(self, expected: Collection[int]) -> tuple[int, ...]:
         """Return those of ``expected`` that have not spoken, ascending."""
         return tuple(sorted(set(expected) - set(self.words)))
 
-    def decide(self, expected: Collection[int]) -> tuple[_Word | None, CollectiveError | None]:
+    def decide(self, expected: Collection[int]) -> tuple[Any, CollectiveError | None]:
         """Return the word that all have said, or the error that all get, or neither while a worker is missing.
 
         After either all words are forgotten; after an error the workers can try again.
@@ -71,33 +66,18 @@ class Consensus(Generic[_Word]):
         if not self.words or self.missing(expected):
             return None, None
         words, self.words = self.words, {}
-        votes: dict[_Word, int] = {}
-        for worker in sorted(words):
-            votes[words[worker]] = votes.get(words[worker], 0) + 1
+        votes = Counter(words[worker] for worker in sorted(words))
         if len(votes) == 1:
             return next(iter(votes)), None
-        usual = max(votes, key=lambda word: votes[word])  # of the lowest worker, where there is no majority
+        usual, _ = votes.most_common(1)[0]  # of the lowest worker, where there is no majority
         odd = [worker for worker, word in words.items() if word != usual]
         details = {worker: self.describe(word) for worker, word in words.items()}
         return None, MismatchError(f"the workers do not agree on {self.what}", ranks=odd, details=details)
 
-
-@dataclass
-class WorkerConsensus(Consensus[Any]):
-    """`Consensus` of workers whose requests wait for it.
-
-    Attributes:
-        waiting: the requests, by worker.
-        withdrawn: workers that had spoken when somebody's deadline was over, and have not spoken again.
-    """
-
-    waiting: dict[int, WorkerRequest] = field(default_factory=dict)
-    withdrawn: set[int] = field(default_factory=set)
-
     def take(self, request: WorkerRequest, word: Any) -> None:
         """Take a worker's word, and have its request wait."""
         worker = request.connection.worker
-        self.say(worker, word)
+        self.words[worker] = word
         self.withdrawn.discard(worker)
         self.waiting[worker] = request
 

@@ -71,13 +71,9 @@ class ReceiveRate:
 
 
 def should_pause(held_bytes: int, others: Iterable[tuple[int, float]], *, waits: bool, now: float) -> tuple[bool, str]:
-    """Return whether a connection waits, and the reason.
+    """Return whether a connection waits, and the reason; ``waits``: it does already.
 
-    Args:
-        held_bytes: by the connection.
-        others: of the other connections of the store, the bytes that each holds, and when something came over it last.
-        waits: whether it waits already.
-        now: on the same clock.
+    ``others``: of the other connections of the store, the bytes that each holds, and when something came over it last.
     """
     busy = [held for held, heard_at in others if now - heard_at < SILENT_SECONDS]
     if not busy:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import msgspec
 
 from reigen.errors import ArgumentError, MismatchError, WireError
-from reigen.kv.keys import key_id
 from reigen.kv.protocol import (
     DECLARED_CODEC,
     DeclareKey,
@@ -23,7 +22,7 @@ from reigen.kv.protocol import (
 from reigen.kv.server.consensus import ConsensusStore, WorkerConsensus
 from reigen.kv.server.requests import WorkerRequest
 from reigen.kv.server.stalls import WaitingWorker
-from reigen.kv.values import DENSE, ROW_SPARSE
+from reigen.kv.values import DENSE, ROW_SPARSE, key_id
 from reigen.types import DTYPES
 
 #: More than any machine has memory for, and few enough to be counted in 64 bits as bytes.
@@ -59,11 +58,7 @@ class KeyDeclarations:
         self._known: dict[int, KeySpec] = {}
 
     def declare(self, request: WorkerRequest, declare: DeclareKey) -> None:
-        """Take in a DECLARE; it is answered now or later.
-
-        Raises:
-            ReigenError: for this worker alone.
-        """
+        """Take in a DECLARE, which is answered now or later; what it raises is for this worker alone."""
         key, spec = request.header.key, declare.spec
         if key_id(spec.name) != key:
             raise WireError(f"the key {spec.name!r} has another id than {key}")

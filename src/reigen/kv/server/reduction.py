@@ -45,14 +45,9 @@ def accumulation_dtype(dtype: DType) -> DType:
 
 
 class ShardSum:
-    """Adds up contributions to one shard. Not for two threads at once.
+    """Adds up contributions to one shard, of ``length`` elements. Not for two threads at once.
 
-    Args:
-        dtype: of the shard.
-        length: its number of elements.
-        parts: in rank order, at least one; none of rows.
-        scale: factor of the sum.
-        scratch: of this thread.
+    ``parts`` are in rank order, at least one, and none of rows; ``scale`` is a factor of the sum.
     """
 
     def __init__(
@@ -111,8 +106,7 @@ def sum_rows(
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """Return the rows that any worker has given, ascending, and their sums in the `accumulation_dtype`.
 
-    Returns:
-        Shapes (rows,) and (rows, row_length).
+    Their shapes are (rows,) and (rows, row_length).
     """
     numbers = [part.rows for part in parts if part.rows is not None]
     rows = np.unique(np.concatenate(numbers)) if numbers else np.empty(0, np.int64)

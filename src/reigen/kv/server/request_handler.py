@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ArgumentError, ReigenError, WireError
-from reigen.kv.consistency.events import RoundRecovered, WorkerResumed, WorkerReturned
+from reigen.kv.consistency.state_machine import RoundRecovered, WorkerResumed, WorkerReturned
 from reigen.kv.protocol import (
     COMMAND_CODEC,
     CONTROL_KINDS,
@@ -17,20 +17,17 @@ from reigen.kv.protocol import (
     DECLARE_CODEC,
     MAX_CONTROL_BYTES,
     PUSH_KINDS,
-    KeySpec,
     MessageFlag,
     MessageHeader,
     MessageKind,
-    ShardRange,
     pack_counts,
     unpack_counts,
 )
 from reigen.kv.server.batching import MAX_BATCH_BODY_BYTES, BatchHandler
 from reigen.kv.server.reduction import PushData
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest
-from reigen.kv.server.shard import AnswerDone, AnswerStates, RestoreStates, Shard
+from reigen.kv.server.shard import AnswerRequest, RestoreStates, Shard, shard_bytes
 from reigen.kv.server.store import ServerStore
-from reigen.types import dtype_named
 
 # As plain numbers: each request is compared with them, and enumerations are slow.
 _ENCODED, _BATCH, _UNKNOWN = map(int, (MessageFlag.ENCODED, MessageFlag.BATCH, MessageFlag.UNKNOWN))
@@ -63,11 +60,7 @@ class RequestHandler:
         }
 
     def place(self, header: MessageHeader) -> NDArray[np.uint8]:
-        """Return where the body of a request is to land.
-
-        Raises:
-            WireError: it has a length that no such request has.
-        """
+        """Return where the body of a request is to land; raises WireError if no such request is so long."""
         if header.kind in CONTROL_KINDS:
             return np.empty(header.body_bytes, np.uint8)
         shard = None if header.flags & _BATCH else self.store.shards.get((header.key, header.shard))
@@ -81,11 +74,7 @@ class RequestHandler:
         return self.store.context.buffers.take(header.body_bytes)
 
     def arrived(self, connection: WorkerConnection, header: MessageHeader, received: NDArray[np.uint8]) -> None:
-        """Take in a request; it is answered now or later.
-
-        Raises:
-            WireError: no worker of this version sends that.
-        """
+        """Take in a request, answered now or later; raises WireError if no worker of this version sends that."""
         if header.kind == _RELEASE:
             for request in np.frombuffer(received, np.uint64) if len(received) % 8 == 0 else ():
                 connection.release(int(request))
@@ -151,20 +140,20 @@ class RequestHandler:
     # ---- keys and settings
 
     def _declare(self, request: WorkerRequest, body: NDArray[np.uint8]) -> None:
-        self._check_aborted(request)
+        self._check_aborted()
         self.store.declarations.declare(request, DECLARE_CODEC.decode(body.tobytes()))
 
     def _command(self, request: WorkerRequest, body: NDArray[np.uint8]) -> None:
-        self._check_aborted(request)
+        self._check_aborted()
         self.store.settings.command(request, COMMAND_CODEC.decode(body.tobytes()))
 
     def _init(self, request: WorkerRequest, body: NDArray[np.uint8]) -> None:
-        self._check_aborted(request)
+        self._check_aborted()
         store, header = self.store, request.header
         shard_id = header.key, header.shard
         planned = store.planned.get(shard_id)
         if planned is not None:
-            if len(body) != (num_bytes := _shard_bytes(*planned)):  # before there is memory for it
+            if len(body) != (num_bytes := shard_bytes(*planned)):  # before there is memory for it
                 raise WireError(f"{len(body)} bytes for the first value of a shard of {num_bytes}")
             shard = store.make_shard(header.key, *planned)
             shard.write(body)
@@ -172,7 +161,7 @@ class RequestHandler:
         elif shard_id not in store.shards:
             raise ArgumentError(f"shard {header.shard} was never declared on server {store.context.server}")
         request.release_body(store.context.buffers)
-        store.enqueue(store.shards[shard_id], AnswerDone(request))  # once it is in a snapshot, if there are any
+        store.enqueue(store.shards[shard_id], AnswerRequest(request))  # once it is in a snapshot, if there are any
 
     def _goodbye(self, request: WorkerRequest, _: NDArray[np.uint8]) -> None:
         connection = request.connection
@@ -213,20 +202,22 @@ class RequestHandler:
         self.store.handle_events(shard, *request.events())
 
     def _get_states(self, request: WorkerRequest, _: NDArray[np.uint8]) -> None:
-        self.store.enqueue(self.store.shard_of(request), AnswerStates(request))
+        self.store.enqueue(self.store.shard_of(request), AnswerRequest(request))
 
     def _put_states(self, request: WorkerRequest, body: NDArray[np.uint8]) -> None:
-        self.store.enqueue(self.store.shard_of(request), RestoreStates(request, body), AnswerDone(request))
+        self.store.enqueue(self.store.shard_of(request), RestoreStates(request, body), AnswerRequest(request))
 
     # ---- checks
 
-    def _check_aborted(self, request: WorkerRequest) -> None:
+    def _check_aborted(self) -> None:
         if self.store.aborted is not None:
             raise self.store.aborted.raised()
 
     def _contribution(self, shard: Shard, header: MessageHeader, body: NDArray[np.uint8]) -> PushData:
         if header.kind == MessageKind.ROW_PUSH:
-            num_rows = self._num_rows(shard, len(body))
+            num_rows, rest = divmod(len(body), 8 + shard.row_length * shard.dtype.itemsize)
+            if rest or num_rows > shard.num_rows:
+                raise WireError(f"{len(body)} bytes of rows for a shard of {shard.num_rows}")
             numbers = self._row_numbers(shard, body[: 8 * num_rows])
             return PushData(body[8 * num_rows :].view(shard.dtype.storage), rows=numbers)
         if header.flags & _ENCODED:
@@ -238,12 +229,6 @@ class RequestHandler:
         if len(body) != shard.num_bytes:
             raise WireError(f"a push of {len(body)} bytes to a shard of {shard.num_bytes}")
         return PushData(body.view(shard.dtype.storage))
-
-    def _num_rows(self, shard: Shard, num_bytes: int) -> int:
-        num_rows, rest = divmod(num_bytes, 8 + shard.row_length * shard.dtype.itemsize)
-        if rest or num_rows > shard.num_rows:
-            raise WireError(f"{num_bytes} bytes of rows for a shard of {shard.num_rows}")
-        return num_rows
 
     def _row_numbers(self, shard: Shard, body: NDArray[np.uint8]) -> NDArray[np.int64]:
         if shard.spec.stype != "row_sparse" or len(body) % 8:
@@ -258,14 +243,10 @@ class RequestHandler:
             return MAX_BATCH_BODY_BYTES
         if shard is None:
             planned = self.store.planned.get((header.key, header.shard))
-            return max(0 if planned is None else _shard_bytes(*planned), _MOST_LOST_BYTES)
+            return max(0 if planned is None else shard_bytes(*planned), _MOST_LOST_BYTES)
         if header.kind in {MessageKind.ROW_PUSH, MessageKind.ROW_PULL}:
             return shard.num_bytes + 8 * shard.num_rows
         if header.kind == MessageKind.PUT_STATES:
             return 16 * max(8, shard.dtype.itemsize) * shard.length + MAX_CONTROL_BYTES
         codec = self.store.settings.codec
         return max(shard.num_bytes, 0 if codec is None else codec.max_bytes(shard.length))
-
-
-def _shard_bytes(spec: KeySpec, place: ShardRange) -> int:
-    return place.num_elements * dtype_named(spec.dtype).itemsize

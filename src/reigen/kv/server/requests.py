@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reigen.errors import ReigenError, WireError
+from reigen.files import Buffer
 from reigen.kv.connection import KVConnection
-from reigen.kv.consistency.events import ConsistencyEvent, PullRequested, PushReceived, RequestToken
+from reigen.kv.consistency.state_machine import ConsistencyEvent, PullRequested, PushReceived, RequestToken
 from reigen.kv.protocol import (
     INLINE_BYTES,
     PUSH_KINDS,
@@ -34,7 +35,6 @@ _PUSHPULL, _DONE, _VALUE, _ERROR = map(
     int, (MessageKind.PUSHPULL, MessageKind.DONE, MessageKind.VALUE, MessageKind.ERROR)
 )
 _IN_MEMORY, _ANSWER_IN_MEMORY = int(MessageFlag.IN_MEMORY), int(MessageFlag.ANSWER_IN_MEMORY)
-_ENCODE_ANSWER = int(MessageFlag.ENCODE_ANSWER)
 
 
 @dataclass(eq=False, slots=True)
@@ -65,11 +65,6 @@ class WorkerRequest:
     batch: WorkerRequest | None = None
     num_unreleased_parts: int = 0
     is_answered: bool = False
-
-    @property
-    def accepts_encoded(self) -> bool:
-        """Return whether the answer may be encoded."""
-        return bool(self.header.flags & _ENCODE_ANSWER)
 
     def events(self) -> list[ConsistencyEvent]:
         """Return the push, the pull, or both, for the engine of its shard."""
@@ -137,7 +132,6 @@ class WorkerConnection:
 
     @property
     def worker(self) -> int:
-        """The worker's number."""
         return self.hello.number
 
     def unanswered(self) -> Iterator[WorkerRequest]:
@@ -153,30 +147,21 @@ class WorkerConnection:
         return request in self.open_requests or request in self._sending
 
     def body_of(self, header: MessageHeader, received: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return a request's body: received bytes, or a part of the worker's arena.
-
-        Raises:
-            WireError: it is not where the header says.
-        """
+        """Return a request's body: received bytes, or a part of the worker's arena; WireError if it is not there."""
         if not header.flags & _IN_MEMORY:
             return received
         if self.peer is None:
             raise WireError(f"{self.line.name}: a body in memory that is not shared")
         return self.peer.view(header.offset, header.memory_bytes)
 
-    def send(self, header: MessageHeader, body: bytes | bytearray | memoryview = b"", priority: int = 0) -> None:
+    def send(self, header: MessageHeader, body: Buffer = b"", priority: int = 0) -> None:
         """Queue a message, if the connection is still there."""
         if self.is_open:
             self.line.send(header, memoryview(body), priority=priority)
             self.must_flush = True
 
     def answer(
-        self,
-        request: WorkerRequest,
-        kind: int = _DONE,
-        body: bytes | bytearray | memoryview = b"",
-        flags: int = 0,
-        dtype: int = 0,
+        self, request: WorkerRequest, kind: int = _DONE, body: Buffer = b"", flags: int = 0, dtype: int = 0
     ) -> None:
         """Answer a request with bytes that do not change. Of several answers only the first is sent."""
         if self._finish(request):

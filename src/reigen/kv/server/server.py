@@ -23,7 +23,7 @@ from reigen.config import Config
 from reigen.errors import MismatchError, ReigenError, WireError
 from reigen.kernels.float_errors import ignore_float_errors
 from reigen.kv.connection import KVConnection, MessageDropper
-from reigen.kv.membership.job_membership import JobMembership
+from reigen.kv.membership.scheduler_client import SchedulerClient
 from reigen.kv.protocol import (
     HELLO_CODEC,
     NOTICE_CODEC,
@@ -64,11 +64,7 @@ class _ClientConnection:
     """
 
     def __init__(
-        self,
-        server: KVServer,
-        accepted: Connection,
-        drops: MessageDropper | None,
-        log_messages: bool,
+        self, server: KVServer, accepted: Connection, drops: MessageDropper | None, log_messages: bool
     ) -> None:
         self._server, self.accepted, self._socket = server, accepted, accepted.socket
         connection, session = accepted.detach()
@@ -83,10 +79,10 @@ class _ClientConnection:
         #: when something came last
         self.heard_at = 0.0
 
-    def is_of(self, connection: WorkerConnection) -> bool:
-        """Return whether this is of the same worker, in the same store."""
-        known = self.connection
-        return known is not None and (known.worker, known.store) == (connection.worker, connection.store)
+    def notify(self, store: int, notice: ServerNotice) -> None:
+        """Queue a NOTICE."""
+        body = NOTICE_CODEC.encode(notice)
+        self.line.send(MessageHeader(MessageKind.NOTICE, store=store, body_bytes=len(body)), body)
 
     def bound(self, inflow: ReceiveRate) -> None:
         """Limit the bytes on their way from the worker (`reigen.kv.server.flow_control`), when some have come."""
@@ -125,7 +121,7 @@ class KVServer:
         WireError: this server takes another's place, and its snapshots are damaged.
     """
 
-    def __init__(self, member: JobMembership, config: Config, listening: socket.socket) -> None:
+    def __init__(self, member: SchedulerClient, config: Config, listening: socket.socket) -> None:
         self._member, self._config = member, config
         snapshots = None
         if config.kv_snapshot_dir is not None:
@@ -136,7 +132,11 @@ class KVServer:
         num_threads, why = choose_num_threads(config.kv_threads, num_cores, saves=saves)
         _log.info("threads that compute: %d (%s)", num_threads, why)
         self._workers = ComputeThreads(num_threads)
-        self._context = self._store_context(snapshots)
+        self._context = ServerContext(
+            member.number, member.num_workers, ValueAllocator(self._arena), BufferPool(), self._workers, snapshots,
+            snapshots is not None and config.kv_snapshot_seconds == 0, LossPolicy(config.kv_on_worker_loss),
+            config.deadline_seconds, config.kv_resend,
+        )  # fmt: skip
         self._stores: dict[int, ServerStore] = {}
         self._handlers: dict[int, RequestHandler] = {}
         #: stores that go on from a snapshot, by number: whatever they had acknowledged they have, be it no shard
@@ -159,6 +159,7 @@ class KVServer:
         self._next_snapshot = self._snapshot_time()
         self._exit_code: int | None = None
         self._stalls = StallReporter(math.inf if config.stall_check_disable else config.stall_check_seconds)
+        self._events = member.feed()
         self._loop = EventLoop()
         me = Identity(ProcessRole.RANK, member.number, PURPOSE)
         options = ConnectionOptions(
@@ -170,7 +171,7 @@ class KVServer:
 
     def serve(self) -> int:
         """Serve until the scheduler says that the job is over; returns the exit code for the process."""
-        self._loop.watch(self._member.fileno(), self._handle_membership_events)
+        self._loop.watch(self._events.fileno(), self._handle_membership_events)
         self._loop.watch(self._workers.fileno(), self._workers.collect)
         self._handle_membership_events()
         try:
@@ -190,6 +191,7 @@ class KVServer:
         self._listener.close()
         self._workers.close()
         self._loop.close()
+        self._events.close()
         if self._context.snapshots is not None:
             self._context.snapshots.close()
         self._stores.clear()
@@ -198,20 +200,22 @@ class KVServer:
             self._arena.close()
 
     def handle_hello(self, client: _ClientConnection, header: MessageHeader, body: memoryview) -> None:
-        """Take in the first message of a worker.
-
-        Raises:
-            WireError: it is no HELLO.
-        """
+        """Take in the first message of a worker; raises WireError if it is no HELLO."""
         if header.kind != MessageKind.HELLO:
             raise WireError(f"{client.line.name}: the first message is a {MessageKind(header.kind).name}, not HELLO")
         hello = HELLO_CODEC.decode(bytes(body))
         if hello.number != client.worker or not 0 <= hello.number < self._context.num_workers:
             raise WireError(f"{client.line.name}: says that it is worker {hello.number}")
         self._handle_membership_events()  # so that what led to a replacement is known before it
-        store = self._store(header.store, math.inf if hello.staleness is None else hello.staleness)
+        staleness = math.inf if hello.staleness is None else hello.staleness
+        store = self._store(header.store, staleness)
         try:
-            self._check_type(store, hello)
+            if staleness != store.staleness:
+                raise MismatchError(
+                    "the workers do not agree on the type of the store",
+                    ranks=[hello.number],
+                    details={hello.number: f"a staleness of {staleness}; the first worker said {store.staleness}"},
+                )
             unread = self._unread.get((hello.number, hello.incarnation))
             if unread or not self.machine:
                 peer, reason = None, unread or "it is turned off"
@@ -219,23 +223,23 @@ class KVServer:
                 peer, reason = PeerShmArena.open(hello, self.machine)
         except ReigenError as error:
             problem = RemoteError.of(error)
-            notice = NOTICE_CODEC.encode(ServerNotice("problem", hello.number, hello.host, problem.reason, problem))
-            client.line.send(MessageHeader(MessageKind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
+            client.notify(header.store, ServerNotice("problem", hello.number, hello.host, problem.reason, problem))
             self._flush(client)
             return
         _log.info("worker %d on host %s is here, in store %d; shared memory: %s", hello.number, hello.host,
                   header.store, reason)  # fmt: skip
         connection = WorkerConnection(hello, header.store, client.line, self._context.memory, peer)
-        for other in [one for one in self._connections if one.is_of(connection)]:
-            self._drop(other)  # its end has not been noticed yet
-        client.connection, client.handler = connection, self._handlers[header.store]
+        for other in list(self._connections):
+            if other.worker == hello.number and other.connection is not None and other.connection.store == header.store:
+                self._drop(other)  # its end has not been noticed yet
+        client.connection = connection
+        client.handler = self._handlers.setdefault(header.store, RequestHandler(store))
         self._listener.confirm(client.accepted)
         store.connected(connection)
         welcome = HELLO_CODEC.encode(self._hello(store, shares=peer is not None))
         connection.send(MessageHeader(MessageKind.WELCOME, store=header.store, body_bytes=len(welcome)), welcome)
         if unread:
-            notice = NOTICE_CODEC.encode(ServerNotice("unread", hello.number, hello.host, unread))
-            connection.send(MessageHeader(MessageKind.NOTICE, store=header.store, body_bytes=len(notice)), notice)
+            client.notify(header.store, ServerNotice("unread", hello.number, hello.host, unread))
 
     # ---- the loop
 
@@ -401,7 +405,7 @@ class KVServer:
 
     def _handle_membership_events(self) -> None:
         """Take in what has happened to workers, and the end of the job."""
-        for event in self._member.events():
+        for event in self._events.take():
             is_failure = isinstance(event, JobEnded) and event.exit_code != 0
             _log.log(logging.ERROR if is_failure else logging.INFO, "the scheduler says: %s", event)
             if isinstance(event, JobEnded):
@@ -420,14 +424,6 @@ class KVServer:
                     store.has_left(event.number, event.host)
 
     # ---- stores
-
-    def _store_context(self, snapshots: SnapshotDirectory | None) -> ServerContext:
-        config, member = self._config, self._member
-        return ServerContext(
-            member.number, member.num_workers, ValueAllocator(self._arena), BufferPool(), self._workers, snapshots,
-            snapshots is not None and config.kv_snapshot_seconds == 0, LossPolicy(config.kv_on_worker_loss),
-            config.deadline_seconds, config.kv_resend,
-        )  # fmt: skip
 
     def _leave_snapshots(self) -> None:
         """Remove the snapshots at the end of the job; those of a job that failed stay."""
@@ -451,33 +447,17 @@ class KVServer:
 
     def _store(self, number: int, staleness: float) -> ServerStore:
         if number not in self._stores:
-            self._add_store(ServerStore(number, staleness, self._context))
+            self._stores[number] = ServerStore(number, staleness, self._context)
             for event in self._lost.values():
                 self._stores[number].lost(event.number, event.host, event.reason)
         return self._stores[number]
-
-    def _add_store(self, store: ServerStore) -> None:
-        self._stores[store.number] = store
-        self._handlers[store.number] = RequestHandler(store)
-
-    def _check_type(self, store: ServerStore, hello: KVHello) -> None:
-        staleness = math.inf if hello.staleness is None else hello.staleness
-        if staleness != store.staleness:
-            raise MismatchError(
-                "the workers do not agree on the type of the store",
-                ranks=[hello.number],
-                details={hello.number: f"a staleness of {staleness}; the first worker said {store.staleness}"},
-            )
 
     def _hello(self, store: ServerStore, *, shares: bool) -> KVHello:
         staleness = None if math.isinf(store.staleness) else int(store.staleness)
         is_empty = not store.shards and store.number not in self._restored
         member = self._member
-        about = (member.number, member.incarnation, member.host)
-        if not shares or self._arena is None:
-            return KVHello(*about, is_empty=is_empty, staleness=staleness)
-        segment = self._arena.segment
-        return KVHello(*about, self.machine, os.getpid(), segment.fd, segment.inode, is_empty, staleness)
+        hello = KVHello(member.number, member.incarnation, member.host, is_empty=is_empty, staleness=staleness)
+        return self._arena.announced(hello, self.machine) if shares and self._arena is not None else hello
 
     def _restore(self, snapshots: SnapshotDirectory) -> None:
         """Take the place of the process that this server was before, if there was one."""
@@ -485,7 +465,7 @@ class KVServer:
             for number, facts, shards in snapshots.load():
                 store = ServerStore(number, math.inf if facts.staleness is None else facts.staleness, self._context)
                 store.restore(facts, shards)
-                self._add_store(store)
+                self._stores[number] = store
                 self._restored.add(number)
                 _log.info("store %d is restored from a snapshot: %d shards", number, len(store.shards))
         except (ReigenError, OSError):

@@ -19,8 +19,12 @@ from numpy.typing import NDArray
 from reigen.compression import Codec
 from reigen.errors import ArgumentError, ConfigError, UnsupportedError, UnsupportedTypeError, WireError
 from reigen.files import Buffer
-from reigen.kv.consistency.events import ConsistencyInstruction, RequestToken
-from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
+from reigen.kv.consistency.state_machine import (
+    ConsistencyEngine,
+    ConsistencyInstruction,
+    ConsistencyState,
+    RequestToken,
+)
 from reigen.kv.protocol import KeySpec, ShardRange
 from reigen.kv.server.buffers import ReductionScratch, ValueAllocator, ValueBuffer
 from reigen.kv.server.reduction import BLOCK_ELEMENTS, PushData, ShardSum, accumulation_dtype, narrow, sum_rows
@@ -61,14 +65,11 @@ class WaitingBatch(Protocol):
         """Wait no more: yield the requests for single keys, in the order of their coming, with their elements."""
 
 
-class AnswerDone(NamedTuple):
-    """Answer a request with DONE, when what comes before it is done, and saved where that has to be."""
+class AnswerRequest(NamedTuple):
+    """Answer a request, when what comes before it is done, and saved where that has to be.
 
-    token: RequestToken
-
-
-class AnswerStates(NamedTuple):
-    """Answer a request with the states that the optimizer keeps of the shard."""
+    GET_STATES is answered with the states that the optimizer keeps of the shard, all others by DONE.
+    """
 
     token: RequestToken
 
@@ -95,7 +96,12 @@ class ValueUpdate:
     num_update: int | None = None
 
 
-ShardInstruction = ConsistencyInstruction | ConsistencyState | AnswerDone | AnswerStates | RestoreStates
+def shard_bytes(spec: KeySpec, place: ShardRange) -> int:
+    """Return the size of a shard."""
+    return place.num_elements * dtype_named(spec.dtype).itemsize
+
+
+ShardInstruction = ConsistencyInstruction | ConsistencyState | AnswerRequest | RestoreStates
 
 
 @dataclass(eq=False)
@@ -142,12 +148,11 @@ class Shard:
     def __post_init__(self) -> None:
         self.dtype = dtype_named(self.spec.dtype)
         self.length = self.place.num_elements
-        self.num_bytes = self.length * self.dtype.itemsize
+        self.num_bytes = shard_bytes(self.spec, self.place)
         self.applied = self.engine.state()
 
     @property
     def id(self) -> ShardId:
-        """Key and index."""
         return self.key, self.place.index
 
     @property
@@ -181,24 +186,17 @@ class Shard:
         self.num_changes += 1
         self.is_dirty = True
 
-    def use(self, optimizer: Optimizer) -> None:
-        """Update by ``optimizer``, or go on with other numbers of it.
-
-        Raises:
-            UnsupportedTypeError: elements of this type cannot be updated.
-            ConfigError: the optimizer keeps other states than the one before.
-        """
+    def use(self, optimizer: Optimizer | None) -> None:
+        """Update by ``optimizer``, if any; raises ConfigError if it keeps other states than the one before."""
+        if optimizer is None or not self.dtype.is_floating:
+            return  # other types may be stored, too; a push of them is an error
         if self.slot is None:
             self.slot = Slot(optimizer, self.array, self.dtype)
         else:
             self.slot.check_fits(optimizer)
 
     def check_push(self, optimizer: Optimizer | None) -> None:
-        """Raise the error of a push that can lead to nothing.
-
-        Raises:
-            UnsupportedError, UnsupportedTypeError, ArgumentError: what is missing, or wrong.
-        """
+        """Raise the error of a push that can lead to nothing."""
         if optimizer is None:
             if not self.engine.is_synchronous:
                 raise UnsupportedError(
@@ -357,11 +355,7 @@ class Shard:
         return packed(about, arrays)
 
     def restore(self, snapshot: ShardSnapshot, arrays: dict[str, NDArray[Any]], optimizer: Optimizer | None) -> None:
-        """Take over a snapshot.
-
-        Raises:
-            WireError: they are not those of this shard.
-        """
+        """Take over a snapshot; raises WireError if it is not of this shard."""
         value = arrays.get("value")
         if value is None or value.nbytes != self.num_bytes:
             raise WireError("a snapshot without the value of its shard")
@@ -373,8 +367,7 @@ class Shard:
             self._residual = np.array(residual, np.float32)
         if "codes" in arrays:
             self._encoded = (self.num_changes, arrays["codes"].tobytes())
-        if optimizer is not None and self.dtype.is_floating:
-            self.use(optimizer)
+        self.use(optimizer)
         if self.slot is not None and snapshot.has_slot:
             kept = {name.removeprefix("state "): array for name, array in arrays.items() if name.startswith("state ")}
             try:

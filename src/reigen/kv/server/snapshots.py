@@ -70,8 +70,7 @@ class SnapshotDirectory:
 
     Args:
         directory: of all jobs (REIGEN_KV_SNAPSHOT_DIR).
-        secret: the job's.
-        job: its number.
+        secret, job: the job's secret and number.
         number: the server's.
 
     Raises:
@@ -81,8 +80,15 @@ class SnapshotDirectory:
     def __init__(self, directory: str, secret: bytes, job: int, number: int) -> None:
         self.directory = Path(directory) / f"{_directory_prefix(secret)}{job:016x}" / f"server-{number}"
         try:
-            _make_private(self.directory)
-            _check_parent(Path(directory))
+            for path in (*reversed(self.directory.parents), self.directory):
+                if not path.exists():
+                    with contextlib.suppress(FileExistsError):  # another server has made it, or it is a link to nothing
+                        path.mkdir(mode=0o700)
+            if problem := privacy_problem(Path(directory).stat(), is_parent=True):
+                raise ConfigError(
+                    f"snapshots cannot be kept in {directory}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory "
+                    "of your own, for example one in it, which is made if it is not there"
+                )
             _check_private(self.directory.parent)
             _check_private(self.directory)
             self._lock = _lock_directory(self.directory)
@@ -127,11 +133,7 @@ class SnapshotDirectory:
             self._shard(store, shard).unlink()
 
     def load(self) -> Iterator[tuple[int, StoreSnapshot, Iterator[LoadedShard]]]:
-        """Yield the number of each saved store, its facts, and its shards with their arrays.
-
-        Raises:
-            WireError: a file is damaged; names it.
-        """
+        """Yield each saved store: number, facts, and shards with their arrays; WireError names a damaged file."""
         names = sorted(path.name for path in self.directory.iterdir())
         shards = [match for name in names if (match := _SHARD_FILE.fullmatch(name))]
         for name in names:
@@ -154,8 +156,7 @@ def _read(path: Path, facts: Any) -> tuple[Any, dict[str, NDArray[Any]]]:
 def find_saved_jobs(directory: str, secret: bytes) -> tuple[SavedJob, ...]:
     """Find the jobs with this secret of which servers of this host have saved something, the latest first.
 
-    Returns:
-        At most `MAX_SAVED_JOBS`. What cannot be read is left out: its server will say so.
+    There are at most `MAX_SAVED_JOBS`. What cannot be read is left out: its server will say so.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -173,21 +174,6 @@ def find_saved_jobs(directory: str, secret: bytes) -> tuple[SavedJob, ...]:
 
 def _directory_prefix(secret: bytes) -> str:
     return f"job-{hashlib.blake2b(b'snapshots of a parameter server' + bytes(1) + secret, digest_size=8).hexdigest()}-"
-
-
-def _make_private(path: Path) -> None:
-    """Make a directory, and those above it that are not there, for this user alone."""
-    for one in reversed([each for each in (path, *path.parents) if not each.exists()]):
-        with contextlib.suppress(FileExistsError):  # another server has made it, or what is there is a link to nothing
-            one.mkdir(mode=0o700)
-
-
-def _check_parent(path: Path) -> None:
-    if problem := privacy_problem(path.stat(), is_parent=True):
-        raise ConfigError(
-            f"snapshots cannot be kept in {path}: it {problem}. Set REIGEN_KV_SNAPSHOT_DIR to a directory of your own, "
-            "for example one in it, which is made if it is not there"
-        )
 
 
 def _check_private(path: Path) -> None:

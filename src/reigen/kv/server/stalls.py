@@ -36,12 +36,7 @@ class StallReporter:
         self._next = seconds
 
     def report(self, waiting: Sequence[WaitingWorker], now: float) -> str | None:
-        """Return the text to be logged now, if any.
-
-        Args:
-            waiting: at least those that have waited for ``seconds``.
-            now: on the clock of `WaitingWorker.since`.
-        """
+        """Return the text to be logged now, if any; ``waiting`` are at least those that have waited for ``seconds``."""
         late = [one for one in waiting if one.missing and now - one.since >= self.seconds]
         if not late:
             was_reported, self._next = self._next > self.seconds, self.seconds

@@ -21,13 +21,15 @@ from numpy.typing import NDArray
 
 from reigen.cluster.membership.members import LossPolicy
 from reigen.errors import ArgumentError, CollectiveError, ReigenError, WireError
-from reigen.kv.consistency.events import (
+from reigen.kv.consistency.state_machine import (
     AcknowledgePush,
     AnswerPull,
     ApplyPush,
     CombineRound,
+    ConsistencyEngine,
     ConsistencyEvent,
     ConsistencyInstruction,
+    ConsistencyState,
     DropRequest,
     FailRequest,
     RepeatAcknowledgement,
@@ -41,7 +43,6 @@ from reigen.kv.consistency.events import (
     WorkerReappeared,
     WorkerReturned,
 )
-from reigen.kv.consistency.state_machine import ConsistencyEngine, ConsistencyState
 from reigen.kv.protocol import (
     DTYPE_NUMBERS,
     NOTICE_CODEC,
@@ -59,24 +60,23 @@ from reigen.kv.server.key_declarations import KeyDeclarations
 from reigen.kv.server.reduction import PushData
 from reigen.kv.server.requests import WorkerConnection, WorkerRequest, request_of
 from reigen.kv.server.shard import (
-    AnswerDone,
-    AnswerStates,
+    AnswerRequest,
     RestoreStates,
     Shard,
     ShardId,
     ShardInstruction,
     ValueUpdate,
+    shard_bytes,
 )
 from reigen.kv.server.snapshots import LoadedShard, SnapshotDirectory, StoreSnapshot
 from reigen.kv.server.stalls import WaitingWorker
 from reigen.kv.server.store_settings import StoreSettings
 from reigen.kv.server.thread_pool import ComputeTask, ComputeThreads
 from reigen.optim import Optimizer
-from reigen.types import dtype_named
 
 #: Work on fewer bytes is done at once, in a fraction of a millisecond: handing it on takes a good part of that.
 _SMALL_BYTES = 2 << 20
-_ENCODED = int(MessageFlag.ENCODED)
+_ENCODED, _ENCODE_ANSWER = int(MessageFlag.ENCODED), int(MessageFlag.ENCODE_ANSWER)
 _log = logging.getLogger(__name__)
 
 
@@ -85,10 +85,9 @@ class ServerContext:
     """Parts that all stores of a server share.
 
     Attributes:
-        memory: where values are.
         buffers: where bodies are received.
         workers: the threads that compute.
-        snapshots: where snapshots are kept; None: nowhere.
+        snapshots: where they are kept; None: nowhere.
         saves_always: a snapshot is taken before every acknowledgement.
         policy: what a lost worker leads to.
         deadline_seconds: how long a request may wait for others.
@@ -107,14 +106,6 @@ class ServerContext:
     acknowledges: bool = False
 
 
-@dataclass
-class WorkerLoss:
-    """Loss of a worker: on which host, and how it was noticed."""
-
-    host: str
-    reason: str
-
-
 @dataclass(eq=False)
 class ServerStore:
     """Store on one server.
@@ -127,7 +118,7 @@ class ServerStore:
         broken: the answer to every request from now on.
         aborted: the answer to all that concerns more than a shard; shards know it themselves.
         left: workers that have nothing more to push.
-        losses: workers that are lost.
+        losses: workers that are lost: on which host, and how it was noticed, in words.
         must_save: something has changed that is no shard's, and is in no snapshot.
         is_unsaved: such a snapshot could not be written.
         layout_version: grows whenever a shard comes or goes.
@@ -143,7 +134,7 @@ class ServerStore:
     broken: RemoteError | None = None
     aborted: RemoteError | None = None
     left: set[int] = field(default_factory=set)
-    losses: dict[int, WorkerLoss] = field(default_factory=dict)
+    losses: dict[int, str] = field(default_factory=dict)
     must_save: bool = True
     is_unsaved: bool = False
     layout_version: int = 0
@@ -192,8 +183,7 @@ class ServerStore:
         """Note that the scheduler has given a worker's process up; it may have been replaced in between."""
         if worker in self.left or (incarnation and self.incarnations.get(worker, incarnation) != incarnation):
             return
-        self.losses[worker] = WorkerLoss(host, reason)
-        what = f"worker {worker} on host {host} is lost: {reason}"
+        what = self.losses[worker] = _describe_loss(worker, host, reason)
         failures = self._all(WorkerLost(worker, self.context.policy))
         problem = None
         if self.context.policy is LossPolicy.ABORT:
@@ -209,7 +199,7 @@ class ServerStore:
         if self.losses.pop(worker, None) is not None:
             self._all(WorkerReappeared(worker))
             self.must_save = True
-            self._notify(ServerNotice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
+            self._notify_return(worker, host)
 
     def returned(self, worker: int, host: str) -> None:
         """Note that another process is there in place of a worker that was lost."""
@@ -217,12 +207,15 @@ class ServerStore:
         self.left.discard(worker)
         self._all(WorkerReturned(worker))
         if was_gone:
-            self._notify(ServerNotice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
+            self._notify_return(worker, host)
 
     def _settle(self) -> None:
         self.declarations.settle()
         self.settings.settle()
         self.must_save = True
+
+    def _notify_return(self, worker: int, host: str) -> None:
+        self._notify(ServerNotice("returned", worker, host, f"worker {worker} is there again, on host {host}"))
 
     def _notify(self, notice: ServerNotice) -> None:
         body = NOTICE_CODEC.encode(notice)
@@ -251,11 +244,6 @@ class ServerStore:
 
     def use(self, optimizer: Optimizer) -> None:
         for shard in self.shards.values():
-            self._make_use(shard, optimizer)
-
-    @staticmethod
-    def _make_use(shard: Shard, optimizer: Optimizer | None) -> None:
-        if optimizer is not None and shard.dtype.is_floating:  # others may be stored, too; a push of them is an error
             shard.use(optimizer)
 
     def make_shard(self, key: int, spec: KeySpec, place: ShardRange, state: ConsistencyState | None = None) -> Shard:
@@ -268,14 +256,13 @@ class ServerStore:
             engine.handle(WorkerLeft(worker))
         for worker in self.losses:
             engine.handle(WorkerLost(worker, self.context.policy))
-        num_bytes = place.num_elements * dtype_named(spec.dtype).itemsize
-        return Shard(key, spec, place, engine, self.context.memory.new(num_bytes))
+        return Shard(key, spec, place, engine, self.context.memory.new(shard_bytes(spec, place)))
 
     def add(self, shard: Shard) -> None:
         """Add a shard that has its value."""
         self.shards[shard.id] = shard
         self.layout_version += 1
-        self._make_use(shard, self.settings.optimizer)
+        shard.use(self.settings.optimizer)
         self.planned.pop(shard.id, None)
         if self.context.snapshots is not None:  # from now on another process can take this one's place
             shard.must_save = True
@@ -390,11 +377,7 @@ class ServerStore:
         reason = failed.reason
         if failed.late:
             reason += f"; nothing happened for {self.context.deadline_seconds:g} s"
-        losses = [
-            f"worker {one} on host {self.losses[one].host} is lost: {self.losses[one].reason}"
-            for one in failed.workers
-            if one in self.losses
-        ]
+        losses = [self.losses[one] for one in failed.workers if one in self.losses]
         return RemoteError(kind, "; ".join([reason, *losses]), shard.spec.name, failed.workers)
 
     # ---- what takes time
@@ -434,13 +417,10 @@ class ServerStore:
     def compute(
         self, shards: Sequence[Shard], task: ComputeTask, done: Callable[[BaseException | None], None], num_bytes: int
     ) -> None:
-        """Have something computed, then go on with the shards.
+        """Have something computed, in another thread if it is long, then go on with the shards.
 
-        Args:
-            shards: that nothing else is done to until then.
-            task: in another thread if it is long.
-            done: called then, in this one, with what it raised.
-            num_bytes: that it goes through.
+        Nothing else is done to the shards until then. ``done`` is called in this thread, with what the task raised;
+        ``num_bytes`` is how much it goes through.
         """
         if num_bytes < _SMALL_BYTES:
             done(self.context.workers.now(task))
@@ -531,14 +511,10 @@ class ServerStore:
                 self.break_off(RemoteError.of(CollectiveError(f"server could not save a snapshot: {error}")))
 
     def restore(self, facts: StoreSnapshot, shards: Iterable[LoadedShard]) -> None:
-        """Take over a snapshot, before anything else happens.
-
-        Raises:
-            ReigenError: it makes no sense.
-        """
+        """Take over a snapshot, before anything else happens; raises ReigenError if it makes no sense."""
         self.left = set(facts.left)
-        loss = WorkerLoss("unknown", "it was lost before this server was restarted")
-        self.losses = dict.fromkeys(facts.missed, loss)
+        reason = "it was lost before this server was restarted"
+        self.losses = {worker: _describe_loss(worker, "unknown", reason) for worker in facts.missed}
         self.incarnations = dict(facts.incarnations)
         self.settings.restore(facts.settings)
         for key, spec, places in facts.keys:
@@ -548,6 +524,10 @@ class ServerStore:
             shard.restore(snapshot, arrays, self.settings.optimizer)
             self.shards[shard.id] = shard
             self.declarations.remember(shard.key, shard.spec)
+
+
+def _describe_loss(worker: int, host: str, reason: str) -> str:
+    return f"worker {worker} on host {host} is lost: {reason}"
 
 
 # ---- what each instruction does
@@ -598,14 +578,12 @@ def _fail(store: ServerStore, shard: Shard, what: FailRequest) -> None:
     request.connection.refuse(request, store.problem_of(shard, what))
 
 
-def _answer_done(store: ServerStore, shard: Shard, what: AnswerDone) -> None:
+def _answer_request(store: ServerStore, shard: Shard, what: AnswerRequest) -> None:
     request = request_of(what.token)
-    request.connection.answer(request)
-
-
-def _answer_states(store: ServerStore, shard: Shard, what: AnswerStates) -> None:
-    request = request_of(what.token)
-    request.connection.answer(request, MessageKind.VALUE, shard.pack_states(store.settings.optimizer))
+    if request.header.kind == MessageKind.GET_STATES:
+        request.connection.answer(request, MessageKind.VALUE, shard.pack_states(store.settings.optimizer))
+    else:
+        request.connection.answer(request)
 
 
 def _restore_states(store: ServerStore, shard: Shard, what: RestoreStates) -> None:
@@ -621,12 +599,14 @@ def _restore_states(store: ServerStore, shard: Shard, what: RestoreStates) -> No
 def _answer_pull(store: ServerStore, shard: Shard, what: AnswerPull) -> None:
     request, memory = request_of(what.token), store.context.memory
     dtype, encoder = DTYPE_NUMBERS[shard.spec.dtype], store.settings.encoder
+    if not request.header.flags & _ENCODE_ANSWER or store.settings.optimizer is not None:
+        encoder = None
     if request.rows is not None:
         rows = memory.new(len(request.rows) * shard.row_length * shard.dtype.itemsize)
         shard.rows(request.rows, rows.array)
         request.connection.answer_value(request, rows, dtype)
         memory.retire(rows)
-    elif request.accepts_encoded and encoder is not None and store.settings.optimizer is None and shard.is_sum:
+    elif encoder is not None and shard.is_sum:
         codes = shard.encoded(encoder)
         if shard.is_dirty and store.context.saves_always:  # with what these codes lack, before anybody has them
             shard.must_save = True
@@ -638,7 +618,6 @@ def _answer_pull(store: ServerStore, shard: Shard, what: AnswerPull) -> None:
 
 
 def _push_data(token: RequestToken) -> PushData:
-    """Return the contribution of a push."""
     data = request_of(token).contribution
     assert data is not None, "a push is used once, and not before its instruction is carried out"
     return data
@@ -655,7 +634,6 @@ _CARRIED_OUT_BY: Mapping[type, Callable[[ServerStore, Shard, Any], None]] = {
     DropRequest: _drop,
     RoundsForgotten: _report_forgotten,
     RoundRecovered: lambda store, shard, what: None,  # the answer to RESUME, which has been read
-    AnswerDone: _answer_done,
-    AnswerStates: _answer_states,
+    AnswerRequest: _answer_request,
     RestoreStates: _restore_states,
 }

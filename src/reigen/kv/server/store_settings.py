@@ -53,11 +53,7 @@ class StoreSettings:
         self.encoder: Codec | None = None
 
     def command(self, request: WorkerRequest, command: StoreCommand) -> None:
-        """Carry out a COMMAND; it is answered now or later.
-
-        Raises:
-            ReigenError: for this worker alone.
-        """
+        """Carry out a COMMAND, which is answered now or later; what it raises is for this worker alone."""
         match command.name:
             case "set_optimizer" | "set_gradient_compression":
                 argument = command.arguments.get("spec" if command.name == "set_optimizer" else "params")
@@ -99,11 +95,7 @@ class StoreSettings:
         return {"words": {name: list(words) for name, words in self._agreed.items()}, "optimizer": spec}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over the settings of `state`.
-
-        Raises:
-            ConfigError, ArgumentError: they make no sense.
-        """
+        """Take over the settings of `state`; raises ConfigError or ArgumentError if they make no sense."""
         for name, words in state["words"].items():
             self._agreed[str(name)] = [bytes(word) for word in words]
             if words:
@@ -112,8 +104,12 @@ class StoreSettings:
             self.optimizer = from_spec(state["optimizer"])
 
     def _agree(self, request: WorkerRequest, name: str, argument: dict[str, Any]) -> None:
-        _check_argument(name, argument)
-        word, agreed = _canonical_bytes(argument), self._agreed[name]
+        if name == "set_optimizer":  # an argument that makes no sense, before any worker waits because of it
+            from_spec(argument)
+        elif argument:
+            from_params(argument)
+        # the same bytes for equal arguments, whatever the order in which they were written
+        word, agreed = msgspec.msgpack.encode(dict(sorted(argument.items()))), self._agreed[name]
         said = self._num_said.setdefault(request.connection, {})
         position = said.get(name, 0)
         if word in agreed[position:] or word in agreed[-1:]:
@@ -162,19 +158,6 @@ class StoreSettings:
             raise ArgumentError(f"a learning rate is a number, not {rate!r:.100}")
         self.optimizer = self.optimizer.with_learning_rate(float(rate))
         self._store.must_save = True
-
-
-def _check_argument(name: str, argument: dict[str, Any]) -> None:
-    """Raise the error of an argument that makes no sense, before any worker waits because of it."""
-    if name == "set_optimizer":
-        from_spec(argument)
-    elif argument:
-        from_params(argument)
-
-
-def _canonical_bytes(argument: dict[str, Any]) -> bytes:
-    """Return the same bytes for equal arguments, whatever the order in which they were written."""
-    return msgspec.msgpack.encode({name: argument[name] for name in sorted(argument)})
 
 
 def _describe(word: bytes) -> str:

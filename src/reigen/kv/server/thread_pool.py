@@ -26,11 +26,7 @@ def choose_num_threads(asked: int | None, num_processors: int, *, saves: bool) -
 
     Besides them there is the one that does I/O, which computes what is small. More threads than processors add nothing:
     they take Python's lock and the caches from each other, and processors from workers on the same host.
-
-    Args:
-        asked: the user's choice, if any.
-        num_processors: how many this process may use.
-        saves: they write snapshots, too.
+    ``num_processors`` is how many this process may use; ``saves``: the threads write snapshots, too.
     """
     if asked is not None:
         return asked, "as set"
