@@ -36,6 +36,8 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from signal import SIGINT, SIGKILL
 
+import msgspec
+
 from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 
 #: A terminal, or a tool like `timeout`, may send one request to stop twice; a second Ctrl-C comes later than this.
@@ -67,8 +69,11 @@ class JobFailure:
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
+class JobMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Base of what goes between processes of the launcher; tags are those of ``launch.agent.agent_protocol``."""
+
+
+class ProcessExited(JobMessage, tag=15, frozen=True):
     """Process of a rank, or a PS process, has ended; ``exit_code`` and ``cause`` as in ``JobFailure``."""
 
     rank: int
@@ -109,13 +114,11 @@ class WatchdogLost:
     """Watchdog of the launcher has gone: it must end, and everything with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessesSwept:
-    """Job has left no process behind."""
+class ProcessesSwept(JobMessage, tag=16, frozen=True):
+    """Job has left no process behind; from an agent: on its host."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartProcess:
+class RestartProcess(JobMessage, tag=23, frozen=True):
     """Start this process again, for the ``attempt``-th time, since it has ended; the rest as in ``ProcessExited``."""
 
     number: int
@@ -124,28 +127,25 @@ class RestartProcess:
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TerminateProcesses:
+class TerminateProcesses(JobMessage, tag=4, frozen=True):
     """Send SIGTERM to these processes and their descendants."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KillProcesses:
-    """Send SIGKILL to these processes and to every process below the launcher."""
+class KillProcesses(JobMessage, tag=5, frozen=True):
+    """Send SIGKILL to these processes and to every process below the launcher, or the agent."""
 
     ranks: tuple[int, ...]
+
+
+class SweepProcesses(JobMessage, tag=6, frozen=True):
+    """Send SIGTERM to every process that is left below the launcher; answered by ProcessesSwept when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartGraceTimer:
     """Start the timer, or start it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SweepProcesses:
-    """Send SIGTERM to every process that is left below the launcher; answered by ProcessesSwept when there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,8 @@ class FinishJob:
 
 
 JobEvent = ProcessExited | PsWorkerLeft | HostLost | SignalReceived | GraceExpired | WatchdogLost | ProcessesSwept
-JobInstruction = RestartProcess | TerminateProcesses | KillProcesses | StartGraceTimer | SweepProcesses | FinishJob
+ProcessInstruction = RestartProcess | TerminateProcesses | KillProcesses | SweepProcesses
+JobInstruction = ProcessInstruction | StartGraceTimer | FinishJob
 
 
 def was_killed(exit_code: int) -> bool:

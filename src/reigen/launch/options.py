@@ -10,7 +10,8 @@ from pathlib import Path
 
 from reigen.errors import ConfigError
 from reigen.launch.hosts import HostInfo
-from reigen.launch.job_state import FinishJob
+from reigen.launch.job_state import FinishJob, ProcessExited
+from reigen.launch.local_plan import ProcessOptions
 from reigen.launch.network_options import NetworkOptions
 from reigen.launch.payload import InheritedDescriptors
 from reigen.launch.ps_processes import ServerOptions
@@ -24,9 +25,8 @@ class LaunchOptions:
     Attributes:
         command: the program and its arguments.
         num_ranks: the number of processes.
-        bind: ``cores``, ``none`` or None, as in ``launch.local_plan.plan_ranks``.
+        bind, start_timeout_seconds: as in ``launch.local_plan.ProcessOptions``.
         grace_seconds: how long a process may take to stop before it is killed.
-        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
         prefix: whether output lines begin with their rank.
         timestamps: whether they begin with the time, before the rank.
         verbose: report which processes are started, where, and why there.
@@ -76,6 +76,11 @@ class LaunchOptions:
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise ConfigError(f"the {what} must be a number of seconds, not {seconds:g}")
 
+    @property
+    def processes(self) -> ProcessOptions:
+        """The part that each host's processes are started with."""
+        return ProcessOptions(self.command, self.bind, self.start_timeout_seconds, self.servers)
+
 
 def complain(message: str) -> None:
     """Write a message for the user to stderr."""
@@ -94,12 +99,12 @@ class JobListener:
 
     Attributes:
         complain: something is wrong with the launcher itself, in one line.
-        exited: a rank's process has ended, with ``exit_code`` and ``cause`` as in ``launch.job_state.ProcessExited``.
+        exited: a rank's process has ended.
         lost: these ranks are lost with their host, for this reason.
         finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
     """
 
     complain: Callable[[str], None] = complain
-    exited: Callable[[int, int, str], None] = _ignore
+    exited: Callable[[ProcessExited], None] = _ignore
     lost: Callable[[Sequence[int], str], None] = _ignore
     finished: Callable[[FinishJob], None] | None = None

@@ -16,7 +16,7 @@ import msgspec
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.base import DEFAULT_LAUNCHER
 from reigen.launch.hosts import HostInfo
-from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob
+from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob, ProcessExited
 from reigen.launch.network_options import NetworkOptions
 from reigen.launch.options import JobListener, LaunchOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
@@ -25,7 +25,7 @@ from reigen.launch.supervision.process_tree import die_with_process
 from reigen.launch.supervision.supervisor import run_job
 from reigen.resources.stdio import open_standard_streams
 from reigen.runner.interpreter import module_command
-from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankExited, ResultChannel, ResultMessage
+from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, ResultChannel, ResultMessage
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,11 +93,11 @@ def _listener(channel: ResultChannel) -> JobListener:
     def lost(ranks: Sequence[int], reason: str) -> None:
         _send_message(channel, LauncherComplaint(reason))
         for rank in ranks:
-            _send_message(channel, RankExited(rank, HOST_LOST_EXIT_CODE))
+            _send_message(channel, ProcessExited(rank, HOST_LOST_EXIT_CODE))
 
     return JobListener(
         complain=lambda text: _send_message(channel, LauncherComplaint(text)),
-        exited=lambda rank, exit_code, cause: _send_message(channel, RankExited(rank, exit_code, cause)),
+        exited=lambda event: _send_message(channel, event),
         lost=lost,
         finished=finished,
     )

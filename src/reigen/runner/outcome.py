@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from reigen.errors import RankFailedError
 from reigen.launch.exit_report import SIGKILL_HINT
-from reigen.launch.job_state import KILLED_EXIT_CODES
+from reigen.launch.job_state import KILLED_EXIT_CODES, ProcessExited
 from reigen.launch.supervision.process_tree import signal_name
-from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankExited, RankReport, ResultMessage
+from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankReport, ResultMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class FunctionRaised:
 
 @dataclass(frozen=True, slots=True)
 class RankProcessDied:
-    """Process of a rank ended first, without a report; exit code and cause as in ``RankExited``.
+    """Process of a rank ended first, without a report; exit code and cause as in ``ProcessExited``.
 
     ``returned``: the function had returned.
     """
@@ -88,7 +88,7 @@ def _first_failure(messages: Sequence[ResultMessage]) -> FunctionRaised | RankPr
                 return FunctionRaised(message)
             if message.failed:
                 victims.append(FunctionRaised(message))
-        elif isinstance(message, RankExited):
+        elif isinstance(message, ProcessExited):
             report = reports.get(message.rank)
             if report is None or (message.exit_code != 0 and not report.failed):
                 return RankProcessDied(message.rank, message.exit_code, report is not None, message.cause)

@@ -6,7 +6,7 @@ them: that order tells who failed first. What a rank returned or raised is too l
 it, as the descriptor of a sealed, nameless file (``runner.serialization``).
 
 a. A rank sends Report when the function has returned or raised, before its process begins to end.
-b. The launcher sends Exited for each rank, before it decides what follows from that.
+b. The launcher sends ProcessExited for each rank, before it decides what follows from that.
 c. The launcher sends Ended when nothing of the job is left; or Complaint where it could not do its part.
 d. The caller sends nothing: it stops a job by a signal to the launcher.
 """
@@ -20,6 +20,7 @@ from typing import Self
 
 import msgspec
 
+from reigen.launch.job_state import JobMessage, ProcessExited
 from reigen.net.codec import MessageCodec
 
 #: The longest complaint fits; the kernel's buffer takes several.
@@ -28,7 +29,7 @@ _MAX_TEXT = 4000
 _INT = struct.Struct("@i")
 
 
-class RankReport(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fields=True):
+class RankReport(JobMessage, tag=1, frozen=True):
     """The function has ended in one rank. Its parcel comes with it.
 
     Attributes:
@@ -46,30 +47,19 @@ class RankReport(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unk
     text: str = ""
 
 
-class RankExited(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A rank's process has ended; a negative ``exit_code`` is minus the signal that ended it.
-
-    ``cause`` is what the kernel says of that, as in ``launch.job_state.JobFailure``.
-    """
-
-    rank: int
-    exit_code: int
-    cause: str = ""
-
-
-class LauncherFinished(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unknown_fields=True):
+class LauncherFinished(JobMessage, tag=3, frozen=True):
     """Report that nothing of the job is left; ``signum`` is the signal that stopped the launcher, or None."""
 
     signum: int | None
 
 
-class LauncherComplaint(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
+class LauncherComplaint(JobMessage, tag=4, frozen=True):
     """The launcher, in words."""
 
     text: str
 
 
-ResultMessage = RankReport | RankExited | LauncherFinished | LauncherComplaint
+ResultMessage = RankReport | ProcessExited | LauncherFinished | LauncherComplaint
 
 _MESSAGES: MessageCodec[ResultMessage] = MessageCodec(ResultMessage, _MAX_MESSAGE_BYTES)
 

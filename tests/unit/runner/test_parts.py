@@ -13,11 +13,12 @@ import pytest
 from reigen.errors import ConfigError, LaunchError, SharedMemoryError, UnsupportedTypeError
 from reigen.launch import payload
 from reigen.launch.hosts import HostInfo
+from reigen.launch.job_state import ProcessExited
 from reigen.resources import memory
 from reigen.resources.memory import AvailableMemory
 from reigen.runner import interpreter, serialization
 from reigen.runner.options import RunArguments, resolve_arguments
-from reigen.runner.result_channel import LauncherComplaint, RankExited, RankReport, ReceivedMessage, ResultChannel
+from reigen.runner.result_channel import LauncherComplaint, RankReport, ReceivedMessage, ResultChannel
 
 ARGUMENTS = RunArguments(**{field.name: None for field in dataclasses.fields(RunArguments)} | {"num_proc": 2})
 
@@ -29,9 +30,9 @@ def test_messages_stay_whole_and_in_order():
     ours, theirs = ResultChannel.pair()
     with ours:
         with theirs:
-            theirs.send(RankExited(3, -9))
+            theirs.send(ProcessExited(3, -9))
             theirs.send(LauncherComplaint("x" * 100_000))
-            assert ours.receive() == ReceivedMessage(RankExited(3, -9), None)
+            assert ours.receive() == ReceivedMessage(ProcessExited(3, -9), None)
             assert ours.receive() == ReceivedMessage(LauncherComplaint("x" * 4000), None)
             with pytest.raises(BlockingIOError):
                 ours.receive()

@@ -15,6 +15,7 @@ from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.base import AgentCommand, AgentStarter, HostProblem
 from reigen.launch.hosts import is_this_host
+from reigen.launch.job_state import ProcessExited
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import HostProcesses
 
@@ -150,7 +151,7 @@ class _HostProber:
     def closed(self, rank: int, stream: int) -> None:
         """Ignore it."""
 
-    def exited(self, rank: int, exit_code: int, cause: str) -> None:
+    def exited(self, event: ProcessExited) -> None:
         """Ignore it."""
 
     def swept(self, group: HostProcesses) -> None:

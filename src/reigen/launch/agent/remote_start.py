@@ -7,7 +7,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -136,29 +135,13 @@ class RemoteStart:
         ``last_received`` returns when the control service last received a message of an agent, by its number.
         """
         environ = select_exported(self._environ, self._options.exports)
-        servers = self._options.servers
         for number, assignment in enumerate(self._assignments):
             agent = self._caller.agents.get(assignment.host)
             if agent is not None:
                 agent.last_received_elsewhere = partial(last_received, number)
                 agent.send(
                     agent_protocol.StartRequest(
-                        command=self._options.command,
-                        topologies=tuple(astuple(topology) for topology in assignment.topologies),
-                        environ=environ,
-                        package=PACKAGE_DIRECTORY,
-                        number=number,
-                        rendezvous=services.rendezvous,
-                        secret=services.secret,
-                        master_address=services.master_address,
-                        master_port=services.master_port,
-                        bind=self._options.bind,
-                        start_timeout_seconds=self._options.start_timeout_seconds,
-                        ps_job=services.ps_job,
-                        ps_processes=assignment.ps_processes,
-                        ps_command=() if servers is None else servers.command,
-                        rank_environ={} if servers is None else dict(servers.worker_environ),
-                        server_environ={} if servers is None else dict(servers.environ),
+                        number, assignment, self._options.processes, services, environ, PACKAGE_DIRECTORY
                     )
                 )
 
