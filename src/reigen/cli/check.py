@@ -15,6 +15,7 @@ from importlib import metadata
 
 from reigen._version import __version__
 from reigen.cli.run_options import add_ssh_options, parse_ssh_options
+from reigen.cli.tables import print_table
 from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import resolve_hosts
 
@@ -48,8 +49,9 @@ def main(arguments: Sequence[str]) -> int:
         except (ConfigError, LaunchError) as error:
             parser.error(str(error))
     findings = collect_results(os.environ)
-    _show(findings)
     problems = [finding for finding in findings if finding.is_problem]
+    rows = [(finding.topic, finding.name, finding.value) for finding in findings]
+    print_table([], rows, [number for number, finding in enumerate(findings) if finding.is_problem])
     for finding in problems:
         print(f"problem: {finding.name}: {finding.value}")
     print("no job can run here" if problems else "a job can run here")
@@ -93,11 +95,8 @@ def build_report() -> str:
     }
     lines = [f"Reigen v{__version__}:"]
     for title, entries in sections.items():
-        lines += [
-            "",
-            f"Available {title}:",
-            *(f"    [{'X' if exists else ' '}] {name}" for name, exists in entries.items()),
-        ]
+        lines += ["", f"Available {title}:"]
+        lines += [f"    [{'X' if exists else ' '}] {name}" for name, exists in entries.items()]
     return "\n".join(lines)
 
 
@@ -112,13 +111,8 @@ def _versions() -> list[CheckResult]:
         CheckResult("versions", "reigen", __version__),
         CheckResult("versions", "python", platform.python_version()),
     ]
-    for name, is_needed in (
-        ("numpy", True),
-        ("msgspec", True),
-        ("cloudpickle", False),
-        ("pyyaml", False),
-        ("rich", False),
-    ):
+    needs = {"numpy": True, "msgspec": True, "cloudpickle": False, "pyyaml": False, "rich": False}
+    for name, is_needed in needs.items():
         version = _version(name)
         found.append(CheckResult("versions", name, version or "not installed", is_needed and version is None))
     return found
@@ -227,22 +221,3 @@ def _cuda_tensors(environ: Mapping[str, str]) -> CheckResult:
             reason = f"there is no torch ({error})"
     where = "reduced on the GPUs" if library else "staged through the host"
     return CheckResult("backends", "CUDA", f"tensors are {where}: {reason}")
-
-
-def _show(findings: Sequence[CheckResult]) -> None:
-    if not (sys.stdout.isatty() and _version("rich")):
-        for finding in findings:
-            print(f"{finding.topic:11}{finding.name:12}{finding.value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", "", "", box=None, show_header=False)
-    topic = ""
-    for finding in findings:
-        heading = "" if finding.topic == topic else finding.topic
-        topic = finding.topic
-        style = "bold red" if finding.is_problem else ""
-        table.add_row(Text(heading, "bold"), finding.name, Text(finding.value, style))
-    Console().print(table)

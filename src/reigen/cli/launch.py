@@ -9,13 +9,12 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from reigen.cli.run_options import add_output_options, add_restart_option, add_ssh_options, parse_ssh_options
+from reigen.cli.run_options import add_output_options, add_restart_option, add_ssh_options, parse_common_options
 from reigen.compat import as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.env_export import parse_exports
-from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile
+from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile, read_hostfile
 from reigen.launch.network_options import NetworkOptions
 from reigen.launch.options import LaunchOptions, complain
 from reigen.launch.ps_processes import ServerOptions
@@ -104,12 +103,13 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:
         raise ConfigError("--launcher ssh needs a --hostfile; on this host alone, say --launcher local")
-    hosts, port = _hosts(chosen.hostfile)
-    ssh = parse_ssh_options(chosen)
-    command = tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
+    hosts, port = ([], None) if chosen.hostfile is None else parse_mxnet_hostfile(read_hostfile(chosen.hostfile))
+    common = parse_common_options(chosen)
+    if port is not None and chosen.ssh_port is None:
+        common["ssh"] = replace(common["ssh"], port=port)
     servers = ServerOptions(
         chosen.num_workers if chosen.num_servers is None else chosen.num_servers,
-        command=command,
+        command=common["command"],
         environ=_pairs("--env-server", chosen.env_server),
         worker_environ=_pairs("--env-worker", chosen.env_worker),
         round_robin_workers=True,
@@ -117,30 +117,13 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         uses_reigen_scheduler=chosen.as_mxnet,
     )
     return LaunchOptions(
-        command=command,
+        **common,
         num_ranks=chosen.num_workers,
-        grace_seconds=chosen.grace_seconds,
-        prefix=chosen.prefix,
-        timestamps=chosen.timestamps,
-        verbose=chosen.verbose,
-        output_directory=chosen.output_directory,
         hosts=tuple(hosts) or (HostInfo("localhost", chosen.num_workers),),
-        ssh=ssh if ssh.port is not None or port is None else replace(ssh, port=port),
         network=network,
         exports=exports,
-        sync_directory=chosen.sync_dst_dir,
         servers=servers,
     )
-
-
-def _hosts(file: str | None) -> tuple[list[HostInfo], int | None]:
-    """Read the hosts, and their ssh port if the file has it; none where there is no file."""
-    if file is None:
-        return [], None
-    try:
-        return parse_mxnet_hostfile(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hostfile {file!r} cannot be read: {error}") from error
 
 
 def _pairs(option: str, specs: Sequence[str]) -> dict[str, str]:

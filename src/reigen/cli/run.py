@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reigen.cli.run_options import make_parser, parse_ssh_options
+from reigen.cli.run_options import make_parser, parse_command, parse_common_options, split_words
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.env_export import parse_exports
@@ -41,10 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         launcher = choose_launcher(vars(chosen), document)
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
         options = _options(chosen, environ, tuple(exports), translation.launcher_options)
-    except ConfigError as error:
-        made.error(str(error))
-    _print_translation(translation)
-    try:
+        _print_translation(translation)
         return run_job(options, _with_compat_path(environ, chosen), launcher=launcher)
     except ConfigError as error:
         made.error(str(error))
@@ -76,16 +72,12 @@ def _with_compat_path(environ: Mapping[str, str], chosen: argparse.Namespace) ->
 
 def _run_by_dmlc_role(chosen: argparse.Namespace) -> int:
     """Run the command itself without ``-np``, where the user has set DMLC_ROLE by hand and starts each process."""
-    command = _command(chosen)
+    command = parse_command(chosen)
     try:
         os.execvpe(command[0], command, _with_compat_path(os.environ, chosen))
     except (OSError, IndexError) as error:
         complain(f"cannot run {' '.join(command) or 'nothing'}: {error}")
         return 127
-
-
-def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
 
 
 def _options(
@@ -97,21 +89,14 @@ def _options(
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
     return LaunchOptions(
-        command=_command(chosen),
+        **parse_common_options(chosen),
         num_ranks=chosen.num_ranks,
         bind=chosen.bind,
-        grace_seconds=chosen.grace_seconds,
-        prefix=chosen.prefix,
-        timestamps=chosen.timestamps,
-        verbose=chosen.verbose,
-        output_directory=chosen.output_directory,
         hosts=tuple(resolve_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
-        ssh=parse_ssh_options(chosen),
         network=NetworkOptions.from_environ(environ),
         exports=exports,
-        sync_directory=chosen.sync_dst_dir,
-        mpi_args=_split("--mpi-args", launcher_options.get("mpi_args", "")),
-        binding_args=_split("--binding-args", launcher_options.get("binding_args", "")),
+        mpi_args=split_words("--mpi-args", launcher_options.get("mpi_args", "")),
+        binding_args=split_words("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
     )
 
@@ -123,13 +108,6 @@ def _servers(chosen: argparse.Namespace) -> ServerOptions | None:
         return None
     hosts = () if chosen.server_hosts is None else tuple(host.name for host in parse_hosts(chosen.server_hosts))
     return ServerOptions(chosen.num_servers, hosts, num_restarts=chosen.server_restarts)
-
-
-def _split(option: str, text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: {error}") from None
 
 
 def _read_config_file(path: Path | None) -> object:

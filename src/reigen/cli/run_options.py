@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from reigen._version import __version__
 from reigen.errors import ConfigError
-from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, HorovodrunOption
+from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, OPTION_HELP, HorovodrunOption
 from reigen.launch.local_plan import CPU_BINDINGS
 from reigen.launch.ssh.command import SshOptions, check_identity_file
 
@@ -58,10 +59,10 @@ def make_parser() -> argparse.ArgumentParser:
     hosts = made.add_argument_group("other hosts").add_argument
     add_ssh_options(hosts)
     _add_env_options(hosts)
-    for title, options in HOROVODRUN_OPTIONS.items():
-        group = made.add_argument_group(title)
-        for option in options:
-            _add(group, option, option.help if title else argparse.SUPPRESS)
+    groups = {title: made.add_argument_group(title) for title in (*OPTION_HELP, "")}
+    for option in HOROVODRUN_OPTIONS:
+        title = next((title for title, texts in OPTION_HELP.items() if option.name in texts), "")
+        _add(groups[title], option, OPTION_HELP[title][option.name] if title else argparse.SUPPRESS)
     made.add_argument("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")
     return made
 
@@ -152,14 +153,33 @@ def add_ssh_options(add: AddArgument) -> None:
 
 def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:
     """Make the options of ssh; raises ConfigError."""
-    try:
-        command = shlex.split(chosen.ssh_command)
-    except ValueError as error:
-        raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
-    made = SshOptions(
-        tuple(command), chosen.ssh_port, check_identity_file(chosen.ssh_identity_file), chosen.check_host_keys
-    )
+    command = split_words("--ssh-command", chosen.ssh_command)
+    identity_file = check_identity_file(chosen.ssh_identity_file)
+    made = SshOptions(command, chosen.ssh_port, identity_file, chosen.check_host_keys)
     return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
+
+
+def parse_common_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of LaunchOptions that are read alike in `reigen run` and `reigen launch`."""
+    names = ("grace_seconds", "prefix", "timestamps", "verbose", "output_directory")
+    return {name: getattr(chosen, name) for name in names} | {
+        "command": parse_command(chosen),
+        "ssh": parse_ssh_options(chosen),
+        "sync_directory": chosen.sync_dst_dir,
+    }
+
+
+def parse_command(chosen: argparse.Namespace) -> tuple[str, ...]:
+    """Return the user's command, without the ``--`` before it."""
+    return tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
+
+
+def split_words(option: str, text: str) -> tuple[str, ...]:
+    """Split an option's value as a shell does; raises ConfigError."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text}: {error}") from None
 
 
 def _add_env_options(add: AddArgument) -> None:

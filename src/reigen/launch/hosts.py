@@ -95,8 +95,13 @@ def resolve_hosts(listed: str | None, file: str | os.PathLike[str] | None, num_r
         return parse_hosts(listed)
     if file is None:
         return [HostInfo("localhost", num_ranks)]
+    return parse_hostfile(read_hostfile(file), num_ranks)
+
+
+def read_hostfile(file: str | os.PathLike[str]) -> str:
+    """Return a host file's text; raises ConfigError where it cannot be read."""
     try:
-        return parse_hostfile(Path(file).read_text(encoding="utf-8"), num_ranks)
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
 
