@@ -39,9 +39,9 @@ from reigen.launch.options import LaunchOptions
 
 #: Where the factories of Reigen's own launchers are; a module is imported when its launcher is chosen.
 BUILT_IN_LAUNCHERS: Mapping[str, str] = {
-    "local": "reigen.launch.local:LocalLauncher",
+    "local": "reigen.launch.local:local_launcher",
     "mpi": "reigen.launch.mpi.launcher:MpiLauncher",
-    "ssh": "reigen.launch.ssh.launcher:SshLauncher",
+    "ssh": "reigen.launch.ssh.launcher:ssh_launcher",
 }
 #: Entry points of this group, in other packages, are launchers, too.
 ENTRY_POINT_GROUP = "reigen.launchers"

@@ -13,7 +13,6 @@ import os
 import socket
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from reigen.errors import LaunchError, ReigenError
@@ -30,17 +29,11 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 _INT = struct.Struct("@i")
 
 
-@dataclass(frozen=True, slots=True)
-class InheritedDescriptors:
+class InheritedDescriptors(NamedTuple):
     """Descriptors that ranks inherit: they read the payload, and send messages through the channel."""
 
     payload: int
     channel: int
-
-    @property
-    def descriptors(self) -> tuple[int, int]:
-        """Payload and channel."""
-        return self.payload, self.channel
 
     def substitute(self, command: Sequence[str]) -> tuple[str, ...]:
         """Put the descriptors' numbers into ``command``."""

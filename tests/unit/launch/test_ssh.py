@@ -16,7 +16,7 @@ from reigen.launch.base import AgentCommand, HostProblem
 from reigen.launch.hosts import HostAssignment
 from reigen.launch.local_plan import JobServices, ProcessOptions
 from reigen.launch.ssh.command import SshOptions
-from reigen.launch.ssh.launcher import explain_ssh_exit
+from reigen.launch.ssh.launcher import SshAgentStarter
 
 
 def test_the_command_line_of_an_agent():
@@ -70,7 +70,7 @@ def test_ports_that_there_are_not(port):
     ],
 )
 def test_what_a_failure_means(exit_code, said, what):
-    problem = explain_ssh_exit("h9", exit_code, said, SshOptions(python="/opt/python"))
+    problem = SshAgentStarter(SshOptions(python="/opt/python")).explain_exit("h9", exit_code, said)
     assert problem.host == "h9"
     assert what in problem.what
 

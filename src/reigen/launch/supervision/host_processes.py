@@ -124,10 +124,9 @@ class LocalProcesses:
         """
         rank = spec.number
         self._started[rank] = command, spec, stdin
-        descriptors = spec.descriptors + (() if inherited is None else inherited.descriptors)
-        process = spawn_process(
-            command if inherited is None else inherited.substitute(command), spec, descriptors, stdin
-        )
+        if inherited is not None:
+            command = inherited.substitute(command)
+        process = spawn_process(command, spec, (*spec.descriptors, *(inherited or ())), stdin)
         self._processes[rank] = process
         try:
             handle = os.pidfd_open(process.pid)
