@@ -204,7 +204,6 @@ def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
 
 
 def _cuda_tensors(environ: Mapping[str, str]) -> CheckResult:
-    """Return where CUDA tensors are reduced."""
     from reigen.config import load_config
 
     try:

@@ -127,7 +127,6 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
 
 
 def _pairs(option: str, specs: Sequence[str]) -> dict[str, str]:
-    """Parse ``NAME:VALUE`` of an option."""
     found = {}
     for spec in specs:
         name, has_value, value = spec.partition(":")

@@ -65,7 +65,6 @@ def _torchrun_request(chosen: argparse.Namespace, launcher: str) -> dict[str, st
 
 
 def _with_compat_path(environ: Mapping[str, str], chosen: argparse.Namespace) -> Mapping[str, str]:
-    """Apply ``--as-horovod`` and ``--as-mxnet`` to the environment."""
     environ = as_horovod(environ) if chosen.as_horovod else environ
     return as_mxnet(environ) if chosen.as_mxnet else environ
 
@@ -111,7 +110,6 @@ def _servers(chosen: argparse.Namespace) -> ServerOptions | None:
 
 
 def _read_config_file(path: Path | None) -> object:
-    """Read the configuration file; None without one."""
     if path is None:
         return None
     import yaml

@@ -60,29 +60,39 @@ def parse_hostfile(text: str, num_ranks: int = 1) -> list[HostInfo]:
     Raises:
         ConfigError: a line has another form, or looks like ``name:port``, or there is none.
     """
-    hosts, numbers = [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        entry = line.partition("#")[0].strip()
-        if not entry:
-            continue
-        match = _LINE.fullmatch(entry)
-        if match is None:
+    hosts, has_numbers = [], False
+    for number, line, match in _match_lines(text):
+        if _is_port(match):
             raise ConfigError(
-                f"line {number} of the host file is {line.strip()!r}, not of the form 'name slots=n' ([IPv6] slots=n)"
-            )
-        hosts.append(HostInfo(match["name"].strip("[]"), int(match["slots"] or match["colon"] or 1)))
-        numbers.append(match["slots"] or match["colon"])
-        if int(match["colon"] or 0) == _SSH_PORT or int(match["colon"] or 0) >= _FIRST_UNPRIVILEGED_PORT:
-            raise ConfigError(
-                f"line {number} of the host file is {line.strip()!r}: behind the colon is a number of ranks, no port; "
+                f"line {number} of the host file is {line!r}: behind the colon is a number of ranks, no port; "
                 f"say {match['name']} slots=n, and the port with --ssh-port"
             )
-    if not hosts:
-        raise ConfigError("the host file names no host")
-    if not any(numbers):
+        slots = match["slots"] or match["colon"]
+        has_numbers = has_numbers or slots is not None
+        hosts.append(HostInfo(match["name"].strip("[]"), int(slots or 1)))
+    if not has_numbers:
         share, rest = divmod(num_ranks, len(hosts))
         hosts = [HostInfo(host.name, max(1, share + (index < rest))) for index, host in enumerate(hosts)]
     return hosts
+
+
+def _match_lines(text: str) -> Iterator[tuple[int, str, re.Match[str]]]:
+    """Yield the lines of a host file that name hosts: number, text and match; raises ConfigError."""
+    match = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if entry := line.partition("#")[0].strip():
+            match = _LINE.fullmatch(entry)
+            if match is None:
+                form = "not of the form 'name slots=n' ([IPv6] slots=n)"
+                raise ConfigError(f"line {number} of the host file is {line.strip()!r}, {form}")
+            yield number, line.strip(), match
+    if match is None:
+        raise ConfigError("the host file names no host")
+
+
+def _is_port(match: re.Match[str]) -> bool:
+    number = int(match["colon"] or 0)
+    return number == _SSH_PORT or number >= _FIRST_UNPRIVILEGED_PORT
 
 
 def resolve_hosts(listed: str | None, file: str | os.PathLike[str] | None, num_ranks: int) -> list[HostInfo]:
@@ -119,22 +129,14 @@ def parse_mxnet_hostfile(text: str) -> tuple[list[HostInfo], int | None]:
         >>> [host.name for host in parse_mxnet_hostfile("h1:22\nh2 slots=4")[0]]
         ['h1', 'h2']
     """
-    ports: set[int] = set()
-    lines = []
-    for line in text.splitlines():
-        match = _LINE.fullmatch(line.partition("#")[0].strip())
-        number = int(match["colon"] or 0) if match is not None else 0
-        if match is not None and (number == _SSH_PORT or number >= _FIRST_UNPRIVILEGED_PORT):
-            ports.add(number)
-            line = match["name"]  # noqa: PLW2901  what is left of it
-        lines.append(line)
+    matches = [match for _, _, match in _match_lines(text)]
+    ports = sorted({int(match["colon"]) for match in matches if _is_port(match)})
     if len(ports) > 1:
         raise ConfigError(
-            f"the hosts of the host file have different ports, {', '.join(map(str, sorted(ports)))}: say them in "
+            f"the hosts of the host file have different ports, {', '.join(map(str, ports))}: say them in "
             "ssh's configuration (Host, Port), and names alone in the file"
         )
-    hosts = parse_hostfile("\n".join(lines))
-    return [HostInfo(host.name, 1) for host in hosts], next(iter(ports), None)
+    return [HostInfo(match["name"].strip("[]"), 1) for match in matches], next(iter(ports), None)
 
 
 def check_slots(hosts: Sequence[HostInfo], num_ranks: int) -> None:

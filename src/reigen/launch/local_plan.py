@@ -10,7 +10,13 @@ from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from reigen.cluster.environ import PORT_IS_HELD_VARIABLE, RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.environ import (
+    PORT_IS_HELD_VARIABLE,
+    PREFIXED_VARIABLE,
+    RANK_VARIABLES,
+    RENDEZVOUS_VARIABLE,
+    SECRET_VARIABLE,
+)
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
 from reigen.launch.hosts import HostAssignment
@@ -129,6 +135,12 @@ class AvailableCpus:
     def num_usable(self) -> int:
         """Number of processors that can be busy at a time."""
         return len(self.cpus) if self.quota is None else max(1, min(len(self.cpus), int(self.quota)))
+
+
+def output_variables(*, is_terminal: bool, prefix: bool) -> dict[str, str]:
+    """Return the variables that describe the ranks' output: it ends on a terminal, or each line gets its rank."""
+    conditions = {TERMINAL_VARIABLE: is_terminal, PREFIXED_VARIABLE: prefix}
+    return {name: "1" for name, holds in conditions.items() if holds}
 
 
 def single_host_topologies(num_ranks: int) -> list[Topology]:

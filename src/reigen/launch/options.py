@@ -89,10 +89,6 @@ def complain(message: str) -> None:
         sys.stderr.flush()
 
 
-def _ignore(*_: object) -> None:
-    """Ignore an event: the user reads of the first failure, in the end."""
-
-
 @dataclass(frozen=True, slots=True)
 class JobListener:
     """Listener to a job's events in the launcher's processes. No callback may block for long.
@@ -105,6 +101,6 @@ class JobListener:
     """
 
     complain: Callable[[str], None] = complain
-    exited: Callable[[ProcessExited], None] = _ignore
-    lost: Callable[[Sequence[int], str], None] = _ignore
+    exited: Callable[[ProcessExited], None] = lambda event: None
+    lost: Callable[[Sequence[int], str], None] = lambda ranks, reason: None
     finished: Callable[[FinishJob], None] | None = None

@@ -74,7 +74,6 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
 
 
 def _join_interfaces(*spellings: object) -> str | None:
-    """Join both spellings, as the variable has them."""
     names: list[str] = []
     for value in spellings:
         if isinstance(value, str):

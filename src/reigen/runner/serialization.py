@@ -67,8 +67,6 @@ def unpickle_exception(data: bytes | None) -> BaseException | None:
 
 
 class _PickleFile(PayloadFile):
-    """Payload as a file for a pickler."""
-
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what

@@ -25,7 +25,6 @@ from reigen.launch.agent.agent_protocol import (
     REPLY_CODEC,
     REQUEST_CODEC,
     WINDOW_BYTES,
-    AgentReply,
     AgentRequest,
 )
 from reigen.launch.agent.heartbeat import AgentHeartbeat
@@ -33,7 +32,7 @@ from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.agent.relay import RankRelay
 from reigen.launch.env_export import merge_remote_environ
-from reigen.launch.job_state import ProcessesSwept, ProcessExited, ProcessInstruction
+from reigen.launch.job_state import ProcessesSwept, ProcessExited
 from reigen.launch.local_plan import plan_host
 from reigen.launch.network_options import NetworkOptions
 from reigen.launch.supervision.event_loop import LauncherLoop
@@ -125,9 +124,17 @@ class Agent:
 
     def _on_request(self, request: AgentRequest) -> None:
         self._mark_alive()
+        try:
+            self._handle(request)
+        except (LaunchError, ConfigError) as error:
+            code = error.exit_code if isinstance(error, LaunchError) else 1
+            self._pipes.send(agent_protocol.HostRefused(str(error), code))
+
+    def _handle(self, request: AgentRequest) -> None:
         match request:
             case agent_protocol.PrepareRequest():
-                self._on_prepare(request)
+                self._silence_seconds = request.silence_seconds
+                self._pipes.send(self._prepare(request))
             case agent_protocol.StartRequest():
                 self._start(request)
             case agent_protocol.OutputCredit(stream, num_bytes):
@@ -135,7 +142,7 @@ class Agent:
                 if self._credit[stream] > 0:
                     self._processes.resume(stream)
             case agent_protocol.PayloadChunk():
-                self._take(request)
+                self._relay.receive(request)
             case agent_protocol.FactsRequest():
                 self._pipes.send(collect_host_facts())
             case agent_protocol.TimeRequest():
@@ -143,15 +150,7 @@ class Agent:
             case agent_protocol.KeepAlive():
                 pass
             case _:
-                self._execute(request)
-
-    def _on_prepare(self, request: agent_protocol.PrepareRequest) -> None:
-        self._silence_seconds = request.silence_seconds
-        try:
-            answer: AgentReply = self._prepare(request)
-        except (LaunchError, ConfigError) as error:
-            answer = agent_protocol.HostRefused(str(error), _error_exit_code(error))
-        self._pipes.send(answer)
+                self._processes.execute(request)
 
     def _prepare(self, request: agent_protocol.PrepareRequest) -> agent_protocol.HostReady:
         try:
@@ -170,25 +169,14 @@ class Agent:
         self._address = address
         return agent_protocol.HostReady(address, self._stack.enter_context(reserve_port()).getsockname()[1])
 
-    def _take(self, piece: agent_protocol.PayloadChunk) -> None:
-        try:
-            self._relay.receive(piece)
-        except LaunchError as error:
-            self._pipes.send(agent_protocol.HostRefused(str(error)))
-
     def _start(self, request: agent_protocol.StartRequest) -> None:
         environ = merge_remote_environ(os.environ, request.environ, request.package)
-        try:
-            self._heartbeat = self._connect(request, NetworkOptions.from_environ(environ))
-            services = replace(request.services, node_host=self._address)
-            processes, notes = plan_host(request.assignment, request.options, services, environ)
-            for command, spec in processes:
-                self._processes.start(command, spec, self._relay.inherited, stdin=0)
-        except (LaunchError, ConfigError) as error:
-            self._pipes.send(agent_protocol.HostRefused(str(error), _error_exit_code(error)))
-            return
-        pids = tuple(self._processes.pids.values())
-        self._pipes.send(agent_protocol.ProcessesStarted(pids, tuple(notes)))
+        self._heartbeat = self._connect(request, NetworkOptions.from_environ(environ))
+        services = replace(request.services, node_host=self._address)
+        processes, notes = plan_host(request.assignment, request.options, services, environ)
+        for command, spec in processes:
+            self._processes.start(command, spec, self._relay.inherited, stdin=0)
+        self._pipes.send(agent_protocol.ProcessesStarted(tuple(self._processes.pids.values()), tuple(notes)))
 
     def _connect(self, request: agent_protocol.StartRequest, network: NetworkOptions) -> AgentHeartbeat:
         heartbeat = AgentHeartbeat(
@@ -203,12 +191,6 @@ class Agent:
         )
         self._stack.callback(heartbeat.close)
         return heartbeat
-
-    def _execute(self, instruction: ProcessInstruction) -> None:
-        try:
-            self._processes.execute(instruction)
-        except LaunchError as error:
-            self._pipes.send(agent_protocol.HostRefused(str(error), error.exit_code))
 
     def _on_end(self, reason: str) -> None:
         if self._is_swept or not self._processes.pids:
@@ -244,10 +226,6 @@ class Agent:
         self._processes.drain()
         self._is_swept = True
         self._relay.put(ProcessesSwept())
-
-
-def _error_exit_code(error: LaunchError | ConfigError) -> int:
-    return error.exit_code if isinstance(error, LaunchError) else 1
 
 
 def _connect_to_launcher(launcher: str, seconds: float) -> str:

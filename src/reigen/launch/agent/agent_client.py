@@ -88,8 +88,8 @@ class AgentClient:
         self.facts: agent_protocol.HostFacts | None = None
         self.time_reply: agent_protocol.TimeReply | None = None
         self.exit_code: int | None = None
-        self._rank_message: agent_protocol.RankMessageHeader | None = None
-        self._incoming: PayloadFile | None = None
+        #: A rank's message and its payload, which is not complete.
+        self._incoming: tuple[bytes, PayloadFile] | None = None
         self._loop, self._listener = loop, listener
         self.silence_seconds = silence_seconds
         self.last_received_elsewhere: Callable[[], float] = lambda: -math.inf
@@ -216,8 +216,8 @@ class AgentClient:
                 self._listener.swept(self)
             case agent_protocol.RankMessageHeader(text, None):
                 self._listener.rank_message(text, None)
-            case agent_protocol.RankMessageHeader():
-                self._rank_message, self._incoming = answer, PayloadFile()
+            case agent_protocol.RankMessageHeader(text):
+                self._incoming = text, PayloadFile()
             case agent_protocol.PayloadChunk():
                 self._take(answer)
             case agent_protocol.KeepAlive():
@@ -244,14 +244,13 @@ class AgentClient:
     def _take(self, piece: agent_protocol.PayloadChunk) -> None:
         """Take a part of the payload that comes with a rank's message."""
         assert self._incoming is not None, "its header comes first"
-        assert self._rank_message is not None, "its header comes first"
-        self._incoming.write(piece.data)
+        text, payload = self._incoming
+        payload.write(piece.data)
         if piece.is_last:
-            payload = self._incoming
             payload.seal()
-            self._listener.rank_message(self._rank_message.text, payload.descriptor)
+            self._listener.rank_message(text, payload.descriptor)
             os.close(payload.descriptor)
-            self._rank_message = self._incoming = None
+            self._incoming = None
 
     def _give_credit(self, stream: int) -> None:
         if self._owed[stream]:

@@ -99,9 +99,7 @@ class RemoteStart:
                 )
             )
         self._gather(AgentPhase.READY, _PREPARE_SECONDS)
-        first = self._caller.agents.get(
-            next(assignment.host for assignment in self._assignments if 0 in assignment.ranks)
-        )
+        first = self._caller.agents.get(next(each.host for each in self._assignments if 0 in each.ranks))
         if first is not None and first.ready is not None:
             self.master = first.ready.address, first.ready.port
 
@@ -159,10 +157,8 @@ class RemoteStart:
         directory = self._options.sync_directory.removeprefix("~/") or "."
         hosts = list(self._caller.agents)
         problems = rsync.copy_to_hosts(hosts, directory, self._starter.remote_shell, self._caller)
-        problems += [
-            each.problem(self._starter, 0) for each in self._caller.agents.values() if each.refused is not None
-        ]
-        if problems:
+        refused = [each for each in self._caller.agents.values() if each.refused is not None]
+        if problems := problems + [each.problem(self._starter, 0) for each in refused]:
             raise LaunchError(format_problems(problems, len(hosts)))
         return directory
 
@@ -174,10 +170,8 @@ class RemoteStart:
             if (remaining := deadline - time.monotonic()) <= 0:
                 break
             self._caller.turn(remaining)
-        problems = [
-            each.problem(self._starter, seconds) for each in agents if each.phase < phase or each.refused is not None
-        ]
-        if problems:
+        failed = [each for each in agents if each.phase < phase or each.refused is not None]
+        if problems := [each.problem(self._starter, seconds) for each in failed]:
             codes = {each.refused.exit_code for each in agents if each.refused is not None}
             raise LaunchError(format_problems(problems, len(agents)), codes.pop() if len(codes) == 1 else 1)
 

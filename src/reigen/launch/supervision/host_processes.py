@@ -7,8 +7,8 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import IO, Protocol
+from dataclasses import replace
+from typing import IO, NamedTuple, Protocol
 
 from reigen.errors import LaunchError
 from reigen.launch.job_state import (
@@ -69,10 +69,7 @@ class ProcessListener(Protocol):
         """Group has no descendants of its ranks left."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputPipe:
-    """Pipe with one stream of one rank."""
-
+class _OutputPipe(NamedTuple):
     rank: int
     stream: int
     file: IO[bytes]

@@ -23,7 +23,7 @@ from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.remote_start import RemoteStart
 from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
-from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, plan_host
+from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.options import JobListener, LaunchOptions, complain
 from reigen.launch.output.output_mux import OutputMux
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
@@ -75,7 +75,8 @@ def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
 
 def _run_supervised(launcher: Launcher, environ: Mapping[str, str], lifeline: int, listener: JobListener) -> int:
     options = launcher.options
-    environ = _set_output_variables(environ, prefix=options.prefix)
+    kept = {name: text for name, text in environ.items() if name not in {TERMINAL_VARIABLE, PREFIXED_VARIABLE}}
+    environ = kept | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
     with ExitStack() as stack:
         stack.callback(_close_launcher, launcher, listener)
         supervisor = stack.enter_context(Supervisor(options, lifeline, listener, environ))
@@ -110,13 +111,6 @@ def _start_ranks(
     start.start(services, server.heard_at)
     supervisor.is_starting = False
     server.start()
-
-
-def _set_output_variables(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
-    """Return the environment with variables that describe the ranks' output."""
-    conditions = {TERMINAL_VARIABLE: sys.stdout.isatty(), PREFIXED_VARIABLE: prefix}
-    kept = {name: text for name, text in environ.items() if name not in conditions}
-    return kept | {name: "1" for name, holds in conditions.items() if holds}
 
 
 def _add_scheduler(
@@ -161,8 +155,9 @@ class Supervisor:
         self.is_starting = True
         #: Hosts that were lost, and why.
         self._losses: dict[str, str] = {}
-        self._local = LocalProcesses(self.loop, self)
         self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain)
+        self.printed, self.closed = self._display.printed, self._display.closed
+        self._local = LocalProcesses(self.loop, self)
         #: Groups of which something may be left, while sweeping.
         self._unswept: set[HostProcesses] = set()
         inherited = options.inherited
@@ -320,7 +315,6 @@ class Supervisor:
                 self._finish = instruction
 
     def _of(self, group: HostProcesses, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Select those of ``ranks`` that are a host's."""
         return tuple(rank for rank in ranks if self.agents.get(self._hosts[rank], self._local) is group)
 
     def _dismiss(self) -> None:
@@ -334,14 +328,6 @@ class Supervisor:
             self.turn(remaining)
 
     # ---------------------------------------------------------------- events
-
-    def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """Pass output on."""
-        self._display.printed(rank, stream, data)
-
-    def closed(self, rank: int, stream: int) -> None:
-        """Pass the end of a stream on."""
-        self._display.closed(rank, stream)
 
     def exited(self, event: job_state.ProcessExited) -> None:
         """Handle the end of a process, after the departures that were announced before."""
@@ -400,7 +386,6 @@ class Supervisor:
             complain(f"{where}{self._names.get(rank, f'rank {rank}')}: process {pid}, {note}")
 
     def _describe(self, number: int) -> str:
-        """Describe a process, with its host where there are several."""
         where = f" (host {self._hosts[number]})" if self.agents else ""
         return self._names.get(number, f"rank {number}") + where
 
