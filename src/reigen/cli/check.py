@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 from reigen._version import __version__
 from reigen.cli.run_options import add_ssh_options, parse_ssh_options
@@ -23,8 +23,7 @@ _FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "mxnet")
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
+class CheckResult(NamedTuple):
     """Line of the report: a finding under a heading.
 
     ``is_problem``: no job can run here because of it.
@@ -50,8 +49,11 @@ def main(arguments: Sequence[str]) -> int:
             parser.error(str(error))
     findings = collect_results(os.environ)
     problems = [finding for finding in findings if finding.is_problem]
-    rows = [(finding.topic, finding.name, finding.value) for finding in findings]
-    print_table([], rows, [number for number, finding in enumerate(findings) if finding.is_problem])
+    print_table(
+        [],
+        [finding[:3] for finding in findings],
+        [number for number, finding in enumerate(findings) if finding.is_problem],
+    )
     for finding in problems:
         print(f"problem: {finding.name}: {finding.value}")
     print("no job can run here" if problems else "a job can run here")

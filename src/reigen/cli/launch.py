@@ -34,8 +34,8 @@ _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
-    made = _parser()
-    chosen = made.parse_args(arguments)
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
     try:
         exports = parse_exports(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
@@ -45,14 +45,14 @@ def main(arguments: Sequence[str]) -> int:
             launcher=chosen.launcher,
         )
     except ConfigError as error:
-        made.error(str(error))
+        parser.error(str(error))
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="reigen launch",
         description="Start workers, parameter servers and their scheduler, as MXNet's launch.py does.",
         epilog=_EPILOG,
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="reigen launch -n N [-s M] [-H HOSTFILE] [options] command ...",
         allow_abbrev=False,
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("-n", "--num-workers", type=int, required=True, metavar="N", help="how many workers")
     add("-s", "--num-servers", type=int, metavar="M", help="how many servers (default: as many as workers)")
     add("-H", "--hostfile", metavar="FILE", help="hosts, a line each; needed unless --launcher is local")
@@ -90,10 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
     add("--p3", action="store_true", help="set DMLC_PS_VAN_TYPE=p3, for MXNet; Reigen respects priorities anyway")
     add_restart_option(add)
-    add_output_options(made.add_argument_group("output").add_argument)
-    add_ssh_options(made.add_argument_group("other hosts").add_argument)
+    add_output_options(parser.add_argument_group("output").add_argument)
+    add_ssh_options(parser.add_argument_group("other hosts").add_argument)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what every process runs")
-    return made
+    return parser
 
 
 def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:

@@ -22,8 +22,8 @@ from reigen.launch.supervision.supervisor import run_job
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
-    made = make_parser()
-    chosen = made.parse_args(arguments)
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
     if chosen.check_build:
         from reigen.cli.check import build_report
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.num_ranks is None and chosen.as_mxnet and os.environ.get("DMLC_ROLE"):
         return _run_by_dmlc_role(chosen)
     if chosen.num_ranks is None:
-        made.error("the following arguments are required: -np/--num-proc")
+        parser.error("the following arguments are required: -np/--num-proc")
     try:
         document = _read_config_file(chosen.config_file)
         translation = translate_options(vars(chosen), document, os.environ)
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         _print_translation(translation)
         return run_job(options, _with_compat_path(environ, chosen), launcher=launcher)
     except ConfigError as error:
-        made.error(str(error))
+        parser.error(str(error))
     except LaunchError as error:
         complain(str(error))
         return error.exit_code

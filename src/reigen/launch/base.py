@@ -199,8 +199,8 @@ def find_launcher(name: str) -> LauncherFactory:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--launcher {name}: {target} cannot be imported: {error}") from error
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise LaunchError(f"--launcher {name}: {target} raised an error when it was imported: {told}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise LaunchError(f"--launcher {name}: {target} raised an error when it was imported: {reason}") from error
 
 
 def explain_agent_exit(host: str, exit_code: int | None, output: str, python: str) -> HostProblem:

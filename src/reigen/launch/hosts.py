@@ -184,8 +184,8 @@ def assign_ranks(hosts: Sequence[HostInfo], num_ranks: int, is_local: Callable[[
         name = local_name if is_local(host.name) else host.name
         slots[name] = slots.get(name, 0) + host.slots
     check_slots(hosts, num_ranks)
-    homes = [name for name, num in slots.items() for _ in range(min(num, num_ranks))]
-    return _host_assignments(homes[:num_ranks], local_name)
+    host_by_rank = [name for name, num in slots.items() for _ in range(min(num, num_ranks))]
+    return _host_assignments(host_by_rank[:num_ranks], local_name)
 
 
 def assign_ranks_and_servers(
@@ -202,18 +202,18 @@ def assign_ranks_and_servers(
     names = [host.name for host in hosts]
     local_name = _find_local_name([*names, *servers.hosts], is_local) or "localhost"
 
-    def home(listed: Sequence[str], index: int) -> str:
+    def choose(listed: Sequence[str], index: int) -> str:
         name = listed[index % len(listed)]
         return local_name if is_local(name) else name
 
     if servers.round_robin_workers:
-        assignments = _host_assignments([home(names, servers.num + rank) for rank in range(num_ranks)], local_name)
+        assignments = _host_assignments([choose(names, servers.num + rank) for rank in range(num_ranks)], local_name)
     else:
         assignments = assign_ranks(hosts, num_ranks, is_local)
     allowed = servers.hosts or names
     found = {each.host: each for each in assignments}
     for process in list_ps_processes(num_ranks, servers):
-        name = local_name if process.role is PsRole.SCHEDULER else home(allowed, process.index)
+        name = local_name if process.role is PsRole.SCHEDULER else choose(allowed, process.index)
         before = found.get(name, HostAssignment(name, name == local_name, ()))
         found[name] = replace(before, ps_processes=(*before.ps_processes, process))
     return list(found.values())
@@ -224,10 +224,10 @@ def _find_local_name(names: Sequence[str], is_local: Callable[[str], bool]) -> s
     return next((name for name in names if is_local(name)), "")
 
 
-def _host_assignments(homes: Sequence[str], local_name: str) -> list[HostAssignment]:
-    """Return the hosts, in the order of their first rank, where rank r runs on ``homes[r]``."""
+def _host_assignments(host_by_rank: Sequence[str], local_name: str) -> list[HostAssignment]:
+    """Return the hosts, in the order of their first rank, where rank r runs on ``host_by_rank[r]``."""
     ranks: dict[str, list[int]] = {}
-    for rank, name in enumerate(homes):
+    for rank, name in enumerate(host_by_rank):
         ranks.setdefault(name, []).append(rank)
     counts = [len(each) for each in ranks.values()]
     return [

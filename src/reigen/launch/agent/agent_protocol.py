@@ -212,31 +212,11 @@ class RankMessageHeader(JobMessage, tag=22, frozen=True):
     num_bytes: int | None
 
 
-AgentRequest = (
-    ProcessInstruction
-    | KeepAlive
-    | PrepareRequest
-    | StartRequest
-    | OutputCredit
-    | FactsRequest
-    | TimeRequest
-    | PayloadChunk
-)
-AgentReply = (
-    KeepAlive
-    | AgentHello
-    | HostReady
-    | HostRefused
-    | ProcessesStarted
-    | OutputChunk
-    | OutputClosed
-    | ProcessExited
-    | ProcessesSwept
-    | HostFacts
-    | TimeReply
-    | PayloadChunk
-    | RankMessageHeader
-)
+_Start = AgentHello | HostReady | HostRefused | ProcessesStarted
+_RankEvent = OutputChunk | OutputClosed | ProcessExited | RankMessageHeader
+_Shared = KeepAlive | PayloadChunk
+AgentRequest = _Shared | PrepareRequest | StartRequest | ProcessInstruction | OutputCredit | FactsRequest | TimeRequest
+AgentReply = _Shared | _Start | _RankEvent | ProcessesSwept | HostFacts | TimeReply
 
 REQUEST_CODEC: MessageCodec[AgentRequest] = MessageCodec(AgentRequest, MAX_FRAME_BYTES)
 REPLY_CODEC: MessageCodec[AgentReply] = MessageCodec(AgentReply, MAX_FRAME_BYTES)
