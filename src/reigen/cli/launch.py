@@ -15,8 +15,7 @@ from reigen.compat import as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.env_export import parse_exports
 from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile, read_hostfile
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.supervision.supervisor import run_job
 

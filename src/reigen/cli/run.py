@@ -14,8 +14,7 @@ from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
 from reigen.launch.hosts import check_fixed_size, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.supervision.supervisor import run_job
 

@@ -15,8 +15,7 @@ import msgspec
 
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob, ProcessExited
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import JobListener, LaunchOptions
+from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
 from reigen.launch.ssh.command import SshOptions, check_identity_file
 from reigen.launch.supervision.process_tree import die_with_process

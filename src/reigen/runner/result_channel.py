@@ -69,11 +69,7 @@ class ReceivedMessage(NamedTuple):
 
 
 class ResultChannel(socket.socket):
-    """One end of the pair.
-
-    Args:
-        descriptor: an open socket, which is the channel's from now on.
-    """
+    """One end of the pair; the socket ``descriptor`` is the channel's from now on."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(fileno=descriptor)

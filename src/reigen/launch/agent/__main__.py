@@ -34,7 +34,7 @@ from reigen.launch.agent.relay import RankRelay
 from reigen.launch.env_export import merge_remote_environ
 from reigen.launch.job_state import ProcessesSwept, ProcessExited
 from reigen.launch.local_plan import plan_host
-from reigen.launch.network_options import NetworkOptions
+from reigen.launch.options import NetworkOptions
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STREAMS, HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name

@@ -108,13 +108,7 @@ class LocalProcesses:
         inherited: InheritedDescriptors | None = None,
         stdin: int | None = None,
     ) -> None:
-        """Start a process.
-
-        Args:
-            command: the program and its arguments.
-            spec: its number and environment.
-            inherited: descriptors of ``runner`` that it inherits.
-            stdin: rank 0's standard input, None for this process's.
+        """Start a process; rank 0 reads ``stdin``, by default that of this one.
 
         Raises:
             LaunchError: it cannot be started; those that were are the watchdog's to end.
