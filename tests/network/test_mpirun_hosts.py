@@ -14,8 +14,7 @@ import pytest
 
 from reigen.launch.hosts import HostInfo
 from reigen.launch.mpi.mpirun import Mpirun, MpirunContext, MpirunFamily, exported_names, mpirun_command, mpirun_environ
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import LaunchOptions
+from reigen.launch.options import LaunchOptions, NetworkOptions
 from reigen.launch.ssh.command import SshOptions
 from tests.mpirun import DEBIAN, MPICH, PYPI, find
 from tests.network.conftest import MakeHosts

@@ -10,11 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 from reigen._version import __version__
 from reigen.cli.run_options import add_ssh_options, parse_ssh_options
+from reigen.cli.tables import print_table
 from reigen.errors import ConfigError, LaunchError, ReigenError
 from reigen.launch.hosts import resolve_hosts
 
@@ -22,8 +23,7 @@ _FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "mxnet")
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class CheckResult:
+class CheckResult(NamedTuple):
     """Line of the report: a finding under a heading.
 
     ``is_problem``: no job can run here because of it.
@@ -48,8 +48,12 @@ def main(arguments: Sequence[str]) -> int:
         except (ConfigError, LaunchError) as error:
             parser.error(str(error))
     findings = collect_results(os.environ)
-    _show(findings)
     problems = [finding for finding in findings if finding.is_problem]
+    print_table(
+        [],
+        [finding[:3] for finding in findings],
+        [number for number, finding in enumerate(findings) if finding.is_problem],
+    )
     for finding in problems:
         print(f"problem: {finding.name}: {finding.value}")
     print("no job can run here" if problems else "a job can run here")
@@ -93,11 +97,8 @@ def build_report() -> str:
     }
     lines = [f"Reigen v{__version__}:"]
     for title, entries in sections.items():
-        lines += [
-            "",
-            f"Available {title}:",
-            *(f"    [{'X' if exists else ' '}] {name}" for name, exists in entries.items()),
-        ]
+        lines += ["", f"Available {title}:"]
+        lines += [f"    [{'X' if exists else ' '}] {name}" for name, exists in entries.items()]
     return "\n".join(lines)
 
 
@@ -112,13 +113,8 @@ def _versions() -> list[CheckResult]:
         CheckResult("versions", "reigen", __version__),
         CheckResult("versions", "python", platform.python_version()),
     ]
-    for name, is_needed in (
-        ("numpy", True),
-        ("msgspec", True),
-        ("cloudpickle", False),
-        ("pyyaml", False),
-        ("rich", False),
-    ):
+    needs = {"numpy": True, "msgspec": True, "cloudpickle": False, "pyyaml": False, "rich": False}
+    for name, is_needed in needs.items():
         version = _version(name)
         found.append(CheckResult("versions", name, version or "not installed", is_needed and version is None))
     return found
@@ -210,7 +206,6 @@ def _backends(environ: Mapping[str, str]) -> list[CheckResult]:
 
 
 def _cuda_tensors(environ: Mapping[str, str]) -> CheckResult:
-    """Return where CUDA tensors are reduced."""
     from reigen.config import load_config
 
     try:
@@ -227,22 +222,3 @@ def _cuda_tensors(environ: Mapping[str, str]) -> CheckResult:
             reason = f"there is no torch ({error})"
     where = "reduced on the GPUs" if library else "staged through the host"
     return CheckResult("backends", "CUDA", f"tensors are {where}: {reason}")
-
-
-def _show(findings: Sequence[CheckResult]) -> None:
-    if not (sys.stdout.isatty() and _version("rich")):
-        for finding in findings:
-            print(f"{finding.topic:11}{finding.name:12}{finding.value}")
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", "", "", box=None, show_header=False)
-    topic = ""
-    for finding in findings:
-        heading = "" if finding.topic == topic else finding.topic
-        topic = finding.topic
-        style = "bold red" if finding.is_problem else ""
-        table.add_row(Text(heading, "bold"), finding.name, Text(finding.value, style))
-    Console().print(table)

@@ -15,7 +15,7 @@ from reigen.cli.host_pairs import Findings, Pair
 from reigen.cli.tables import print_table
 from reigen.launch.agent.host_probe import ClockOffset, HostProbe, probe_hosts
 from reigen.launch.base import AgentCommand
-from reigen.launch.hosts import HostInfo, is_this_host
+from reigen.launch.hosts import HostInfo, assign_ranks, is_this_host
 from reigen.launch.ssh.command import SshOptions
 from reigen.launch.ssh.launcher import SshAgentStarter
 
@@ -130,8 +130,7 @@ def _measure(hosts: Sequence[str], ssh: SshOptions, options: Sequence[str]) -> l
 
 def hosts_by_rank(hosts: Sequence[str]) -> list[str]:
     """Order the hosts as a job does: this one, by any of its names, is one host."""
-    local_name = next((name for name in hosts if is_this_host(name)), "")
-    return list(dict.fromkeys(local_name if is_this_host(name) else name for name in hosts))
+    return [each.host for each in assign_ranks([HostInfo(name, 1) for name in hosts], len(hosts), is_this_host)]
 
 
 def _pair_row(pair: Pair, hosts: Sequence[str]) -> list[str]:

@@ -52,17 +52,14 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Findings(msgspec.Struct, frozen=True):
-    """Output of rank 0: each rank's address with the reason why it was chosen, and all pairs."""
+    """Findings of one rank, or of all.
+
+    Attributes:
+        addresses: each rank's address, with the reason why it was chosen.
+        pairs: those in which one of these ranks is the lower one.
+    """
 
     addresses: list[tuple[str, str]]
-    pairs: list[Pair]
-
-
-class _Part(msgspec.Struct, frozen=True):
-    """Findings of one rank: its address, and the pairs in which it is the lower one."""
-
-    address: str
-    reason: str
     pairs: list[Pair]
 
 
@@ -104,7 +101,7 @@ def main() -> int:
                 client.get(f"pairs/{number}/{sum(pair) - rank}", _ROUND_SECONDS)
                 pairs.append(_measure(mesh, rank, pair))
     own = [pair for pair in pairs if pair.ranks[0] == rank]
-    client.put(f"pairs/of/{rank}", msgspec.json.encode(_Part(mesh.address, f"{interface}: {reason}", own)))
+    client.put(f"pairs/of/{rank}", msgspec.json.encode(Findings([(mesh.address, f"{interface}: {reason}")], own)))
     if rank == 0:
         sys.stdout.write(msgspec.json.encode(_gather(client, size)).decode() + "\n")
     mesh.close()
@@ -114,8 +111,8 @@ def main() -> int:
 
 def _gather(client: RendezvousClient, size: int) -> Findings:
     got = [client.get(f"pairs/of/{other}", _ROUND_SECONDS) for other in range(size)]
-    parts = [msgspec.json.decode(data, type=_Part) for data in got]
-    return Findings([(each.address, each.reason) for each in parts], [pair for each in parts for pair in each.pairs])
+    parts = [msgspec.json.decode(data, type=Findings) for data in got]
+    return Findings([each.addresses[0] for each in parts], [pair for each in parts for pair in each.pairs])
 
 
 def _measure(mesh: ConnectionPool, rank: int, pair: tuple[int, int]) -> Pair:
@@ -129,8 +126,7 @@ def _measure(mesh: ConnectionPool, rank: int, pair: tuple[int, int]) -> Pair:
         if rank == pair[0]:
             return Pair(pair, "", with_peer.round_trip(), (with_peer.send_much(), with_peer.take_much()))
         with_peer.answer()
-        back = with_peer.take_much(), with_peer.send_much()
-        return Pair(pair, "", 0.0, back)
+        return Pair(pair, "", 0.0, (with_peer.take_much(), with_peer.send_much()))
     except (OSError, ReigenError) as error:
         return Pair(pair, str(error))
     finally:
@@ -176,8 +172,7 @@ class _PeerMeasurement:
         for _ in range(2):
             num_messages = int.from_bytes(self._take(8))
             for _ in range(min(num_messages, _MOST_MESSAGES)):
-                self._link.post_receive(memoryview(self._message))
-                self._until(lambda: self._link.advance_receives() > 0, select.POLLIN)
+                self._take_into(self._message)
             self._send(b".")
         return float(int.from_bytes(self._take(8)))
 
@@ -194,10 +189,13 @@ class _PeerMeasurement:
         self._until(lambda: self._link.advance_sends() > 0, select.POLLOUT)
 
     def _take(self, num_bytes: int) -> bytearray:
-        place = bytearray(num_bytes)
-        self._link.post_receive(memoryview(place))
+        data = bytearray(num_bytes)
+        self._take_into(data)
+        return data
+
+    def _take_into(self, data: bytearray) -> None:
+        self._link.post_receive(memoryview(data))
         self._until(lambda: self._link.advance_receives() > 0, select.POLLIN)
-        return place
 
     def _until(self, is_done: Callable[[], bool], events: int) -> None:
         while not is_done():

@@ -24,11 +24,17 @@ and for workers DMLC_ROLE=worker. DMLC_TASK_ID numbers workers, and servers, fro
 comes and goes. `reigen run -s` sets all that, and starts all processes, itself."""
 
 
-def serve_role(role: Literal["server", "scheduler"], description: str, arguments: Sequence[str]) -> int:
+_DESCRIPTIONS = {
+    "server": "A parameter server holds values that workers push to and pull from.",
+    "scheduler": "The scheduler tells workers and servers where they are, and who of them is lost.",
+}
+
+
+def serve_role(role: Literal["server", "scheduler"], arguments: Sequence[str]) -> int:
     """Serve until the job is over; returns the exit code: 2 where the environment is not in order, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog=f"reigen {role}",
-        description=description,
+        description=_DESCRIPTIONS[role],
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -9,15 +9,13 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from reigen.cli.run_options import add_output_options, add_restart_option, add_ssh_options, parse_ssh_options
+from reigen.cli.run_options import add_output_options, add_restart_option, add_ssh_options, parse_common_options
 from reigen.compat import as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.env_export import parse_exports
-from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.hosts import HostInfo, parse_mxnet_hostfile, read_hostfile
+from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.supervision.supervisor import run_job
 
@@ -35,8 +33,8 @@ _P3 = ("DMLC_PS_VAN_TYPE=p3", "DMLC_PS_WATER_MARK=10")
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
-    made = _parser()
-    chosen = made.parse_args(arguments)
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
     try:
         exports = parse_exports(os.environ, [*chosen.exports, *(_P3 if chosen.p3 else ())])
         environ = {**os.environ, **exports}
@@ -46,14 +44,14 @@ def main(arguments: Sequence[str]) -> int:
             launcher=chosen.launcher,
         )
     except ConfigError as error:
-        made.error(str(error))
+        parser.error(str(error))
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="reigen launch",
         description="Start workers, parameter servers and their scheduler, as MXNet's launch.py does.",
         epilog=_EPILOG,
@@ -61,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         usage="reigen launch -n N [-s M] [-H HOSTFILE] [options] command ...",
         allow_abbrev=False,
     )
-    add = made.add_argument
+    add = parser.add_argument
     add("-n", "--num-workers", type=int, required=True, metavar="N", help="how many workers")
     add("-s", "--num-servers", type=int, metavar="M", help="how many servers (default: as many as workers)")
     add("-H", "--hostfile", metavar="FILE", help="hosts, a line each; needed unless --launcher is local")
@@ -91,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--as-mxnet", action="store_true", help="distributed stores of MXNet's are Reigen's, in unmodified scripts")
     add("--p3", action="store_true", help="set DMLC_PS_VAN_TYPE=p3, for MXNet; Reigen respects priorities anyway")
     add_restart_option(add)
-    add_output_options(made.add_argument_group("output").add_argument)
-    add_ssh_options(made.add_argument_group("other hosts").add_argument)
+    add_output_options(parser.add_argument_group("output").add_argument)
+    add_ssh_options(parser.add_argument_group("other hosts").add_argument)
     add("command", nargs=argparse.REMAINDER, metavar="command ...", help="what every process runs")
-    return made
+    return parser
 
 
 def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple[str, ...]) -> LaunchOptions:
@@ -104,12 +102,13 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         raise ConfigError("--hostfile: --launcher local starts everything on this host; leave one of the two out")
     if chosen.launcher == "ssh" and chosen.hostfile is None:
         raise ConfigError("--launcher ssh needs a --hostfile; on this host alone, say --launcher local")
-    hosts, port = _hosts(chosen.hostfile)
-    ssh = parse_ssh_options(chosen)
-    command = tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
+    hosts, port = ([], None) if chosen.hostfile is None else parse_mxnet_hostfile(read_hostfile(chosen.hostfile))
+    common = parse_common_options(chosen)
+    if port is not None and chosen.ssh_port is None:
+        common["ssh"] = replace(common["ssh"], port=port)
     servers = ServerOptions(
         chosen.num_workers if chosen.num_servers is None else chosen.num_servers,
-        command=command,
+        command=common["command"],
         environ=_pairs("--env-server", chosen.env_server),
         worker_environ=_pairs("--env-worker", chosen.env_worker),
         round_robin_workers=True,
@@ -117,34 +116,16 @@ def _options(chosen: argparse.Namespace, network: NetworkOptions, exports: tuple
         uses_reigen_scheduler=chosen.as_mxnet,
     )
     return LaunchOptions(
-        command=command,
+        **common,
         num_ranks=chosen.num_workers,
-        grace_seconds=chosen.grace_seconds,
-        prefix=chosen.prefix,
-        timestamps=chosen.timestamps,
-        verbose=chosen.verbose,
-        output_directory=chosen.output_directory,
         hosts=tuple(hosts) or (HostInfo("localhost", chosen.num_workers),),
-        ssh=ssh if ssh.port is not None or port is None else replace(ssh, port=port),
         network=network,
         exports=exports,
-        sync_directory=chosen.sync_dst_dir,
         servers=servers,
     )
 
 
-def _hosts(file: str | None) -> tuple[list[HostInfo], int | None]:
-    """Read the hosts, and their ssh port if the file has it; none where there is no file."""
-    if file is None:
-        return [], None
-    try:
-        return parse_mxnet_hostfile(Path(file).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"hostfile {file!r} cannot be read: {error}") from error
-
-
 def _pairs(option: str, specs: Sequence[str]) -> dict[str, str]:
-    """Parse ``NAME:VALUE`` of an option."""
     found = {}
     for spec in specs:
         name, has_value, value = spec.partition(":")

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from reigen.cli.run_options import make_parser, parse_ssh_options
+from reigen.cli.run_options import make_parser, parse_command, parse_common_options, split_words
 from reigen.compat import as_horovod, as_mxnet
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.env_export import parse_exports
 from reigen.launch.horovodrun import TranslatedOptions, choose_launcher, translate_options
 from reigen.launch.hosts import check_fixed_size, parse_hosts, resolve_hosts
 from reigen.launch.local_plan import TORCHRUN_ENV_VARIABLE
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import LaunchOptions, complain
+from reigen.launch.options import LaunchOptions, NetworkOptions, complain
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.supervision.supervisor import run_job
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a job; returns the exit code."""
-    made = make_parser()
-    chosen = made.parse_args(arguments)
+    parser = make_parser()
+    chosen = parser.parse_args(arguments)
     if chosen.check_build:
         from reigen.cli.check import build_report
 
@@ -33,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     if chosen.num_ranks is None and chosen.as_mxnet and os.environ.get("DMLC_ROLE"):
         return _run_by_dmlc_role(chosen)
     if chosen.num_ranks is None:
-        made.error("the following arguments are required: -np/--num-proc")
+        parser.error("the following arguments are required: -np/--num-proc")
     try:
         document = _read_config_file(chosen.config_file)
         translation = translate_options(vars(chosen), document, os.environ)
@@ -41,13 +39,10 @@ def main(arguments: Sequence[str]) -> int:
         launcher = choose_launcher(vars(chosen), document)
         environ = {**os.environ, **translation.variables, **exports, **_torchrun_request(chosen, launcher)}
         options = _options(chosen, environ, tuple(exports), translation.launcher_options)
-    except ConfigError as error:
-        made.error(str(error))
-    _print_translation(translation)
-    try:
+        _print_translation(translation)
         return run_job(options, _with_compat_path(environ, chosen), launcher=launcher)
     except ConfigError as error:
-        made.error(str(error))
+        parser.error(str(error))
     except LaunchError as error:
         complain(str(error))
         return error.exit_code
@@ -69,23 +64,18 @@ def _torchrun_request(chosen: argparse.Namespace, launcher: str) -> dict[str, st
 
 
 def _with_compat_path(environ: Mapping[str, str], chosen: argparse.Namespace) -> Mapping[str, str]:
-    """Apply ``--as-horovod`` and ``--as-mxnet`` to the environment."""
     environ = as_horovod(environ) if chosen.as_horovod else environ
     return as_mxnet(environ) if chosen.as_mxnet else environ
 
 
 def _run_by_dmlc_role(chosen: argparse.Namespace) -> int:
     """Run the command itself without ``-np``, where the user has set DMLC_ROLE by hand and starts each process."""
-    command = _command(chosen)
+    command = parse_command(chosen)
     try:
         os.execvpe(command[0], command, _with_compat_path(os.environ, chosen))
     except (OSError, IndexError) as error:
         complain(f"cannot run {' '.join(command) or 'nothing'}: {error}")
         return 127
-
-
-def _command(chosen: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
 
 
 def _options(
@@ -97,21 +87,14 @@ def _options(
     bounds = {"--min-np": chosen.min_ranks, "--max-np": chosen.max_ranks}
     check_fixed_size(chosen.num_ranks, bounds, "--host-discovery-script" if chosen.host_discovery_script else None)
     return LaunchOptions(
-        command=_command(chosen),
+        **parse_common_options(chosen),
         num_ranks=chosen.num_ranks,
         bind=chosen.bind,
-        grace_seconds=chosen.grace_seconds,
-        prefix=chosen.prefix,
-        timestamps=chosen.timestamps,
-        verbose=chosen.verbose,
-        output_directory=chosen.output_directory,
         hosts=tuple(resolve_hosts(chosen.hosts, chosen.hostfile, chosen.num_ranks)),
-        ssh=parse_ssh_options(chosen),
         network=NetworkOptions.from_environ(environ),
         exports=exports,
-        sync_directory=chosen.sync_dst_dir,
-        mpi_args=_split("--mpi-args", launcher_options.get("mpi_args", "")),
-        binding_args=_split("--binding-args", launcher_options.get("binding_args", "")),
+        mpi_args=split_words("--mpi-args", launcher_options.get("mpi_args", "")),
+        binding_args=split_words("--binding-args", launcher_options.get("binding_args", "")),
         servers=_servers(chosen),
     )
 
@@ -125,15 +108,7 @@ def _servers(chosen: argparse.Namespace) -> ServerOptions | None:
     return ServerOptions(chosen.num_servers, hosts, num_restarts=chosen.server_restarts)
 
 
-def _split(option: str, text: str) -> tuple[str, ...]:
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: {error}") from None
-
-
 def _read_config_file(path: Path | None) -> object:
-    """Read the configuration file; None without one."""
     if path is None:
         return None
     import yaml

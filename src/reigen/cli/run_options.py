@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from reigen._version import __version__
 from reigen.errors import ConfigError
-from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, HorovodrunOption
+from reigen.launch.horovodrun import CONTROLLERS, HOROVODRUN_OPTIONS, OPTION_HELP, HorovodrunOption
 from reigen.launch.local_plan import CPU_BINDINGS
 from reigen.launch.ssh.command import SshOptions, check_identity_file
 
@@ -43,7 +44,7 @@ AddArgument = Callable[..., argparse.Action]
 
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser. Options that were not given are None, False, or the defaults in `--help`."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="reigen run",
         description="Start a job: the same command in N processes, on this host or on several.",
         epilog=_EPILOG,
@@ -51,19 +52,19 @@ def make_parser() -> argparse.ArgumentParser:
         usage="reigen run -np N [options] command ...",
         allow_abbrev=False,
     )
-    _add_general(made.add_argument)
-    add_output_options(made.add_argument_group("output").add_argument)
-    _add_hosts(made)
-    _add_servers(made.add_argument_group("parameter servers").add_argument)
-    hosts = made.add_argument_group("other hosts").add_argument
+    _add_general(parser.add_argument)
+    add_output_options(parser.add_argument_group("output").add_argument)
+    _add_hosts(parser)
+    _add_servers(parser.add_argument_group("parameter servers").add_argument)
+    hosts = parser.add_argument_group("other hosts").add_argument
     add_ssh_options(hosts)
     _add_env_options(hosts)
-    for title, options in HOROVODRUN_OPTIONS.items():
-        group = made.add_argument_group(title)
-        for option in options:
-            _add(group, option, option.help if title else argparse.SUPPRESS)
-    made.add_argument("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")
-    return made
+    groups = {title: parser.add_argument_group(title) for title in (*OPTION_HELP, "")}
+    for option in HOROVODRUN_OPTIONS:
+        title = next((title for title, texts in OPTION_HELP.items() if option.name in texts), "")
+        _add(groups[title], option, OPTION_HELP[title][option.name] if title else argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="command ...", help="what to run in each process")
+    return parser
 
 
 def _add_general(add: AddArgument) -> None:
@@ -125,8 +126,8 @@ def add_output_options(add: AddArgument) -> None:
     )
 
 
-def _add_hosts(made: argparse.ArgumentParser) -> None:
-    group = made.add_argument_group("hosts")
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("hosts")
     add = group.add_mutually_exclusive_group().add_argument
     add("-H", "--hosts", metavar="HOST:N", help="hosts and how many ranks each may have: h1:4,h2:4")
     add("-hostfile", "--hostfile", type=Path, metavar="FILE", help="the same in a file, a line each: h1 slots=4")
@@ -152,14 +153,33 @@ def add_ssh_options(add: AddArgument) -> None:
 
 def parse_ssh_options(chosen: argparse.Namespace) -> SshOptions:
     """Make the options of ssh; raises ConfigError."""
+    command = split_words("--ssh-command", chosen.ssh_command)
+    identity_file = check_identity_file(chosen.ssh_identity_file)
+    ssh = SshOptions(command, chosen.ssh_port, identity_file, chosen.check_host_keys)
+    return ssh if chosen.remote_python is None else replace(ssh, python=chosen.remote_python)
+
+
+def parse_common_options(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of LaunchOptions that are read alike in `reigen run` and `reigen launch`."""
+    names = ("grace_seconds", "prefix", "timestamps", "verbose", "output_directory")
+    return {name: getattr(chosen, name) for name in names} | {
+        "command": parse_command(chosen),
+        "ssh": parse_ssh_options(chosen),
+        "sync_directory": chosen.sync_dst_dir,
+    }
+
+
+def parse_command(chosen: argparse.Namespace) -> tuple[str, ...]:
+    """Return the user's command, without the ``--`` before it."""
+    return tuple(chosen.command[1:] if chosen.command[:1] == ["--"] else chosen.command)
+
+
+def split_words(option: str, text: str) -> tuple[str, ...]:
+    """Split an option's value as a shell does; raises ConfigError."""
     try:
-        command = shlex.split(chosen.ssh_command)
+        return tuple(shlex.split(text))
     except ValueError as error:
-        raise ConfigError(f"--ssh-command {chosen.ssh_command}: {error}") from None
-    made = SshOptions(
-        tuple(command), chosen.ssh_port, check_identity_file(chosen.ssh_identity_file), chosen.check_host_keys
-    )
-    return made if chosen.remote_python is None else replace(made, python=chosen.remote_python)
+        raise ConfigError(f"{option} {text}: {error}") from None
 
 
 def _add_env_options(add: AddArgument) -> None:

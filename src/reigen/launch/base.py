@@ -39,9 +39,9 @@ from reigen.launch.options import LaunchOptions
 
 #: Where the factories of Reigen's own launchers are; a module is imported when its launcher is chosen.
 BUILT_IN_LAUNCHERS: Mapping[str, str] = {
-    "local": "reigen.launch.local:LocalLauncher",
+    "local": "reigen.launch.local:local_launcher",
     "mpi": "reigen.launch.mpi.launcher:MpiLauncher",
-    "ssh": "reigen.launch.ssh.launcher:SshLauncher",
+    "ssh": "reigen.launch.ssh.launcher:ssh_launcher",
 }
 #: Entry points of this group, in other packages, are launchers, too.
 ENTRY_POINT_GROUP = "reigen.launchers"
@@ -199,8 +199,8 @@ def find_launcher(name: str) -> LauncherFactory:
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"--launcher {name}: {target} cannot be imported: {error}") from error
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise LaunchError(f"--launcher {name}: {target} raised an error when it was imported: {told}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise LaunchError(f"--launcher {name}: {target} raised an error when it was imported: {reason}") from error
 
 
 def explain_agent_exit(host: str, exit_code: int | None, output: str, python: str) -> HostProblem:

@@ -64,31 +64,10 @@ def format_exit_report(
         is_above: these lines were printed just before.
         sharing: ranks that ended with the same error.
     """
-    if finish.failure is not None:
-        host = locations.hosts.get(finish.failure.rank, "")
-        report = format_failure(finish.failure, tail, locations, is_above=is_above, sharing=sharing)
-        lost = [each for each in locations.losses.items() if not finish.failure.reason or each[0] != host]
-        return report + b"".join(f"  host {name} was lost: {why}\n".encode() for name, why in lost)
-    if finish.signum in STOP_SIGNALS:
-        return f"reigen run: stopped by {signal_name(finish.signum)}\n".encode()
-    return b""
-
-
-def describe_exit(exit_code: int, cause: str = "") -> str:
-    """Describe a process's exit code, and the kernel's cause of its end: ``killed by SIGKILL; CAUSE``."""
-    text = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
-    return f"{text}; {cause}" if cause else text
-
-
-def format_failure(
-    failure: JobFailure,
-    tail: Sequence[bytes],
-    locations: ProcessLocations,
-    *,
-    is_above: bool = False,
-    sharing: Sequence[int] = (),
-) -> bytes:
-    """Format the block that is printed last: the process that failed first, and the last lines of its stderr."""
+    failure = finish.failure
+    if failure is None:
+        is_stopped = finish.signum in STOP_SIGNALS
+        return f"reigen run: stopped by {signal_name(finish.signum or 0)}\n".encode() if is_stopped else b""
     number, names = failure.rank, locations.names
     host = locations.hosts.get(number, "")
     if failure.reason:
@@ -118,7 +97,15 @@ def format_failure(
         stopped = "rank was" if num_stopped == 1 else "ranks were"
         other = "" if number in names else "other "
         block.append(f"  {num_stopped} {other}{stopped} stopped because of it".encode())
+    losses = [each for each in locations.losses.items() if not failure.reason or each[0] != host]
+    block += [f"  host {lost_host} was lost: {why}".encode() for lost_host, why in losses]
     return b"\n".join(block) + b"\n"
+
+
+def describe_exit(exit_code: int, cause: str = "") -> str:
+    """Describe a process's exit code, and the kernel's cause of its end: ``killed by SIGKILL; CAUSE``."""
+    text = f"exit code {exit_code}" if exit_code >= 0 else f"killed by {signal_name(-exit_code)}"
+    return f"{text}; {cause}" if cause else text
 
 
 def _describe_restarts(name: str, failure: JobFailure) -> str:

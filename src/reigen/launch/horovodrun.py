@@ -24,8 +24,9 @@ CONTROLLERS = ("gloo", "mpi", "jsrun")
 #: Options that mean something where mpirun starts the ranks, and nothing elsewhere.
 MPIRUN_OPTIONS = ("controller", "mpi_args", "binding_args")
 
-_MIB = 1 << 20
 _LEVELS = "TRACE, DEBUG, INFO, WARNING, ERROR, FATAL"
+#: Names of a knob's variable, where they are not REIGEN_X and HOROVOD_X alone.
+_OTHER_NAMES = {"START_TIMEOUT": ("HOROVOD_GLOO_TIMEOUT_SECONDS",), "LOG": ("REIGEN_LOG_LEVEL", "HOROVOD_LOG_LEVEL")}
 
 
 def _count(text: str) -> str:
@@ -35,18 +36,15 @@ def _count(text: str) -> str:
     return str(value)
 
 
-def _number(text: str) -> str:
+def _number(text: str, *, above_0: bool = False) -> str:
     value = float(text)
-    if not 0 <= value < float("inf"):
-        raise ConfigError("must be >= 0")
+    if not 0 <= value < float("inf") or (above_0 and value == 0):
+        raise ConfigError("must be > 0" if above_0 else "must be >= 0")
     return f"{value:.12g}"
 
 
 def _above_0(text: str) -> str:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ConfigError("must be > 0")
-    return f"{value:.12g}"
+    return _number(text, above_0=True)
 
 
 def _fraction(text: str) -> str:
@@ -56,11 +54,11 @@ def _fraction(text: str) -> str:
 
 
 def _mebibytes(text: str) -> str:
-    return str(int(_count(text)) * _MIB)
+    return str(int(_count(text)) << 20)
 
 
 def _cpus(text: str) -> str:
-    return ",".join(_count(cpu) for cpu in text.split(","))
+    return ",".join(map(_count, text.split(",")))
 
 
 def _level(text: str) -> str:
@@ -79,10 +77,6 @@ def _inverse(text: str) -> str:
     return "0" if _switch(text) == "1" else "1"
 
 
-def _text(text: str) -> str:
-    return text
-
-
 def _controller(text: str) -> str:
     if text not in CONTROLLERS:
         raise ConfigError(f"must be one of {', '.join(CONTROLLERS)}")
@@ -98,14 +92,12 @@ class HorovodrunOption:
         parse: makes the variable's text of the option's, or of the file's value; raises ValueError.
         path: its place in the configuration file; empty: none.
         variable: the knob's, without its prefix; empty: no effect.
-        help: description in ``--help``.
     """
 
     flag: str
     parse: Callable[[str], str]
     path: str = ""
     variable: str = ""
-    help: str = ""
 
     @property
     def name(self) -> str:
@@ -118,112 +110,81 @@ class HorovodrunOption:
         return self.parse in {_switch, _inverse}
 
 
-#: Group -> the options that set a knob.
-HOROVODRUN_OPTIONS: dict[str, tuple[HorovodrunOption, ...]] = {
-    "start": (
-        HorovodrunOption(
-            "--gloo-timeout-seconds",
-            _above_0,
-            "library_options.gloo_timeout_seconds",
-            "START_TIMEOUT",
-            "the same as --start-timeout, which wins",
-        ),
-        HorovodrunOption("--start-timeout", _above_0, "", "START_TIMEOUT", "seconds that init() waits for all ranks"),
-        HorovodrunOption(
-            "--thread-affinity",
-            _cpus,
-            "library_options.thread_affinity",
-            "THREAD_AFFINITY",
-            "processor of the engine's thread, or a list by local rank: 0,4",
-        ),
-    ),
-    "network": (
-        HorovodrunOption(
-            "--network-interfaces",
-            _text,
-            "",
-            "NETWORK_INTERFACES",
-            "interfaces through which hosts may talk to each other, the first that exists: eth0,eth1",
-        ),
-    ),
-    "tunables": (
-        HorovodrunOption(
-            "--fusion-threshold-mb",
-            _mebibytes,
-            "params.fusion_threshold_mb",
-            "FUSION_THRESHOLD",
-            "MiB of small tensors that travel together; 0: none do",
-        ),
-        HorovodrunOption(
-            "--cache-capacity",
-            _count,
-            "params.cache_capacity",
-            "CACHE_CAPACITY",
-            "entries of the response cache; 0: off",
-        ),
-    ),
-    "timeline": (
-        HorovodrunOption("--timeline-filename", _text, "timeline.filename", "TIMELINE", "file for the timeline"),
-        HorovodrunOption(
-            "--[no-]timeline-mark-cycles",
-            _switch,
-            "timeline.mark_cycles",
-            "TIMELINE_MARK_CYCLES",
-            "mark the engine's turns in it",
-        ),
-    ),
-    "stalled collectives": (
-        HorovodrunOption("--[no-]stall-check", _inverse, "stall_check.enabled", "STALL_CHECK_DISABLE", "look for them"),
-        HorovodrunOption(
-            "--stall-check-warning-time-seconds",
-            _above_0,
-            "stall_check.warning_time_seconds",
-            "STALL_CHECK_TIME_SECONDS",
-            "until a warning tells of one",
-        ),
-        HorovodrunOption(
-            "--stall-check-shutdown-time-seconds",
-            _number,
-            "stall_check.shutdown_time_seconds",
-            "STALL_SHUTDOWN_TIME_SECONDS",
-            "until it ends the job; 0: never",
-        ),
-    ),
-    "log": (
-        HorovodrunOption(
-            "--log-level", _level, "logging.level", "LOG", "the least severe messages that are shown: " + _LEVELS
-        ),
-        HorovodrunOption(
-            "--log-with-timestamp", _inverse, "logging.with_timestamp", "LOG_HIDE_TIME", "begin messages with the time"
-        ),
-    ),
-    "": (
-        HorovodrunOption("--cycle-time-ms", _number, "params.cycle_time_ms"),
-        HorovodrunOption("--[no-]hierarchical-allreduce", _switch, "params.hierarchical_allreduce"),
-        HorovodrunOption("--[no-]hierarchical-allgather", _switch, "params.hierarchical_allgather"),
-        HorovodrunOption("--[no-]torus-allreduce", _switch, "params.torus_allreduce"),
-        HorovodrunOption("--[no-]autotune", _switch, "autotune.enabled"),
-        HorovodrunOption("--autotune-log-file", _text, "autotune.log_file"),
-        HorovodrunOption("--autotune-warmup-samples", _count, "autotune.warmup_samples"),
-        HorovodrunOption("--autotune-steps-per-sample", _count, "autotune.steps_per_sample"),
-        HorovodrunOption("--autotune-bayes-opt-max-samples", _count, "autotune.bayes_opt_max_samples"),
-        HorovodrunOption("--autotune-gaussian-process-noise", _fraction, "autotune.gaussian_process_noise"),
-        HorovodrunOption("--[no-]mpi-threads-disable", _switch, "library_options.mpi_threads_disable"),
-        HorovodrunOption("--mpi-args", _text),
-        HorovodrunOption("--tcp", _switch),
-        HorovodrunOption("--binding-args", _text),
-        HorovodrunOption("--num-nccl-streams", _count, "library_options.num_nccl_streams"),
-        HorovodrunOption("--disable-cache", _switch),
-        HorovodrunOption("--elastic-timeout", _count),
-        HorovodrunOption("--reset-limit", _count),
-        HorovodrunOption("--slots-per-host", _count),
-        HorovodrunOption("--blacklist-cooldown-range", _text),
-        HorovodrunOption("--controller", _controller, "controller"),
-    ),
+#: Group -> option -> its description in ``--help``; all others have no effect without mpirun.
+OPTION_HELP = {
+    "start": {
+        "gloo_timeout_seconds": "the same as --start-timeout, which wins",
+        "start_timeout": "seconds that init() waits for all ranks",
+        "thread_affinity": "processor of the engine's thread, or a list by local rank: 0,4",
+    },
+    "network": {
+        "network_interfaces": "interfaces through which hosts may talk to each other, the first that exists: eth0,eth1"
+    },
+    "tunables": {
+        "fusion_threshold_mb": "MiB of small tensors that travel together; 0: none do",
+        "cache_capacity": "entries of the response cache; 0: off",
+    },
+    "timeline": {
+        "timeline_filename": "file for the timeline",
+        "timeline_mark_cycles": "mark the engine's turns in it",
+    },
+    "stalled collectives": {
+        "stall_check": "look for them",
+        "stall_check_warning_time_seconds": "until a warning tells of one",
+        "stall_check_shutdown_time_seconds": "until it ends the job; 0: never",
+    },
+    "log": {
+        "log_level": f"the least severe messages that are shown: {_LEVELS}",
+        "log_with_timestamp": "begin messages with the time",
+    },
 }
-
-#: Names of a knob's variable, where they are not REIGEN_X and HOROVOD_X alone.
-_OTHER_NAMES = {"START_TIMEOUT": ("HOROVOD_GLOO_TIMEOUT_SECONDS",), "LOG": ("REIGEN_LOG_LEVEL", "HOROVOD_LOG_LEVEL")}
+_Option = HorovodrunOption
+HOROVODRUN_OPTIONS = (
+    _Option("--gloo-timeout-seconds", _above_0, "library_options.gloo_timeout_seconds", "START_TIMEOUT"),
+    _Option("--start-timeout", _above_0, "", "START_TIMEOUT"),
+    _Option("--thread-affinity", _cpus, "library_options.thread_affinity", "THREAD_AFFINITY"),
+    _Option("--network-interfaces", str, "", "NETWORK_INTERFACES"),
+    _Option("--fusion-threshold-mb", _mebibytes, "params.fusion_threshold_mb", "FUSION_THRESHOLD"),
+    _Option("--cache-capacity", _count, "params.cache_capacity", "CACHE_CAPACITY"),
+    _Option("--timeline-filename", str, "timeline.filename", "TIMELINE"),
+    _Option("--[no-]timeline-mark-cycles", _switch, "timeline.mark_cycles", "TIMELINE_MARK_CYCLES"),
+    _Option("--[no-]stall-check", _inverse, "stall_check.enabled", "STALL_CHECK_DISABLE"),
+    _Option(
+        "--stall-check-warning-time-seconds",
+        _above_0,
+        "stall_check.warning_time_seconds",
+        "STALL_CHECK_TIME_SECONDS",
+    ),
+    _Option(
+        "--stall-check-shutdown-time-seconds",
+        _number,
+        "stall_check.shutdown_time_seconds",
+        "STALL_SHUTDOWN_TIME_SECONDS",
+    ),
+    _Option("--log-level", _level, "logging.level", "LOG"),
+    _Option("--log-with-timestamp", _inverse, "logging.with_timestamp", "LOG_HIDE_TIME"),
+    _Option("--cycle-time-ms", _number, "params.cycle_time_ms"),
+    _Option("--[no-]hierarchical-allreduce", _switch, "params.hierarchical_allreduce"),
+    _Option("--[no-]hierarchical-allgather", _switch, "params.hierarchical_allgather"),
+    _Option("--[no-]torus-allreduce", _switch, "params.torus_allreduce"),
+    _Option("--[no-]autotune", _switch, "autotune.enabled"),
+    _Option("--autotune-log-file", str, "autotune.log_file"),
+    _Option("--autotune-warmup-samples", _count, "autotune.warmup_samples"),
+    _Option("--autotune-steps-per-sample", _count, "autotune.steps_per_sample"),
+    _Option("--autotune-bayes-opt-max-samples", _count, "autotune.bayes_opt_max_samples"),
+    _Option("--autotune-gaussian-process-noise", _fraction, "autotune.gaussian_process_noise"),
+    _Option("--[no-]mpi-threads-disable", _switch, "library_options.mpi_threads_disable"),
+    _Option("--mpi-args", str),
+    _Option("--tcp", _switch),
+    _Option("--binding-args", str),
+    _Option("--num-nccl-streams", _count, "library_options.num_nccl_streams"),
+    _Option("--disable-cache", _switch),
+    _Option("--elastic-timeout", _count),
+    _Option("--reset-limit", _count),
+    _Option("--slots-per-host", _count),
+    _Option("--blacklist-cooldown-range", str),
+    _Option("--controller", _controller, "controller"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +229,7 @@ def translate_options(chosen: Mapping[str, object], document: object, environ: M
     without_effect: list[str] = []
     launcher_options: dict[str, str] = {}
     supported = MPIRUN_OPTIONS if choose_launcher(chosen, document) == "mpi" else ()
-    for option in (option for group in HOROVODRUN_OPTIONS.values() for option in group):
+    for option in HOROVODRUN_OPTIONS:
         option_value, file_value = chosen.get(option.name), settings.pop(option.path, None)
         value = file_value if option_value is None else option_value
         if value is None:
@@ -323,4 +284,4 @@ def _format_option(option: HorovodrunOption, value: object) -> str:
 
 def _is_set(variable: str, environ: Mapping[str, str]) -> bool:
     names = (f"REIGEN_{variable}", f"HOROVOD_{variable}", *_OTHER_NAMES.get(variable, ()))
-    return any(environ.get(name) for name in names)
+    return any(map(environ.get, names))

@@ -60,29 +60,39 @@ def parse_hostfile(text: str, num_ranks: int = 1) -> list[HostInfo]:
     Raises:
         ConfigError: a line has another form, or looks like ``name:port``, or there is none.
     """
-    hosts, numbers = [], []
-    for number, line in enumerate(text.splitlines(), 1):
-        entry = line.partition("#")[0].strip()
-        if not entry:
-            continue
-        match = _LINE.fullmatch(entry)
-        if match is None:
+    hosts, has_numbers = [], False
+    for number, line, match in _match_lines(text):
+        if _is_port(match):
             raise ConfigError(
-                f"line {number} of the host file is {line.strip()!r}, not of the form 'name slots=n' ([IPv6] slots=n)"
-            )
-        hosts.append(HostInfo(match["name"].strip("[]"), int(match["slots"] or match["colon"] or 1)))
-        numbers.append(match["slots"] or match["colon"])
-        if int(match["colon"] or 0) == _SSH_PORT or int(match["colon"] or 0) >= _FIRST_UNPRIVILEGED_PORT:
-            raise ConfigError(
-                f"line {number} of the host file is {line.strip()!r}: behind the colon is a number of ranks, no port; "
+                f"line {number} of the host file is {line!r}: behind the colon is a number of ranks, no port; "
                 f"say {match['name']} slots=n, and the port with --ssh-port"
             )
-    if not hosts:
-        raise ConfigError("the host file names no host")
-    if not any(numbers):
+        slots = match["slots"] or match["colon"]
+        has_numbers = has_numbers or slots is not None
+        hosts.append(HostInfo(match["name"].strip("[]"), int(slots or 1)))
+    if not has_numbers:
         share, rest = divmod(num_ranks, len(hosts))
         hosts = [HostInfo(host.name, max(1, share + (index < rest))) for index, host in enumerate(hosts)]
     return hosts
+
+
+def _match_lines(text: str) -> Iterator[tuple[int, str, re.Match[str]]]:
+    """Yield the lines of a host file that name hosts: number, text and match; raises ConfigError."""
+    match = None
+    for number, line in enumerate(text.splitlines(), 1):
+        if entry := line.partition("#")[0].strip():
+            match = _LINE.fullmatch(entry)
+            if match is None:
+                form = "not of the form 'name slots=n' ([IPv6] slots=n)"
+                raise ConfigError(f"line {number} of the host file is {line.strip()!r}, {form}")
+            yield number, line.strip(), match
+    if match is None:
+        raise ConfigError("the host file names no host")
+
+
+def _is_port(match: re.Match[str]) -> bool:
+    number = int(match["colon"] or 0)
+    return number == _SSH_PORT or number >= _FIRST_UNPRIVILEGED_PORT
 
 
 def resolve_hosts(listed: str | None, file: str | os.PathLike[str] | None, num_ranks: int) -> list[HostInfo]:
@@ -95,8 +105,13 @@ def resolve_hosts(listed: str | None, file: str | os.PathLike[str] | None, num_r
         return parse_hosts(listed)
     if file is None:
         return [HostInfo("localhost", num_ranks)]
+    return parse_hostfile(read_hostfile(file), num_ranks)
+
+
+def read_hostfile(file: str | os.PathLike[str]) -> str:
+    """Return a host file's text; raises ConfigError where it cannot be read."""
     try:
-        return parse_hostfile(Path(file).read_text(encoding="utf-8"), num_ranks)
+        return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"hostfile {os.fspath(file)!r} cannot be read: {error}") from error
 
@@ -114,22 +129,14 @@ def parse_mxnet_hostfile(text: str) -> tuple[list[HostInfo], int | None]:
         >>> [host.name for host in parse_mxnet_hostfile("h1:22\nh2 slots=4")[0]]
         ['h1', 'h2']
     """
-    ports: set[int] = set()
-    lines = []
-    for line in text.splitlines():
-        match = _LINE.fullmatch(line.partition("#")[0].strip())
-        number = int(match["colon"] or 0) if match is not None else 0
-        if match is not None and (number == _SSH_PORT or number >= _FIRST_UNPRIVILEGED_PORT):
-            ports.add(number)
-            line = match["name"]  # noqa: PLW2901  what is left of it
-        lines.append(line)
+    matches = [match for _, _, match in _match_lines(text)]
+    ports = sorted({int(match["colon"]) for match in matches if _is_port(match)})
     if len(ports) > 1:
         raise ConfigError(
-            f"the hosts of the host file have different ports, {', '.join(map(str, sorted(ports)))}: say them in "
+            f"the hosts of the host file have different ports, {', '.join(map(str, ports))}: say them in "
             "ssh's configuration (Host, Port), and names alone in the file"
         )
-    hosts = parse_hostfile("\n".join(lines))
-    return [HostInfo(host.name, 1) for host in hosts], next(iter(ports), None)
+    return [HostInfo(match["name"].strip("[]"), 1) for match in matches], next(iter(ports), None)
 
 
 def check_slots(hosts: Sequence[HostInfo], num_ranks: int) -> None:
@@ -177,8 +184,8 @@ def assign_ranks(hosts: Sequence[HostInfo], num_ranks: int, is_local: Callable[[
         name = local_name if is_local(host.name) else host.name
         slots[name] = slots.get(name, 0) + host.slots
     check_slots(hosts, num_ranks)
-    homes = [name for name, num in slots.items() for _ in range(min(num, num_ranks))]
-    return _host_assignments(homes[:num_ranks], local_name)
+    host_by_rank = [name for name, num in slots.items() for _ in range(min(num, num_ranks))]
+    return _host_assignments(host_by_rank[:num_ranks], local_name)
 
 
 def assign_ranks_and_servers(
@@ -195,18 +202,18 @@ def assign_ranks_and_servers(
     names = [host.name for host in hosts]
     local_name = _find_local_name([*names, *servers.hosts], is_local) or "localhost"
 
-    def home(listed: Sequence[str], index: int) -> str:
+    def choose(listed: Sequence[str], index: int) -> str:
         name = listed[index % len(listed)]
         return local_name if is_local(name) else name
 
     if servers.round_robin_workers:
-        assignments = _host_assignments([home(names, servers.num + rank) for rank in range(num_ranks)], local_name)
+        assignments = _host_assignments([choose(names, servers.num + rank) for rank in range(num_ranks)], local_name)
     else:
         assignments = assign_ranks(hosts, num_ranks, is_local)
     allowed = servers.hosts or names
     found = {each.host: each for each in assignments}
     for process in list_ps_processes(num_ranks, servers):
-        name = local_name if process.role is PsRole.SCHEDULER else home(allowed, process.index)
+        name = local_name if process.role is PsRole.SCHEDULER else choose(allowed, process.index)
         before = found.get(name, HostAssignment(name, name == local_name, ()))
         found[name] = replace(before, ps_processes=(*before.ps_processes, process))
     return list(found.values())
@@ -217,10 +224,10 @@ def _find_local_name(names: Sequence[str], is_local: Callable[[str], bool]) -> s
     return next((name for name in names if is_local(name)), "")
 
 
-def _host_assignments(homes: Sequence[str], local_name: str) -> list[HostAssignment]:
-    """Return the hosts, in the order of their first rank, where rank r runs on ``homes[r]``."""
+def _host_assignments(host_by_rank: Sequence[str], local_name: str) -> list[HostAssignment]:
+    """Return the hosts, in the order of their first rank, where rank r runs on ``host_by_rank[r]``."""
     ranks: dict[str, list[int]] = {}
-    for rank, name in enumerate(homes):
+    for rank, name in enumerate(host_by_rank):
         ranks.setdefault(name, []).append(rank)
     counts = [len(each) for each in ranks.values()]
     return [

@@ -32,9 +32,10 @@ process that watches over the launcher has gone (Orphaned), everything is killed
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
 from enum import Enum, auto
 from signal import SIGINT, SIGKILL
+
+import msgspec
 
 from reigen.cluster.environ import WORKERS_LOST_EXIT_CODE
 
@@ -46,8 +47,11 @@ HOST_LOST_EXIT_CODE = 255
 KILLED_EXIT_CODES = (-SIGKILL, 128 + SIGKILL)
 
 
-@dataclass(frozen=True, slots=True)
-class JobFailure:
+class JobMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Base of events and instructions; those with a tag of ``launch.agent.agent_protocol`` go to other processes."""
+
+
+class JobFailure(JobMessage, frozen=True):
     """First failure of a job.
 
     Attributes:
@@ -67,8 +71,7 @@ class JobFailure:
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessExited:
+class ProcessExited(JobMessage, tag=15, frozen=True):
     """Process of a rank, or a PS process, has ended; ``exit_code`` and ``cause`` as in ``JobFailure``."""
 
     rank: int
@@ -76,46 +79,39 @@ class ProcessExited:
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PsWorkerLeft:
+class PsWorkerLeft(JobMessage, frozen=True):
     """Rank has left the parameter server's job in good order; its process goes on, or is about to end."""
 
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class HostLost:
+class HostLost(JobMessage, frozen=True):
     """Host cannot be reached any more, for this ``reason``, with these processes on it."""
 
     ranks: tuple[int, ...]
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class SignalReceived:
+class SignalReceived(JobMessage, frozen=True):
     """Signal was sent to the launcher at ``seconds`` on some steady clock."""
 
     signum: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class GraceExpired:
+class GraceExpired(JobMessage, frozen=True):
     """Timer that StartGraceTimer started has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class WatchdogLost:
+class WatchdogLost(JobMessage, frozen=True):
     """Watchdog of the launcher has gone: it must end, and everything with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessesSwept:
-    """Job has left no process behind."""
+class ProcessesSwept(JobMessage, tag=16, frozen=True):
+    """Job has left no process behind; from an agent: on its host."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartProcess:
+class RestartProcess(JobMessage, tag=23, frozen=True):
     """Start this process again, for the ``attempt``-th time, since it has ended; the rest as in ``ProcessExited``."""
 
     number: int
@@ -124,32 +120,27 @@ class RestartProcess:
     cause: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TerminateProcesses:
+class TerminateProcesses(JobMessage, tag=4, frozen=True):
     """Send SIGTERM to these processes and their descendants."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class KillProcesses:
-    """Send SIGKILL to these processes and to every process below the launcher."""
+class KillProcesses(JobMessage, tag=5, frozen=True):
+    """Send SIGKILL to these processes and to every process below the launcher, or the agent."""
 
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StartGraceTimer:
-    """Start the timer, or start it again."""
-
-
-@dataclass(frozen=True, slots=True)
-class SweepProcesses:
+class SweepProcesses(JobMessage, tag=6, frozen=True):
     """Send SIGTERM to every process that is left below the launcher; answered by ProcessesSwept when there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class FinishJob:
+class StartGraceTimer(JobMessage, frozen=True):
+    """Start the timer, or start it again."""
+
+
+class FinishJob(JobMessage, frozen=True):
     """End the launcher with an exit code of 0 to 255.
 
     ``failure`` is what ended the job, if a process failed by itself; ``signum`` the signal that stopped the launcher.
@@ -161,7 +152,8 @@ class FinishJob:
 
 
 JobEvent = ProcessExited | PsWorkerLeft | HostLost | SignalReceived | GraceExpired | WatchdogLost | ProcessesSwept
-JobInstruction = RestartProcess | TerminateProcesses | KillProcesses | StartGraceTimer | SweepProcesses | FinishJob
+ProcessInstruction = RestartProcess | TerminateProcesses | KillProcesses | SweepProcesses
+JobInstruction = ProcessInstruction | StartGraceTimer | FinishJob
 
 
 def was_killed(exit_code: int) -> bool:
@@ -284,7 +276,7 @@ class JobState:
         if failure is not None and self.phase is JobPhase.RUNNING:
             is_alone = self._continue_on_failure and max(numbers) < self._num_ranks and self._num_running > 0
             num_stopped = 0 if is_alone else self._num_running
-            self.failure = self.failure or replace(failure, num_stopped=num_stopped)
+            self.failure = self.failure or msgspec.structs.replace(failure, num_stopped=num_stopped)
             if self.running and not is_alone:
                 instructions = self._stop()
         elif self.phase is JobPhase.RUNNING and self.running and not self._num_running:

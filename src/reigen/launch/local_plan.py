@@ -10,10 +10,17 @@ from dataclasses import astuple, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from reigen.cluster.environ import PORT_IS_HELD_VARIABLE, RANK_VARIABLES, RENDEZVOUS_VARIABLE, SECRET_VARIABLE
+from reigen.cluster.environ import (
+    PORT_IS_HELD_VARIABLE,
+    PREFIXED_VARIABLE,
+    RANK_VARIABLES,
+    RENDEZVOUS_VARIABLE,
+    SECRET_VARIABLE,
+)
 from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError
-from reigen.launch.ps_processes import WORKER_LOSS_VARIABLE, PsJobSpec, PsProcess, PsRole
+from reigen.launch.hosts import HostAssignment
+from reigen.launch.ps_processes import WORKER_LOSS_VARIABLE, PsJobSpec, PsProcess, PsRole, ServerOptions
 from reigen.resources.memory import cgroup_directories
 
 #: Values of `--bind`.
@@ -96,6 +103,23 @@ class JobServices:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """Options of a job that each host's processes are started with.
+
+    Attributes:
+        command: of the ranks: the program and its arguments.
+        bind: ``cores``, ``none``, or None to bind where there is at least one processor for each rank.
+        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
+        servers: parameter servers that run beside the ranks; None: none.
+    """
+
+    command: tuple[str, ...]
+    bind: str | None = None
+    start_timeout_seconds: float | None = None
+    servers: ServerOptions | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AvailableCpus:
     """Processors that the launcher may use.
 
@@ -113,9 +137,39 @@ class AvailableCpus:
         return len(self.cpus) if self.quota is None else max(1, min(len(self.cpus), int(self.quota)))
 
 
+def output_variables(*, is_terminal: bool, prefix: bool) -> dict[str, str]:
+    """Return the variables that describe the ranks' output: it ends on a terminal, or each line gets its rank."""
+    conditions = {TERMINAL_VARIABLE: is_terminal, PREFIXED_VARIABLE: prefix}
+    return {name: "1" for name, holds in conditions.items() if holds}
+
+
 def single_host_topologies(num_ranks: int) -> list[Topology]:
     """Return the topologies of a job whose ranks are all on this host."""
     return [Topology.on_one_host(rank, num_ranks) for rank in range(num_ranks)]
+
+
+def plan_host(
+    assignment: HostAssignment, options: ProcessOptions, services: JobServices, environ: Mapping[str, str]
+) -> tuple[list[tuple[Sequence[str], ProcessSpec]], list[str]]:
+    """Plan all processes of this host: commands and specs, with the reason for their binding and a line about each.
+
+    Raises:
+        ConfigError: no such binding.
+    """
+    servers = options.servers
+    of_ranks = environ if servers is None else {**environ, **servers.worker_environ}
+    timeout, bind = options.start_timeout_seconds, options.bind
+    specs, reason = plan_ranks(
+        assignment.topologies, services, of_ranks, detect_cpus(), bind=bind, start_timeout_seconds=timeout
+    )
+    if servers is not None:
+        specs += plan_ps_processes(assignment.ps_processes, services, environ, servers.environ)
+    ps_command = () if servers is None else servers.command
+    lines = [reason]
+    for spec in specs:
+        where = "any processor" if not spec.cpus else "processors " + ",".join(map(str, spec.cpus))
+        lines.append(f"{where}, OMP_NUM_THREADS={spec.environ['OMP_NUM_THREADS']}")
+    return [(process_command(spec, options.command, ps_command), spec) for spec in specs], lines
 
 
 def plan_ranks(
@@ -135,8 +189,8 @@ def plan_ranks(
         environ: inherited by the ranks, but for their place in another job; TORCHRUN_ENV_VARIABLE in it asks for
             torchrun's variables.
         cores: the processors there are.
-        bind: ``cores``, ``none``, or None to bind where there is at least one processor for each rank.
-        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
+        bind: as in `ProcessOptions`.
+        start_timeout_seconds: as there.
 
     Raises:
         ConfigError: no such binding.
@@ -185,15 +239,6 @@ def default_ps_command(role: PsRole) -> tuple[str, ...]:
 def process_command(spec: ProcessSpec, rank_command: Sequence[str], ps_command: Sequence[str]) -> Sequence[str]:
     """Return the command of a process; an empty ``ps_command`` means Reigen's own."""
     return rank_command if spec.ps_process is None else ps_command or default_ps_command(spec.ps_process.role)
-
-
-def describe_binding(specs: Sequence[ProcessSpec], reason: str) -> list[str]:
-    """Describe the binding of the ranks for the user: the reason, and a line each."""
-    lines = [reason]
-    for spec in specs:
-        where = "any processor" if not spec.cpus else "processors " + ",".join(map(str, spec.cpus))
-        lines.append(f"{where}, OMP_NUM_THREADS={spec.environ['OMP_NUM_THREADS']}")
-    return lines
 
 
 def bind_cores(num_ranks: int, cpus: Sequence[int], bind: str | None) -> tuple[list[tuple[int, ...]], str]:

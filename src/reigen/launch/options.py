@@ -3,18 +3,88 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Self
 
 from reigen.errors import ConfigError
+from reigen.launch.agent.agent_protocol import KEEPALIVE_SECONDS
 from reigen.launch.hosts import HostInfo
-from reigen.launch.job_state import FinishJob
-from reigen.launch.network_options import NetworkOptions
+from reigen.launch.job_state import FinishJob, ProcessExited
+from reigen.launch.local_plan import ProcessOptions
 from reigen.launch.payload import InheritedDescriptors
 from reigen.launch.ps_processes import ServerOptions
 from reigen.launch.ssh.command import SshOptions
+
+if TYPE_CHECKING:
+    from reigen.net.tls import TlsContext
+
+_ON = frozenset({"1", "true", "yes", "on"})
+_INTERFACES = ("REIGEN_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE", "DMLC_INTERFACE", "SM_NETWORK_INTERFACE_NAME")
+_PEER_TIMEOUT_SECONDS = 20.0
+_START_TIMEOUT_SECONDS = 30.0
+_LONGEST_SILENCE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkOptions:
+    """Options of the network between hosts: knobs of the ranks (`reigen.config`), for the launcher listens there, too.
+
+    Attributes:
+        interfaces: names of those that may be used; empty: the one that leads there.
+        peer_timeout_seconds: how long a host may be silent before it counts as lost.
+        tls: encrypt every connection.
+        start_timeout_seconds: how long ranks wait for each other in the beginning, and the launcher for hosts, too.
+    """
+
+    interfaces: tuple[str, ...] = ()
+    peer_timeout_seconds: float = _PEER_TIMEOUT_SECONDS
+    tls: bool = False
+    start_timeout_seconds: float = _START_TIMEOUT_SECONDS
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Self:
+        """Read the ranks' environment; values that make no sense are left to the ranks to complain about."""
+        listed = _first(environ, *_INTERFACES)
+        start = _first(environ, "REIGEN_START_TIMEOUT", "HOROVOD_START_TIMEOUT", "HOROVOD_GLOO_TIMEOUT_SECONDS")
+        return cls(
+            tuple(name.strip() for name in listed.split(",") if name.strip()),
+            _parse_seconds(_first(environ, "REIGEN_PEER_TIMEOUT"), _PEER_TIMEOUT_SECONDS),
+            _first(environ, "REIGEN_TLS").strip().lower() in _ON,
+            _parse_seconds(start, _START_TIMEOUT_SECONDS),
+        )
+
+    @property
+    def silence_seconds(self) -> float:
+        """Seconds that an agent may be silent: longer than for ranks, so that these get their errors first."""
+        return min(max(1.25 * self.peer_timeout_seconds + 1, 3 * KEEPALIVE_SECONDS), _LONGEST_SILENCE_SECONDS)
+
+    @property
+    def last_silence_seconds(self) -> float:
+        """The same when the job has failed, and no rank waits for an error any more."""
+        return min(max(self.peer_timeout_seconds, 3 * KEEPALIVE_SECONDS), _LONGEST_SILENCE_SECONDS)
+
+    def make_tls(self) -> TlsContext | None:
+        """Make the TLS context of this process, where it is wanted; raises ConfigError where a package is missing."""
+        if not self.tls:
+            return None
+        from reigen.net.tls import TlsContext  # loads OpenSSL
+
+        return TlsContext()
+
+
+def _first(environ: Mapping[str, str], *names: str) -> str:
+    return next((environ[name] for name in names if environ.get(name)), "")
+
+
+def _parse_seconds(text: str, default: float) -> float:
+    try:
+        seconds = float(text or default)
+    except ValueError:
+        return default
+    return seconds if 0 < seconds < float("inf") else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +94,8 @@ class LaunchOptions:
     Attributes:
         command: the program and its arguments.
         num_ranks: the number of processes.
-        bind: ``cores``, ``none`` or None, as in ``launch.local_plan.plan_ranks``.
+        bind, start_timeout_seconds: as in ``launch.local_plan.ProcessOptions``.
         grace_seconds: how long a process may take to stop before it is killed.
-        start_timeout_seconds: how long ``init()`` waits for all ranks, None for its default.
         prefix: whether output lines begin with their rank.
         timestamps: whether they begin with the time, before the rank.
         verbose: report which processes are started, where, and why there.
@@ -76,6 +145,11 @@ class LaunchOptions:
             if seconds is not None and not 0 <= seconds < float("inf"):
                 raise ConfigError(f"the {what} must be a number of seconds, not {seconds:g}")
 
+    @property
+    def processes(self) -> ProcessOptions:
+        """The part that each host's processes are started with."""
+        return ProcessOptions(self.command, self.bind, self.start_timeout_seconds, self.servers)
+
 
 def complain(message: str) -> None:
     """Write a message for the user to stderr."""
@@ -84,22 +158,18 @@ def complain(message: str) -> None:
         sys.stderr.flush()
 
 
-def _ignore(*_: object) -> None:
-    """Ignore an event: the user reads of the first failure, in the end."""
-
-
 @dataclass(frozen=True, slots=True)
 class JobListener:
     """Listener to a job's events in the launcher's processes. No callback may block for long.
 
     Attributes:
         complain: something is wrong with the launcher itself, in one line.
-        exited: a rank's process has ended, with ``exit_code`` and ``cause`` as in ``launch.job_state.ProcessExited``.
+        exited: a rank's process has ended.
         lost: these ranks are lost with their host, for this reason.
         finished: nothing of the job is left. None: the last message, about the first failure, goes to stderr.
     """
 
     complain: Callable[[str], None] = complain
-    exited: Callable[[int, int, str], None] = _ignore
-    lost: Callable[[Sequence[int], str], None] = _ignore
+    exited: Callable[[ProcessExited], None] = lambda event: None
+    lost: Callable[[Sequence[int], str], None] = lambda ranks, reason: None
     finished: Callable[[FinishJob], None] | None = None

@@ -9,26 +9,14 @@ from typing import Any
 
 import msgspec
 
-from reigen.errors import LaunchError
+from reigen.errors import LaunchError, RankFailedError
 from reigen.launch.supervision.process_tree import signal_name
 from reigen.resources.stdio import occupy_standard_descriptors
 from reigen.runner.interpreter import module_command
 from reigen.runner.job_monitor import JobMonitor
-from reigen.runner.launcher_process import LauncherConfig
-from reigen.runner.options import RunArguments, RunSettings, resolve_arguments
-from reigen.runner.outcome import (
-    AllReturned,
-    FunctionRaised,
-    LauncherLost,
-    LauncherStopped,
-    RankProcessDied,
-    decide_outcome,
-    function_raised_error,
-    list_complaints,
-    rank_died_error,
-    unreadable_result_error,
-)
-from reigen.runner.result_channel import ResultChannel
+from reigen.runner.options import RunSettings, resolve_arguments
+from reigen.runner.outcome import RankProcessDied, decide_outcome, list_complaints, rank_died_error
+from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankReport, ResultChannel
 from reigen.runner.serialization import pack_object, unpack_object, unpickle_exception
 
 
@@ -100,7 +88,6 @@ def run(
         np: deprecated, ``num_proc``.
         min_np: deprecated, ``min_num_proc``.
         max_np: deprecated, ``max_num_proc``.
-        max_np: deprecated, ``max_num_proc``.
         launcher: how processes are started, as ``reigen run --launcher`` has it; by default on other hosts by ssh.
 
     Returns:
@@ -130,7 +117,7 @@ def run(
         if (value := given.pop(old)) is not None:
             warnings.warn(f"run(): {old} is deprecated, use {name}", DeprecationWarning, stacklevel=2)
             given[name] = value
-    settings, warning = resolve_arguments(RunArguments(**given))
+    settings, warning = resolve_arguments(given)
     if warning:
         warnings.warn(f"run(): {warning}", stacklevel=2)
     return _run((func, tuple(args), dict(kwargs or {})), settings)
@@ -143,8 +130,10 @@ def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], setti
         own, inherited = ResultChannel.pair()
         with own:
             with inherited:
-                channel = inherited.fileno()
-                monitor = JobMonitor(_launcher_command(settings, payload, channel), own, (payload, channel))
+                descriptors = payload, inherited.fileno()
+                arguments = msgspec.json.encode(settings).decode(), *map(str, (os.getpid(), *descriptors))
+                command = module_command("reigen.runner.launcher_process", arguments)
+                monitor = JobMonitor(command, own, descriptors)
             with monitor:
                 monitor.wait()
                 return _collect_results(monitor, settings.num_ranks)
@@ -152,40 +141,24 @@ def _run(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]], setti
         os.close(payload)
 
 
-def _launcher_command(settings: RunSettings, payload: int, channel: int) -> tuple[str, ...]:
-    config = LauncherConfig(
-        caller=os.getpid(),
-        payload=payload,
-        channel=channel,
-        num_ranks=settings.num_ranks,
-        start_timeout_seconds=settings.start_timeout_seconds,
-        output_directory=settings.output_directory,
-        verbose=settings.verbose,
-        executable=settings.executable,
-        hosts=tuple((host.name, host.slots) for host in settings.hosts),
-        launcher=settings.launcher,
-        ssh_port=settings.ssh_port,
-        ssh_identity_file=settings.ssh_identity_file,
-        network_interfaces=settings.network_interfaces,
-    )
-    return module_command("reigen.runner.launcher_process", [msgspec.json.encode(config).decode()])
-
-
 def _collect_results(monitor: JobMonitor, size: int) -> list[Any]:
     """Return the results by rank, or raise RankFailedError, or LaunchError."""
     match decide_outcome(monitor.messages, size):
-        case AllReturned():
+        case None:
             for complaint in list_complaints(monitor.messages):
                 warnings.warn(f"run(): {complaint}", RuntimeWarning, stacklevel=4)
             return [_result(monitor, rank, size) for rank in range(size)]
-        case FunctionRaised(report):
-            text, frozen = unpack_object(monitor.payloads[report.rank])
-            raise function_raised_error(report, size, text) from unpickle_exception(frozen)
+        case RankReport(rank) as report:
+            text, frozen = unpack_object(monitor.payloads[rank])
+            message = f"rank {rank} of {size} raised {report.text}\n\n{text.rstrip()}"
+            error = RankFailedError(message, report.exit_code, rank=rank, traceback=text)
+            raise error from unpickle_exception(frozen)
         case RankProcessDied() as death:
             raise rank_died_error(death, size, list_complaints(monitor.messages))
-        case LauncherStopped(signum):
+        case LauncherFinished(signum):
+            assert signum is not None, "it was stopped"
             raise LaunchError(f"the job was stopped: its launcher was sent {signal_name(signum)}", 128 + signum)
-        case LauncherLost(reason):
+        case LauncherComplaint(reason):
             raise LaunchError(reason or "the job's launcher was killed, and so were the ranks", monitor.exit_code or 1)
 
 
@@ -194,6 +167,7 @@ def _result(monitor: JobMonitor, rank: int, size: int) -> Any:
     try:
         return unpack_object(payload)
     except Exception as error:
-        raise unreadable_result_error(rank, size, error) from error
+        what = f"what the function returned in rank {rank} of {size} cannot be loaded here"
+        raise RankFailedError(f"{what}: {type(error).__name__}: {error}", 0, rank=rank) from error
     finally:
         os.close(payload)

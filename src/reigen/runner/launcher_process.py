@@ -14,74 +14,50 @@ from pathlib import Path
 import msgspec
 
 from reigen.errors import ConfigError, LaunchError
-from reigen.launch.base import DEFAULT_LAUNCHER
-from reigen.launch.hosts import HostInfo
-from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import JobListener, LaunchOptions
+from reigen.launch.job_state import HOST_LOST_EXIT_CODE, FinishJob, ProcessExited
+from reigen.launch.options import JobListener, LaunchOptions, NetworkOptions
 from reigen.launch.payload import CHANNEL_PLACEHOLDER, PAYLOAD_PLACEHOLDER, InheritedDescriptors
 from reigen.launch.ssh.command import SshOptions, check_identity_file
 from reigen.launch.supervision.process_tree import die_with_process
 from reigen.launch.supervision.supervisor import run_job
 from reigen.resources.stdio import open_standard_streams
 from reigen.runner.interpreter import module_command
-from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankExited, ResultChannel, ResultMessage
-
-
-class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the launcher, on its command line. Nothing in it is secret.
-
-    Attributes:
-        caller: process id of the caller.
-        payload: descriptor of the payload with the function and its arguments.
-        channel: descriptor of the channel to the caller.
-        executable: the Python of the ranks, or None for this one.
-        hosts: names and slots; empty: this host alone.
-        network_interfaces: those that may be used, with commas between them; None: as in the environment.
-    """
-
-    caller: int
-    payload: int
-    channel: int
-    num_ranks: int
-    start_timeout_seconds: float | None = None
-    output_directory: str | None = None
-    verbose: bool = False
-    executable: str | None = None
-    hosts: tuple[tuple[str, int], ...] = ()
-    launcher: str = DEFAULT_LAUNCHER
-    ssh_port: int | None = None
-    ssh_identity_file: str | None = None
-    network_interfaces: str | None = None
+from reigen.runner.options import RunSettings
+from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, ResultChannel, ResultMessage
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the job of ``arguments[0]``, a LauncherConfig in JSON; return the exit code."""
+    """Run a job; returns the exit code.
+
+    ``arguments`` are RunSettings in JSON, the caller's process id, and the descriptors of the payload with the function
+    and of the channel to the caller.
+    """
     open_standard_streams()
-    config = msgspec.json.decode(arguments[0], type=LauncherConfig)
-    die_with_process(config.caller)
-    channel = ResultChannel(config.channel)
+    settings = msgspec.json.decode(arguments[0], type=RunSettings)
+    caller, payload, channel_fd = map(int, arguments[1:])
+    die_with_process(caller)
+    channel, inherited = ResultChannel(channel_fd), InheritedDescriptors(payload, channel_fd)
     try:
         environ = dict(os.environ)
-        if config.network_interfaces is not None:
-            environ["REIGEN_NETWORK_INTERFACES"] = config.network_interfaces
-        return run_job(_options(config, environ), environ, _listener(channel), launcher=config.launcher)
+        if settings.network_interfaces is not None:
+            environ["REIGEN_NETWORK_INTERFACES"] = settings.network_interfaces
+        return run_job(_options(settings, inherited, environ), environ, _listener(channel), launcher=settings.launcher)
     except (ConfigError, LaunchError) as error:
         _send_message(channel, LauncherComplaint(str(error)))
         return 1
 
 
-def _options(config: LauncherConfig, environ: Mapping[str, str]) -> LaunchOptions:
-    ssh = SshOptions(port=config.ssh_port, identity_file=check_identity_file(config.ssh_identity_file))
+def _options(settings: RunSettings, inherited: InheritedDescriptors, environ: Mapping[str, str]) -> LaunchOptions:
+    ssh = SshOptions(port=settings.ssh_port, identity_file=check_identity_file(settings.ssh_identity_file))
     return LaunchOptions(
-        command=module_command("reigen.runner.task", [PAYLOAD_PLACEHOLDER, CHANNEL_PLACEHOLDER], config.executable),
-        num_ranks=config.num_ranks,
-        start_timeout_seconds=config.start_timeout_seconds,
-        output_directory=None if config.output_directory is None else Path(config.output_directory),
-        verbose=config.verbose,
-        inherited=InheritedDescriptors(config.payload, config.channel),
-        hosts=tuple(HostInfo(name, slots) for name, slots in config.hosts),
-        ssh=ssh if config.executable is None else replace(ssh, python=config.executable),
+        command=module_command("reigen.runner.task", [PAYLOAD_PLACEHOLDER, CHANNEL_PLACEHOLDER], settings.executable),
+        num_ranks=settings.num_ranks,
+        start_timeout_seconds=settings.start_timeout_seconds,
+        output_directory=None if settings.output_directory is None else Path(settings.output_directory),
+        verbose=settings.verbose,
+        inherited=inherited,
+        hosts=settings.hosts,
+        ssh=ssh if settings.executable is None else replace(ssh, python=settings.executable),
         network=NetworkOptions.from_environ(environ),
     )
 
@@ -93,11 +69,11 @@ def _listener(channel: ResultChannel) -> JobListener:
     def lost(ranks: Sequence[int], reason: str) -> None:
         _send_message(channel, LauncherComplaint(reason))
         for rank in ranks:
-            _send_message(channel, RankExited(rank, HOST_LOST_EXIT_CODE))
+            _send_message(channel, ProcessExited(rank, HOST_LOST_EXIT_CODE))
 
     return JobListener(
         complain=lambda text: _send_message(channel, LauncherComplaint(text)),
-        exited=lambda rank, exit_code, cause: _send_message(channel, RankExited(rank, exit_code, cause)),
+        exited=lambda event: _send_message(channel, event),
         lost=lost,
         finished=finished,
     )
@@ -105,4 +81,4 @@ def _listener(channel: ResultChannel) -> JobListener:
 
 def _send_message(channel: ResultChannel, message: ResultMessage) -> None:
     with suppress(OSError):  # the caller has gone, and so will this process
-        channel.send(message)
+        channel.post(message)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import SupportsIndex
+from collections.abc import Mapping, Sequence
+from typing import Any, SupportsIndex
+
+import msgspec
 
 from reigen.errors import ConfigError
 from reigen.launch.base import DEFAULT_LAUNCHER, find_launcher
@@ -17,37 +18,13 @@ from reigen.launch.ssh.command import SshOptions
 _WITHOUT_EFFECT = ("use_gloo", "use_mpi", "mpi_args", "disable_cache", "slots", "reset_limit", "cooldown_range")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunArguments:
-    """Arguments of ``run`` but the function's own; documented there."""
+class RunSettings(msgspec.Struct, frozen=True):
+    """Settings of a job, with all defaults filled in, as the launcher's process gets them. Nothing in it is secret.
 
-    num_proc: SupportsIndex
-    min_num_proc: int | None
-    max_num_proc: int | None
-    slots: int | None
-    reset_limit: int | None
-    cooldown_range: object
-    hosts: str | None
-    hostfile: str | os.PathLike[str] | None
-    host_discovery_script: str | None
-    start_timeout: float | None
-    ssh_port: int | None
-    ssh_identity_file: str | None
-    disable_cache: bool | None
-    output_filename: str | os.PathLike[str] | None
-    verbose: int | None
-    use_gloo: bool | None
-    use_mpi: bool | None
-    mpi_args: str | None
-    network_interface: str | None
-    network_interfaces: object
-    executable: str | None
-    launcher: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class RunSettings:
-    """Settings of a job, with all defaults filled in."""
+    Attributes:
+        executable: the Python of the ranks, or None for this one.
+        network_interfaces: those that may be used, with commas between them; None: as in the environment.
+    """
 
     num_ranks: int
     start_timeout_seconds: float | None
@@ -61,49 +38,48 @@ class RunSettings:
     launcher: str
 
 
-def resolve_arguments(arguments: RunArguments) -> tuple[RunSettings, str]:
-    """Resolve the arguments; returns a warning, too, about those that have no effect, or an empty text.
+def resolve_arguments(arguments: Mapping[str, Any]) -> tuple[RunSettings, str]:
+    """Resolve the arguments of ``run`` but the function's own; returns a warning, too, about those without effect.
 
     Raises:
         ConfigError: an argument makes no sense, or asks for what is not possible yet.
     """
-    num_ranks = _num_ranks(arguments.num_proc)
-    bounds = {"min_num_proc": arguments.min_num_proc, "max_num_proc": arguments.max_num_proc}
-    check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments.host_discovery_script else None)
-    if arguments.hosts is not None and arguments.hostfile is not None:
+    directory, launcher = arguments["output_filename"], arguments["launcher"] or DEFAULT_LAUNCHER
+    num_ranks = _num_ranks(arguments["num_proc"])
+    bounds = {"min_num_proc": arguments["min_num_proc"], "max_num_proc": arguments["max_num_proc"]}
+    check_fixed_size(num_ranks, bounds, "host_discovery_script" if arguments["host_discovery_script"] else None)
+    if arguments["hosts"] is not None and arguments["hostfile"] is not None:
         raise ConfigError("hosts and hostfile are two ways to say the same thing: give one of them")
-    hosts = resolve_hosts(arguments.hosts, arguments.hostfile, num_ranks)
+    hosts = resolve_hosts(arguments["hosts"], arguments["hostfile"], num_ranks)
     check_slots(hosts, num_ranks)
-    SshOptions(port=arguments.ssh_port)  # raises
-    find_launcher(arguments.launcher or DEFAULT_LAUNCHER)  # raises
-    timeout = arguments.start_timeout
+    SshOptions(port=arguments["ssh_port"])  # raises
+    find_launcher(launcher)  # raises
+    timeout = arguments["start_timeout"]
     if timeout is not None and not 0 < timeout < 1e9:
         raise ConfigError(f"start_timeout must be a number of seconds greater than 0, not {timeout!r}")
-    directory = arguments.output_filename
     settings = RunSettings(
         num_ranks,
         timeout,
         None if directory is None else os.fspath(directory),
-        bool(arguments.verbose),
-        arguments.executable,
+        bool(arguments["verbose"]),
+        arguments["executable"],
         tuple(hosts),
-        arguments.ssh_port,
-        arguments.ssh_identity_file,
-        _interfaces(arguments),
-        arguments.launcher or DEFAULT_LAUNCHER,
+        arguments["ssh_port"],
+        arguments["ssh_identity_file"],
+        _join_interfaces(arguments["network_interface"], arguments["network_interfaces"]),
+        launcher,
     )
-    without_effect = [name for name in _WITHOUT_EFFECT if getattr(arguments, name) not in (None, False)]
+    without_effect = [name for name in _WITHOUT_EFFECT if arguments[name] not in (None, False)]
     return settings, f"no effect: {', '.join(without_effect)}" if without_effect else ""
 
 
-def _interfaces(arguments: RunArguments) -> str | None:
-    """Join both spellings, as the variable has them."""
+def _join_interfaces(*spellings: object) -> str | None:
     names: list[str] = []
-    for value in (arguments.network_interface, arguments.network_interfaces):
+    for value in spellings:
         if isinstance(value, str):
             names += value.split(",")
         elif isinstance(value, Sequence):
-            names += [str(name) for name in value]
+            names += map(str, value)
     return ",".join(names) or None
 
 

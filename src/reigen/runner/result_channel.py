@@ -5,35 +5,33 @@ name, so nobody else can reach it. Messages stay whole and arrive in the order i
 them: that order tells who failed first. What a rank returned or raised is too large for a message and travels beside
 it, as the descriptor of a sealed, nameless file (``runner.serialization``).
 
-a. A rank sends Report when the function has returned or raised, before its process begins to end.
-b. The launcher sends Exited for each rank, before it decides what follows from that.
-c. The launcher sends Ended when nothing of the job is left; or Complaint where it could not do its part.
+a. A rank sends RankReport when the function has returned or raised, before its process begins to end.
+b. The launcher sends ProcessExited for each rank, before it decides what follows from that.
+c. The launcher sends LauncherFinished when nothing of the job is left; LauncherComplaint where it cannot do its part.
 d. The caller sends nothing: it stops a job by a signal to the launcher.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple
 
 import msgspec
 
+from reigen.launch.job_state import JobMessage, ProcessExited
+from reigen.launch.payload import MAX_RANK_MESSAGE_BYTES, receive_rank_message
 from reigen.net.codec import MessageCodec
 
-#: The longest complaint fits; the kernel's buffer takes several.
-_MAX_MESSAGE_BYTES = 1 << 14
+#: In UTF-8 the longest complaint fits into a message; the kernel's buffer takes several.
 _MAX_TEXT = 4000
-_INT = struct.Struct("@i")
 
 
-class RankReport(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The function has ended in one rank. Its parcel comes with it.
+class RankReport(JobMessage, tag=1, frozen=True):
+    """The function has ended in one rank. A payload comes with it.
 
     Attributes:
         rank: whose.
-        failed: it raised; the parcel holds the exception.
+        failed: it raised; the payload holds the exception.
         is_victim: it raised because another rank had gone.
         exit_code: what the process is going to exit with; of ``sys.exit``, what it was asked to.
         text: the last line of the traceback; or empty.
@@ -46,98 +44,59 @@ class RankReport(msgspec.Struct, tag=1, array_like=True, frozen=True, forbid_unk
     text: str = ""
 
 
-class RankExited(msgspec.Struct, tag=2, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A rank's process has ended; a negative ``exit_code`` is minus the signal that ended it.
-
-    ``cause`` is what the kernel says of that, as in ``launch.job_state.JobFailure``.
-    """
-
-    rank: int
-    exit_code: int
-    cause: str = ""
-
-
-class LauncherFinished(msgspec.Struct, tag=3, array_like=True, frozen=True, forbid_unknown_fields=True):
+class LauncherFinished(JobMessage, tag=3, frozen=True):
     """Report that nothing of the job is left; ``signum`` is the signal that stopped the launcher, or None."""
 
     signum: int | None
 
 
-class LauncherComplaint(msgspec.Struct, tag=4, array_like=True, frozen=True, forbid_unknown_fields=True):
+class LauncherComplaint(JobMessage, tag=4, frozen=True):
     """The launcher, in words."""
 
     text: str
 
 
-ResultMessage = RankReport | RankExited | LauncherFinished | LauncherComplaint
+ResultMessage = RankReport | ProcessExited | LauncherFinished | LauncherComplaint
 
-_MESSAGES: MessageCodec[ResultMessage] = MessageCodec(ResultMessage, _MAX_MESSAGE_BYTES)
+_MESSAGES: MessageCodec[ResultMessage] = MessageCodec(ResultMessage, MAX_RANK_MESSAGE_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class ReceivedMessage:
+class ReceivedMessage(NamedTuple):
     """A message, and the descriptor that came with it, which is the receiver's to close."""
 
     message: ResultMessage
     descriptor: int | None
 
 
-class ResultChannel:
-    """One end of the pair. A context manager.
-
-    Args:
-        descriptor: an open socket, which the line now owns.
-    """
+class ResultChannel(socket.socket):
+    """One end of the pair; the socket ``descriptor`` is the channel's from now on."""
 
     def __init__(self, descriptor: int) -> None:
-        self._socket = socket.socket(fileno=descriptor)
-        self._socket.set_inheritable(False)
+        super().__init__(fileno=descriptor)
+        self.set_inheritable(False)
 
     @classmethod
     def pair(cls) -> tuple[ResultChannel, ResultChannel]:
-        """Two ends."""
+        """Make both ends."""
         one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(one.detach()), cls(other.detach())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def fileno(self) -> int:
-        """The descriptor; readable when a message or the end is there."""
-        return self._socket.fileno()
-
-    def send(self, message: ResultMessage, descriptor: int | None = None) -> None:
-        """Say something; the descriptor is copied and stays the sender's.
+    def post(self, message: ResultMessage, descriptor: int | None = None) -> None:
+        """Send a message; the descriptor is copied and stays the sender's.
 
         Raises:
             OSError: the other end is closed.
         """
-        if isinstance(message, LauncherComplaint):
-            message = LauncherComplaint(message.text[:_MAX_TEXT])
-        elif isinstance(message, RankReport):
+        if isinstance(message, LauncherComplaint | RankReport):
             message = msgspec.structs.replace(message, text=message.text[:_MAX_TEXT])
-        descriptors = [] if descriptor is None else [descriptor]
-        socket.send_fds(self._socket, [_MESSAGES.encode(message)], descriptors)
+        socket.send_fds(self, [_MESSAGES.encode(message)], [] if descriptor is None else [descriptor])
 
     def receive(self) -> ReceivedMessage | None:
-        """The next message; None when all other ends are closed.
+        """Receive the next message; None when all other ends are closed.
 
         Raises:
             BlockingIOError: there is none now.
             OSError: this process has no descriptor left for what came with it.
         """
-        flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC  # recv_fds() of some versions of Python drops its flags
-        data, ancillary, received, _ = self._socket.recvmsg(_MAX_MESSAGE_BYTES, socket.CMSG_LEN(_INT.size), flags)
-        if not data:
-            return None
-        if received & socket.MSG_CTRUNC:
-            raise OSError("too many open files: what a rank sent cannot be received")
-        descriptors = [_INT.unpack_from(payload)[0] for _, kind, payload in ancillary if kind == socket.SCM_RIGHTS]
-        return ReceivedMessage(_MESSAGES.decode(data), next(iter(descriptors), None))
-
-    def close(self) -> None:
-        """Say no more. May be called twice."""
-        self._socket.close()
+        data, descriptor = receive_rank_message(self)
+        return ReceivedMessage(_MESSAGES.decode(data), descriptor) if data else None

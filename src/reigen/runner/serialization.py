@@ -10,7 +10,6 @@ they inherit.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 import pickle
@@ -19,13 +18,8 @@ from typing import Any
 import cloudpickle
 
 from reigen.errors import SharedMemoryError, UnsupportedTypeError
-from reigen.resources import memory
-from reigen.resources.limits import explain_limit
-from reigen.resources.memory import KEEP_FREE_BYTES
-
-_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
-#: The available memory is looked at for blocks of at least this size.
-_LOOK_BYTES = 1 << 20
+from reigen.launch.payload import PayloadFile
+from reigen.resources.memory import KEEP_FREE_BYTES, AvailableMemory
 
 
 def pack_object(value: object, what: str) -> int:
@@ -35,17 +29,17 @@ def pack_object(value: object, what: str) -> int:
         UnsupportedTypeError: ``value`` cannot be pickled.
         SharedMemoryError: the host has not enough memory for its pickle.
     """
-    descriptor = os.memfd_create("reigen-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    payload = _PickleFile(what)
     try:
-        cloudpickle.dump(value, _PayloadWriter(descriptor, what))
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        cloudpickle.dump(value, payload)
+        payload.seal()
     except SharedMemoryError:
-        os.close(descriptor)
+        os.close(payload.descriptor)
         raise
     except Exception as error:  # a class's __reduce__ can raise anything
-        os.close(descriptor)
+        os.close(payload.descriptor)
         raise UnsupportedTypeError(f"{what} cannot be sent: {type(error).__name__}: {error}") from error
-    return descriptor
+    return payload.descriptor
 
 
 def unpack_object(descriptor: int) -> Any:
@@ -72,36 +66,21 @@ def unpickle_exception(data: bytes | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-class _PayloadWriter:
-    """File for a pickler, which checks the available memory before it takes a large block.
+class _PickleFile(PayloadFile):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
 
-    Otherwise a shortage would end a process (the kernel kills one) instead of raising an error.
-    """
+    def shortage_error(self, length: int, available: AvailableMemory) -> SharedMemoryError:
+        written_mib = self.num_bytes >> 20
+        return SharedMemoryError.for_request(
+            self.num_bytes + length,
+            available.num_bytes,
+            f"{self._what} ({written_mib} MiB are there)" if written_mib else self._what,
+            available.limit,
+            keep_free_bytes=KEEP_FREE_BYTES,
+            where="by this process",
+        )
 
-    def __init__(self, descriptor: int, what: str) -> None:
-        self._descriptor, self._what = descriptor, what
-        self._num_bytes = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Append ``data``."""
-        view = memoryview(data).cast("B")
-        length = len(view)
-        self._num_bytes += length
-        if length >= _LOOK_BYTES:
-            available = memory.available_memory()
-            if not available.allows(length + KEEP_FREE_BYTES):
-                written_mib = (self._num_bytes - length) >> 20
-                raise SharedMemoryError.for_request(
-                    self._num_bytes,
-                    available.num_bytes,
-                    f"{self._what} ({written_mib} MiB are there)" if written_mib else self._what,
-                    available.limit,
-                    keep_free_bytes=KEEP_FREE_BYTES,
-                    where="by this process",
-                )
-        try:
-            while view:
-                view = view[os.write(self._descriptor, view) :]
-        except OSError as error:
-            raise SharedMemoryError.refused(self._num_bytes, self._what, str(explain_limit(error).strerror)) from error
-        return length
+    def refused_error(self, reason: str) -> SharedMemoryError:
+        return SharedMemoryError.refused(self.num_bytes, self._what, reason)

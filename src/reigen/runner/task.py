@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         except BaseException as error:  # noqa: BLE001  all of them are reported
             report, payload = failure_report(rank, error), _pack_error(error)
         # Before this process begins to end: ranks that wait for this one fail later than it, and report it later.
-        caller.send(report, payload)
+        caller.post(report, payload)
         os.close(payload)
     if not report.failed:
         return 0

@@ -18,8 +18,7 @@ from reigen.launch.mpi.mpirun import (
     mpirun_command,
     mpirun_environ,
 )
-from reigen.launch.network_options import NetworkOptions
-from reigen.launch.options import LaunchOptions
+from reigen.launch.options import LaunchOptions, NetworkOptions
 from reigen.launch.payload import InheritedDescriptors
 from reigen.launch.ssh.command import SshOptions
 

@@ -13,8 +13,10 @@ from reigen.launch.agent.agent_protocol import MAX_NOISE_BYTES, GreetingParser, 
 from reigen.launch.agent.remote_start import find_scripts, format_problems
 from reigen.launch.agent.rsync import rsync_command
 from reigen.launch.base import AgentCommand, HostProblem
+from reigen.launch.hosts import HostAssignment
+from reigen.launch.local_plan import JobServices, ProcessOptions
 from reigen.launch.ssh.command import SshOptions
-from reigen.launch.ssh.launcher import explain_ssh_exit
+from reigen.launch.ssh.launcher import SshAgentStarter
 
 
 def test_the_command_line_of_an_agent():
@@ -68,7 +70,7 @@ def test_ports_that_there_are_not(port):
     ],
 )
 def test_what_a_failure_means(exit_code, said, what):
-    problem = explain_ssh_exit("h9", exit_code, said, SshOptions(python="/opt/python"))
+    problem = SshAgentStarter(SshOptions(python="/opt/python")).explain_exit("h9", exit_code, said)
     assert problem.host == "h9"
     assert what in problem.what
 
@@ -137,6 +139,7 @@ def test_endless_noise_is_refused():
 
 
 def test_the_secret_is_not_shown():
-    start = StartRequest(("true",), (), {"TOKEN": "mine"}, "", 1, "a:1", b"\xab" * 32, "a", 1, None, None)
+    services = JobServices("a:1", b"\xab" * 32, 1)
+    start = StartRequest(1, HostAssignment("a", False, ()), ProcessOptions(("true",)), services, {"TOKEN": "mine"}, "")
     assert "xab" not in repr(start)
     assert "mine" not in repr(start)

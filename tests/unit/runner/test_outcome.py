@@ -3,15 +3,9 @@
 import pytest
 
 from reigen.errors import DeadlineError, PeerLostError, ReigenError
-from reigen.runner.outcome import (
-    AllReturned,
-    FunctionRaised,
-    LauncherLost,
-    LauncherStopped,
-    RankProcessDied,
-    decide_outcome,
-)
-from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankExited, RankReport
+from reigen.launch.job_state import ProcessExited
+from reigen.runner.outcome import RankProcessDied, decide_outcome
+from reigen.runner.result_channel import LauncherComplaint, LauncherFinished, RankReport
 from reigen.runner.task import failure_report
 
 FINE = LauncherFinished(None)
@@ -26,8 +20,8 @@ def victim(rank):
 
 
 def test_all_returned():
-    messages = [RankReport(1), RankReport(0), RankExited(1, 0), RankExited(0, 0), FINE]
-    assert decide_outcome(messages, 2) == AllReturned()
+    messages = [RankReport(1), RankReport(0), ProcessExited(1, 0), ProcessExited(0, 0), FINE]
+    assert decide_outcome(messages, 2) is None
 
 
 def test_the_first_that_raised_by_itself():
@@ -36,43 +30,45 @@ def test_the_first_that_raised_by_itself():
         victim(0),
         raised(3),
         raised(1),
-        RankExited(0, 1),
-        RankExited(1, 1),
-        RankExited(3, 1),
+        ProcessExited(0, 1),
+        ProcessExited(1, 1),
+        ProcessExited(3, 1),
         FINE,
     ]
-    assert decide_outcome(messages, 4) == FunctionRaised(raised(3))
+    assert decide_outcome(messages, 4) == raised(3)
 
 
 def test_a_rank_that_takes_its_time_to_end_is_still_the_culprit():
-    messages = [raised(1), victim(0), RankExited(0, 1), RankExited(1, -15), FINE]
-    assert decide_outcome(messages, 2) == FunctionRaised(raised(1))
+    messages = [raised(1), victim(0), ProcessExited(0, 1), ProcessExited(1, -15), FINE]
+    assert decide_outcome(messages, 2) == raised(1)
 
 
 @pytest.mark.parametrize("exit_code", [-9, 7, 0])
 def test_a_silent_death_is_what_its_victims_died_of(exit_code):
-    messages = [RankExited(1, exit_code), victim(0), RankExited(0, 1), FINE]
+    messages = [ProcessExited(1, exit_code), victim(0), ProcessExited(0, 1), FINE]
     assert decide_outcome(messages, 2) == RankProcessDied(1, exit_code, returned=False)
     assert decide_outcome([messages[1], messages[0], *messages[2:]], 2) == RankProcessDied(1, exit_code, returned=False)
 
 
 def test_a_death_after_the_function_is_a_failure_too():
-    assert decide_outcome([RankReport(0), RankExited(0, -11), FINE], 1) == RankProcessDied(0, -11, returned=True)
+    assert decide_outcome([RankReport(0), ProcessExited(0, -11), FINE], 1) == RankProcessDied(0, -11, returned=True)
 
 
 def test_whoever_the_launcher_stops_is_no_culprit():
-    messages = [victim(0), RankExited(0, 1), RankExited(1, -15), FINE]  # rank 1 had left the job, and lived on
-    assert decide_outcome(messages, 2) == FunctionRaised(victim(0))
+    messages = [victim(0), ProcessExited(0, 1), ProcessExited(1, -15), FINE]  # rank 1 had left the job, and lived on
+    assert decide_outcome(messages, 2) == victim(0)
 
 
 def test_whoever_stops_the_launcher():
-    assert decide_outcome([RankExited(0, -15), RankExited(1, -15), LauncherFinished(15)], 2) == LauncherStopped(15)
+    assert decide_outcome([ProcessExited(0, -15), ProcessExited(1, -15), LauncherFinished(15)], 2) == LauncherFinished(
+        15
+    )
 
 
 def test_a_launcher_that_could_not_do_its_part():
-    assert decide_outcome([LauncherComplaint("no such command: x")], 2) == LauncherLost("no such command: x")
-    assert decide_outcome([RankReport(0), RankReport(1)], 2) == LauncherLost("")
-    assert decide_outcome([], 1) == LauncherLost("")
+    assert decide_outcome([LauncherComplaint("no such command: x")], 2) == LauncherComplaint("no such command: x")
+    assert decide_outcome([RankReport(0), RankReport(1)], 2) == LauncherComplaint("")
+    assert decide_outcome([], 1) == LauncherComplaint("")
 
 
 @pytest.mark.parametrize(

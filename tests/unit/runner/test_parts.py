@@ -1,25 +1,27 @@
 """The channel, payloads, and settings of `run`."""
 
-import dataclasses
 import fcntl
+import inspect
 import os
 import subprocess
 import sys
 import threading
 
+import msgspec
 import numpy as np
 import pytest
 
 from reigen.errors import ConfigError, LaunchError, SharedMemoryError, UnsupportedTypeError
 from reigen.launch import payload
 from reigen.launch.hosts import HostInfo
+from reigen.launch.job_state import ProcessExited
 from reigen.resources import memory
 from reigen.resources.memory import AvailableMemory
-from reigen.runner import interpreter, serialization
-from reigen.runner.options import RunArguments, resolve_arguments
-from reigen.runner.result_channel import LauncherComplaint, RankExited, RankReport, ReceivedMessage, ResultChannel
+from reigen.runner import interpreter, run, serialization
+from reigen.runner.options import resolve_arguments
+from reigen.runner.result_channel import LauncherComplaint, RankReport, ReceivedMessage, ResultChannel
 
-ARGUMENTS = RunArguments(**{field.name: None for field in dataclasses.fields(RunArguments)} | {"num_proc": 2})
+ARGUMENTS = dict.fromkeys(inspect.signature(run).parameters) | {"num_proc": 2}
 
 
 # ---------------------------------------------------------------- the line
@@ -29,9 +31,9 @@ def test_messages_stay_whole_and_in_order():
     ours, theirs = ResultChannel.pair()
     with ours:
         with theirs:
-            theirs.send(RankExited(3, -9))
-            theirs.send(LauncherComplaint("x" * 100_000))
-            assert ours.receive() == ReceivedMessage(RankExited(3, -9), None)
+            theirs.post(ProcessExited(3, -9))
+            theirs.post(LauncherComplaint("x" * 100_000))
+            assert ours.receive() == ReceivedMessage(ProcessExited(3, -9), None)
             assert ours.receive() == ReceivedMessage(LauncherComplaint("x" * 4000), None)
             with pytest.raises(BlockingIOError):
                 ours.receive()
@@ -42,7 +44,7 @@ def test_a_report_brings_its_payload():
     ours, theirs = ResultChannel.pair()
     sent = serialization.pack_object("hello", "a word")
     with ours, theirs:
-        theirs.send(RankReport(0), sent)
+        theirs.post(RankReport(0), sent)
         os.close(sent)
         arrival = ours.receive()
     assert arrival.message == RankReport(0)
@@ -95,7 +97,7 @@ def test_a_shortage_of_memory_is_an_error(monkeypatch):
 
 
 def test_a_shortage_of_memory_for_a_payload_from_another_host_is_an_error(monkeypatch):
-    monkeypatch.setattr(payload, "available_memory", lambda: AvailableMemory(17 << 20, "within L"))
+    monkeypatch.setattr(memory, "available_memory", lambda: AvailableMemory(17 << 20, "within L"))
     incoming = payload.PayloadFile()
     incoming.write(b"x" * 100)
     words = r"a payload of more than 100 bytes: 17\.0 MiB available within L, less 16\.0 MiB that are kept free"
@@ -136,13 +138,13 @@ def test_a_new_interpreter_finds_what_this_one_finds(tmp_path, monkeypatch):
 
 def test_the_plain_case_warns_of_nothing():
     settings, warning = resolve_arguments(ARGUMENTS)
-    here = (("localhost", 2),)
-    assert dataclasses.astuple(settings) == (2, None, None, False, None, here, None, None, None, "ssh")
+    here = (HostInfo("localhost", 2),)
+    assert msgspec.structs.astuple(settings) == (2, None, None, False, None, here, None, None, None, "ssh")
     assert warning == ""
 
 
 def test_what_has_no_effect_is_named_once():
-    arguments = dataclasses.replace(ARGUMENTS, use_gloo=True, use_mpi=False, slots=2)
+    arguments = ARGUMENTS | {"use_gloo": True, "use_mpi": False, "slots": 2}
     assert resolve_arguments(arguments)[1] == "no effect: use_gloo, slots"
 
 
@@ -150,16 +152,14 @@ def test_hosts_and_how_they_are_reached(tmp_path):
     (tmp_path / "hosts").write_text("h1 slots=1\nh2:4\n")
     changes = {"hostfile": tmp_path / "hosts", "ssh_port": 2222, "ssh_identity_file": "/key"}
     changes |= {"network_interface": "eth0,eth1", "network_interfaces": ["ib0"]}
-    settings, warning = resolve_arguments(dataclasses.replace(ARGUMENTS, **changes))
+    settings, warning = resolve_arguments(ARGUMENTS | changes)
     assert settings.hosts == (HostInfo("h1", 1), HostInfo("h2", 4))
     assert (settings.ssh_port, settings.ssh_identity_file) == (2222, "/key")
     assert (settings.network_interfaces, warning) == ("eth0,eth1,ib0", "")
 
 
 def test_bounds_that_leave_no_choice():
-    assert resolve_arguments(dataclasses.replace(ARGUMENTS, min_num_proc=2, max_num_proc=2)) == resolve_arguments(
-        ARGUMENTS
-    )
+    assert resolve_arguments(ARGUMENTS | {"min_num_proc": 2, "max_num_proc": 2}) == resolve_arguments(ARGUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ def test_bounds_that_leave_no_choice():
 )
 def test_what_makes_no_sense_or_is_not_possible_yet(changes, message):
     with pytest.raises(ConfigError, match=message):
-        resolve_arguments(dataclasses.replace(ARGUMENTS, **changes))
+        resolve_arguments(ARGUMENTS | changes)

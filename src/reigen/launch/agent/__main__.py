@@ -12,13 +12,12 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from shutil import which
 
 from reigen.cluster.membership.rendezvous import split_address
-from reigen.cluster.topology import Topology
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_protocol import (
@@ -26,7 +25,6 @@ from reigen.launch.agent.agent_protocol import (
     REPLY_CODEC,
     REQUEST_CODEC,
     WINDOW_BYTES,
-    AgentReply,
     AgentRequest,
 )
 from reigen.launch.agent.heartbeat import AgentHeartbeat
@@ -34,16 +32,9 @@ from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.agent.relay import RankRelay
 from reigen.launch.env_export import merge_remote_environ
-from reigen.launch.local_plan import (
-    JobServices,
-    ProcessSpec,
-    describe_binding,
-    detect_cpus,
-    plan_ps_processes,
-    plan_ranks,
-    process_command,
-)
-from reigen.launch.network_options import NetworkOptions
+from reigen.launch.job_state import ProcessesSwept, ProcessExited
+from reigen.launch.local_plan import plan_host
+from reigen.launch.options import NetworkOptions
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STREAMS, HostProcesses, LocalProcesses
 from reigen.launch.supervision.process_tree import signal_name
@@ -133,9 +124,17 @@ class Agent:
 
     def _on_request(self, request: AgentRequest) -> None:
         self._mark_alive()
+        try:
+            self._handle(request)
+        except (LaunchError, ConfigError) as error:
+            code = error.exit_code if isinstance(error, LaunchError) else 1
+            self._pipes.send(agent_protocol.HostRefused(str(error), code))
+
+    def _handle(self, request: AgentRequest) -> None:
         match request:
             case agent_protocol.PrepareRequest():
-                self._on_prepare(request)
+                self._silence_seconds = request.silence_seconds
+                self._pipes.send(self._prepare(request))
             case agent_protocol.StartRequest():
                 self._start(request)
             case agent_protocol.OutputCredit(stream, num_bytes):
@@ -143,7 +142,7 @@ class Agent:
                 if self._credit[stream] > 0:
                     self._processes.resume(stream)
             case agent_protocol.PayloadChunk():
-                self._take(request)
+                self._relay.receive(request)
             case agent_protocol.FactsRequest():
                 self._pipes.send(collect_host_facts())
             case agent_protocol.TimeRequest():
@@ -151,27 +150,7 @@ class Agent:
             case agent_protocol.KeepAlive():
                 pass
             case _:
-                self._execute(request)
-
-    def _execute(self, request: AgentRequest) -> None:
-        """Carry out a decision of ``launch.job_state``."""
-        match request:
-            case agent_protocol.RestartRequest(number, attempt):
-                self._restart(number, attempt)
-            case agent_protocol.TerminateRequest(ranks):
-                self._processes.terminate(ranks)
-            case agent_protocol.KillRequest(ranks):
-                self._processes.kill(ranks)
-            case agent_protocol.SweepRequest():
-                self._processes.sweep()
-
-    def _on_prepare(self, request: agent_protocol.PrepareRequest) -> None:
-        self._silence_seconds = request.silence_seconds
-        try:
-            answer: AgentReply = self._prepare(request)
-        except (LaunchError, ConfigError) as error:
-            answer = agent_protocol.HostRefused(str(error), _error_exit_code(error))
-        self._pipes.send(answer)
+                self._processes.execute(request)
 
     def _prepare(self, request: agent_protocol.PrepareRequest) -> agent_protocol.HostReady:
         try:
@@ -190,30 +169,19 @@ class Agent:
         self._address = address
         return agent_protocol.HostReady(address, self._stack.enter_context(reserve_port()).getsockname()[1])
 
-    def _take(self, piece: agent_protocol.PayloadChunk) -> None:
-        try:
-            self._relay.receive(piece)
-        except LaunchError as error:
-            self._pipes.send(agent_protocol.HostRefused(str(error)))
-
     def _start(self, request: agent_protocol.StartRequest) -> None:
         environ = merge_remote_environ(os.environ, request.environ, request.package)
-        try:
-            self._heartbeat = self._connect(request, NetworkOptions.from_environ(environ))
-            specs, reason = self._plan(request, environ)
-            for spec in specs:
-                command = process_command(spec, request.command, request.ps_command)
-                self._processes.start(command, spec, self._relay.inherited, stdin=0)
-        except (LaunchError, ConfigError) as error:
-            self._pipes.send(agent_protocol.HostRefused(str(error), _error_exit_code(error)))
-            return
-        pids = tuple(self._processes.pids.values())
-        self._pipes.send(agent_protocol.ProcessesStarted(pids, tuple(describe_binding(specs, reason))))
+        self._heartbeat = self._connect(request, NetworkOptions.from_environ(environ))
+        services = replace(request.services, node_host=self._address)
+        processes, notes = plan_host(request.assignment, request.options, services, environ)
+        for command, spec in processes:
+            self._processes.start(command, spec, self._relay.inherited, stdin=0)
+        self._pipes.send(agent_protocol.ProcessesStarted(tuple(self._processes.pids.values()), tuple(notes)))
 
     def _connect(self, request: agent_protocol.StartRequest, network: NetworkOptions) -> AgentHeartbeat:
         heartbeat = AgentHeartbeat(
-            request.rendezvous,
-            request.secret,
+            request.services.rendezvous,
+            request.services.secret,
             request.number,
             self._loop,
             self._mark_alive,
@@ -223,31 +191,6 @@ class Agent:
         )
         self._stack.callback(heartbeat.close)
         return heartbeat
-
-    def _plan(self, request: agent_protocol.StartRequest, environ: Mapping[str, str]) -> tuple[list[ProcessSpec], str]:
-        services = JobServices(
-            request.rendezvous,
-            request.secret,
-            request.master_port,
-            request.master_address,
-            request.ps_job,
-            self._address,
-        )
-        ranks, reason = plan_ranks(
-            [Topology(*numbers) for numbers in request.topologies],
-            services,
-            {**environ, **request.rank_environ},
-            detect_cpus(),
-            bind=request.bind,
-            start_timeout_seconds=request.start_timeout_seconds,
-        )
-        return ranks + plan_ps_processes(request.ps_processes, services, environ, request.server_environ), reason
-
-    def _restart(self, number: int, attempt: int) -> None:
-        try:
-            self._processes.restart(number, attempt)
-        except LaunchError as error:
-            self._pipes.send(agent_protocol.HostRefused(str(error), error.exit_code))
 
     def _on_end(self, reason: str) -> None:
         if self._is_swept or not self._processes.pids:
@@ -274,19 +217,15 @@ class Agent:
         """Report the end of a stream."""
         self._pipes.send(agent_protocol.OutputClosed(rank, stream))
 
-    def exited(self, rank: int, exit_code: int, cause: str) -> None:
+    def exited(self, event: ProcessExited) -> None:
         """Report the end of a process, after the rank's own messages."""
-        self._relay.put(agent_protocol.ProcessExitReport(rank, exit_code, cause))
+        self._relay.put(event)
 
     def swept(self, processes: HostProcesses) -> None:
         """Report the end of all processes, after all output."""
         self._processes.drain()
         self._is_swept = True
-        self._relay.put(agent_protocol.HostSwept())
-
-
-def _error_exit_code(error: LaunchError | ConfigError) -> int:
-    return error.exit_code if isinstance(error, LaunchError) else 1
+        self._relay.put(ProcessesSwept())
 
 
 def _connect_to_launcher(launcher: str, seconds: float) -> str:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum, auto
 from typing import Protocol
@@ -23,6 +23,7 @@ from reigen.launch.agent.agent_protocol import (
 )
 from reigen.launch.agent.pipe_messages import MessagePipes
 from reigen.launch.base import AgentStarter, HostProblem
+from reigen.launch.job_state import ProcessesSwept, ProcessExited, ProcessInstruction, SweepProcesses
 from reigen.launch.payload import PayloadFile
 from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STREAMS, ProcessListener
@@ -87,8 +88,8 @@ class AgentClient:
         self.facts: agent_protocol.HostFacts | None = None
         self.time_reply: agent_protocol.TimeReply | None = None
         self.exit_code: int | None = None
-        self._rank_message: agent_protocol.RankMessageHeader | None = None
-        self._incoming: PayloadFile | None = None
+        #: A rank's message and its payload, which is not complete.
+        self._incoming: tuple[bytes, PayloadFile] | None = None
         self._loop, self._listener = loop, listener
         self.silence_seconds = silence_seconds
         self.last_received_elsewhere: Callable[[], float] = lambda: -math.inf
@@ -145,21 +146,12 @@ class AgentClient:
         """Return whether part of a request has not been written yet."""
         return self._pipes.has_pending
 
-    def restart(self, number: int, attempt: int) -> None:
-        self._pipes.send(agent_protocol.RestartRequest(number, attempt))
-
-    def terminate(self, ranks: Sequence[int]) -> None:
-        self._pipes.send(agent_protocol.TerminateRequest(tuple(ranks)))
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        self._pipes.send(agent_protocol.KillRequest(tuple(ranks)))
-
-    def sweep(self) -> None:
+    def execute(self, instruction: ProcessInstruction) -> None:
         """Implement ``HostProcesses``; on a host that is lost, the agent ends everything by itself."""
-        if self.phase is AgentPhase.GONE:
+        if self.phase is AgentPhase.GONE and isinstance(instruction, SweepProcesses):
             self._listener.swept(self)
         else:
-            self._pipes.send(agent_protocol.SweepRequest())
+            self._pipes.send(instruction)
 
     def pause(self, stream: int) -> None:
         """Implement ``HostProcesses``: give no credit."""
@@ -217,15 +209,15 @@ class AgentClient:
                     self._give_credit(stream)
             case agent_protocol.OutputClosed(rank, stream):
                 self._listener.closed(rank, stream)
-            case agent_protocol.ProcessExitReport(rank, exit_code, cause):
-                self._listener.exited(rank, exit_code, cause)
-            case agent_protocol.HostSwept():
+            case ProcessExited():
+                self._listener.exited(answer)
+            case ProcessesSwept():
                 self.phase = AgentPhase.SWEPT
                 self._listener.swept(self)
             case agent_protocol.RankMessageHeader(text, None):
                 self._listener.rank_message(text, None)
-            case agent_protocol.RankMessageHeader():
-                self._rank_message, self._incoming = answer, PayloadFile()
+            case agent_protocol.RankMessageHeader(text):
+                self._incoming = text, PayloadFile()
             case agent_protocol.PayloadChunk():
                 self._take(answer)
             case agent_protocol.KeepAlive():
@@ -252,14 +244,13 @@ class AgentClient:
     def _take(self, piece: agent_protocol.PayloadChunk) -> None:
         """Take a part of the payload that comes with a rank's message."""
         assert self._incoming is not None, "its header comes first"
-        assert self._rank_message is not None, "its header comes first"
-        self._incoming.write(piece.data)
+        text, payload = self._incoming
+        payload.write(piece.data)
         if piece.is_last:
-            payload = self._incoming
             payload.seal()
-            self._listener.rank_message(self._rank_message.text, payload.descriptor)
+            self._listener.rank_message(text, payload.descriptor)
             os.close(payload.descriptor)
-            self._rank_message = self._incoming = None
+            self._incoming = None
 
     def _give_credit(self, stream: int) -> None:
         if self._owed[stream]:

@@ -11,24 +11,24 @@ c. The agent sends AgentHello. The launcher sends PrepareRequest; the agent look
    answers HostReady, or HostRefused with the reason, in words.
 d. When all hosts are ready the launcher sends StartRequest; the agent starts its ranks and answers ProcessesStarted,
    or HostRefused.
-e. Events there come as OutputChunk, OutputClosed, ProcessExitReport; the launcher's decisions arrive as
-   TerminateRequest, KillRequest and SweepRequest, which mean the same as in ``launch.job_state``. The agent answers a
-   SweepRequest with HostSwept, after all output.
+e. Events there come as OutputChunk, OutputClosed, ProcessExited; the launcher's decisions go there as they are:
+   TerminateProcesses, KillProcesses and SweepProcesses of ``launch.job_state``. The agent answers SweepProcesses with
+   ProcessesSwept, after all output.
 f. A stream may have WINDOW_BYTES under way: the agent reads no more of it until OutputCredit gives it room.
 g. A payload for the ranks (``launch.payload``) comes before StartRequest, in PayloadChunks. A rank's RankMessageHeader
    is followed by the PayloadChunks of its message, and later events of the rank come after those.
 h. `reigen check` asks for no job, but for HostFacts (FactsRequest), and for the time there (TimeRequest, TimeReply).
-i. A process that has ended is started again by RestartRequest; the agent refuses if it cannot be.
-j. When the agent's stdin ends, it kills everything that it started and exits: after HostSwept there is nothing.
+i. A process that has ended is started again by RestartProcess; the agent refuses if it cannot be.
+j. When the agent's stdin ends, it kills everything that it started and exits: after ProcessesSwept there is nothing.
 """
 
 from __future__ import annotations
 
-import msgspec
-
 from reigen._version import __version__
 from reigen.errors import WireError
-from reigen.launch.ps_processes import PsJobSpec, PsProcess
+from reigen.launch.hosts import HostAssignment
+from reigen.launch.job_state import JobMessage, ProcessesSwept, ProcessExited, ProcessInstruction
+from reigen.launch.local_plan import JobServices, ProcessOptions
 from reigen.net.codec import MessageCodec
 
 #: An environment and a command line are bounded by the kernel, at 2 MiB together unless that was raised.
@@ -77,15 +77,11 @@ class GreetingParser:
         return b""
 
 
-class _AgentMessage(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Base of all messages."""
-
-
-class KeepAlive(_AgentMessage, tag=1, frozen=True):
+class KeepAlive(JobMessage, tag=1, frozen=True):
     """Sign of life."""
 
 
-class PrepareRequest(_AgentMessage, tag=2, frozen=True):
+class PrepareRequest(JobMessage, tag=2, frozen=True):
     """Request to see whether the job can run there.
 
     Attributes:
@@ -107,69 +103,36 @@ class PrepareRequest(_AgentMessage, tag=2, frozen=True):
     silence_seconds: float
 
 
-class StartRequest(_AgentMessage, tag=3, frozen=True):
+class StartRequest(JobMessage, tag=3, frozen=True):
     """Request to start the ranks and the PS processes.
 
     Attributes:
-        command: the program and its arguments.
-        topologies: of each rank there, as the fields of ``cluster.topology.Topology``.
+        number: the agent's.
+        assignment, options, services: as in ``launch.local_plan.plan_host``.
         environ: variables from the launcher's host.
         package: where Reigen is installed on the launcher's host.
-        number: the agent's.
-        rendezvous, secret, master_address, master_port, ps_job: as in ``launch.local_plan.JobServices``.
-        bind, start_timeout_seconds: as in ``launch.local_plan.plan_ranks``.
-        ps_processes: servers and scheduler on the host.
-        ps_command: their command; empty: Reigen's own.
-        rank_environ: variables of the ranks alone.
-        server_environ: those of the servers alone.
     """
 
-    command: tuple[str, ...]
-    topologies: tuple[tuple[int, int, int, int, int, int], ...]
+    number: int
+    assignment: HostAssignment
+    options: ProcessOptions
+    services: JobServices
     environ: dict[str, str]
     package: str
-    number: int
-    rendezvous: str
-    secret: bytes
-    master_address: str
-    master_port: int
-    bind: str | None
-    start_timeout_seconds: float | None
-    ps_job: PsJobSpec | None = None
-    ps_processes: tuple[PsProcess, ...] = ()
-    ps_command: tuple[str, ...] = ()
-    rank_environ: dict[str, str] = {}
-    server_environ: dict[str, str] = {}
 
     def __repr__(self) -> str:
         """Describe it without the secret, and without the environment, which may hold others."""
-        return f"Start({self.command}, {len(self.topologies)} ranks, {len(self.ps_processes)} PS processes)"
+        return f"Start({self.options.command}, processes {self.assignment.numbers})"
 
 
-class TerminateRequest(_AgentMessage, tag=4, frozen=True):
-    """Request as in ``launch.job_state``."""
-
-    ranks: tuple[int, ...]
-
-
-class KillRequest(_AgentMessage, tag=5, frozen=True):
-    """Request as in ``launch.job_state``."""
-
-    ranks: tuple[int, ...]
-
-
-class SweepRequest(_AgentMessage, tag=6, frozen=True):
-    """Request as in ``launch.job_state``."""
-
-
-class OutputCredit(_AgentMessage, tag=7, frozen=True):
+class OutputCredit(JobMessage, tag=7, frozen=True):
     """Credit for so many more bytes of a stream."""
 
     stream: int
     num_bytes: int
 
 
-class AgentHello(_AgentMessage, tag=9, frozen=True):
+class AgentHello(JobMessage, tag=9, frozen=True):
     """First message of the agent: its host's own name, its Python's version, and its client's address or ``""``."""
 
     hostname: str
@@ -177,28 +140,28 @@ class AgentHello(_AgentMessage, tag=9, frozen=True):
     client: str
 
 
-class HostReady(_AgentMessage, tag=10, frozen=True):
+class HostReady(JobMessage, tag=10, frozen=True):
     """Answer that the job can run there; others reach the host at ``address``, and ``port`` is held for rank 0."""
 
     address: str
     port: int
 
 
-class HostRefused(_AgentMessage, tag=11, frozen=True):
+class HostRefused(JobMessage, tag=11, frozen=True):
     """Answer that it cannot, with the reason and LaunchError's exit code."""
 
     reason: str
     exit_code: int = 1
 
 
-class ProcessesStarted(_AgentMessage, tag=12, frozen=True):
+class ProcessesStarted(JobMessage, tag=12, frozen=True):
     """Processes of a host, ranks before PS processes, in the order of StartRequest, with a line about each binding."""
 
     pids: tuple[int, ...]
     notes: tuple[str, ...]
 
 
-class OutputChunk(_AgentMessage, tag=13, frozen=True):
+class OutputChunk(JobMessage, tag=13, frozen=True):
     """Output of a rank."""
 
     rank: int
@@ -206,30 +169,18 @@ class OutputChunk(_AgentMessage, tag=13, frozen=True):
     data: bytes
 
 
-class OutputClosed(_AgentMessage, tag=14, frozen=True):
+class OutputClosed(JobMessage, tag=14, frozen=True):
     """End of a rank's stream."""
 
     rank: int
     stream: int
 
 
-class ProcessExitReport(_AgentMessage, tag=15, frozen=True):
-    """End of a rank's process; the fields as in ``launch.job_state``."""
-
-    rank: int
-    exit_code: int
-    cause: str
-
-
-class HostSwept(_AgentMessage, tag=16, frozen=True):
-    """End of everything that the ranks started."""
-
-
-class FactsRequest(_AgentMessage, tag=17, frozen=True):
+class FactsRequest(JobMessage, tag=17, frozen=True):
     """Request for HostFacts."""
 
 
-class HostFacts(_AgentMessage, tag=18, frozen=True):
+class HostFacts(JobMessage, tag=18, frozen=True):
     """Logical processors that may be used, versions of installed libraries by name, and GPUs, a line each."""
 
     num_cpus: int
@@ -237,65 +188,35 @@ class HostFacts(_AgentMessage, tag=18, frozen=True):
     gpus: tuple[str, ...]
 
 
-class TimeRequest(_AgentMessage, tag=19, frozen=True):
+class TimeRequest(JobMessage, tag=19, frozen=True):
     """Request for TimeReply."""
 
 
-class TimeReply(_AgentMessage, tag=20, frozen=True):
+class TimeReply(JobMessage, tag=20, frozen=True):
     """Time there, in seconds since 1970."""
 
     seconds: float
 
 
-class PayloadChunk(_AgentMessage, tag=21, frozen=True):
+class PayloadChunk(JobMessage, tag=21, frozen=True):
     """Next part of a payload."""
 
     data: bytes
     is_last: bool
 
 
-class RankMessageHeader(_AgentMessage, tag=22, frozen=True):
+class RankMessageHeader(JobMessage, tag=22, frozen=True):
     """Message of a rank; its payload of ``num_bytes`` (None: there is none) follows in chunks."""
 
     text: bytes
     num_bytes: int | None
 
 
-class RestartRequest(_AgentMessage, tag=23, frozen=True):
-    """Request as in ``launch.job_state``."""
-
-    number: int
-    attempt: int
-
-
-AgentRequest = (
-    RestartRequest
-    | KeepAlive
-    | PrepareRequest
-    | StartRequest
-    | TerminateRequest
-    | KillRequest
-    | SweepRequest
-    | OutputCredit
-    | FactsRequest
-    | TimeRequest
-    | PayloadChunk
-)
-AgentReply = (
-    KeepAlive
-    | AgentHello
-    | HostReady
-    | HostRefused
-    | ProcessesStarted
-    | OutputChunk
-    | OutputClosed
-    | ProcessExitReport
-    | HostSwept
-    | HostFacts
-    | TimeReply
-    | PayloadChunk
-    | RankMessageHeader
-)
+_Start = AgentHello | HostReady | HostRefused | ProcessesStarted
+_RankEvent = OutputChunk | OutputClosed | ProcessExited | RankMessageHeader
+_Shared = KeepAlive | PayloadChunk
+AgentRequest = _Shared | PrepareRequest | StartRequest | ProcessInstruction | OutputCredit | FactsRequest | TimeRequest
+AgentReply = _Shared | _Start | _RankEvent | ProcessesSwept | HostFacts | TimeReply
 
 REQUEST_CODEC: MessageCodec[AgentRequest] = MessageCodec(AgentRequest, MAX_FRAME_BYTES)
 REPLY_CODEC: MessageCodec[AgentReply] = MessageCodec(AgentReply, MAX_FRAME_BYTES)

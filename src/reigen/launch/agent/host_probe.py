@@ -7,8 +7,8 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
 
 from reigen.launch.agent import agent_protocol
 from reigen.launch.agent.agent_client import AgentClient, AgentPhase
@@ -16,7 +16,6 @@ from reigen.launch.agent.host_facts import collect_host_facts
 from reigen.launch.base import AgentCommand, AgentStarter, HostProblem
 from reigen.launch.hosts import is_this_host
 from reigen.launch.supervision.event_loop import LauncherLoop
-from reigen.launch.supervision.host_processes import HostProcesses
 
 _PROBE_SECONDS = 30.0
 _SILENCE_SECONDS = 15.0
@@ -58,10 +57,11 @@ def probe_hosts(hosts: Sequence[str], starter: AgentStarter, command: AgentComma
     Raises:
         LaunchError: the client process of an agent cannot be started.
     """
-    with _HostProber() as prober:
+    with LauncherLoop() as loop, ExitStack() as stack:
+        prober = _HostProber(loop)
         for host in hosts:
             if not is_this_host(host):
-                prober.add_agent(host, starter.start_agent(host, command))
+                stack.callback(prober.add_agent(host, starter.start_agent(host, command)).close)
         prober.wait(_PROBE_SECONDS)
         return [prober.result(host, starter) for host in hosts]
 
@@ -82,25 +82,17 @@ def estimate_clock_offset(pings: Sequence[tuple[float, float, float]]) -> ClockO
 class _HostProber:
     """Client of the agents of a probe; an ``AgentListener`` without a job."""
 
-    def __init__(self) -> None:
-        self._loop = LauncherLoop()
+    def __init__(self, loop: LauncherLoop) -> None:
+        self._loop = loop
         self._agents: dict[str, AgentClient] = {}
         self._pings: dict[str, list[tuple[float, float, float]]] = {}
         self._ping_sent: dict[str, float] = {}
 
-    def __enter__(self) -> Self:
-        self._loop.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for agent in self._agents.values():
-            agent.close()
-        self._loop.__exit__(*exception)
-
-    def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> None:
+    def add_agent(self, host: str, process: subprocess.Popen[bytes]) -> AgentClient:
         """Talk to an agent through this client process."""
         self._pings[host] = []
-        self._agents[host] = AgentClient(host, process, self._loop, self, _SILENCE_SECONDS)
+        agent = self._agents[host] = AgentClient(host, process, self._loop, self, _SILENCE_SECONDS)
+        return agent
 
     def wait(self, seconds: float) -> None:
         """Wait until all have answered everything, or cannot."""
@@ -125,8 +117,6 @@ class _HostProber:
     def _is_done(self, agent: AgentClient) -> bool:
         return agent.phase is AgentPhase.GONE or len(self._pings[agent.host]) == _NUM_PINGS
 
-    # ---------------------------------------------------------------- AgentListener
-
     def stepped(self, agent: AgentClient) -> None:
         """Ask the next question."""
         host, now = agent.host, time.time()
@@ -141,17 +131,7 @@ class _HostProber:
             self._ping_sent[host] = time.time()
             agent.send(agent_protocol.TimeRequest())
 
-    def rank_message(self, text: bytes, payload: int | None) -> None:
-        """Ignore it: there are no ranks, here and below."""
+    def _ignore(self, *_: object, **__: object) -> None:
+        """Ignore an event of ranks: there are none."""
 
-    def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """Ignore it."""
-
-    def closed(self, rank: int, stream: int) -> None:
-        """Ignore it."""
-
-    def exited(self, rank: int, exit_code: int, cause: str) -> None:
-        """Ignore it."""
-
-    def swept(self, group: HostProcesses) -> None:
-        """Ignore it."""
+    rank_message = printed = closed = exited = swept = _ignore

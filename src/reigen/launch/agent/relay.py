@@ -52,8 +52,10 @@ class RankRelay:
         """Take the messages that are there."""
         if self._sockets is not None:
             try:
-                while (message := receive_rank_message(self._sockets[0])) is not None:
+                while (message := receive_rank_message(self._sockets[0])).text:
                     self._queue.append(message)
+            except BlockingIOError:
+                return
             except OSError as error:
                 raise LaunchError(str(error)) from None
 

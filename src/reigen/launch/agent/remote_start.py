@@ -7,7 +7,6 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -100,9 +99,7 @@ class RemoteStart:
                 )
             )
         self._gather(AgentPhase.READY, _PREPARE_SECONDS)
-        first = self._caller.agents.get(
-            next(assignment.host for assignment in self._assignments if 0 in assignment.ranks)
-        )
+        first = self._caller.agents.get(next(each.host for each in self._assignments if 0 in each.ranks))
         if first is not None and first.ready is not None:
             self.master = first.ready.address, first.ready.port
 
@@ -136,29 +133,13 @@ class RemoteStart:
         ``last_received`` returns when the control service last received a message of an agent, by its number.
         """
         environ = select_exported(self._environ, self._options.exports)
-        servers = self._options.servers
         for number, assignment in enumerate(self._assignments):
             agent = self._caller.agents.get(assignment.host)
             if agent is not None:
                 agent.last_received_elsewhere = partial(last_received, number)
                 agent.send(
                     agent_protocol.StartRequest(
-                        command=self._options.command,
-                        topologies=tuple(astuple(topology) for topology in assignment.topologies),
-                        environ=environ,
-                        package=PACKAGE_DIRECTORY,
-                        number=number,
-                        rendezvous=services.rendezvous,
-                        secret=services.secret,
-                        master_address=services.master_address,
-                        master_port=services.master_port,
-                        bind=self._options.bind,
-                        start_timeout_seconds=self._options.start_timeout_seconds,
-                        ps_job=services.ps_job,
-                        ps_processes=assignment.ps_processes,
-                        ps_command=() if servers is None else servers.command,
-                        rank_environ={} if servers is None else dict(servers.worker_environ),
-                        server_environ={} if servers is None else dict(servers.environ),
+                        number, assignment, self._options.processes, services, environ, PACKAGE_DIRECTORY
                     )
                 )
 
@@ -176,10 +157,8 @@ class RemoteStart:
         directory = self._options.sync_directory.removeprefix("~/") or "."
         hosts = list(self._caller.agents)
         problems = rsync.copy_to_hosts(hosts, directory, self._starter.remote_shell, self._caller)
-        problems += [
-            each.problem(self._starter, 0) for each in self._caller.agents.values() if each.refused is not None
-        ]
-        if problems:
+        refused = [each for each in self._caller.agents.values() if each.refused is not None]
+        if problems := problems + [each.problem(self._starter, 0) for each in refused]:
             raise LaunchError(format_problems(problems, len(hosts)))
         return directory
 
@@ -191,10 +170,8 @@ class RemoteStart:
             if (remaining := deadline - time.monotonic()) <= 0:
                 break
             self._caller.turn(remaining)
-        problems = [
-            each.problem(self._starter, seconds) for each in agents if each.phase < phase or each.refused is not None
-        ]
-        if problems:
+        failed = [each for each in agents if each.phase < phase or each.refused is not None]
+        if problems := [each.problem(self._starter, seconds) for each in failed]:
             codes = {each.refused.exit_code for each in agents if each.refused is not None}
             raise LaunchError(format_problems(problems, len(agents)), codes.pop() if len(codes) == 1 else 1)
 

@@ -56,8 +56,6 @@ def copy_to_hosts(
 
 
 class _RsyncProcess:
-    """Process of rsync for one host."""
-
     def __init__(self, host: str, command: Sequence[str], loop: LauncherLoop, stack: ExitStack) -> None:
         self._host = host
         self._output: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  so it is

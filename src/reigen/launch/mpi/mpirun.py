@@ -21,7 +21,7 @@ from reigen.cluster.environ import PREFIXED_VARIABLE, RENDEZVOUS_VARIABLE, SECRE
 from reigen.errors import ConfigError, LaunchError
 from reigen.launch.env_export import select_exported
 from reigen.launch.hosts import HostInfo, is_this_host
-from reigen.launch.local_plan import PER_RANK_VARIABLES, START_TIMEOUT_VARIABLE, TERMINAL_VARIABLE
+from reigen.launch.local_plan import PER_RANK_VARIABLES, START_TIMEOUT_VARIABLE, TERMINAL_VARIABLE, output_variables
 from reigen.launch.options import LaunchOptions
 
 _VERSION_SECONDS = 20.0
@@ -89,12 +89,9 @@ def _open_mpi(mpirun: Mpirun, options: LaunchOptions, context: MpirunContext) ->
     is_5 = mpirun.kind is MpirunFamily.OPEN_MPI_5
     hosts = options.hosts or (HostInfo("localhost", options.num_ranks),)
     line = ["--allow-run-as-root"] if context.is_root else []
-    line += [
-        "-np",
-        str(options.num_ranks),
-        "-H",
-        ",".join(f"{_bracket_ipv6(host.name)}:{host.slots}" for host in hosts),
-    ]
+    names = [f"[{host.name}]" if ":" in host.name else host.name for host in hosts]
+    slots = ",".join(f"{name}:{host.slots}" for name, host in zip(names, hosts, strict=True))
+    line += ["-np", str(options.num_ranks), "-H", slots]
     line += options.binding_args or ("--bind-to", "core" if options.bind == "cores" else "none", "--map-by", "slot")
     if options.prefix:
         line.append("--tag-output")
@@ -105,9 +102,9 @@ def _open_mpi(mpirun: Mpirun, options: LaunchOptions, context: MpirunContext) ->
     if options.num_ranks > context.num_cores:  # ranks that wait shall not keep a processor from those that work
         line += ["--mca", "mpi_yield_when_idle", "1"]
     if options.network.interfaces:
-        names = ",".join(options.network.interfaces)
-        line += ["--mca", "btl_tcp_if_include", names]
-        line += ["--prtemca", "prte_if_include", names] if is_5 else ["--mca", "oob_tcp_if_include", names]
+        interfaces = ",".join(options.network.interfaces)
+        line += ["--mca", "btl_tcp_if_include", interfaces]
+        line += ["--prtemca", "prte_if_include", interfaces] if is_5 else ["--mca", "oob_tcp_if_include", interfaces]
     if context.has_remote_hosts:
         agent = _join_arguments(options.ssh.base())
         line += ["--prtemca", "plm_ssh_agent", agent] if is_5 else ["--mca", "plm_rsh_agent", agent]
@@ -153,9 +150,7 @@ def mpirun_environ(
     made.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // _count_local_ranks(options))))
     if options.start_timeout_seconds is not None:
         made[START_TIMEOUT_VARIABLE] = f"{options.start_timeout_seconds:g}"
-    conditions = {TERMINAL_VARIABLE: is_terminal, PREFIXED_VARIABLE: options.prefix}
-    made |= {name: "1" for name, holds in conditions.items() if holds}
-    return made
+    return made | output_variables(is_terminal=is_terminal, prefix=options.prefix)
 
 
 def exported_names(environ: Mapping[str, str], exports: Sequence[str]) -> tuple[str, ...]:
@@ -168,10 +163,6 @@ def _count_local_ranks(options: LaunchOptions) -> int:
     """Estimate the number of this host's ranks."""
     local = [host.slots for host in options.hosts if is_this_host(host.name)]
     return max(1, min(options.num_ranks, sum(local) if options.hosts else options.num_ranks))
-
-
-def _bracket_ipv6(name: str) -> str:
-    return f"[{name}]" if ":" in name else name
 
 
 def _join_arguments(arguments: Sequence[str]) -> str:

@@ -8,10 +8,9 @@ unfinished line with carriage returns passes as it comes, and ends where another
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 #: A longer line comes out in pieces, so that memory stays bounded.
 MAX_LINE_BYTES = 1 << 16
@@ -24,9 +23,23 @@ ProcessNames = Mapping[int, str]
 _ERASE = b"\r\x1b[K"
 
 
-class LineSink(Protocol):
-    """Destination of lines."""
+class LineSink(ABC):
+    """Destination of lines, which begin with the ``clock``'s time, if there is one, and with their rank, if ``prefix``.
 
+    ``names`` are those of PS processes.
+    """
+
+    def __init__(
+        self, *, prefix: bool, clock: TimestampFunction | None = None, names: ProcessNames | None = None
+    ) -> None:
+        self._prefix, self._clock, self._names = prefix, clock, names or {}
+
+    def head(self, number: int) -> bytes:
+        """Return the beginning of a process's lines."""
+        name = f"[{self._names.get(number, number)}] ".encode() if self._prefix else b""
+        return (b"" if self._clock is None else self._clock()) + name
+
+    @abstractmethod
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
         """Return the bytes to write.
 
@@ -36,9 +49,11 @@ class LineSink(Protocol):
             rest: its unfinished line so far.
         """
 
+    @abstractmethod
     def say(self, message: bytes) -> bytes:
         """Return the bytes to write for whole lines of the launcher's own."""
 
+    @abstractmethod
     def collapse(self, source: tuple[int, int], rest: bytes) -> bytes:
         """Return the part of an unfinished line that still matters when it has been shown."""
 
@@ -84,14 +99,13 @@ class LineSplitter:
         return self._screen.show(self._source, self._keep(lines), self._rest)
 
 
-class LogSink:
-    """File or pipe. Lines begin with the ``clock``'s time, if there is one, and with their rank, if ``prefix``."""
+class LogSink(LineSink):
+    """File or pipe."""
 
     def __init__(
         self, *, prefix: bool, clock: TimestampFunction | None = None, names: ProcessNames | None = None
     ) -> None:
-        self._head = _LinePrefix(prefix, clock, names or {})
-
+        super().__init__(prefix=prefix, clock=clock, names=names)
         #: The stream whose unfinished line stands at the end, and how much of each unfinished line is written.
         self._drawn_source: tuple[int, int] | None = None
         self._num_written: dict[tuple[int, int], int] = {}
@@ -101,7 +115,7 @@ class LogSink:
         drawn = rest.rstrip(b"\r") if b"\r" in rest and len(rest) <= MAX_LINE_BYTES else b""
         if not lines and not drawn:
             return b""
-        head, out = self._head.of(source[0]), b""
+        head, out = self.head(source[0]), b""
         texts = [line + b"\n" for line in lines] + [drawn] * bool(drawn)
         if self._drawn_source == source:
             out = _redraw(head, texts.pop(0)[self._num_written[source] :])
@@ -141,8 +155,8 @@ def _redraw(head: bytes, text: bytes) -> bytes:
     return re.sub(rb"\r(?![\r\n]|$)", lambda match: match[0] + head, text)
 
 
-class TerminalSink:
-    """Terminal of ``num_columns``, and its last line. Lines begin as in ``LogSink``."""
+class TerminalSink(LineSink):
+    """Terminal of ``num_columns``, and its last line."""
 
     def __init__(
         self,
@@ -152,14 +166,14 @@ class TerminalSink:
         clock: TimestampFunction | None = None,
         names: ProcessNames | None = None,
     ) -> None:
-        self._head = _LinePrefix(prefix, clock, names or {})
+        super().__init__(prefix=prefix, clock=clock, names=names)
         self._num_columns = num_columns
         #: The unfinished line that is drawn, and its source.
         self._drawn, self._drawn_source = b"", (0, 0)
 
     def show(self, source: tuple[int, int], lines: list[bytes], rest: bytes) -> bytes:
         """Draw the lines above the unfinished line of rank 0."""
-        head = self._head.of(source[0])
+        head = self.head(source[0])
         out = [_ERASE] if self._drawn and lines else []
         out += [head + visible_text(line) + b"\n" for line in lines]
         before = self._drawn
@@ -185,20 +199,6 @@ class TerminalSink:
         if b"\x1b" in line or len(text) < self._num_columns:
             return line
         return text[: self._num_columns - 1].encode(errors="surrogateescape")
-
-
-@dataclass(frozen=True, slots=True)
-class _LinePrefix:
-    """Prefix of lines."""
-
-    prefix: bool
-    clock: TimestampFunction | None
-    names: ProcessNames
-
-    def of(self, number: int) -> bytes:
-        """Return the prefix of a process."""
-        name = f"[{self.names.get(number, number)}] ".encode() if self.prefix else b""
-        return (b"" if self.clock is None else self.clock()) + name
 
 
 def visible_text(line: bytes) -> bytes:

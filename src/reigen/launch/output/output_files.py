@@ -75,6 +75,5 @@ class OutputFile:
 
 
 def _file_identity(descriptor: int) -> tuple[int, int]:
-    """Return device and inode: the identity of a file."""
     status = os.fstat(descriptor)
     return status.st_dev, status.st_ino

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from reigen.errors import format_ranks
 from reigen.launch.options import LaunchOptions
@@ -18,10 +18,7 @@ from reigen.launch.supervision.event_loop import LauncherLoop
 from reigen.launch.supervision.host_processes import STDERR, STDOUT, STREAMS, HostProcesses
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputStream:
-    """Stream of one process."""
-
+class _OutputStream(NamedTuple):
     lines: LineSplitter
     writer: NonblockingWriter
     record: OutputFile | None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from reigen.launch.base import AgentCommand, HostProblem, JobPlan, assign_processes, explain_agent_exit, last_line
+from reigen.launch.base import AgentCommand, HostProblem, explain_agent_exit, last_line
+from reigen.launch.local import FixedLauncher
 from reigen.launch.options import LaunchOptions
 from reigen.launch.ssh.command import SshOptions
 from reigen.launch.supervision.spawn import spawn_client
@@ -51,35 +52,15 @@ class SshAgentStarter:
 
     def explain_exit(self, host: str, exit_code: int | None, output: str) -> HostProblem:
         """Explain the end of ssh, or of the agent."""
-        return explain_ssh_exit(host, exit_code, output, self._ssh)
+        if exit_code != SSH_FAILED_EXIT_CODE:
+            return explain_agent_exit(host, exit_code, output, self._ssh.python)
+        last = last_line(output)
+        for pattern, what, advice in _SSH_PROBLEMS:
+            if re.search(pattern, output, re.IGNORECASE):
+                return HostProblem(host, f"{what} ({last})", advice.replace("HOST", host))
+        return HostProblem(host, f"ssh failed: {last or 'it did not say why'}", f"try it by hand: ssh {host} true")
 
 
-class SshLauncher:
-    """Launcher for the hosts that the user names; this one, where it is among them, is used without ssh.
-
-    Raises:
-        ConfigError: the hosts have too few slots.
-    """
-
-    def __init__(self, options: LaunchOptions, environ: Mapping[str, str]) -> None:
-        self.options = options
-        self._plan = JobPlan(assign_processes(options), SshAgentStarter(options.ssh))
-
-    def allocate(self, wait: Callable[[float], None]) -> JobPlan:
-        """Return the plan, without waiting: the user has named the hosts."""
-        return self._plan
-
-    def close(self) -> tuple[str, ...]:
-        """Hold nothing that has to be given back."""
-        return ()
-
-
-def explain_ssh_exit(host: str, exit_code: int | None, output: str, ssh: SshOptions) -> HostProblem:
-    """Explain the end of an ssh that ran an agent, before the agent's greeting (see ``AgentStarter.explain_exit``)."""
-    if exit_code != SSH_FAILED_EXIT_CODE:
-        return explain_agent_exit(host, exit_code, output, ssh.python)
-    last = last_line(output)
-    for pattern, what, advice in _SSH_PROBLEMS:
-        if re.search(pattern, output, re.IGNORECASE):
-            return HostProblem(host, f"{what} ({last})", advice.replace("HOST", host))
-    return HostProblem(host, f"ssh failed: {last or 'it did not say why'}", f"try it by hand: ssh {host} true")
+def ssh_launcher(options: LaunchOptions, environ: Mapping[str, str]) -> FixedLauncher:
+    """Make the launcher; this host, where it is among those that the user names, is used without ssh."""
+    return FixedLauncher(options, SshAgentStarter(options.ssh))

@@ -12,10 +12,6 @@ from reigen.launch.supervision.watchdog import STOP_SIGNALS
 from reigen.net.event_loop import EventLoop
 
 
-def _ignore_signal(_: int) -> None:
-    """Ignore a signal."""
-
-
 class LauncherLoop(EventLoop):
     """Event loop of one thread, and a context manager.
 
@@ -28,7 +24,7 @@ class LauncherLoop(EventLoop):
     def __init__(
         self,
         lifeline: int | None = None,
-        on_signal: Callable[[int], None] = _ignore_signal,
+        on_signal: Callable[[int], None] = lambda signum: None,
         on_orphaned: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()

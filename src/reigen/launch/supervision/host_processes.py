@@ -7,11 +7,19 @@ import signal
 import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import IO, Protocol
+from dataclasses import replace
+from typing import IO, NamedTuple, Protocol
 
 from reigen.errors import LaunchError
-from reigen.launch.job_state import KILLED_EXIT_CODES
+from reigen.launch.job_state import (
+    KILLED_EXIT_CODES,
+    KillProcesses,
+    ProcessExited,
+    ProcessInstruction,
+    RestartProcess,
+    SweepProcesses,
+    TerminateProcesses,
+)
 from reigen.launch.local_plan import ProcessSpec
 from reigen.launch.payload import InheritedDescriptors
 from reigen.launch.ps_processes import ATTEMPT_VARIABLE
@@ -32,17 +40,8 @@ _SWEEP_SECONDS = 0.02
 class HostProcesses(Protocol):
     """Processes of one host, this one or another: ranks, and PS processes under the numbers behind them."""
 
-    def restart(self, number: int, attempt: int) -> None:
-        """Start a process again that has ended."""
-
-    def terminate(self, ranks: Sequence[int]) -> None:
-        """Ask these ranks, and their descendants, to stop."""
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        """Kill these ranks, and everything that ranks have left behind on this host."""
-
-    def sweep(self) -> None:
-        """Ask left-over descendants of ranks to stop; ``ProcessListener.swept`` follows when there are none."""
+    def execute(self, instruction: ProcessInstruction) -> None:
+        """Carry out an instruction for processes of this host; ``ProcessListener.swept`` answers SweepProcesses."""
 
     def pause(self, stream: int) -> None:
         """Take no more output of this stream; its writers have to wait."""
@@ -63,17 +62,14 @@ class ProcessListener(Protocol):
     def closed(self, rank: int, stream: int) -> None:
         """Stream of this rank has ended."""
 
-    def exited(self, rank: int, exit_code: int, cause: str) -> None:
-        """Process has ended; a negative code is minus the signal's number, ``cause`` as in ``JobFailure``."""
+    def exited(self, event: ProcessExited) -> None:
+        """Process has ended."""
 
     def swept(self, group: HostProcesses) -> None:
         """Group has no descendants of its ranks left."""
 
 
-@dataclass(frozen=True, slots=True)
-class _OutputPipe:
-    """Pipe with one stream of one rank."""
-
+class _OutputPipe(NamedTuple):
     rank: int
     stream: int
     file: IO[bytes]
@@ -112,23 +108,16 @@ class LocalProcesses:
         inherited: InheritedDescriptors | None = None,
         stdin: int | None = None,
     ) -> None:
-        """Start a process.
-
-        Args:
-            command: the program and its arguments.
-            spec: its number and environment.
-            inherited: descriptors of ``runner`` that it inherits.
-            stdin: rank 0's standard input, None for this process's.
+        """Start a process; rank 0 reads ``stdin``, by default that of this one.
 
         Raises:
             LaunchError: it cannot be started; those that were are the watchdog's to end.
         """
         rank = spec.number
         self._started[rank] = command, spec, stdin
-        descriptors = spec.descriptors + (() if inherited is None else inherited.descriptors)
-        process = spawn_process(
-            command if inherited is None else inherited.substitute(command), spec, descriptors, stdin
-        )
+        if inherited is not None:
+            command = inherited.substitute(command)
+        process = spawn_process(command, spec, (*spec.descriptors, *(inherited or ())), stdin)
         self._processes[rank] = process
         try:
             handle = os.pidfd_open(process.pid)
@@ -143,26 +132,23 @@ class LocalProcesses:
             if stream not in self._paused:
                 self._loop.watch(file, self._reader(pipe))
 
-    def restart(self, number: int, attempt: int) -> None:
-        """Start it again, without the payload; raises LaunchError."""
-        command, spec, stdin = self._started[number]
-        self.start(command, replace(spec, environ={**spec.environ, ATTEMPT_VARIABLE: str(attempt)}), None, stdin)
-
-    def terminate(self, ranks: Sequence[int]) -> None:
-        """Send SIGTERM to these ranks and to all processes in their sessions."""
-        self._signal_groups(ranks, signal.SIGTERM)
-        self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
-
-    def kill(self, ranks: Sequence[int]) -> None:
-        """Send SIGKILL to these ranks, and to every process below this one."""
-        self._signal_groups(ranks, signal.SIGKILL)
-        self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
-
-    def sweep(self) -> None:
-        """Send SIGTERM to every process that is left below this one."""
-        self._is_sweeping = True
-        signal_all_below(signal.SIGTERM, self.spared)
-        signal_all_below(signal.SIGCONT, self.spared)
+    def execute(self, instruction: ProcessInstruction) -> None:
+        """Carry out an instruction; raises LaunchError where a process cannot be started again."""
+        match instruction:
+            case RestartProcess(number, attempt):  # without the payload
+                command, spec, stdin = self._started[number]
+                environ = {**spec.environ, ATTEMPT_VARIABLE: str(attempt)}
+                self.start(command, replace(spec, environ=environ), None, stdin)
+            case TerminateProcesses(ranks):
+                self._signal_groups(ranks, signal.SIGTERM)
+                self._signal_groups(ranks, signal.SIGCONT)  # one that was stopped would not hear it otherwise
+            case KillProcesses(ranks):
+                self._signal_groups(ranks, signal.SIGKILL)
+                self._is_killing = signal_all_below(signal.SIGKILL, self.spared) > 0
+            case SweepProcesses():
+                self._is_sweeping = True
+                signal_all_below(signal.SIGTERM, self.spared)
+                signal_all_below(signal.SIGCONT, self.spared)
 
     def pause(self, stream: int) -> None:
         """Read no more from these pipes."""
@@ -214,7 +200,8 @@ class LocalProcesses:
                 while self._read(pipe):
                     pass
         exit_code = self._processes[rank].wait()
-        self._listener.exited(rank, exit_code, self._oom.explain() if exit_code in KILLED_EXIT_CODES else "")
+        cause = self._oom.explain() if exit_code in KILLED_EXIT_CODES else ""
+        self._listener.exited(ProcessExited(rank, exit_code, cause))
 
     def _of(self, stream: int) -> list[_OutputPipe]:
         return [pipe for pipe in self._pipes if pipe.stream == stream]

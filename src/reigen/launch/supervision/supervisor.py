@@ -23,16 +23,7 @@ from reigen.launch.agent.agent_client import AgentClient, AgentPhase
 from reigen.launch.agent.remote_start import RemoteStart
 from reigen.launch.base import DEFAULT_LAUNCHER, JobPlan, Launcher, find_launcher
 from reigen.launch.exit_report import ProcessLocations, describe_exit, format_exit_report
-from reigen.launch.local_plan import (
-    TERMINAL_VARIABLE,
-    JobServices,
-    ProcessSpec,
-    describe_binding,
-    detect_cpus,
-    plan_ps_processes,
-    plan_ranks,
-    process_command,
-)
+from reigen.launch.local_plan import TERMINAL_VARIABLE, JobServices, ProcessSpec, output_variables, plan_host
 from reigen.launch.options import JobListener, LaunchOptions, complain
 from reigen.launch.output.output_mux import OutputMux
 from reigen.launch.ps_processes import NODE_HOST_VARIABLE, PsJobSpec, PsRole, choose_restart_policy, name_ps_processes
@@ -84,7 +75,8 @@ def _close_launcher(launcher: Launcher, listener: JobListener) -> None:
 
 def _run_supervised(launcher: Launcher, environ: Mapping[str, str], lifeline: int, listener: JobListener) -> int:
     options = launcher.options
-    environ = _set_output_variables(environ, prefix=options.prefix)
+    kept = {name: text for name, text in environ.items() if name not in {TERMINAL_VARIABLE, PREFIXED_VARIABLE}}
+    environ = kept | output_variables(is_terminal=sys.stdout.isatty(), prefix=options.prefix)
     with ExitStack() as stack:
         stack.callback(_close_launcher, launcher, listener)
         supervisor = stack.enter_context(Supervisor(options, lifeline, listener, environ))
@@ -119,13 +111,6 @@ def _start_ranks(
     start.start(services, server.heard_at)
     supervisor.is_starting = False
     server.start()
-
-
-def _set_output_variables(environ: Mapping[str, str], *, prefix: bool) -> dict[str, str]:
-    """Return the environment with variables that describe the ranks' output."""
-    conditions = {TERMINAL_VARIABLE: sys.stdout.isatty(), PREFIXED_VARIABLE: prefix}
-    kept = {name: text for name, text in environ.items() if name not in conditions}
-    return kept | {name: "1" for name, holds in conditions.items() if holds}
 
 
 def _add_scheduler(
@@ -170,8 +155,9 @@ class Supervisor:
         self.is_starting = True
         #: Hosts that were lost, and why.
         self._losses: dict[str, str] = {}
-        self._local = LocalProcesses(self.loop, self)
         self._display = OutputMux(options, self.loop, lambda: self._groups, listener.complain)
+        self.printed, self.closed = self._display.printed, self._display.closed
+        self._local = LocalProcesses(self.loop, self)
         #: Groups of which something may be left, while sweeping.
         self._unswept: set[HostProcesses] = set()
         inherited = options.inherited
@@ -224,18 +210,9 @@ class Supervisor:
         own = next((each for each in self._plan.assignments if each.is_local), None)
         if own is None:
             return
-        options, servers = self._options, self._options.servers
-        environ = self._environ if servers is None else {**self._environ, **servers.worker_environ}
-        timeout = options.start_timeout_seconds
-        ranks, reason = plan_ranks(
-            own.topologies, services, environ, detect_cpus(), bind=options.bind, start_timeout_seconds=timeout
-        )
-        processes = own.ps_processes
-        ps_processes = [] if servers is None else plan_ps_processes(processes, services, self._environ, servers.environ)
-        specs = ranks + [self._with_departures(spec) for spec in ps_processes]
-        ps_command = () if servers is None else servers.command
-        self.start_all([(process_command(spec, options.command, ps_command), spec) for spec in specs])
-        self._report(list(self._local.pids.items()), describe_binding(specs, reason))
+        processes, notes = plan_host(own, self._options.processes, services, self._environ)
+        self.start_all([(command, self._with_departures(spec)) for command, spec in processes])
+        self._report(list(self._local.pids.items()), notes)
 
     def _with_departures(self, spec: ProcessSpec) -> ProcessSpec:
         """Add the pipe for departed workers to the scheduler's spec."""
@@ -319,32 +296,26 @@ class Supervisor:
 
     def _execute(self, instruction: job_state.JobInstruction) -> None:
         match instruction:
-            case job_state.RestartProcess(number, attempt, exit_code, cause):
+            case job_state.RestartProcess(number, _, exit_code, cause):
                 end = describe_exit(exit_code, cause)
                 self._display.say(f"reigen run: {self._describe(number)}: {end}; it is started again\n".encode())
                 if number not in self._names:
                     self._first_tails.setdefault(number, self._display.tail(number))
-                next(group for group in self._groups if self._of(group, [number])).restart(number, attempt)
-            case job_state.TerminateProcesses(ranks):
+                next(group for group in self._groups if self._of(group, [number])).execute(instruction)
+            case job_state.TerminateProcesses(ranks) | job_state.KillProcesses(ranks):
                 for group in self._groups:
-                    group.terminate(self._of(group, ranks))
-            case job_state.KillProcesses(ranks):
-                for group in self._groups:
-                    group.kill(self._of(group, ranks))
+                    group.execute(type(instruction)(self._of(group, ranks)))
             case job_state.StartGraceTimer():
                 self._grace_ends = time.monotonic() + self._options.grace_seconds
             case job_state.SweepProcesses():
                 self._unswept = set(self._groups)
                 for group in self._groups:
-                    group.sweep()
+                    group.execute(instruction)
             case job_state.FinishJob():
                 self._finish = instruction
 
-    def _of(self, group: HostProcesses, ranks: Sequence[int]) -> list[int]:
-        """Select those of ``ranks`` that are a host's."""
-        if isinstance(group, AgentClient):
-            return [rank for rank in ranks if rank in self._numbers[group.host]]
-        return [rank for rank in ranks if self._hosts[rank] not in self.agents]
+    def _of(self, group: HostProcesses, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rank for rank in ranks if self.agents.get(self._hosts[rank], self._local) is group)
 
     def _dismiss(self) -> None:
         """Have the agents end, and wait for that: where ssh has ended, nothing is left there."""
@@ -358,20 +329,12 @@ class Supervisor:
 
     # ---------------------------------------------------------------- events
 
-    def printed(self, rank: int, stream: int, data: bytes) -> None:
-        """Pass output on."""
-        self._display.printed(rank, stream, data)
-
-    def closed(self, rank: int, stream: int) -> None:
-        """Pass the end of a stream on."""
-        self._display.closed(rank, stream)
-
-    def exited(self, rank: int, exit_code: int, cause: str) -> None:
+    def exited(self, event: job_state.ProcessExited) -> None:
         """Handle the end of a process, after the departures that were announced before."""
-        if rank not in self._names:
-            self._listener.exited(rank, exit_code, cause)
+        if event.rank not in self._names:
+            self._listener.exited(event)
             self._read_departures()
-        self._handle(job_state.ProcessExited(rank, exit_code, cause))
+        self._handle(event)
 
     def _read_departures(self) -> None:
         """Handle departures: a rank that left has waited until the scheduler had written here."""
@@ -423,7 +386,6 @@ class Supervisor:
             complain(f"{where}{self._names.get(rank, f'rank {rank}')}: process {pid}, {note}")
 
     def _describe(self, number: int) -> str:
-        """Describe a process, with its host where there are several."""
         where = f" (host {self._hosts[number]})" if self.agents else ""
         return self._names.get(number, f"rank {number}") + where
 

@@ -51,7 +51,7 @@ def run_under_watchdog(work: Callable[[int], int], complain: Callable[[str], Non
     os.set_blocking(sender, False)
     handled = [signum for signum in STOP_SIGNALS if _is_handled(signum)]
     for signum in handled:
-        signal.signal(signum, _ignore)
+        signal.signal(signum, lambda *_: None)  # the interpreter has written its number to the wake-up descriptor
     signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -104,7 +104,3 @@ def _supervise(work: Callable[[int], int], complain: Callable[[str], None], life
 
 def _is_handled(signum: int) -> bool:
     return signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
-
-
-def _ignore(*_: object) -> None:
-    """Do nothing: the interpreter has written the signal's number to the wake-up descriptor."""

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from reigen.config import Config, load_config
-from reigen.launch.network_options import NetworkOptions
+from reigen.launch.options import NetworkOptions
 
 ENVIRONS = [
     {},

@@ -1,8 +1,8 @@
 """Two mpiruns and a scheduler: who starts what, where, and what they are told."""
 
 from reigen.launch.hosts import HostInfo
+from reigen.launch.mpi.launcher import plan_mpirun_calls
 from reigen.launch.mpi.mpirun import Mpirun, MpirunContext, MpirunFamily, exported_names, mpirun_command, mpirun_environ
-from reigen.launch.mpi.parameter_server import plan_mpirun_calls
 from reigen.launch.options import LaunchOptions
 from reigen.launch.ps_processes import PsRole, ServerOptions
 from reigen.launch.ssh.command import SshOptions
