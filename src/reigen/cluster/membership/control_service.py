@@ -115,7 +115,7 @@ class RendezvousStore:
             self._forget(lambda who, request: (who, request) == (owner, message.request))
             return []
         try:
-            check_entry(message.key, message.value if isinstance(message, PutValue) else b"")
+            check_entry(message)
         except ArgumentError as error:
             return [(owner, StoreReply(message.request, problem=str(error)))]
         if isinstance(message, PutValue):
@@ -291,9 +291,12 @@ class ControlService:
                 self._gone(client, silent=False)
 
 
-def check_entry(key: str, value: bytes) -> None:
+def check_entry(message: PutValue | GetValue) -> None:
     """Raise ArgumentError if a key or a value is too large."""
-    if not 0 < len(key.encode()) <= MAX_KEY_BYTES:
-        raise ArgumentError(f"a rendezvous key must have 1 to {MAX_KEY_BYTES} bytes, not {len(key.encode())}")
-    if len(value) > MAX_VALUE_BYTES:
-        raise ArgumentError(f"rendezvous key {key!r}: a value may have {MAX_VALUE_BYTES} bytes, not {len(value)}")
+    num_key_bytes = len(message.key.encode())
+    if not 0 < num_key_bytes <= MAX_KEY_BYTES:
+        raise ArgumentError(f"a rendezvous key must have 1 to {MAX_KEY_BYTES} bytes, not {num_key_bytes}")
+    if isinstance(message, PutValue) and len(message.value) > MAX_VALUE_BYTES:
+        raise ArgumentError(
+            f"rendezvous key {message.key!r}: a value may have {MAX_VALUE_BYTES} bytes, not {len(message.value)}"
+        )
