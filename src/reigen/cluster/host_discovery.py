@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from reigen.cluster.local_peers import process_namespace_id
+from reigen.cluster.local_peers import init_timeout_error, process_namespace_id
 from reigen.cluster.membership.rendezvous import Rendezvous
 from reigen.cluster.topology import Topology
-from reigen.errors import ConfigError, DeadlineError, PeerLostError, format_ranks
+from reigen.errors import ConfigError, PeerLostError, format_ranks
 from reigen.net.event_loop import wait_ready
 
 #: Seconds between looks whether rank 0 still lives.
@@ -123,11 +123,7 @@ def discover_hosts(
     if len(found) < size:
         missing = [peer for peer, report in enumerate(reports) if report is None] or _missing_ranks(rendezvous, size)
         _reject_job(rendezvous, rank, reports)
-        raise DeadlineError(
-            f"rank(s) {format_ranks(missing)} did not call init() within {timeout_seconds:g} s "
-            "(REIGEN_START_TIMEOUT sets how long to wait)",
-            ranks=missing,
-        )
+        raise init_timeout_error(missing, timeout_seconds)
     return make_host_layout(rank, tuple(each.host_id for each in found), tuple(each.hostname for each in found))
 
 
