@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 
 from reigen.testing.leaks import Resources
-from reigen.testing.rank_tasks import RankReply, RankTask, dump, load
+from reigen.testing.worker import RankReply, RankTask
 
 _BOOT = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -65,14 +65,14 @@ class RankProcess:
     def begin(self, task: RankTask) -> None:
         """Send a task; return at once. Raises OSError if the process is gone."""
         self._marks = (self._size(0), self._size(1))
-        self.connection.send_bytes(dump(task))
+        self.connection.send(task)
 
     def reply(self) -> RankReply:
         """Return the reply, once the connection is readable; raises EOFError if the process has ended instead."""
         if not self.connection.poll():  # it has ended, and a child that it has forked keeps the connection open
             raise EOFError
         try:
-            reply = load(self.connection.recv_bytes())
+            reply = self.connection.recv()
         except ConnectionResetError as error:  # it ended with a task unread
             raise EOFError from error
         assert isinstance(reply, RankReply)
