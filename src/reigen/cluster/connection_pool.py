@@ -295,8 +295,7 @@ class ConnectionPool:
             else:
                 details[peer] = f"did not answer at {missing.address}" + f" ({missing.problem})" * bool(missing.problem)
         reason = (
-            f"no connection to rank(s) {format_ranks(late)} in time: they did not come this far, or their "
-            f"hosts cannot reach "
-            "this one (--network-interfaces, REIGEN_NETWORK_INTERFACES)"
+            f"no connection to rank(s) {format_ranks(late)} in time: they did not come this far, or their hosts cannot "
+            "reach this one (--network-interfaces, REIGEN_NETWORK_INTERFACES)"
         )
         return DeadlineError(reason, ranks=late, details=details)

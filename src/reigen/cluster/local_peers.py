@@ -309,7 +309,7 @@ def map_local_peers(
         rendezvous.put(f"{generation}/mapped/{rank}", view)
         _check_mappings(ranks, view, _get_all(rendezvous, f"{generation}/mapped", ranks, waiting))
     except BaseException:
-        for segment in {id(s): s for s in [own, *segments]}.values():
+        for segment in (own, *segments):
             segment.close()
         for fd in pidfds:
             os.close(fd)

@@ -48,7 +48,6 @@ class StreamProtocol:
 
     Attributes:
         outgoing: what is to be sent.
-        peer: who is at the other end, None until it has proven to know the secret.
     """
 
     def __init__(self, handshake: Handshake, max_payload_bytes: int, channel: TlsChannel | None = None) -> None:
@@ -428,15 +427,7 @@ def open_connection(
     deadline: float,
     tls: TlsContext | None = None,
 ) -> Connection:
-    """Connect to ``address`` and authenticate both ends.
-
-    Args:
-        address: host and port.
-        secret: the job's 32 bytes.
-        me: identity of this end, and the purpose of the connection.
-        max_message_bytes: the largest message, both ways.
-        deadline: on the clock of ``time.monotonic()``.
-        tls: encrypt everything; the other end must do so, too.
+    """Connect to ``address`` and authenticate both ends; arguments as of `ConnectionOptions`.
 
     Raises:
         AuthenticationError: the other end does not know the secret, or one end uses TLS and the other does not.

@@ -73,17 +73,9 @@ def choose_address(names: Sequence[str], towards: str | None) -> tuple[str, str]
 def pick_address(
     names: Sequence[str], addresses: Mapping[str, Sequence[str]], towards: str | None, route: str | None, host: str
 ) -> tuple[str, str]:
-    """Decide `choose_address` from the addresses and options given.
+    """Decide `choose_address` from this machine's addresses by interface, and from its name, for the error.
 
-    Args:
-        names: interfaces that may be used, in order of preference.
-        addresses: of this machine, by interface.
-        towards: the machine that must be reached, or None.
-        route: where packets to ``towards`` come from.
-        host: this machine's name, for the error.
-
-    Returns:
-        address and reason.
+    ``route`` is where packets to ``towards`` come from.
 
     Raises:
         ConfigError: none of the names has an address.

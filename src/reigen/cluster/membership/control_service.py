@@ -164,18 +164,8 @@ class ControlService:
         port: where; 0: the kernel chooses.
         me: who hosts it: the launcher, or a rank.
         table: the members of one job; None: of jobs of ranks, as they come.
-        handshake_seconds: how long a connection may be unauthenticated.
-        peer_timeout_seconds: after how long a host that is not heard of any more counts as lost.
-        must_speak: a connection counts as unauthenticated until it has said something.
-        port_is_held: the launcher holds the port by SO_REUSEPORT.
-        tls: encrypt everything; whoever connects must do so, too.
 
-    Attributes:
-        address: ``host:port``; connections queue there from now on.
-
-    Raises:
-        ConfigError: ``host`` is not the address of an interface.
-        OSError: the port is taken, or the address is not this host's.
+    The others, the attribute ``address``, and what is raised, are those of `reigen.net.listener.MessageListener`.
     """
 
     def __init__(

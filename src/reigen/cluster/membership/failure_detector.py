@@ -26,6 +26,8 @@ class FailureDetector:
     def __init__(self, membership: MembershipClient, neighbours: LocalPeers | None, lost: Mapping[int, str]) -> None:
         self._membership = membership
         self._local_peers = neighbours
+        self._monitors: list[LocalPeers | MembershipClient]
+        self._monitors = [membership] if neighbours is None else [neighbours, membership]
         self._lost = lost
         #: when the first connection was seen to have ended
         self._lost_at: float | None = None
@@ -57,30 +59,27 @@ class FailureDetector:
 
     def linger(self, ranks: Sequence[int], over: Callable[[], bool] = lambda: False) -> None:
         """Give ranks that are lost a moment to end, unless it is ``over``."""
-        here = () if self._local_peers is None else self._local_peers.ranks
+        elsewhere = list(ranks)
         if self._local_peers is not None:
             self._local_peers.linger(ranks, over)
-        elsewhere = [rank for rank in ranks if rank not in here]
+            elsewhere = [rank for rank in ranks if rank not in self._local_peers.ranks]
         if elsewhere:
             self._membership.linger(elsewhere, over)
 
     def abort(self, error: CollectiveError) -> None:
         """Tell the others that this rank cannot go on, and why; the first call counts."""
-        if self._local_peers is not None:
-            self._local_peers.abort(error)
-        self._membership.abort(error)
+        for each in self._monitors:
+            each.abort(error)
 
     def leave(self) -> None:
         """Tell the others that this rank is going in good order."""
-        if self._local_peers is not None:
-            self._local_peers.leave()
-        self._membership.leave()
+        for each in self._monitors:
+            each.leave()
 
     def close(self) -> None:
         """Close both watches."""
-        self._membership.close()
-        if self._local_peers is not None:
-            self._local_peers.close()
+        for each in reversed(self._monitors):
+            each.close()
 
     def _seen_here(self, needed: Sequence[int]) -> CollectiveError | None:
         if self._local_peers is None:
