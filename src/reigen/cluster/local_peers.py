@@ -332,10 +332,6 @@ class _WaitLimits:
     ranks: Sequence[int]
     pidfds: list[int]
 
-    def slice_seconds(self) -> float:
-        """Return the seconds until the next look."""
-        return max(_LOOK_SECONDS, min(_SLICE_SECONDS, self.until - time.monotonic()))
-
     def loss(self) -> PeerLostError | None:
         """Return the error to raise when the process of some rank has ended."""
         poll = select.poll()
@@ -368,7 +364,8 @@ def _get_all(rendezvous: Rendezvous, prefix: str, ranks: Sequence[int], waiting:
         loss: PeerLostError | None = None
         while peer not in found:
             try:
-                found[peer] = rendezvous.get(f"{prefix}/{peer}", waiting.slice_seconds())
+                left = waiting.until - time.monotonic()
+                found[peer] = rendezvous.get(f"{prefix}/{peer}", max(_LOOK_SECONDS, min(_SLICE_SECONDS, left)))
             except TimeoutError:
                 if loss is not None:
                     raise loss from None

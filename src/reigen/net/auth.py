@@ -169,7 +169,7 @@ class ClientHandshake(Handshake):
     def _take(self, message: bytes) -> tuple[bytes, AuthSession | None]:
         """Check CHALLENGE; returns PROOF and the session."""
         introduction, proof = self._theirs + message[:-PROOF_BYTES], message[-PROOF_BYTES:]
-        transcript = self._own + introduction + self.binding
+        transcript = self.opening + introduction + self.binding
         if not hmac.compare_digest(proof, self._mac(b"accepts", transcript)):
             raise AuthenticationError("the other end of the connection does not know this job's secret")
         sends, receives = self._mac(b"there", transcript), self._mac(b"back", transcript)

@@ -114,17 +114,13 @@ class FramedConnection:
             if self.num_sent_bytes == self.num_posted_bytes:
                 pieces.clear()
                 return True
-            self._take_off(num_sent)
+            while num_sent >= len(pieces[0]):
+                num_sent -= len(pieces.popleft())
+            if num_sent:
+                pieces[0] = memoryview(pieces[0])[num_sent:]
             if not is_cut and self._tls is None:
                 return False  # the kernel took a part: it is full
         return True
-
-    def _take_off(self, num_sent: int) -> None:
-        pieces = self._pieces
-        while num_sent >= len(pieces[0]):
-            num_sent -= len(pieces.popleft())
-        if num_sent:
-            pieces[0] = memoryview(pieces[0])[num_sent:]
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 

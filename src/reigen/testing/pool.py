@@ -23,7 +23,7 @@ from reigen.testing.environment import clean_environment
 from reigen.testing.failures import RankError, RankFailure
 from reigen.testing.leaks import Resources
 from reigen.testing.rank_process import RankProcess
-from reigen.testing.worker import RankReply, RankTask
+from reigen.testing.worker import RankTask
 
 #: Seconds that ranks may still take once one of them has died.
 _LAST_SECONDS = 30.0
@@ -164,8 +164,11 @@ class RankPool:
                     continue
                 if reply.result is not None:
                     results[process.rank] = pickle.loads(reply.result)
-                else:
-                    failures.append(_raised_failure(process, reply))
+                    continue
+                error = unpickle_exception(reply.error)
+                failures.append(
+                    RankFailure(process.rank, "raised", reply.traceback, error, stderr=process.stderr_tail())
+                )
         return results, failures
 
 
@@ -221,12 +224,6 @@ def _job(size: int, environment: Mapping[str, str]) -> Iterator[list[dict[str, s
             yield [dict(spec.environ) for spec in specs]
         finally:
             server.close()
-
-
-def _raised_failure(process: RankProcess, reply: RankReply) -> RankFailure:
-    return RankFailure(
-        process.rank, "raised", reply.traceback, error=unpickle_exception(reply.error), stderr=process.stderr_tail()
-    )
 
 
 def _died_failure(process: RankProcess) -> RankFailure:

@@ -49,7 +49,10 @@ class FailureDetector:
 
     def exit_error(self, needed: Sequence[int]) -> CollectiveError | None:
         """Return the same for callers that see by themselves whether more comes: ranks that have left count, too."""
-        here = self._seen_here(needed)
+        here: CollectiveError | None = None
+        if self._local_peers is not None:
+            local = self._local_peers.ranks
+            here = self._local_peers.failure([local.index(rank) for rank in needed if rank in local])
         if here is not None and not has_left(here):
             return here
         there = self._membership.failure(needed) or self._unexplained(needed)
@@ -80,12 +83,6 @@ class FailureDetector:
         """Close both watches."""
         for each in reversed(self._monitors):
             each.close()
-
-    def _seen_here(self, needed: Sequence[int]) -> CollectiveError | None:
-        if self._local_peers is None:
-            return None
-        here = self._local_peers.ranks
-        return self._local_peers.failure([here.index(rank) for rank in needed if rank in here])
 
     def _unexplained(self, needed: Sequence[int]) -> CollectiveError | None:
         ended = sorted(rank for rank in self._lost if rank in needed)

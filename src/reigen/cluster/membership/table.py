@@ -413,7 +413,7 @@ class MembershipTable:
         if not self._is_open and all(server.incarnation for server in servers):
             self._is_open, receivers = True, list(self._member_of)
         for owner in receivers if servers else ():
-            self._reply(owner, ServerList(tuple(server.server_info for server in servers)))
+            self._reply(owner, ServerList(tuple(server.return_event.server for server in servers)))
         together: dict[MemberLost | None, list[Member]] = {}
         for member in self._lost():
             together.setdefault(member.loss, []).append(member)
