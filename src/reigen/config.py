@@ -36,7 +36,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 @dataclass(frozen=True)
 class _Kind:
-    """Kind of a knob's values: what is expected, for errors; its parser, and which of what that returns makes sense."""
+    """Kind of a knob's values: the words for it in errors, its parser, and a test of parsed values."""
 
     expected: str
     parse: Callable[[str], Any]

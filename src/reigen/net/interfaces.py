@@ -75,7 +75,7 @@ def choose_address(names: Sequence[str], towards: str | None) -> tuple[str, str]
 def pick_address(
     names: Sequence[str], addresses: Mapping[str, Sequence[str]], towards: str | None, route: str | None, host: str
 ) -> tuple[str, str]:
-    """Decide `choose_address` from this machine's addresses by interface, and from its name, for the error.
+    """Decide `choose_address` from the addresses of this host by interface, and from its name, for the error.
 
     ``route`` is where packets to ``towards`` come from.
 

@@ -34,7 +34,7 @@ __all__ = ["LocalRendezvous", "PrefixRendezvous", "Rendezvous", "RendezvousClien
 
 
 class Rendezvous(ABC):
-    """Interface of a rendezvous to a rank. `RendezvousClient` says what is raised over a network."""
+    """Interface of a rendezvous to a rank; `RendezvousClient` names the errors of one over a network."""
 
     def put(self, key: str, value: bytes) -> None:
         """Make ``value`` known under ``key``; a later value replaces it."""
