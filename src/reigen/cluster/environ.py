@@ -6,6 +6,7 @@ alone. A process with signs of an unknown launcher is an error: a job of one, si
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -138,10 +139,4 @@ def _parse_address(text: str) -> tuple[str, int] | None:
 
 def parse_secret(text: str) -> bytes | None:
     """Return the 32 bytes of 64 hexadecimal digits, None if the text is something else."""
-    if len(text) == _SECRET_DIGITS:
-        try:
-            secret = bytes.fromhex(text)
-        except ValueError:
-            return None
-        return secret if len(secret) == _SECRET_DIGITS // 2 else None  # blanks may be between digits
-    return None
+    return bytes.fromhex(text) if re.fullmatch(f"[0-9a-fA-F]{{{_SECRET_DIGITS}}}", text) else None

@@ -36,9 +36,9 @@ _STATUS, _REASON_LENGTH, _REASON = 0, 64, 128
 #: During init(): seconds between looks whether a rank has died, and seconds to wait for a rank at least.
 _SLICE_SECONDS, _LOOK_SECONDS = 0.2, 0.05
 #: Seconds that a rank that is let down waits for the end of a rank that has left.
-_LINGER_SECONDS = 0.7
+LINGER_SECONDS = 0.7
 #: Seconds between looks whether that is over.
-_LINGER_SLICE_SECONDS = 0.01
+LINGER_SLICE_SECONDS = 0.01
 
 
 class RankStatus(IntEnum):
@@ -200,13 +200,13 @@ class LocalPeers:
         end, the launcher would take one of them for the first failure. Its status may not be LEFT yet: the coordinator
         got its departure before.
         """
-        until = time.monotonic() + _LINGER_SECONDS
+        until = time.monotonic() + LINGER_SECONDS
         members = {self.ranks.index(rank) for rank in ranks if rank in self.ranks} - {self.rank}
         poll = select.poll()
         for member in members:
             poll.register(self._pidfds[member], select.POLLIN)
         while members and not over() and (rest := until - time.monotonic()) > 0:
-            for fd, _ in poll.poll(min(rest, _LINGER_SLICE_SECONDS) * 1000):
+            for fd, _ in poll.poll(min(rest, LINGER_SLICE_SECONDS) * 1000):
                 poll.unregister(fd)
                 members.discard(self._members[fd])
 

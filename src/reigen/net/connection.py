@@ -19,7 +19,6 @@ from reigen.net.sockets import (
     bound_retransmit_backoff,
     set_keepalive,
     translate_connection_losses,
-    wait_until_delivered,
 )
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
@@ -208,10 +207,6 @@ class Connection:
     def keep_alive(self, peer_timeout_seconds: float, *, bulk: bool = False) -> None:
         """Set keepalive options, as `reigen.net.sockets.set_keepalive` does."""
         set_keepalive(self.socket, peer_timeout_seconds, bulk=bulk)
-
-    def wait_until_delivered(self, seconds: float) -> None:
-        """Wait for the peer's kernel, as `reigen.net.sockets.wait_until_delivered` does."""
-        wait_until_delivered(self.socket, seconds)
 
     def close(self) -> None:
         """Close the connection. May be called twice."""

@@ -19,7 +19,7 @@ import socket
 from collections import deque
 
 from reigen.net.auth import TAG_BYTES, AuthSession, Identity
-from reigen.net.sockets import as_connection_error, connection_closed_error
+from reigen.net.sockets import as_connection_error
 from reigen.net.tls import TlsSocket
 
 #: What is read ahead; of larger bodies no more than that passes through here.
@@ -187,7 +187,8 @@ class FramedConnection:
         except OSError as error:
             raise as_connection_error(error) from None
         if not num_read:
-            raise connection_closed_error(amid=not header_first or self._end > self._begin)  # of a body, or of a header
+            is_amid = not header_first or self._end > self._begin  # a body, or a header
+            raise ConnectionResetError("the other end closed the connection" + " in the middle of a message" * is_amid)
         self.num_received_bytes += num_read
         self._is_drained = num_read < len(place) + len(ahead)
         num_ahead = min(num_read, len(ahead)) if header_first else max(0, num_read - len(place))
