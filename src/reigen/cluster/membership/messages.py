@@ -43,7 +43,7 @@ MAX_SAVED_JOBS = 4
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Base of the messages, and of what they consist of."""
+    """Base of messages and their parts."""
 
 
 class ServerInfo(_Message, frozen=True):
@@ -63,7 +63,7 @@ class ServerInfo(_Message, frozen=True):
 
 
 class _MemberEvent(_Message, frozen=True):
-    """Base of what happens to one member, of a role, with a number, on a host."""
+    """Base of events of one member: its role, its number, its host."""
 
     role: MemberRole
     number: int
