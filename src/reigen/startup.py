@@ -92,7 +92,6 @@ def count_generation(rendezvous_of_life: JobRendezvous) -> None:
 
 @functools.cache
 def _tls() -> TlsContext:
-    """Return TLS of this process."""
     from reigen.net.tls import TlsContext
 
     return TlsContext()

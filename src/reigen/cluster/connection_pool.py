@@ -86,10 +86,7 @@ class ConnectionPool:
         tls: encrypt everything; so must all ranks.
 
     Attributes:
-        rank: this rank.
-        size: how many ranks the job has.
-        address: ``host:port`` where this rank listens.
-        peer_timeout_seconds: as above.
+        address: ``host:port`` where this rank listens. ``rank``, ``size`` and ``peer_timeout_seconds`` are as above.
 
     Raises:
         OSError: this host has no such address.

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from reigen.launch.base import LauncherFactory, find_launcher
@@ -112,10 +112,10 @@ class _LauncherCheck:
     prefix: Sequence[str]
     environ: dict[str, str]
     timeout: float
-    slots: list[int] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "slots", [host.slots for host in parse_hosts(self.hosts)])
+    @property
+    def slots(self) -> list[int]:
+        return [host.slots for host in parse_hosts(self.hosts)]
 
     @property
     def size(self) -> int:

@@ -34,8 +34,6 @@ _ULFM_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 _PRTE_VARIABLE = "PRTE_LAUNCHED"
 #: How long MPI_Abort may take.
 _ABORT_SECONDS = 5
-#: MPI_THREAD_SERIALIZED as a word, for the user.
-_THREADS_NEEDED = "MPI_THREAD_SERIALIZED"
 
 
 def can_use_mpi(environ: Mapping[str, str]) -> tuple[bool, str]:
@@ -94,7 +92,7 @@ def _find_mpi_problem(*, serialized: bool, size: int, told: str, variable: str, 
     """Return why an MPI library that is there cannot be used, or None."""
     if not serialized:
         return (
-            f"MPI was initialised without {_THREADS_NEEDED}, which an engine with a thread of its own needs; leave "
+            "MPI was initialised without MPI_THREAD_SERIALIZED, which an engine with a thread of its own needs; leave "
             "mpi4py.rc.threads and mpi4py.rc.thread_level as they are, or set the latter to 'serialized' or 'multiple'"
         )
     if size != int(told):

@@ -42,7 +42,7 @@ from reigen.cluster.membership.table import GroupTable, MembershipTable
 from reigen.errors import ArgumentError, AuthenticationError, WireError
 from reigen.net.auth import Identity, ProcessRole
 from reigen.net.codec import MessageCodec
-from reigen.net.connection import Connection
+from reigen.net.connection import Connection, ConnectionOptions
 from reigen.net.listener import HANDSHAKE_SECONDS, MessageListener
 
 if TYPE_CHECKING:  # OpenSSL is loaded by those who want TLS
@@ -165,7 +165,8 @@ class ControlService:
         me: who hosts it: the launcher, or a rank.
         table: the members of one job; None: of jobs of ranks, as they come.
 
-    The others, the attribute ``address``, and what is raised, are those of `reigen.net.listener.MessageListener`.
+    The others, the attribute ``address``, and what is raised, are those of `reigen.net.listener.MessageListener`; see
+    `reigen.net.connection.ConnectionOptions` for ``tls`` and ``peer_timeout_seconds``.
     """
 
     def __init__(
@@ -184,17 +185,13 @@ class ControlService:
     ) -> None:
         self._store, self._members = RendezvousStore(), table or GroupTable()
         self._listener = MessageListener(
-            secret,
             (host, port),
-            me,
-            MAX_MESSAGE_BYTES,
+            ConnectionOptions(secret, me, MAX_MESSAGE_BYTES, tls, peer_timeout_seconds),
             self._receive,
             self._gone,
             handshake_seconds=handshake_seconds,
-            peer_timeout_seconds=peer_timeout_seconds,
             must_speak=must_speak,
             port_is_held=port_is_held,
-            tls=tls,
         )
         self.address = self._listener.address
         #: When each agent was heard last.
