@@ -95,7 +95,7 @@ class BulkConnection(FramedConnection):
         self._ends.append(self.num_posted_bytes)
 
     def post_receive(self, into: memoryview) -> None:
-        """Have the peer's next message, of exactly its length, land in ``into``: contiguous, writable, of any format."""
+        """Have the peer's next message, of just its length, land in ``into``: contiguous, writable, of any format."""
         self._posted.append(into.cast("B") if into.nbytes else _NOTHING)
 
     def advance_sends(self) -> int:
