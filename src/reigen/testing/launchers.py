@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from reigen.cluster.bootstrap.rank_lock import read_process_stat
 from reigen.launch.base import LauncherFactory, find_launcher
 from reigen.launch.hosts import parse_hosts
 from reigen.launch.options import LaunchOptions
@@ -198,7 +199,7 @@ class _Job:
         """Return the process that the user has started, and the supervisor, its child."""
         own = f"{sys.executable} -m reigen run "
         pids = [pid for pid, command in self.processes().items() if command.startswith(own)]
-        parents = {pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+        parents = {pid: int(read_process_stat(pid)[1]) for pid in pids}
         [supervisor] = [pid for pid in pids if parents[pid] in pids]
         return parents[supervisor], supervisor
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from reigen.cluster.bootstrap.rank_lock import read_process_stat
+
 #: Things that are just closing are gone long before that, even on a busy host.
 _PATIENCE_SECONDS = 30.0
 _MEMFD_MAPPING = re.compile(r"^\S+ \S+ \S+ \S+ (\d+)\s+(/memfd:.*)", re.MULTILINE)  # lines of /proc/PID/maps
@@ -141,8 +143,6 @@ def _is_descendant(pid: int) -> bool:
     while pid > 1:
         if pid == os.getpid():
             return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
+        stat = read_process_stat(pid)
+        pid = int(stat[1]) if stat else 0
     return False

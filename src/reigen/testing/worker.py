@@ -17,10 +17,10 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import ModuleType
 
 import cloudpickle
 
+from reigen import context
 from reigen.runner.serialization import pickle_exception
 from reigen.testing.leaks import LeakCheck
 
@@ -103,16 +103,9 @@ def _perform(task: RankTask) -> RankReply:
 def _job(init: bool) -> Iterator[None]:
     """Wraps a call in init and shutdown if asked to; leaves no job behind in either case."""
     if init:
-        _context().init()
+        context.init()
     try:
         yield
     finally:
-        if "reigen.context" in sys.modules and _context().is_initialized():
-            _context().shutdown()
-
-
-def _context() -> ModuleType:
-    """Imported when needed: many tasks test lower rooms, and starting a rank should be cheap."""
-    from reigen import context
-
-    return context
+        if context.is_initialized():
+            context.shutdown()
