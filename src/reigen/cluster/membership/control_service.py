@@ -112,7 +112,7 @@ class RendezvousStore:
     def handle(self, owner: Any, message: StoreRequest) -> list[tuple[Any, StoreReply]]:
         """Serve one message; returns who is to be sent what."""
         if isinstance(message, CancelGet):
-            self._forget(lambda who, request: (who, request) == (owner, message.request))
+            self._forget(lambda waiter, request: (waiter, request) == (owner, message.request))
             return []
         try:
             check_entry(message)
@@ -131,7 +131,7 @@ class RendezvousStore:
 
     def forget_all(self, owner: Any) -> None:
         """Forget the requests of an owner that has gone."""
-        self._forget(lambda who, _: who is owner)
+        self._forget(lambda waiter, _: waiter is owner)
 
     def _put(self, owner: Any, message: PutValue) -> list[tuple[Any, StoreReply]]:
         old = self._values.get(message.key)
@@ -143,12 +143,14 @@ class RendezvousStore:
             return [(owner, StoreReply(message.request, problem=problem))]
         self._values[message.key], self._num_bytes = message.value, num_bytes
         served: list[tuple[Any, StoreReply]] = [(owner, StoreReply(message.request))]
-        served += [(who, StoreReply(request, message.value)) for who, request in self._waiting.pop(message.key, [])]
+        served += [
+            (waiter, StoreReply(request, message.value)) for waiter, request in self._waiting.pop(message.key, [])
+        ]
         return served
 
     def _forget(self, gone: Callable[[Any, int], bool]) -> None:
         for key, waiters in list(self._waiting.items()):
-            left = [(who, request) for who, request in waiters if not gone(who, request)]
+            left = [each for each in waiters if not gone(*each)]
             if left:
                 self._waiting[key] = left
             else:

@@ -19,15 +19,15 @@ class FailureDetector:
 
     Args:
         membership: this rank's connection to the control service.
-        neighbours: the ranks of this host; None if there is no other.
+        local_peers: the ranks of this host; None if there is no other.
         lost: ranks whose connection for control messages has ended, and how; somebody else writes it.
     """
 
-    def __init__(self, membership: MembershipClient, neighbours: LocalPeers | None, lost: Mapping[int, str]) -> None:
+    def __init__(self, membership: MembershipClient, local_peers: LocalPeers | None, lost: Mapping[int, str]) -> None:
         self._membership = membership
-        self._local_peers = neighbours
+        self._local_peers = local_peers
         self._monitors: list[LocalPeers | MembershipClient]
-        self._monitors = [membership] if neighbours is None else [neighbours, membership]
+        self._monitors = [membership] if local_peers is None else [local_peers, membership]
         self._lost = lost
         #: when the first connection was seen to have ended
         self._lost_at: float | None = None
