@@ -98,8 +98,8 @@ def _find_mpi_problem(*, serialized: bool, size: int, num_launched: str, variabl
     if size != int(num_launched):
         return (
             f"{variable}={num_launched}, but {library} in this process sees {size} process(es): mpi4py uses another "
-            "MPI than the mpirun that started it. Start the job with the mpirun of that MPI, or name the other one with "
-            "MPI4PY_MPIABI=openmpi or mpich"
+            "MPI than the mpirun that started it. Start the job with the mpirun of that MPI, or name the other one "
+            "with MPI4PY_MPIABI=openmpi or mpich"
         )
     return None
 
