@@ -21,7 +21,7 @@ def is_local_address(host: str) -> bool:
             if family in {socket.AF_INET, socket.AF_INET6}:
                 if ipaddress.ip_address(address).is_loopback:
                     return True
-                with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+                with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                     probe.bind((address, 0))
                     return True
     return False
